@@ -1,0 +1,60 @@
+"""The order in which training visits its prompts: one permutation an epoch, a pure function of the seed.
+
+The permutation sorts the indices by a hash of (seed, epoch, index).  No random generator is involved, so the order depends on no
+global state and on no library's version, and two numbers say where a run stands.
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+from isobit.errors import DataError
+from isobit.records import Prompt
+
+
+class PromptSampler:
+    """Endless batches of ``prompts_per_step`` prompts, each with its visit: how often it was seen before.
+
+    An epoch that ends inside a batch is followed by the next; a batch larger than the dataset holds a prompt more than once, with
+    different visits.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int, shuffle: bool = True) -> None:
+        if not prompts:
+            raise DataError("there are no prompts to train on")
+        self._prompts = prompts
+        self._prompts_per_step = prompts_per_step
+        self._seed = seed
+        self._shuffle = shuffle
+        self._go_to(epoch=0, cursor=0)
+
+    def next(self) -> list[tuple[Prompt, int]]:
+        """The next ``prompts_per_step`` pairs (prompt, visit)."""
+        batch = []
+        for _ in range(self._prompts_per_step):
+            if self._cursor == len(self._order):
+                self._go_to(self._epoch + 1, cursor=0)
+            batch.append((self._prompts[self._order[self._cursor]], self._epoch))
+            self._cursor += 1
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """Where the sampler stands, for ``restore``.  ``prompts`` is there to notice another dataset."""
+        return {"epoch": self._epoch, "cursor": self._cursor, "prompts": len(self._prompts)}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continue where ``state`` was taken.  Raises ``DataError`` if it belongs to a dataset of another size."""
+        if state["prompts"] != len(self._prompts):
+            raise DataError(
+                f"the sampler's state is of {state['prompts']} prompts, but the dataset has {len(self._prompts)}; resume with the same data"
+            )
+        self._go_to(state["epoch"], state["cursor"])
+
+    def _go_to(self, epoch: int, cursor: int) -> None:
+        self._epoch, self._cursor = epoch, cursor
+        self._order = range(len(self._prompts))
+        if self._shuffle:
+            self._order = sorted(self._order, key=lambda index: _rank(self._seed, epoch, index))
+
+
+def _rank(seed: int, epoch: int, index: int) -> bytes:
+    return blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16).digest()

@@ -1,0 +1,48 @@
+"""reasoning-gym's procedural tasks, by name and options, with errors that name what exists."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+from isobit.errors import DataError
+
+TASK_COLUMN = "reasoning_gym"
+"""Column of a row that holds the task's name, size, seed and options: enough to build the task, and its scorer, again."""
+
+
+class Task(Protocol):
+    """What Isobit uses of ``reasoning_gym.dataset.ProceduralDataset``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, idx: int) -> dict[str, Any]: ...
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
+
+
+def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> Task:
+    """The task ``name`` with ``size`` entries drawn from ``seed``.
+
+    Raises ``DataError`` for an unknown task (with the nearest name), an unknown option (with those that exist) and a value that the
+    task refuses.
+    """
+    import reasoning_gym  # takes about two seconds, and only these runs need it
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        near = get_close_matches(name, DATASETS, n=3)
+        hint = (
+            f"did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else f"it has {len(DATASETS)}, from {min(DATASETS)!r} to {max(DATASETS)!r}"
+        )
+        raise DataError(f"reasoning-gym has no task {name!r}; {hint}")
+    known = {field.name for field in fields(DATASETS[name][1])} - {"size", "seed"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise DataError(f"reasoning-gym task {name!r} has no option {unknown[0]!r}; its options are {', '.join(sorted(known)) or 'none'}")
+    try:
+        return reasoning_gym.create_dataset(name, **options, size=size, seed=seed)
+    except Exception as error:  # tasks check their options with assertions, ValueError, TypeError and more
+        raise DataError(f"reasoning-gym task {name!r} refuses the options {dict(options)}: {type(error).__name__}: {error}") from error

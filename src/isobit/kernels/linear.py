@@ -1,0 +1,128 @@
+"""The linear layer: FProp, DGrad and WGrad in the formats of its site.
+
+    FProp  Y  = X W^T    forward format; its rows must be the same bits for every batch: exact GEMM (``isobit.kernels.gemm``)
+    DGrad  dX = dY W     E4M3: dY in 1x128 groups along N; W's 128x128 blocks are the forward's own, read transposed
+    WGrad  dW = dY^T X   E4M3: both operands in groups of 128 tokens, quantised straight from BF16
+
+Y and dX are rounded to the format between operators, dW is FP32 and belongs to the FP32 master.  No bit of the backward has to agree
+with a rollout, so its GEMMs are plain FP32 over the dequantised operands: they repeat at a fixed number of threads.
+A bias is added in FP32 before Y is rounded.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from isobit.kernels.e4m3 import decode_e4m3
+from isobit.kernels.gemm import gemm_e4m3, gemm_snapped
+from isobit.kernels.grid import snap_rows
+from isobit.kernels.quantise import quantise_blocks, quantise_rows, quantise_tokens
+from isobit.precision.flow import Site
+from isobit.precision.formats import BLOCK, DTYPES, ScaleKind
+from isobit.precision.quant_tensor import QuantTensor
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """What a linear reads, made once per publish: E4M3 blocks, or BF16 or FP32 rows on the grid; and its bias."""
+
+    site: Site
+    matrix: QuantTensor | torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def publish(cls, site: Site, master: torch.Tensor, bias: torch.Tensor | None = None) -> "LinearWeight":
+        """Quantise or snap the master [N, K]: from its BF16 rounding, except in FP32."""
+        source = master.detach() if site.forward == "fp32" else master.detach().bfloat16()
+        matrix = quantise_blocks(source, site.scales) if site.forward == "e4m3" else snap_rows(source)
+        return cls(site, matrix, None if bias is None else bias.detach().to(source.dtype))
+
+    def copy_(self, other: "LinearWeight") -> None:
+        """Overwrite in place with a newer publication."""
+        if isinstance(self.matrix, QuantTensor):
+            assert isinstance(other.matrix, QuantTensor)
+            self.matrix.copy_(other.matrix)
+        else:
+            assert isinstance(other.matrix, torch.Tensor)
+            self.matrix.copy_(other.matrix)
+        if self.bias is not None and other.bias is not None:
+            self.bias.copy_(other.bias)
+
+    def dequantised(self) -> torch.Tensor:
+        """FP32 [N, K]: the matrix that the forward multiplies with."""
+        if isinstance(self.matrix, torch.Tensor):
+            return self.matrix.float()
+        values, scales = decode_e4m3(self.matrix.values), self.matrix.scales
+        blocks = values.view(scales.shape[0], BLOCK, scales.shape[1], BLOCK)
+        return (blocks * scales[:, None, :, None]).view_as(values)
+
+
+def linear_forward(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """[M, K] -> [M, N] in the dtype of x; the bits of a row depend on that row alone."""
+    if isinstance(weight.matrix, QuantTensor):
+        y = gemm_e4m3(quantise_rows(x, weight.site.scales), weight.matrix)
+    else:
+        y = gemm_snapped(snap_rows(x), weight.matrix)
+    if weight.bias is not None:
+        y += weight.bias.float()
+    return y.to(x.dtype)
+
+
+def linear(x: torch.Tensor, weight: LinearWeight, master: torch.Tensor, bias_master: torch.Tensor | None = None) -> torch.Tensor:
+    """``linear_forward`` whose gradients reach x, the FP32 master [N, K] and the FP32 bias [N]."""
+    if not torch.is_grad_enabled():
+        return linear_forward(x, weight)
+    return _Linear.apply(x, master, bias_master, weight)  # pyright: ignore[reportReturnType]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, master: torch.Tensor, bias_master: torch.Tensor | None, weight: LinearWeight) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return linear_forward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dy,) = gradients
+        (x,) = ctx.saved_tensors
+        weight: LinearWeight = ctx.weight
+        dy = dy.contiguous()
+        dx = dgrad(dy, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
+        dw = wgrad(dy, x, weight.site) if ctx.needs_input_grad[1] else None
+        db = dy.float().sum(0) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None
+
+
+def dgrad(dy: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """dX [M, K] in FP32, from dY [M, N]."""
+    left = dequantise_rows(quantise_rows(dy, weight.site.scales)) if weight.site.dgrad == "e4m3" else dy.float()
+    return left @ weight.dequantised()
+
+
+def wgrad(dy: torch.Tensor, x: torch.Tensor, site: Site) -> torch.Tensor:
+    """dW [N, K] in FP32, from dY [T, N] and X [T, K]."""
+    if site.wgrad != "e4m3":
+        return dy.float().t() @ x.float()
+    return _token_grouped(dy, site.scales).t() @ _token_grouped(x, site.scales)
+
+
+def dequantise_rows(x: QuantTensor) -> torch.Tensor:
+    """1x128 groups -> FP32 [M, K]."""
+    values = decode_e4m3(x.values)
+    return values.view(*x.scales.shape, BLOCK).mul_(x.scales[..., None]).view_as(values)
+
+
+def _token_grouped(x: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
+    """Quantise along tokens and dequantise: FP32 [T, C]."""
+    quantised = quantise_tokens(x, scales)
+    values = decode_e4m3(quantised.values)
+    for group, scale in zip(values.split(BLOCK), quantised.scales, strict=True):
+        group.mul_(scale)
+    return values
+
+
+def activation_dtype(site: Site) -> torch.dtype:
+    """The dtype of a site's input and output: FP32 in the FP32 flow, BF16 in every other."""
+    return DTYPES["fp32" if site.forward == "fp32" else "bf16"]

@@ -1,0 +1,168 @@
+"""What a decoder is: the fields of a Hugging Face ``config.json`` that Llama 3, Qwen2 and Qwen3 dense models need.
+
+The three families are one decoder: pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU.  They differ in biases on q, k
+and v (Qwen2), RMSNorm of each query and key head (Qwen3), tied or untied heads, and Llama 3's scaled rotary frequencies.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from isobit.errors import CheckpointError
+from isobit.precision.flow import DecoderShape, LinearShape
+
+Family = Literal["llama", "qwen2", "qwen3"]
+MAX_HEAD_DIM = 128
+
+ARCHITECTURES: dict[str, Family] = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's stretch of the low rotary frequencies ("rope_type": "llama3")."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape and constants of one decoder."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_epsilon: float
+    rope_theta: float
+    tied_embeddings: bool
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.head_dim > MAX_HEAD_DIM or self.head_dim % 2:
+            raise CheckpointError(f"head size {self.head_dim} is not supported: it must be even and at most {MAX_HEAD_DIM}")
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family == "qwen3"
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.family == "qwen2"
+
+    @property
+    def shape(self) -> DecoderShape:
+        """The linears by site name, with the checkpoint's matrices that each fuses."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        linears = {
+            "qkv_proj": LinearShape({"q_proj": queries, "k_proj": keys, "v_proj": keys}, self.hidden_size),
+            "o_proj": LinearShape({"o_proj": self.hidden_size}, queries),
+            "gate_up_proj": LinearShape({"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size}, self.hidden_size),
+            "down_proj": LinearShape({"down_proj": self.hidden_size}, self.intermediate_size),
+        }
+        return DecoderShape(self.num_layers, linears)
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any], source: str) -> "ModelConfig":
+        """Read a ``config.json``; raises CheckpointError, naming ``source``, for what this decoder does not compute."""
+        architecture = (config.get("architectures") or ["(none)"])[0]
+        if architecture not in ARCHITECTURES:
+            raise CheckpointError(f"{source}: architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        family = ARCHITECTURES[architecture]
+        _refuse_unsupported(config, family, source)
+        try:
+            heads = config["num_attention_heads"]
+            return cls(
+                family=family,
+                vocab_size=config["vocab_size"],
+                hidden_size=config["hidden_size"],
+                intermediate_size=config["intermediate_size"],
+                num_layers=config["num_hidden_layers"],
+                num_heads=heads,
+                num_kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+                max_positions=config["max_position_embeddings"],
+                rms_epsilon=config["rms_norm_eps"],
+                rope_theta=_rope_parameters(config).get("rope_theta", config.get("rope_theta", 10000.0)),
+                tied_embeddings=config.get("tie_word_embeddings", False),
+                rope_scaling=_rope_scaling(config, source),
+            )
+        except KeyError as missing:
+            raise CheckpointError(f"{source}: the key {missing} is missing") from None
+
+    def to_hf(self) -> dict[str, Any]:
+        """A ``config.json`` that transformers loads."""
+        architecture = next(name for name, family in ARCHITECTURES.items() if family == self.family)
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.rope_scaling is not None:
+            rope |= {"rope_type": "llama3"} | {f.name: getattr(self.rope_scaling, f.name) for f in fields(RopeScaling)}
+        return {
+            "architectures": [architecture],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.rms_epsilon,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": self.tied_embeddings,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": rope,
+            "dtype": "bfloat16",
+        }
+
+
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """Rotary frequencies, FP64 [D/2]: theta^(-2i/D), stretched for Llama 3 as in transformers' ``rope_type: llama3``."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    frequencies = torch.exp(half * -math.log(config.rope_theta))
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    smooth = ((rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return frequencies * (smooth + (1 - smooth) / scaling.factor)
+
+
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes ``rope_parameters``, earlier ones ``rope_scaling`` beside ``rope_theta``."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _rope_scaling(config: dict[str, Any], source: str) -> RopeScaling | None:
+    parameters = _rope_parameters(config)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; supported are 'default' and 'llama3'")
+    return RopeScaling(**{f.name: parameters[f.name] for f in fields(RopeScaling)})
+
+
+def _refuse_unsupported(config: dict[str, Any], family: Family, source: str) -> None:
+    unsupported = {
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(config.get("attention_bias", False)) and family != "qwen2",
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "use_sliding_window": bool(config.get("use_sliding_window", False)),
+        "quantization_config": "quantization_config" in config,
+    }
+    for key, refused in unsupported.items():
+        if refused:
+            raise CheckpointError(f"{source}: {key} = {config[key]!r} is not supported")

@@ -1,0 +1,69 @@
+"""The decoder: token ids in, final hidden states out, the same code in rollout and in training.
+
+    h = embed(ids)
+    each layer:  h += o_proj(attend(rope(norm(q)), rope(norm(k)), v)),   (q, k, v) = qkv_proj(rms_norm(h))
+                 h += down_proj(swiglu(gate_up_proj(rms_norm(h))))
+    return rms_norm(h)
+
+The residual stream and everything between operators is BF16 (FP32 in the ``fp32`` flow).  What differs between the sides is how queries
+find their keys, pages or packed sequences: that is the ``Attend`` that the caller brings.  T tokens stand end to end, without padding.
+"""
+
+from typing import Protocol
+
+import torch
+
+from isobit.kernels.embedding import embedding
+from isobit.kernels.linear import linear
+from isobit.kernels.rms_norm import rms_norm
+from isobit.kernels.rope import RopeTable, rope
+from isobit.kernels.swiglu import swiglu
+from isobit.models.policy import Policy, PublishedWeights
+from isobit.precision.formats import Side
+
+
+class Attend(Protocol):
+    """Attention of one layer: q [T, H, D], k and v [T, G, D], after rotary positions -> [T, H, D]."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+
+
+def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    """token_ids and positions int64 [T] -> hidden states [T, hidden], final norm applied; gradients reach the masters if they are on."""
+    weights = policy.weights(side)
+    forward = _Forward(policy, weights, policy.rope.rows(positions), attend)
+    h = embedding(token_ids, weights.plain["embed_tokens.weight"], policy.masters["embed_tokens.weight"])
+    for layer in range(policy.config.num_layers):
+        h = h + forward.attention(layer, h)
+        h = h + forward.mlp(layer, h)
+    return forward.norm("norm", h)
+
+
+class _Forward:
+    """One forward pass: the weights of a side and the rotary rows of its tokens."""
+
+    def __init__(self, policy: Policy, weights: PublishedWeights, rope_rows: RopeTable, attend: Attend) -> None:
+        self.config, self.masters, self.weights = policy.config, policy.masters, weights
+        self.rope_rows, self.attend = rope_rows, attend
+
+    def attention(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+        path, config = f"layers.{layer}", self.config
+        qkv = self.linear(f"{path}.qkv_proj", self.norm(f"{path}.input_norm", h))
+        heads = qkv.view(h.shape[0], -1, config.head_dim)
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
+        if config.qk_norm:
+            q, k = self.norm(f"{path}.q_norm", q), self.norm(f"{path}.k_norm", k)
+        out = self.attend(layer, rope(q, self.rope_rows), rope(k, self.rope_rows), v)
+        return self.linear(f"{path}.o_proj", out.reshape(h.shape[0], -1))
+
+    def mlp(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+        path = f"layers.{layer}"
+        gate_up = self.linear(f"{path}.gate_up_proj", self.norm(f"{path}.post_attention_norm", h))
+        return self.linear(f"{path}.down_proj", swiglu(gate_up))
+
+    def norm(self, path: str, x: torch.Tensor) -> torch.Tensor:
+        name = f"{path}.weight"
+        return rms_norm(x, self.weights.plain[name], self.masters[name], self.config.rms_epsilon)
+
+    def linear(self, path: str, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weights.linears[path], self.masters[f"{path}.weight"], self.masters.get(f"{path}.bias"))

@@ -1,0 +1,46 @@
+"""From a plan to the tensors of one ragged forward."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isobit.kernels.kv_cache import PAGE_TOKENS
+from isobit.kernels.paged_attention import PagedBatch
+from isobit.rollout.pages import pages_for
+from isobit.rollout.scheduler import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """What the model reads: T new tokens of B sequences laid end to end."""
+
+    token_ids: Tensor
+    """int64 [T]"""
+    positions: Tensor
+    """int64 [T], from 0 in each sequence."""
+    paged: PagedBatch
+
+
+def build_batch(plan: Plan) -> ForwardBatch:
+    """The tensors of ``plan``.  Every sequence of it has pages for the tokens it puts in."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for sequence, count in plan:
+        first, pages = sequence.cached, sequence.pages
+        if count == 1:  # most sequences of most steps
+            token_ids.append(sequence.tokens[first])
+            positions.append(first)
+            slots.append(pages[first // PAGE_TOKENS] * PAGE_TOKENS + first % PAGE_TOKENS)
+            continue
+        chunk = range(first, first + count)
+        token_ids += sequence.tokens[first : first + count]
+        positions += chunk
+        slots += [pages[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS for position in chunk]
+    lengths = tuple([sequence.cached + count for sequence, count in plan])
+    width = pages_for(max(lengths))
+    block_table = torch.from_numpy(np.stack([sequence.block_row[:width] for sequence, _ in plan]))
+    paged = PagedBatch(tuple([count for _, count in plan]), lengths, block_table, torch.tensor(slots))
+    return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), paged)

@@ -1,0 +1,43 @@
+"""How far a call to the engine has come, and what it did: plain records for a progress bar, metrics and tests."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts of one ``generate`` call."""
+
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens put through the model: each prompt once, and again if its pages were given up."""
+    recomputed_tokens: int = 0
+    """Generated tokens whose K and V were given up and computed again."""
+    preemptions: int = 0
+    """Running samples that lost their pages to an earlier one."""
+    weight_changes: int = 0
+    """Times that new weights were published and all pages dropped."""
+    shared_pages: int = 0
+    """Pages that a sample took over from its prompt instead of computing them."""
+    copied_pages: int = 0
+    """Shared partial pages that were copied before the first write into them."""
+    chunks: int = 0
+    """Pieces of prompts, or of recomputations, that the token budget of a forward cut off before the end."""
+    forwards: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A moment of a ``generate`` call."""
+
+    finished: int
+    running: int
+    total: int
+    """Samples."""
+    generated_tokens: int
+    seconds: float
+    """Since the start of the call."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0

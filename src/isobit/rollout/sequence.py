@@ -1,0 +1,152 @@
+"""The state of what the engine computes: prompts, prefilled once, and the samples that grow from them.
+
+Both are a list of tokens of which the first ``cached`` have their K and V in pages.  What is left, ``remaining``, says what to do
+next: nothing (a finished prompt), one token (a decoding sample), several (a prompt, or a sample whose pages were taken away).  So
+prefill, decode and recomputation are one operation, "put the next tokens through the model", with different counts.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from isobit.kernels.noise import sample_key
+from isobit.records import Completion, FinishReason
+from isobit.rollout.pages import PageAllocator
+from isobit.rollout.request import Request
+from isobit.rollout.stops import StopWatch, cut, decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class CachedTokens:
+    """Tokens and the pages that hold the K and V of the first ``cached`` of them.
+
+    ``block_row`` mirrors ``pages`` in the fixed-width form that a batch's block table is stacked from.
+    """
+
+    __slots__ = ("block_row", "cached", "pages", "tokens")
+
+    def __init__(self, tokens: list[int], max_pages: int) -> None:
+        self.tokens = tokens
+        self.cached = 0
+        self.pages: list[int] = []
+        self.block_row = np.zeros(max_pages, dtype=np.int64)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are not in the cache yet."""
+        return len(self.tokens) - self.cached
+
+    def add_page(self, page: int) -> None:
+        """Hold one more page, behind the others."""
+        self.block_row[len(self.pages)] = page
+        self.pages.append(page)
+
+    def replace_page(self, index: int, page: int) -> None:
+        """Hold ``page`` in the place of page number ``index``."""
+        self.block_row[index] = page
+        self.pages[index] = page
+
+    def drop_pages(self, allocator: PageAllocator) -> None:
+        """Give all pages back; the tokens stay."""
+        for page in self.pages:
+            allocator.release(page)
+        self.pages = []
+        self.cached = 0
+
+
+class SharedPrompt(CachedTokens):
+    """The prompt of one request.  It holds its pages for as long as samples wait to start from them.
+
+    ``last_hidden`` [hidden] is the final hidden state of its last token: the first token of every sample is drawn from it.
+    """
+
+    __slots__ = ("arrival", "last_hidden", "request", "waiting")
+
+    def __init__(self, request: Request, arrival: int, max_pages: int) -> None:
+        super().__init__(list(request.prompt.token_ids), max_pages)
+        self.request = request
+        self.arrival = arrival
+        self.waiting = request.samples
+        self.last_hidden: Tensor | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether samples can start."""
+        return self.last_hidden is not None
+
+    def drop_pages(self, allocator: PageAllocator) -> None:
+        super().drop_pages(allocator)
+        self.last_hidden = None
+
+
+class Sample(CachedTokens):
+    """One sample of a request: the prompt's tokens, then its own."""
+
+    __slots__ = (
+        "_stop_token_ids",
+        "_stop_watch",
+        "finish_reason",
+        "key",
+        "logprobs",
+        "max_length",
+        "prompt",
+        "truncated_logprobs",
+        "weights_version",
+    )
+
+    def __init__(
+        self, prompt: SharedPrompt, index: int, seed: int, max_length: int, max_pages: int, tokenizer: "PreTrainedTokenizerBase | None"
+    ) -> None:
+        super().__init__(list(prompt.tokens), max_pages)
+        request, sampling = prompt.request, prompt.request.sampling
+        self.prompt = prompt
+        self.key = sample_key(seed, request.prompt.id, request.visit, index)
+        self.max_length = max_length
+        self.logprobs: list[float] = []
+        self.truncated_logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+        self.weights_version: int | None = None
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._stop_watch = StopWatch(tokenizer, sampling.stop_strings) if tokenizer and sampling.stop_strings else None
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.logprobs)
+
+    def start(self, allocator: PageAllocator) -> None:
+        """Hold the pages of the prompt as well: its tokens need not be computed again."""
+        assert self.prompt.is_ready and not self.pages, "a sample starts once, from a prompt in the cache"
+        for page in self.prompt.pages:
+            allocator.share(page)
+            self.add_page(page)
+        self.cached = self.prompt.cached
+
+    def accept(self, token_id: int, logprob: float, weights_version: int) -> None:
+        """Append a drawn token and see whether it is the last one."""
+        if self.weights_version is None:
+            self.weights_version = weights_version
+        self.tokens.append(token_id)
+        self.logprobs.append(logprob)
+        if token_id in self._stop_token_ids or (self._stop_watch is not None and self._stop_watch.feed(token_id)):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_length:
+            self.finish_reason = "length"
+
+    def completion(self, tokenizer: "PreTrainedTokenizerBase | None") -> Completion:
+        """The record of the finished sample; its text is empty without a tokenizer."""
+        assert self.finish_reason is not None and self.weights_version is not None, "the sample is not finished"
+        sampling = self.prompt.request.sampling
+        token_ids = tuple(self.tokens[len(self.prompt.tokens) :])
+        spoken = token_ids[:-1] if token_ids[-1] in self._stop_token_ids else token_ids
+        return Completion(
+            token_ids=token_ids,
+            logprobs=tuple(self.logprobs),
+            text=cut(decode(tokenizer, spoken), sampling.stop_strings) if tokenizer else "",
+            finish_reason=self.finish_reason,
+            temperature=sampling.logprob_temperature,
+            weights_version=self.weights_version,
+            truncated_logprobs=tuple(self.truncated_logprobs) if sampling.truncates else None,
+        )

@@ -1,0 +1,1 @@
+"""A run from start to end: the loop, evaluation, the exactness check, and what is printed and written."""

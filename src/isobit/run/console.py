@@ -1,0 +1,135 @@
+"""What a run prints: the precision flow at the start, a line a step, a progress bar while it generates, the figures at the end.
+
+On a terminal the bar shows tokens per second and goes away when the generation is over.  Elsewhere (a pipe, a log file) there is no
+bar and no colour: the lines are the same.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+
+from isobit.precision.compare import describe_flow
+from isobit.rollout.progress import Progress
+from isobit.run.eval_result import EvalResult
+from isobit.run.metrics import Metrics
+from isobit.run.setup import Run
+from isobit.run.summary import Summary
+
+
+class Report:
+    """Prints the course of a run to a console."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+
+    def line(self, text: str = "") -> None:
+        """One line as it stands: no markup, no wrapping, no control characters that a model or a path might hold."""
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+    def start(self, run: Run) -> None:
+        """The model, the data, and the flow with its fallbacks."""
+        policy, config = run.model.policy, run.config
+        parameters = sum(master.numel() for master in policy.parameters())
+        sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in run.evaluator.sets.items()) or "none"
+        dropped = f" ({run.dropped_prompts} more also stand in an evaluation set: dropped)" if run.dropped_prompts else ""
+        self.line(f"model {config.model}: {policy.config.family}, {parameters:,} parameters, {policy.config.num_layers} layers")
+        self.line(f"data: {run.sampler.state()['prompts']} training prompts{dropped}; evaluation problems: {sets}")
+        for line in describe_flow(policy.flow):
+            self.line(f"  {line}")
+
+    @contextmanager
+    def generating(self, label: str) -> Iterator["GenerationBar | None"]:
+        """A progress bar for one call of the engine; None, so that nothing is computed for it, without a terminal."""
+        if not self._console.is_terminal:
+            yield None
+            return
+        with ProgressBar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        ) as bar:
+            yield GenerationBar(bar, label)
+
+    def step(self, step: int, steps: int, metrics: Metrics) -> None:
+        """Reward, length, entropy, differing tokens, rates and seconds of one step."""
+        seconds = sum(metrics[f"time/{part}_s"] for part in ("rollout", "grading", "training"))
+        parts = [
+            f"step {step:>{len(str(steps))}}/{steps}",
+            f"reward {metrics['reward/mean']:.3f}",
+            f"length {metrics['response_length/mean']:.1f}",
+            f"entropy {metrics['entropy']:.3f}" if "entropy" in metrics else "no update",
+            f"differing {metrics['logprob_diff/tokens_differing']:.0f} of {metrics['logprob_diff/tokens_compared']:.0f}",
+            f"rollout {metrics['tokens_per_s/rollout']:,.0f} tok/s",
+            f"training {metrics['tokens_per_s/training']:,.0f} tok/s",
+            f"{seconds:.1f} s",
+        ]
+        self.line("  ".join(parts))
+
+    def notes(self, notes: Sequence[str]) -> None:
+        """What went wrong in a step without ending the run."""
+        for note in notes:
+            self.line(f"  note: {note}")
+
+    def evaluation(self, step: int, results: Mapping[str, EvalResult]) -> None:
+        """A line a set."""
+        for name, result in results.items():
+            self.line(f"{'before' if step == 0 else f'after step {step}'}: {describe_result(name, result)}")
+
+    def summary(self, summary: Summary) -> None:
+        """The figures of the run and where its files are."""
+        for line in describe_summary(summary):
+            self.line(line)
+
+
+class GenerationBar:
+    """Feeds the engine's progress into a bar; called after every forward."""
+
+    def __init__(self, bar: ProgressBar, label: str) -> None:
+        self._bar, self._label = bar, label
+        self._task = bar.add_task(label, total=None, rate=0.0)
+
+    def __call__(self, moment: Progress) -> None:
+        self._bar.update(self._task, total=moment.total, completed=moment.finished, rate=moment.tokens_per_second)
+
+
+def describe_result(name: str, result: EvalResult) -> str:
+    """One evaluation set in one line."""
+    text = f"{name} accuracy {100 * result.accuracy:.1f}%"
+    if result.interval is not None:
+        text += f" (95% interval {100 * result.interval[0]:.1f} to {100 * result.interval[1]:.1f})"
+    text += f" on {result.problems} problems"
+    text += f", {result.samples} samples each" if result.samples > 1 else ""
+    text += "".join(f", pass@{k} {100 * value:.1f}%" for k, value in result.pass_at.items() if k > 1)
+    text += f", length {result.response_length:.1f}"
+    return text + (f", {result.failed} rewards failed" if result.failed else "")
+
+
+def describe_summary(summary: Summary) -> list[str]:
+    """The last lines of a run."""
+    lines = []
+    for name, figures in summary.evaluations.items():
+        rise = 100 * (figures.accuracy_after - figures.accuracy_before)
+        lines.append(
+            f"{name}: accuracy {100 * figures.accuracy_before:.1f}% -> {100 * figures.accuracy_after:.1f}% "
+            f"({rise:+.1f} points) on {figures.problems} problems"
+        )
+    lines += [
+        f"log-probabilities: {summary.tokens_differing:,} of {summary.tokens_compared:,} differ between rollout and training "
+        f"({summary.preset}, largest difference {summary.max_abs_diff:.3g})",
+        f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, {summary.evaluation_seconds:.1f} s for evaluation",
+        f"model: {summary.model}",
+        f"files: {summary.directory} (summary.json, metrics.jsonl, completions.jsonl, tensorboard/, run.json)",
+    ]
+    return lines
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters other than tabs and line ends, which could drive the terminal."""
+    return "".join(character for character in text if character in "\t\n" or character.isprintable())

@@ -1,0 +1,81 @@
+"""The directory of a run: where each file lies, and the refusal of one that is already used.
+
+    run.json            manifest: versions, machine, resolved configuration, precision graph and fallbacks
+    metrics.jsonl       one JSON object a step
+    tensorboard/        the same figures as TensorBoard events
+    completions.jsonl   a few graded completions of each step and evaluation
+    model/              the trained policy as a Hugging Face folder, with its tokenizer
+    summary.json        the figures at the end
+
+A run never writes into a directory that holds anything: two runs would mix their metrics.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isobit.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The paths of a run's files."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def completions(self) -> Path:
+        return self.root / "completions.jsonl"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+
+def check_unused(root: Path) -> None:
+    """Refuse a path that a run cannot have to itself: a file, a directory with anything in it, or a place that is not writable.
+
+    Writes nothing.  Raises ConfigError naming the path and the ways out.
+    """
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"output is {str(root)!r}, which is a file; name a directory that is new or empty")
+    if root.is_dir() and any(root.iterdir()):
+        raise ConfigError(
+            f"output is {str(root)!r}, which already holds files{' of a run' if (root / 'run.json').exists() else ''}; "
+            f"name another directory (--output PATH), move this one away, or remove it (rm -r {root})"
+        )
+    above = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"output is {str(root)!r}, but nothing can be written in {str(above)!r}; name another directory (--output PATH)")
+
+
+def create_directory(root: Path) -> RunDirectory:
+    """Make the directory of a run.  Raises ConfigError as ``check_unused`` does."""
+    check_unused(root)
+    root.mkdir(parents=True, exist_ok=True)
+    return RunDirectory(root)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file as a whole: a reader sees the old one or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,138 @@
+"""What a run leaves behind as it goes: metrics, sample completions, lines on the console, and the totals of its summary."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from isobit.records import Group
+from isobit.rewards.grade import GradeStats
+from isobit.run.clock import Clock
+from isobit.run.console import Report
+from isobit.run.directory import RunDirectory, create_directory, write_json
+from isobit.run.eval_result import EvalResult
+from isobit.run.manifest import manifest
+from isobit.run.metrics import MetricsWriter, step_metrics
+from isobit.run.setup import Run
+from isobit.run.summary import SetSummary, Summary
+from isobit.training.comparison import Comparison
+from isobit.training.step import StepMetrics
+
+SAMPLES_KEPT = 4
+"""Completions of a step, and of each set of an evaluation, written to ``completions.jsonl``."""
+
+Evaluation = Mapping[str, tuple[EvalResult, list[Group]]]
+
+
+class RunLog:
+    """Opens the run's directory and files; a context manager."""
+
+    def __init__(self, run: Run, report: Report, clock: Clock) -> None:
+        self._run, self._report, self._clock = run, report, clock
+        self.directory: RunDirectory = create_directory(run.config.output)
+        write_json(self.directory.manifest, manifest(run))
+        self._files = ExitStack()
+        self._metrics = self._files.enter_context(MetricsWriter(self.directory.metrics, self.directory.tensorboard))
+        self._completions = self._files.enter_context(self.directory.completions.open("a", encoding="utf-8"))
+        self._evaluations: list[dict[str, EvalResult]] = []
+        self._comparison = Comparison()
+        self._totals = {"tokens": 0, "failed": 0, "skipped": 0}
+        self._seconds = {"rollout": 0.0, "grading": 0.0, "training": 0.0, "evaluation": 0.0}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._files.close()
+
+    def step(self, step: int, groups: Sequence[Group], grades: GradeStats, trained: StepMetrics) -> None:
+        """The figures of one step: a line of metrics, a line on the console, a few completions."""
+        seconds = self._take_seconds()
+        metrics = step_metrics(groups, grades, self._run.engine.stats, trained, seconds, self._run.config.training.epochs)
+        self._metrics.write(step, metrics)
+        self._write_completions(step, "train", groups)
+        self._comparison += trained.comparison
+        self._totals["tokens"] += self._run.engine.stats.generated_tokens
+        self._totals["failed"] += grades.failed
+        self._totals["skipped"] += trained.skipped_updates
+        self._report.step(step, self._run.config.training.steps, metrics)
+        self._report.notes(_notes(grades, trained))
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """The figures of one evaluation, 0 standing for the one before the first step."""
+        seconds = self._take_seconds().get("evaluation", 0.0)
+        results = {name: result for name, (result, _) in evaluation.items()}
+        if results:
+            scalars = {key: value for name, result in results.items() for key, value in result.scalars(name).items()}
+            self._metrics.write(step, {**scalars, "time/evaluation_s": seconds})
+        for name, (_, groups) in evaluation.items():
+            self._write_completions(step, name, groups)
+        self._evaluations.append(results)
+        self._report.evaluation(step, results)
+
+    def finish(self) -> Summary:
+        """Write the summary and print it."""
+        before, after = self._evaluations[0], self._evaluations[-1]
+        sets = {
+            name: SetSummary(after[name].problems, before[name].accuracy, after[name].accuracy, before[name].interval, after[name].interval)
+            for name in before
+        }
+        first = next(iter(sets.values()), None)
+        seconds = self._seconds
+        summary = Summary(
+            directory=self.directory.root,
+            preset=self._run.config.precision.preset,
+            steps=self._run.config.training.steps,
+            accuracy_before=first.accuracy_before if first else None,
+            accuracy_after=first.accuracy_after if first else None,
+            problems=first.problems if first else 0,
+            tokens_compared=self._comparison.tokens_compared,
+            tokens_differing=self._comparison.tokens_differing,
+            max_abs_diff=self._comparison.max_abs_diff,
+            tokens_generated=self._totals["tokens"],
+            skipped_updates=self._totals["skipped"],
+            failed_rewards=self._totals["failed"],
+            train_seconds=seconds["rollout"] + seconds["grading"] + seconds["training"],
+            rollout_seconds=seconds["rollout"],
+            evaluation_seconds=seconds["evaluation"],
+            evaluations=sets,
+        )
+        summary.write(self.directory.summary)
+        self._report.summary(summary)
+        return summary
+
+    def _take_seconds(self) -> dict[str, float]:
+        seconds = self._clock.take()
+        for name, value in seconds.items():
+            self._seconds[name] += value
+        return seconds
+
+    def _write_completions(self, step: int, source: str, groups: Sequence[Group]) -> None:
+        for group in groups[:SAMPLES_KEPT]:
+            self._completions.write(json.dumps(_completion_line(step, source, group), ensure_ascii=False) + "\n")
+        self._completions.flush()
+
+
+def _completion_line(step: int, source: str, group: Group) -> dict[str, Any]:
+    completion = group.completions[0]
+    return {
+        "step": step,
+        "source": source,
+        "prompt_id": group.prompt.id,
+        "prompt": group.prompt.text,
+        "completion": completion.text,
+        "reward": group.rewards[0],
+        "finish_reason": completion.finish_reason,
+        "tokens": len(completion.token_ids),
+    }
+
+
+def _notes(grades: GradeStats, trained: StepMetrics) -> list[str]:
+    """What a reader of the line would otherwise not know."""
+    notes = [f"an optimiser step was skipped: {reason}" for reason in trained.skip_reasons]
+    if grades.failed:
+        notes.append(f"{grades.failed} rewards failed and are excluded; the first was {grades.first_error}")
+    if not trained.updates:
+        notes.append("no group had two valid rewards: the weights did not change")
+    return notes

@@ -1,0 +1,136 @@
+"""The figures of a step, by the names the field uses, and where they are written: ``metrics.jsonl`` and TensorBoard.
+
+| name | unit | meaning |
+|---|---|---|
+| reward/mean, reward/std | reward | over the step's graded completions (standard deviation of the population) |
+| reward/failed | completions | whose reward raised or was no finite number; excluded from training |
+| reward/level_groups | prompts | whose completions all got the same reward: nothing to learn from them |
+| response_length/mean, /max | tokens | of the completions, stop token included |
+| response_length/truncated | share | of the completions that the length limit ended |
+| entropy | nats | of the sampling distribution, mean over response tokens |
+| loss, learning_rate | - | of the optimiser steps of the step, mean |
+| grad_norm | - | before clipping, mean over the optimiser steps |
+| ratio/mean, ratio/max | - | new over old probability of the response tokens |
+| clip_fraction/low, /high | share | of the response tokens whose gradient the lower or upper clip removed |
+| updates/taken, /skipped | optimiser steps | skipped: the loss or the gradient's norm was not finite |
+| logprob_diff/mean, /max | nats | absolute difference of recorded and trained log-probability, before the first update |
+| logprob_diff/tokens_compared, /tokens_differing | tokens | compared bit for bit, and found different |
+| rollout/preemptions, /shared_pages, /chunks | events | of the engine: samples put off, prompt pages shared, prompts cut |
+| time/rollout_s, /grading_s, /training_s | s | wall clock |
+| tokens_per_s/rollout | tokens/s | generated |
+| tokens_per_s/training | tokens/s | prompts and responses of the samples trained on, once an epoch |
+| eval/SET/accuracy, /low, /high | reward | mean over problems, and its 95% interval (``isobit.run.estimators``) |
+| eval/SET/pass@K | share | chance that one of K samples is right |
+| eval/SET/problems, /failed | - | problems counted; completions whose reward failed |
+| eval/SET/response_length, /truncated | tokens, share | as above |
+| time/evaluation_s | s | wall clock of all sets |
+
+A line of ``metrics.jsonl`` is one object with ``step`` and the figures of that step or of the evaluation after it; a figure that is not
+finite is null.  Every line is flushed when written.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from types import TracebackType
+from typing import Self
+
+from torch.utils.tensorboard import SummaryWriter
+
+from isobit.records import Group
+from isobit.rewards.grade import GradeStats
+from isobit.rollout.progress import EngineStats
+from isobit.training.step import StepMetrics
+
+Metrics = dict[str, float]
+
+_TRAINING_NAMES = {
+    "loss": "loss",
+    "learning_rate": "learning_rate",
+    "grad_norm": "grad_norm",
+    "entropy": "entropy",
+    "ratio_mean": "ratio/mean",
+    "ratio_max": "ratio/max",
+    "clip_fraction_low": "clip_fraction/low",
+    "clip_fraction_high": "clip_fraction/high",
+}
+
+
+def step_metrics(
+    groups: Sequence[Group], grades: GradeStats, engine: EngineStats, trained: StepMetrics, seconds: Mapping[str, float], epochs: int
+) -> Metrics:
+    """All figures of one step; ``seconds`` holds those of rollout, grading and training."""
+    scalars = trained.scalars()
+    tokens = trained_tokens(groups) * epochs
+    return {
+        **reward_metrics(groups),
+        "reward/failed": grades.failed,
+        "reward/level_groups": trained.level_groups,
+        **length_metrics(groups),
+        **{name: scalars[key] for key, name in _TRAINING_NAMES.items() if key in scalars},
+        "updates/taken": len(trained.updates) - trained.skipped_updates,
+        "updates/skipped": trained.skipped_updates,
+        "logprob_diff/mean": trained.comparison.mean_abs_diff,
+        "logprob_diff/max": trained.comparison.max_abs_diff,
+        "logprob_diff/tokens_compared": trained.comparison.tokens_compared,
+        "logprob_diff/tokens_differing": trained.comparison.tokens_differing,
+        "rollout/preemptions": engine.preemptions,
+        "rollout/shared_pages": engine.shared_pages,
+        "rollout/chunks": engine.chunks,
+        **{f"time/{name}_s": value for name, value in seconds.items()},
+        "tokens_per_s/rollout": engine.generated_tokens / seconds["rollout"],
+        "tokens_per_s/training": tokens / seconds["training"],
+    }
+
+
+def reward_metrics(groups: Sequence[Group]) -> Metrics:
+    """Mean and standard deviation of the rewards that did not fail; nothing where all did."""
+    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+    return {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}
+
+
+def length_metrics(groups: Sequence[Group]) -> Metrics:
+    """Lengths of the completions in tokens, and the share that the length limit ended."""
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    return {
+        "response_length/mean": fmean(lengths),
+        "response_length/max": max(lengths),
+        "response_length/truncated": fmean(completion.finish_reason == "length" for completion in completions),
+    }
+
+
+def trained_tokens(groups: Sequence[Group]) -> int:
+    """Tokens of prompts and responses of the samples with a reward."""
+    return sum(
+        len(group.prompt.token_ids) + len(completion.token_ids)
+        for group in groups
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+        if reward is not None
+    )
+
+
+class MetricsWriter:
+    """Appends figures to ``metrics.jsonl`` and a TensorBoard folder; a context manager."""
+
+    def __init__(self, jsonl: Path, tensorboard: Path) -> None:
+        self._lines = jsonl.open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(tensorboard))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._lines.close()
+        self._events.close()
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """One line and one event a figure, flushed."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._lines.flush()
+        for name, value in metrics.items():
+            self._events.add_scalar(name, value, step)
+        self._events.flush()

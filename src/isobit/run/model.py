@@ -1,0 +1,56 @@
+"""A model as every command needs it: the policy from its folder, the tokenizer, and the tokens that end a completion."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from isobit.config.schema import PrecisionConfig, RolloutConfig
+from isobit.data.tokenizer import load_tokenizer, stop_token_ids
+from isobit.models.checkpoint import load_policy
+from isobit.models.policy import Policy
+from isobit.records import SamplingParams
+from isobit.starter import starter_folder
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A Hugging Face folder in memory."""
+
+    folder: Path
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence can hold."""
+        return self.policy.config.max_positions
+
+    def sampling(self, rollout: RolloutConfig) -> SamplingParams:
+        """How ``rollout`` draws tokens from this model."""
+        return SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            stop_token_ids=self.stop_token_ids,
+            stop_strings=rollout.stop_strings,
+        )
+
+
+def model_folder(name: str | Path) -> Path:
+    """A path as it stands; ``starter`` is the folder of the shipped model."""
+    return starter_folder() if str(name) == "starter" else Path(name)
+
+
+def load_model(name: str | Path, precision: PrecisionConfig) -> LoadedModel:
+    """Read a model folder, or ``starter``, and publish its weights in the given flow.
+
+    Raises CheckpointError for a folder that cannot be used, ConfigError for precision options that the model does not have.
+    """
+    folder = model_folder(name)
+    policy = load_policy(folder, precision)
+    tokenizer = load_tokenizer(folder)
+    return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))

@@ -1,0 +1,95 @@
+"""Everything a run needs, made and checked before its directory exists: what can be refused is refused here.
+
+The cheap refusals come first: a used directory or a KL penalty is reported before any file is read.  Nothing is written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from isobit.algorithms.objective import Algorithm
+from isobit.algorithms.registry import build_algorithm
+from isobit.config.schema import RunConfig
+from isobit.data.prompts import build_prompts, drop_evaluated
+from isobit.data.sampler import PromptSampler
+from isobit.errors import ConfigError, DataError
+from isobit.records import Prompt, SamplingParams
+from isobit.rewards.function import RewardFunction, load_reward
+from isobit.rollout.engine import Engine
+from isobit.rollout.request import Request
+from isobit.run.directory import check_unused
+from isobit.run.evaluate import Evaluator, build_evaluator
+from isobit.run.model import LoadedModel, load_model
+from isobit.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of a run, ready to start."""
+
+    config: RunConfig
+    model: LoadedModel
+    engine: Engine
+    trainer: Trainer
+    algorithm: Algorithm
+    reward: RewardFunction
+    sampler: PromptSampler
+    sampling: SamplingParams
+    evaluator: Evaluator
+    dropped_prompts: int
+    """Training prompts left out because an evaluation set holds them too."""
+
+    def next_requests(self) -> list[Request]:
+        """The prompts of the next step, as the engine takes them."""
+        samples = self.config.training.samples_per_prompt
+        return [Request(prompt, visit, samples, self.sampling) for prompt, visit in self.sampler.next()]
+
+
+def prepare(config: RunConfig) -> Run:
+    """Load and check a run.  Raises an ``IsobitError`` that names what cannot be used; writes nothing."""
+    check_unused(config.output)
+    algorithm = build_algorithm(config.algorithm)
+    _check_batch(config)
+    reward = load_reward(config.reward.function)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model = load_model(config.model, config.precision)
+    engine = Engine(model.policy, config.rollout, model.tokenizer, config.seed)
+    evaluator = build_evaluator(config, model, engine, reward)
+    train = build_prompts("train", config.data.train, model.tokenizer, config.data, model.context)
+    prompts, dropped = drop_evaluated(train, evaluator.sets.values())
+    sampling = model.sampling(config.rollout)
+    for sets, limit in ((evaluator.sets.values(), evaluator.sampling.max_new_tokens), ([prompts], sampling.max_new_tokens)):
+        for members in sets:
+            check_fits(members, limit, model.context)
+    engine.check([*evaluator.requests(), *(Request(prompt, 0, 1, sampling) for prompt in prompts)])
+    training = config.training
+    trainer = Trainer(model.policy, training, training.steps * training.updates_per_batch * training.epochs)
+    sampler = PromptSampler(prompts, training.prompts_per_step, config.seed, config.data.shuffle)
+    return Run(config, model, engine, trainer, algorithm, reward, sampler, sampling, evaluator, dropped)
+
+
+def check_fits(prompts: Sequence[Prompt], max_new_tokens: int, context: int) -> None:
+    """Refuse prompts whose longest answer would not fit the model's context: the context, not the limit asked for, would cut it.
+
+    Raises DataError naming the longest prompt and the numbers.
+    """
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    tokens = len(longest.token_ids)
+    if tokens + max_new_tokens > context:
+        raise DataError(
+            f"prompt {longest.id} has {tokens} tokens; with {max_new_tokens} new ones that is {tokens + max_new_tokens}, "
+            f"more than the model's context of {context}: lower max_new_tokens to {max(context - tokens, 0)} or shorten the prompt"
+        )
+
+
+def _check_batch(config: RunConfig) -> None:
+    training = config.training
+    if training.updates_per_batch > training.prompts_per_step:
+        raise ConfigError(
+            f"training.updates_per_batch is {training.updates_per_batch}, but a step has {training.prompts_per_step} prompts "
+            "(training.prompts_per_step), and each update needs at least one"
+        )
+    if config.rollout.temperature == 0:
+        raise ConfigError("rollout.temperature is 0: greedy samples are all the same, and a group of equals teaches nothing; set it above 0")

@@ -1,0 +1,74 @@
+"""The starter model's world: sums of four one-digit numbers, answered in two styles, and the reward for a right answer.
+
+A question reads ``3+8+2+9=``.  It can be answered *straight away* (``22``) or *worked out*, one addition after the other
+(``11,13,22``).  Pretraining text holds both: worked-out answers are right, answers given straight away are guesses near the sum.  A model
+of that text is right when it works the answer out, which it does a third of the time; reinforcement learning has to find out that it pays.
+"""
+
+from hashlib import sha256
+from itertools import accumulate, product
+from random import Random
+from typing import TypeAlias
+
+from isobit.records import Completion, Prompt
+
+Problem: TypeAlias = tuple[int, int, int, int]
+
+WORKED_OUT_SHARE = 1 / 3
+"""Share of worked-out answers in the pretraining text."""
+GUESS_RANGE = 4
+"""A guess is off by at most that much, each error being equally likely."""
+HELD_OUT_OF_256 = 26
+"""Of 256 values of the hash's last byte, those that hold a problem out."""
+
+
+def problems(held_out: bool) -> list[Problem]:
+    """The held-out problems (989), or those to train on (9,011), in the order of their hashes: any first n are a fair sample."""
+    return sorted((problem for problem in product(range(10), repeat=4) if is_held_out(problem) == held_out), key=_digest)
+
+
+def is_held_out(problem: Problem) -> bool:
+    """Whether the problem is kept for evaluation: a property of its text alone, the same everywhere and for ever."""
+    return _digest(problem)[-1] < HELD_OUT_OF_256
+
+
+def _digest(problem: Problem) -> bytes:
+    return sha256(question(problem).encode()).digest()
+
+
+def question(problem: Problem) -> str:
+    """``3+8+2+9=``."""
+    return "+".join(map(str, problem)) + "="
+
+
+def worked_out(problem: Problem) -> str:
+    """``11,13,22``: the sum after each addition."""
+    return ",".join(map(str, list(accumulate(problem))[1:]))
+
+
+def guess(problem: Problem, random: Random) -> str:
+    """A number near the sum, and not below zero."""
+    return str(max(0, sum(problem) + random.randint(-GUESS_RANGE, GUESS_RANGE)))
+
+
+def pretraining_answer(problem: Problem, random: Random) -> str:
+    """One answer as the pretraining text has them: worked out or guessed."""
+    return worked_out(problem) if random.random() < WORKED_OUT_SHARE else guess(problem, random)
+
+
+def final_answer(text: str) -> str:
+    """What a completion settles on: everything after its last comma, or all of it where there is none."""
+    return text.rpartition(",")[2]
+
+
+def is_worked_out(text: str) -> bool:
+    """Whether a completion has steps rather than a number alone."""
+    return "," in text
+
+
+def correct_answer(prompt: Prompt, completion: Completion) -> float:
+    """The reward: 1.0 if the final answer is exactly the ``answer`` of the prompt's row, else 0.0.
+
+    The steps are not graded, and an answer cut by the length limit counts as it stands.
+    """
+    return 1.0 if final_answer(completion.text) == prompt.row["answer"] else 0.0

@@ -1,0 +1,33 @@
+"""Supervised fine-tuning with the same trainer: the mean negative log-probability of the answers' tokens.
+
+loss = -1/N * sum over the N answer tokens of a step of log pi(token | everything before it)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from isobit.algorithms.mean import token_mean_weights
+from isobit.algorithms.objective import LossInputs, LossOutputs
+from isobit.records import PackedBatch
+from isobit.training.packing import TrainingSample, pack
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedObjective:
+    """Cross-entropy of the answers (an ``Objective``); advantages and old log-probabilities play no part."""
+
+    def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See ``token_mean_weights``."""
+        return token_mean_weights(sequences)
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
+        """Weighted negative log-probabilities of the N tokens, summed."""
+        return LossOutputs(-(inputs.weights * inputs.log_probs).sum())
+
+
+def pack_pairs(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tokens_per_microbatch: int) -> list[PackedBatch]:
+    """(prompt ids, answer ids) pairs -> micro-batches at temperature 1; the answers' ids include the stop token if one is to be learnt."""
+    samples = [TrainingSample(tuple(prompt), tuple(answer), (0.0,) * len(answer), 1.0, 1.0) for prompt, answer in pairs]
+    return pack(samples, tokens_per_microbatch)

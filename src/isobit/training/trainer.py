@@ -1,0 +1,179 @@
+"""The trainer: one optimiser step from micro-batches, and the weights it publishes.
+
+    for each micro-batch   forward, objective, backward       gradients add up in the FP32 masters
+    then                   norm, clip, AdamW, publish         or nothing at all, if loss or norm is not finite
+
+A step that is not finite leaves masters, optimiser state and published weights as they were.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from isobit.algorithms.objective import LossInputs, LossOutputs, Objective
+from isobit.config.schema import TrainingConfig
+from isobit.errors import NonFiniteError
+from isobit.kernels.packed_attention import PackedAttention
+from isobit.models.decoder import hidden_states
+from isobit.models.head import token_log_probs
+from isobit.models.policy import Policy
+from isobit.records import PackedBatch
+from isobit.training.comparison import Comparison
+from isobit.training.optimiser import build_optimiser, clip_gradients, gradient_norm, learning_rate, set_learning_rate
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateMetrics:
+    """What one optimiser step did.  ``skipped`` says why no step was taken, or is None; then the means cover what ran before."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    learning_rate: float
+    tokens: int  # response tokens
+    entropy: float  # mean over those tokens, nats
+    objective: dict[str, float]  # the objective's own metrics: means and maxima over the tokens
+    comparison: Comparison
+    skipped: str | None = None
+
+    def scalars(self) -> dict[str, float]:
+        """The figures by name, flat; names that end in ``_max`` are maxima."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "response_tokens": self.tokens,
+            "entropy": self.entropy,
+            **self.objective,
+        }
+
+
+@dataclass(slots=True)
+class _Accumulator:
+    """Sums over the micro-batches of one step."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    entropy: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    comparison: Comparison = field(default_factory=Comparison)
+
+    def add(self, loss: float, entropies: torch.Tensor, outputs: LossOutputs) -> None:
+        self.loss += loss
+        self.tokens += entropies.numel()
+        self.entropy += float(entropies.double().sum())
+        for name, value in outputs.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in outputs.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, value), value)
+
+    def means(self) -> dict[str, float]:
+        return {name: value / max(self.tokens, 1) for name, value in self.sums.items()} | self.maxima
+
+
+class Trainer:
+    """Trains a policy in place: ``policy.masters`` change, ``policy.publish`` makes both sides read the new weights."""
+
+    def __init__(self, policy: Policy, config: TrainingConfig, total_updates: int) -> None:
+        """``total_updates`` is the number of optimiser steps of the whole run: the length of the schedule."""
+        self.policy = policy
+        self.config = config
+        self.total_updates = total_updates
+        self.updates = 0
+        """Optimiser steps attempted so far."""
+        self._optimiser = build_optimiser(policy.masters.values(), config)
+        self._skipped_in_a_row = 0
+
+    @torch.no_grad()
+    def log_probs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log-probabilities of the targets under the training forward and the published weights, float32 [N]."""
+        return self._forward(batch)[0]
+
+    def update(
+        self,
+        batches: Sequence[PackedBatch],
+        objective: Objective,
+        old_log_probs: Sequence[torch.Tensor] | None = None,
+        compare: bool = False,
+    ) -> UpdateMetrics:
+        """One optimiser step over all micro-batches together.
+
+        ``old_log_probs`` (float32 [N] each) default to the recorded ones.  ``compare`` counts recorded log-probabilities that
+        differ from this forward's.  Raises NonFiniteError if a log-probability is not finite, or if too many steps in a row had to
+        be skipped.
+        """
+        assert batches, "an update needs at least one micro-batch"
+        if old_log_probs is None:
+            old_log_probs = [batch.recorded_logprobs for batch in batches]
+        rate = learning_rate(self.updates, self.config, self.total_updates)
+        self.updates += 1
+        total = _Accumulator()
+        try:
+            norm, problem = self._gradients(batches, objective, old_log_probs, compare, total)
+            if problem is None:
+                self._step(norm, rate)
+        finally:
+            self._optimiser.zero_grad()
+        self._count_skip(problem)
+        entropy = total.entropy / max(total.tokens, 1)
+        return UpdateMetrics(total.loss, norm, rate, total.tokens, entropy, total.means(), total.comparison, problem)
+
+    def _forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> log-probabilities of the targets and entropies of their distributions, float32 [N] each."""
+        attend = PackedAttention(self.policy.flow, batch.lengths)
+        hidden = hidden_states(self.policy, "training", batch.token_ids, batch.positions, attend)
+        rows = hidden.index_select(0, batch.rows)
+        log_probs, entropies = token_log_probs(self.policy, "training", rows, batch.targets, batch.temperatures)
+        if not torch.isfinite(log_probs).all():
+            raise NonFiniteError(
+                "a log-probability of the training forward is not finite: the weights or activations hold a NaN or an infinity"
+            )
+        return log_probs, entropies
+
+    def _gradients(
+        self,
+        batches: Sequence[PackedBatch],
+        objective: Objective,
+        old_log_probs: Sequence[torch.Tensor],
+        compare: bool,
+        total: _Accumulator,
+    ) -> tuple[float, str | None]:
+        """Leave the step's gradients in the masters; -> their norm, and what is not finite, if anything is."""
+        weights = objective.weights([batch.sequence for batch in batches])
+        for batch, old, weight in zip(batches, old_log_probs, weights, strict=True):
+            loss = self._accumulate(batch, old, weight, objective, compare, total)
+            if not math.isfinite(loss):
+                return math.nan, f"the loss is {loss}"
+        norm = gradient_norm(self.policy.masters.values())
+        return norm, None if math.isfinite(norm) else f"the gradient norm is {norm}"
+
+    def _accumulate(
+        self, batch: PackedBatch, old: torch.Tensor, weights: torch.Tensor, objective: Objective, compare: bool, total: _Accumulator
+    ) -> float:
+        """Forward and, if its loss is finite, backward of one micro-batch; -> its loss."""
+        log_probs, entropies = self._forward(batch)
+        outputs = objective.loss(LossInputs(log_probs, old, batch.advantages, batch.sequence, weights))
+        loss = float(outputs.loss.detach())
+        total.add(loss, entropies, outputs)
+        if compare:
+            total.comparison += Comparison.of(batch.recorded_logprobs, log_probs.detach())
+        if math.isfinite(loss):
+            outputs.loss.backward()
+        return loss
+
+    def _step(self, norm: float, rate: float) -> None:
+        clip_gradients(self.policy.masters.values(), norm, self.config.max_grad_norm)
+        set_learning_rate(self._optimiser, rate)
+        self._optimiser.step()
+        self.policy.publish()
+
+    def _count_skip(self, problem: str | None) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if problem else 0
+        if problem and self._skipped_in_a_row >= self.config.max_skipped_steps:
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} optimiser steps in a row were skipped, the last because {problem}; "
+                f"training.max_skipped_steps is {self.config.max_skipped_steps}. The weights are those of the last good step: "
+                "lower the learning rate, or look for what is not finite in rewards or weights"
+            )

@@ -1,0 +1,114 @@
+"""GRPO against a straightforward reference: Python floats, token by token, with the gradient written out by hand."""
+
+import math
+from random import Random
+
+import pytest
+import torch
+
+from isobit.algorithms.grpo import Grpo
+from isobit.algorithms.objective import LossInputs
+from isobit.config.schema import AlgorithmConfig
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+Answer = tuple[list[float], list[float], float]  # log-probabilities, old ones, advantage
+
+
+def random_answers(seed: int) -> list[Answer]:
+    random = Random(seed)
+    answers = []
+    for _ in range(7):
+        old = [random.uniform(-5, -0.01) for _ in range(random.randint(1, 12))]
+        new = [value + random.gauss(0, 0.3) for value in old]
+        answers.append((new, old, random.choice([-1.3, -0.4, 0.0, 0.7, 2.1])))
+    return answers
+
+
+def reference(answers: list[Answer], mean: str) -> tuple[float, list[float]]:
+    """Loss and its gradient by each log-probability, from the definition."""
+    total = sum(len(new) for new, _, _ in answers)
+    loss, gradients = 0.0, []
+    for new, old, advantage in answers:
+        weight = 1 / total if mean == "token" else 1 / (len(answers) * len(new))
+        for x, y in zip(new, old, strict=True):
+            ratio = math.exp(x - y)
+            clipped = min(max(ratio, 1 - CLIP_LOW), 1 + CLIP_HIGH)
+            loss -= weight * min(ratio * advantage, clipped * advantage)
+            active = ratio * advantage <= clipped * advantage
+            gradients.append(-weight * ratio * advantage if active else 0.0)
+    return loss, gradients
+
+
+def inputs_of(answers: list[Answer], weights: torch.Tensor, dtype: torch.dtype) -> LossInputs:
+    counts = torch.tensor([len(new) for new, _, _ in answers])
+    return LossInputs(
+        log_probs=torch.tensor([x for new, _, _ in answers for x in new], dtype=dtype, requires_grad=True),
+        old_log_probs=torch.tensor([x for _, old, _ in answers for x in old], dtype=dtype),
+        advantages=torch.tensor([advantage for _, _, advantage in answers], dtype=dtype).repeat_interleave(counts),
+        sequence=torch.arange(len(answers)).repeat_interleave(counts),
+        weights=weights.to(dtype),
+    )
+
+
+def sequence_of(answers: list[Answer]) -> torch.Tensor:
+    return torch.arange(len(answers)).repeat_interleave(torch.tensor([len(new) for new, _, _ in answers]))
+
+
+def grpo(mean: str = "token") -> Grpo:
+    return Grpo(AlgorithmConfig.model_validate({"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "loss_mean": mean}))
+
+
+@pytest.mark.parametrize("mean", ["token", "sequence"])
+@pytest.mark.parametrize("seed", range(5))
+def test_loss_and_gradient_against_the_reference(mean: str, seed: int) -> None:
+    answers = random_answers(seed)
+    (weights,) = grpo(mean).weights([sequence_of(answers)])
+    inputs = inputs_of(answers, weights, torch.float64)
+    loss = grpo(mean).loss(inputs).loss
+    loss.backward()
+    expected_loss, expected_gradient = reference(answers, mean)
+    assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)  # weights are float32
+    assert inputs.log_probs.grad is not None
+    torch.testing.assert_close(inputs.log_probs.grad, torch.tensor(expected_gradient, dtype=torch.float64), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("mean", ["token", "sequence"])
+@pytest.mark.parametrize("cuts", [(3,), (1, 2, 6), (2, 3, 4, 5)])
+def test_any_cut_into_microbatches_adds_up(mean: str, cuts: tuple[int, ...]) -> None:
+    answers = random_answers(3)
+    parts = [answers[first:last] for first, last in zip((0, *cuts), (*cuts, len(answers)), strict=True)]
+    weights = grpo(mean).weights([sequence_of(part) for part in parts])
+    outputs = [grpo(mean).loss(inputs_of(part, weight, torch.float64)) for part, weight in zip(parts, weights, strict=True)]
+    assert sum(float(output.loss.detach()) for output in outputs) == pytest.approx(reference(answers, mean)[0], rel=1e-6)
+
+
+def test_on_policy_the_gradient_is_that_of_the_advantage_weighted_log_probability() -> None:
+    log_probs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    advantages = torch.tensor([0.5, -1.5, 2.0])
+    weights = torch.full([3], 0.25)
+    outputs = grpo().loss(LossInputs(log_probs, log_probs.detach().clone(), advantages, torch.zeros(3, dtype=torch.int64), weights))
+    outputs.loss.backward()
+    assert log_probs.grad is not None
+    assert torch.equal(log_probs.grad, -advantages * weights)
+    assert outputs.sums == {"ratio_mean": 3.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0}
+    assert outputs.maxima == {"ratio_max": 1.0}
+
+
+def test_clip_fractions_count_the_tokens_without_gradient() -> None:
+    ratios = torch.tensor([0.7, 0.7, 0.85, 1.2, 1.4, 1.4], dtype=torch.float64)
+    advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+    log_probs = ratios.log().requires_grad_()
+    zeros = torch.zeros(6, dtype=torch.float64)
+    outputs = grpo().loss(LossInputs(log_probs, zeros, advantages, zeros.long(), torch.full_like(zeros, 1 / 6)))
+    outputs.loss.backward()
+    assert log_probs.grad is not None
+    assert (log_probs.grad == 0).tolist() == [True, False, False, False, True, False]
+    assert outputs.sums["clip_fraction_low"] == outputs.sums["clip_fraction_high"] == 1.0
+    assert outputs.sums["ratio_mean"] == pytest.approx(6.25)
+    assert outputs.maxima["ratio_max"] == pytest.approx(1.4)
+
+
+def test_normalise_by_std_reaches_the_advantages() -> None:
+    plain = Grpo(AlgorithmConfig(normalise_by_std=False))
+    assert plain.advantages([0.0, 1.0]) == [-0.5, 0.5]
+    assert grpo().advantages([0.0, 1.0]) == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)

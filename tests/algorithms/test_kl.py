@@ -1,0 +1,68 @@
+"""KL estimators: expectations over a small categorical distribution, value and gradient, computed exactly."""
+
+from collections.abc import Callable
+
+import torch
+
+from isobit.algorithms.kl import k1, k2, k3
+
+LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64)
+REFERENCE = torch.log_softmax(torch.tensor([0.1, -0.9, 1.1, -0.2, 0.0], dtype=torch.float64), 0)
+
+
+def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) of log-probabilities."""
+    return (p.exp() * (p - q)).sum()
+
+
+def expected_gradient(estimator: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Gradient by the logits of the estimator's mean under samples whose probabilities are held fixed, as a loss sees it."""
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = torch.log_softmax(logits, 0)
+    (log_probs.detach().exp() * estimator(log_probs, REFERENCE)).sum().backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+def gradient_of_kl(forward: bool) -> torch.Tensor:
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = torch.log_softmax(logits, 0)
+    (kl(log_probs, REFERENCE) if forward else kl(REFERENCE, log_probs)).backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+def test_k1_and_k3_are_unbiased() -> None:
+    policy = torch.log_softmax(LOGITS, 0)
+    expected = kl(policy, REFERENCE)
+    torch.testing.assert_close((policy.exp() * k1(policy, REFERENCE)).sum(), expected)
+    torch.testing.assert_close((policy.exp() * k3(policy, REFERENCE)).sum(), expected)
+
+
+def test_k2_is_biased_but_close_for_close_policies() -> None:
+    policy = torch.log_softmax(LOGITS, 0)
+    mean, expected = (policy.exp() * k2(policy, REFERENCE)).sum(), kl(policy, REFERENCE)
+    assert 0.001 < abs(mean / expected - 1) < 0.1
+
+
+def test_k2_and_k3_are_never_negative_and_k1_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = torch.randn(2, 1000, generator=generator)
+    assert (k2(policy, reference) >= 0).all() and (k3(policy, reference) >= 0).all()
+    assert (k1(policy, reference) < 0).any()
+
+
+def test_equal_policies_have_no_divergence() -> None:
+    policy = torch.log_softmax(LOGITS, 0)
+    assert all(torch.equal(estimator(policy, policy), torch.zeros_like(policy)) for estimator in (k1, k2, k3))
+
+
+def test_k3_keeps_its_digits_for_close_policies() -> None:
+    difference = torch.tensor([1e-3], dtype=torch.float32)
+    torch.testing.assert_close(k3(torch.zeros(1), difference), difference**2 / 2, rtol=1e-2, atol=0.0)
+
+
+def test_expected_gradients() -> None:
+    torch.testing.assert_close(expected_gradient(k1), torch.zeros_like(LOGITS), rtol=0.0, atol=1e-15)
+    torch.testing.assert_close(expected_gradient(k2), gradient_of_kl(forward=True))
+    torch.testing.assert_close(expected_gradient(k3), gradient_of_kl(forward=False))

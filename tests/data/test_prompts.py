@@ -1,0 +1,96 @@
+"""Rendering, tokenising and checking prompts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from isobit.config.schema import DataConfig, JsonlData
+from isobit.data.prompts import build_prompts, drop_evaluated
+from isobit.errors import DataError
+from isobit.records import Prompt
+from isobit.starter.tokenizer import BOS_ID, build_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MESSAGES = [{"role": "system", "content": "Add"}, {"role": "user", "content": "1+1="}]
+
+
+def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    made = build_tokenizer(context_tokens=64)
+    made.chat_template = template
+    return made
+
+
+def data(tmp_path: Path, *prompts: Any, **options: Any) -> DataConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": prompt, "answer": index}) for index, prompt in enumerate(prompts)))
+    return DataConfig(train=JsonlData(path=path), **options)
+
+
+def test_text_stands_as_it_is_without_a_template(tmp_path: Path) -> None:
+    config = data(tmp_path, "1+1=", "2+2=")
+    made = tokenizer()
+    first, second = build_prompts("train", config.train, made, config)
+    assert (first.id, first.text, dict(first.row)) == ("train/0", "1+1=", {"answer": 0})
+    assert second.id == "train/1"
+    assert first.token_ids[0] == BOS_ID
+    assert made.decode(list(first.token_ids[1:])) == "1+1="
+
+
+def test_a_template_renders_text_as_one_user_message(tmp_path: Path) -> None:
+    config = data(tmp_path, "1+1=", MESSAGES)
+    made = tokenizer(TEMPLATE)
+    text, messages = build_prompts("train", config.train, made, config)
+    assert text.text == "<user>1+1=;<assistant>"
+    assert messages.text == "<system>Add;<user>1+1=;<assistant>"
+    assert BOS_ID not in text.token_ids, "the template writes the special tokens, not the tokenizer"
+
+
+def test_chat_off_ignores_the_template_for_text(tmp_path: Path) -> None:
+    config = data(tmp_path, "1+1=", chat=False)
+    (prompt,) = build_prompts("train", config.train, tokenizer(TEMPLATE), config)
+    assert prompt.text == "1+1="
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "options", "message"),
+    [
+        (MESSAGES, None, {}, "the tokenizer has no chat template"),
+        (MESSAGES, TEMPLATE, {"chat": False}, "data.chat is false"),
+        ([{"role": "tool", "content": "x"}], TEMPLATE, {}, "the chat template refuses the messages: .*no tools"),
+        ("1+\ud8001=", None, {}, "lone surrogate at character 2"),
+        ("1" * 20, None, {"max_prompt_tokens": 20}, r"prompt train/1 .*line 2\) has 21 tokens, more than data.max_prompt_tokens = 20"),
+        ("1" * 63, None, {}, r"prompt train/1 .*line 2\) has 64 tokens and leaves no room in the model's context of 64"),
+    ],
+)
+def test_an_unusable_prompt_is_named(tmp_path: Path, prompt: Any, template: str | None, options: dict[str, Any], message: str) -> None:
+    config = data(tmp_path, "1+1=", prompt, **options)
+    with pytest.raises(DataError, match=message):
+        build_prompts("train", config.train, tokenizer(template), config, context_tokens=64)
+
+
+def test_an_empty_prompt_is_an_error(tmp_path: Path) -> None:
+    config = data(tmp_path, "")
+    with pytest.raises(DataError, match=r"prompt train/0 .* is empty"):
+        build_prompts("train", config.train, tokenizer("{{ messages[0].content }}"), config)
+
+
+def test_the_longest_allowed_prompt_passes(tmp_path: Path) -> None:
+    config = data(tmp_path, "1" * 19, max_prompt_tokens=20)
+    (prompt,) = build_prompts("train", config.train, tokenizer(), config, context_tokens=21)
+    assert len(prompt.token_ids) == 20
+
+
+def test_evaluated_prompts_are_dropped_and_counted() -> None:
+    train = [Prompt(f"train/{index}", text, (1,)) for index, text in enumerate(["a", "b", "c", "b"])]
+    evaluated = [[Prompt("x/0", "b", (1,))], [Prompt("y/0", "z", (1,))]]
+    kept, dropped = drop_evaluated(train, evaluated)
+    assert [prompt.id for prompt in kept] == ["train/0", "train/2"]
+    assert dropped == 2
+    with pytest.raises(DataError, match="all 4 training prompts also stand in an evaluation set"):
+        drop_evaluated(train, [train])

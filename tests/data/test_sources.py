@@ -1,0 +1,131 @@
+"""Rows from every kind of source, and what a user reads when one is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from isobit.config.schema import HfData, JsonlData, ReasoningGymData
+from isobit.data.sources import load_rows
+from isobit.errors import DataError
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
+
+
+def write_jsonl(path: Path, lines: list[bytes]) -> JsonlData:
+    path.write_bytes(b"\n".join(lines))
+    return JsonlData(path=path)
+
+
+def lines(rows: list[dict[str, str]]) -> list[bytes]:
+    return [json.dumps(row).encode() for row in rows]
+
+
+def test_jsonl_rows_keep_order_columns_and_lines(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", [b"\xef\xbb\xbf" + lines(ROWS)[0], b"", *lines(ROWS)[1:], b""])
+    rows = load_rows(source)
+    assert [row.prompt for row in rows] == ["1+1=", "2+2=", "3+3="]
+    assert [row.columns for row in rows] == [{"answer": "2"}, {"answer": "4"}, {"answer": "6"}]
+    assert rows[1].place.endswith("rows.jsonl, line 3")
+
+
+def test_limit_cuts_before_a_damaged_line(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", [*lines(ROWS), b"{"])
+    assert len(load_rows(source.model_copy(update={"limit": 2}))) == 2
+
+
+def test_messages_are_a_prompt(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    source = write_jsonl(tmp_path / "rows.jsonl", [json.dumps({"prompt": messages}).encode()])
+    assert load_rows(source)[0].prompt == tuple(messages)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "a"', "line 2, column 15: not JSON"),
+        (b'{"prompt": "\xff"}', "line 2: byte 13 of the line is not UTF-8"),
+        (b'["prompt"]', "line 2: expected a JSON object, found list"),
+        (b'{"prompts": "a", "answer": 1}', "line 2: no column 'prompt'; the columns are 'prompts', 'answer'; did you mean 'prompts'?"),
+        (b'{"prompt": null}', "line 2, column 'prompt': expected text or a list of messages .* found NoneType"),
+        (b'{"prompt": [{"role": "user"}]}', "line 2, column 'prompt': expected text or a list of messages"),
+        (b'{"prompt": []}', "line 2, column 'prompt': expected text or a list of messages"),
+        (b"[" * 100_000, "line 2: nested too deeply"),
+    ],
+)
+def test_a_faulty_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", [*lines(ROWS[:1]), line])
+    with pytest.raises(DataError, match=message):
+        load_rows(source)
+
+
+def test_an_empty_or_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"empty.jsonl has no rows"):
+        load_rows(write_jsonl(tmp_path / "empty.jsonl", [b"", b"  "]))
+    with pytest.raises(DataError, match=r"cannot read .*none.jsonl: No such file"):
+        load_rows(JsonlData(path=tmp_path / "none.jsonl"))
+
+
+def test_saved_dataset_and_saved_splits(tmp_path: Path) -> None:
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "single"))
+    DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[2:])}).save_to_disk(str(tmp_path / "splits"))
+    assert [row.prompt for row in load_rows(HfData(path=tmp_path / "single"))] == ["1+1=", "2+2=", "3+3="]
+    (row,) = load_rows(HfData(path=tmp_path / "splits", split="test"))
+    assert (row.prompt, row.columns) == ("3+3=", {"answer": "6"})
+    with pytest.raises(DataError, match="no split 'validation'; the splits are 'train', 'test'"):
+        load_rows(HfData(path=tmp_path / "splits", split="validation"))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "json", "csv"])
+def test_folder_of_files(tmp_path: Path, suffix: str) -> None:
+    for split, rows in {"train": ROWS, "test": ROWS[:1]}.items():
+        path = str(tmp_path / f"{split}.{suffix}")
+        dataset = Dataset.from_list(rows)
+        {"parquet": dataset.to_parquet, "json": dataset.to_json, "csv": dataset.to_csv}[suffix](path)
+    (tmp_path / "README.txt").write_text("about")
+    assert [row.prompt for row in load_rows(HfData(path=tmp_path, limit=2))] == ["1+1=", "2+2="]
+    assert len(load_rows(HfData(path=tmp_path, split="test"))) == 1
+    with pytest.raises(DataError, match="row 0: no column 'question'; the columns are 'prompt', 'answer'"):
+        load_rows(HfData(path=tmp_path, prompt="question"))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "train.json"
+    path.write_bytes(b"\n".join(lines(ROWS)))
+    assert len(load_rows(HfData(path=tmp_path))) == 3
+    path.write_bytes(b"\n".join(lines(ROWS[:2])))
+    assert len(load_rows(HfData(path=tmp_path))) == 2
+
+
+def test_a_folder_without_a_dataset_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no dataset"):
+        load_rows(HfData(path=tmp_path))
+    with pytest.raises(DataError, match="is not a folder"):
+        load_rows(HfData(path=tmp_path / "none"))
+    (tmp_path / "train.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_rows(HfData(path=tmp_path))
+
+
+def test_a_task_gives_the_same_rows_for_the_same_seed() -> None:
+    source = ReasoningGymData(task="chain_sum", size=5, seed=7, options={"max_terms": 3})
+    rows = load_rows(source)
+    assert rows == load_rows(source)
+    assert [row.prompt for row in rows] != [row.prompt for row in load_rows(source.model_copy(update={"seed": 8}))]
+    assert all(row.prompt == row.columns["question"] for row in rows)
+    assert rows[0].columns["reasoning_gym"] == {"task": "chain_sum", "seed": 7, "size": 5, "options": {"max_terms": 3}}
+
+
+def test_a_system_message_goes_before_the_question() -> None:
+    (row,) = load_rows(ReasoningGymData(task="chain_sum", size=1, system="Think."))
+    assert row.prompt == ({"role": "system", "content": "Think."}, {"role": "user", "content": row.columns["question"]})
+
+
+def test_a_wrong_task_or_option_is_named() -> None:
+    with pytest.raises(DataError, match="no task 'chain_sun'; did you mean 'chain_sum'"):
+        load_rows(ReasoningGymData(task="chain_sun"))
+    with pytest.raises(DataError, match=r"no option 'terms'; its options are .*max_terms"):
+        load_rows(ReasoningGymData(task="chain_sum", options={"terms": 3}))
+    with pytest.raises(DataError, match=r"refuses the options .*min_terms must be positive"):
+        load_rows(ReasoningGymData(task="chain_sum", options={"min_terms": -1}))

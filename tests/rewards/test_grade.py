@@ -1,0 +1,118 @@
+"""Grading: numbers of every kind, and failures that are counted and never become zeros."""
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from isobit.errors import RewardError
+from isobit.records import Completion, Group, Prompt
+from isobit.rewards.function import RewardFunction
+from isobit.rewards.grade import grade
+
+
+def groups(*texts: list[str]) -> list[Group]:
+    def completion(text: str) -> Completion:
+        return Completion((2,), (0.0,), text, "stop", 1.0, 0)
+
+    return [Group(Prompt(f"train/{index}", "", (1,)), 0, [completion(text) for text in group]) for index, group in enumerate(texts)]
+
+
+def returns(value: Any) -> RewardFunction:
+    return lambda prompt, completion: value
+
+
+def length_or_fail(prompt: Prompt, completion: Completion) -> float:
+    """1.0 a character, but ``!`` raises, ``?`` is NaN and ``-`` is no number."""
+    match completion.text:
+        case "!":
+            raise KeyError("answer")
+        case "?":
+            return float("nan")
+        case "-":
+            return "1.0"  # pyright: ignore[reportReturnType]
+        case text:
+            return float(len(text))
+
+
+def test_rewards_keep_the_order_of_groups_and_completions() -> None:
+    graded = groups(["a", "bbb"], ["cc", ""])
+    stats = grade(graded, length_or_fail)
+    assert [group.rewards for group in graded] == [[1.0, 3.0], [2.0, 0.0]]
+    assert (stats.graded, stats.failed, stats.failures, stats.first_error) == (4, 0, {}, None)
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.float64(1), np.int64(1), np.bool_(True), Fraction(1)])
+def test_every_kind_of_number_is_a_float(value: Any) -> None:
+    (group,) = graded = groups(["a"])
+    grade(graded, returns(value))
+    assert group.rewards == [1.0]
+    assert type(group.rewards[0]) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (float("nan"), "not finite"),
+        (float("-inf"), "not finite"),
+        (np.float32("inf"), "not finite"),
+        (10**400, "not finite"),
+        (None, "not a number"),
+        ("1.0", "not a number"),
+        ([1.0], "not a number"),
+        (1j, "not a number"),
+        (np.ones(2), "not a number"),
+    ],
+)
+def test_what_is_no_finite_number_is_excluded_and_counted(value: Any, kind: str) -> None:
+    graded = groups(["a", "b"])
+    values = iter([value, 0.5])
+    stats = grade(graded, lambda prompt, completion: next(values))
+    assert graded[0].rewards == [None, 0.5]
+    assert (stats.graded, stats.failed, stats.failures) == (1, 1, {kind: 1})
+
+
+def test_failures_are_counted_by_kind_with_the_first_message() -> None:
+    graded = groups(["a", "!"], ["?", "!", "-", "b"])
+    stats = grade(graded, length_or_fail)
+    assert [group.rewards for group in graded] == [[1.0, None], [None, None, None, 1.0]]
+    assert stats.failures == {"KeyError": 2, "not finite": 1, "not a number": 1}
+    assert stats.first_error == "prompt train/0, sample 1: KeyError: 'answer'"
+    assert stats.failed_fraction == pytest.approx(4 / 6)
+
+
+def test_a_reward_that_exits_is_a_failure_not_an_end() -> None:
+    def leaves(prompt: Prompt, completion: Completion) -> float:
+        if completion.text == "!":
+            raise SystemExit(0)
+        return 1.0
+
+    stats = grade(groups(["a", "!"]), leaves)
+    assert stats.failures == {"SystemExit": 1}
+
+
+def test_too_many_failures_stop_the_run_with_the_first_error() -> None:
+    assert grade(groups(["a", "!"]), length_or_fail, max_failed_fraction=0.5).failed == 1
+    with pytest.raises(RewardError, match=r"2 of 3 rewards failed, more than .* 0.5 .*prompt train/0, sample 1: KeyError: 'answer'"):
+        grade(groups(["a", "!", "?"]), length_or_fail, max_failed_fraction=0.5)
+
+
+def test_all_failing_stops_the_run_at_any_limit() -> None:
+    with pytest.raises(RewardError, match="2 of 2 rewards failed"):
+        grade(groups(["!", "?"]), length_or_fail)
+
+
+def test_a_reward_error_of_the_reward_itself_ends_the_run() -> None:
+    def refuses(prompt: Prompt, completion: Completion) -> float:
+        raise RewardError("no such scorer")
+
+    with pytest.raises(RewardError, match="no such scorer"):
+        grade(groups(["a"]), refuses)
+
+
+def test_grading_again_replaces_the_rewards() -> None:
+    graded = groups(["a", "b"])
+    grade(graded, returns(1))
+    grade(graded, returns(2))
+    assert graded[0].rewards == [2.0, 2.0]

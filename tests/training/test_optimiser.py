@@ -1,0 +1,78 @@
+"""The schedule's values, AdamW against its formula, and the clip of the gradient's norm."""
+
+import math
+
+import pytest
+import torch
+
+from isobit.config.schema import TrainingConfig
+from isobit.training.optimiser import build_optimiser, clip_gradients, gradient_norm, learning_rate, set_learning_rate
+
+
+def config(**settings: float | str) -> TrainingConfig:
+    return TrainingConfig.model_validate({"learning_rate": 0.1, **settings})
+
+
+def test_constant_schedule_with_warmup() -> None:
+    settings = config(warmup_steps=3)
+    assert [learning_rate(update, settings, 6) for update in range(6)] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+
+
+def test_cosine_schedule_without_warmup_falls_towards_zero() -> None:
+    settings = config(schedule="cosine")
+    expected = [0.1 * 0.5 * (1 + math.cos(math.pi * update / 4)) for update in range(4)]
+    assert [learning_rate(update, settings, 4) for update in range(4)] == pytest.approx(expected)
+    assert expected[0] == 0.1 and expected[2] == pytest.approx(0.05)
+
+
+def test_cosine_schedule_after_warmup() -> None:
+    rates = [learning_rate(update, config(schedule="cosine", warmup_steps=2), 6) for update in range(6)]
+    assert rates[:3] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
+    assert rates[4] == pytest.approx(0.05)
+    assert all(rate > 0 for rate in rates)
+
+
+def test_a_warmup_as_long_as_the_run_is_defined() -> None:
+    assert learning_rate(4, config(schedule="cosine", warmup_steps=4), 4) == pytest.approx(0.1)
+
+
+def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
+    settings = config(weight_decay=0.5)
+    matrix = torch.nn.Parameter(torch.tensor([[1.0, -2.0]]))
+    vector = torch.nn.Parameter(torch.tensor([3.0]))
+    optimiser = build_optimiser([matrix, vector], settings)
+    start = {matrix: matrix.detach().double(), vector: vector.detach().double()}
+    gradients = {matrix: [torch.tensor([[0.1, -0.2]]), torch.tensor([[0.3, 0.1]])], vector: [torch.tensor([0.5]), torch.tensor([-0.5])]}
+    rates = [0.1, 0.05]
+    for step, rate in enumerate(rates):
+        for parameter in (matrix, vector):
+            parameter.grad = gradients[parameter][step].clone()
+        set_learning_rate(optimiser, rate)
+        optimiser.step()
+    for parameter, decay in ((matrix, 0.5), (vector, 0.0)):
+        x, m, v = start[parameter], torch.zeros(()), torch.zeros(())
+        for step, rate in enumerate(rates, start=1):
+            g = gradients[parameter][step - 1].double()
+            m = settings.beta1 * m + (1 - settings.beta1) * g
+            v = settings.beta2 * v + (1 - settings.beta2) * g**2
+            corrected = (m / (1 - settings.beta1**step)) / ((v / (1 - settings.beta2**step)).sqrt() + settings.adam_epsilon)
+            x = x * (1 - rate * decay) - rate * corrected
+        torch.testing.assert_close(parameter.detach().double(), x, rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_are_scaled_together_down_to_the_largest_norm() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    norm = gradient_norm(parameters)
+    assert norm == 5.0
+    clip_gradients(parameters, norm, max_norm=10.0)
+    assert gradient_norm(parameters) == 5.0
+    clip_gradients(parameters, norm, max_norm=1.0)
+    assert gradient_norm(parameters) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_norm_shows_what_is_not_finite(value: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([1.0, value])
+    assert not math.isfinite(gradient_norm([parameter]))

@@ -1,0 +1,24 @@
+"""The supervised objective and its batches."""
+
+import pytest
+import torch
+
+from isobit.algorithms.objective import LossInputs
+from isobit.training.supervised import SupervisedObjective, pack_pairs
+
+
+def test_loss_is_the_mean_negative_log_probability_over_all_microbatches() -> None:
+    parts = [torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([-3.0])]
+    objective = SupervisedObjective()
+    weights = objective.weights([torch.zeros(len(part), dtype=torch.int64) for part in parts])
+    empty = torch.empty(0)
+    losses = [objective.loss(LossInputs(x, empty, empty, empty, w)).loss for x, w in zip(parts, weights, strict=True)]
+    assert float(sum(losses)) == pytest.approx(2.5)
+
+
+def test_pairs_are_packed_with_the_answers_as_targets() -> None:
+    (batch,) = pack_pairs([([1, 2], [3, 4]), ([5], [6])], 16)
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.targets.tolist() == [3, 4, 6]
+    assert batch.rows.tolist() == [1, 2, 4]
+    assert batch.temperatures.tolist() == [1.0, 1.0, 1.0]

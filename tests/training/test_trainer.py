@@ -1,0 +1,182 @@
+"""The trainer: micro-batches add up, steps repeat, and what is not finite changes nothing."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isobit.algorithms.objective import LossInputs, LossOutputs
+from isobit.algorithms.registry import build_algorithm
+from isobit.config.schema import AlgorithmConfig
+from isobit.errors import NonFiniteError
+from isobit.models.policy import Policy
+from isobit.records import Group, PackedBatch
+from isobit.training.packing import pack, samples_of
+from isobit.training.supervised import SupervisedObjective
+from isobit.training.trainer import Trainer
+
+GRPO = build_algorithm(AlgorithmConfig())
+MakeTrainer = Callable[..., Trainer]
+MakeGroups = Callable[..., list[Group]]
+GradientsOf = Callable[..., dict[str, torch.Tensor]]
+Snapshot = Callable[[Policy], dict[str, torch.Tensor]]
+
+
+def batches_of(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
+    return pack(samples_of(groups, [GRPO.advantages(group.rewards) for group in groups]), budget)
+
+
+class ScaledLoss:
+    """The supervised objective times a factor: infinity makes a loss, 1e38 only gradients, that are not finite."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return SupervisedObjective().weights(sequences)
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(SupervisedObjective().loss(inputs).loss * self.factor)
+
+
+class WholeStepWeights:
+    """GRPO on one micro-batch with the weights it has in a step of several."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self._weights = weights
+
+    def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self._weights]
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
+        return GRPO.loss(inputs)
+
+
+@pytest.mark.parametrize(("preset", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-4)])
+def test_gradients_do_not_depend_on_the_cut(
+    preset: str, tolerance: float, make_trainer: MakeTrainer, make_groups: MakeGroups, gradients_of: GradientsOf
+) -> None:
+    """Against a reference in which each sequence is a batch of its own and FP64 adds the gradients up.
+
+    In FP32 only the order of sums differs.  In BF16 a last bit of an FP32 GEMM can tip the rounding of a gradient between two
+    operators, 2^-9 of that value, and all gradients in front of it see that: hence the wider tolerance.
+    """
+    trainer = make_trainer(preset)
+    groups = make_groups(trainer)
+    singles = batches_of(groups, 1)
+    weights = GRPO.weights([batch.sequence for batch in singles])
+    parts = [gradients_of(trainer, [batch], WholeStepWeights(w)) for batch, w in zip(singles, weights, strict=True)]
+    for budget in (64, 128, 4096):
+        gradients = gradients_of(trainer, batches_of(groups, budget), GRPO)
+        assert gradients.keys() == trainer.policy.masters.keys()
+        for name, gradient in gradients.items():
+            reference = torch.stack([part[name].double() for part in parts]).sum(0)
+            error = float((gradient - reference).norm() / reference.norm())
+            assert error < tolerance, f"{name} at {budget} tokens: {error:.2e}"
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8"])
+def test_training_twice_gives_the_same_bits(preset: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot) -> None:
+    results = []
+    for _ in range(2):
+        trainer = make_trainer(preset)
+        for step in range(2):
+            trainer.update(batches_of(make_groups(trainer, seed=step), 128), GRPO)
+        results.append(snapshot(trainer.policy))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_an_update_moves_every_master_and_publishes(make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot) -> None:
+    trainer = make_trainer()
+    before, version = snapshot(trainer.policy), trainer.policy.version
+    batches = batches_of(make_groups(trainer), 128)
+    log_probs = trainer.log_probs(batches[0])
+    metrics = trainer.update(batches, GRPO)
+    assert metrics.skipped is None and metrics.grad_norm > 0
+    assert trainer.policy.version == version + 1
+    assert all(not torch.equal(before[name], master) for name, master in trainer.policy.masters.items())
+    assert not torch.equal(trainer.log_probs(batches[0]), log_probs), "the published weights are still the old ones"
+    assert all(master.grad is None for master in trainer.policy.masters.values())
+
+
+def test_metrics_of_an_update(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+    trainer = make_trainer(warmup_steps=1)
+    batches = batches_of(make_groups(trainer), 64)
+    metrics = trainer.update(batches, GRPO)
+    tokens = sum(batch.targets.numel() for batch in batches)
+    advantages = torch.cat([batch.advantages for batch in batches])
+    assert len(batches) > 1
+    assert metrics.tokens == tokens
+    assert metrics.learning_rate == pytest.approx(5e-4)
+    assert metrics.loss == pytest.approx(-float(advantages.mean()), rel=1e-4), "on-policy every ratio is 1"
+    assert metrics.objective["ratio_mean"] == metrics.objective["ratio_max"] == 1.0
+    assert metrics.entropy == pytest.approx(math.log(128), rel=0.02), "a random model is almost uniform"
+
+
+def test_the_first_forward_is_compared_with_what_was_recorded(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+    trainer = make_trainer("fp8")
+    batches = batches_of(make_groups(trainer), 64)
+    tokens = sum(batch.targets.numel() for batch in batches)
+    batches[0].recorded_logprobs[2] += 0.25
+    comparison = trainer.update(batches, GRPO, compare=True).comparison
+    assert (comparison.tokens_compared, comparison.tokens_differing) == (tokens, 1)
+    assert comparison.max_abs_diff == pytest.approx(0.25, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("factor", "reason"), [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (1e37, "the gradient norm is")]
+)
+def test_a_step_that_is_not_finite_changes_nothing(
+    factor: float, reason: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
+) -> None:
+    trainer, twin = make_trainer(max_skipped_steps=9), make_trainer(max_skipped_steps=9)
+    batches = batches_of(make_groups(trainer), 64)
+    trainer.update(batches, GRPO)
+    twin.update(batches, GRPO)
+    before, version = snapshot(trainer.policy), trainer.policy.version
+    metrics = trainer.update(batches, ScaledLoss(factor))
+    assert metrics.skipped is not None and metrics.skipped.startswith(reason)
+    assert trainer.policy.version == version
+    assert all(torch.equal(before[name], master) for name, master in trainer.policy.masters.items())
+    trainer.update(batches, GRPO)
+    twin.update(batches, GRPO)
+    assert all(torch.equal(twin.policy.masters[name], master) for name, master in trainer.policy.masters.items()), "Adam's state changed"
+
+
+def test_a_gradient_that_is_not_finite_in_one_master_skips_the_step(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+    trainer = make_trainer()
+    trainer.policy.masters["layers.1.down_proj.weight"].register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), math.nan))
+    metrics = trainer.update(batches_of(make_groups(trainer), 64), GRPO)
+    assert metrics.skipped == "the gradient norm is nan"
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_training(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+    trainer = make_trainer(max_skipped_steps=2)
+    batches = batches_of(make_groups(trainer), 128)
+    trainer.update(batches, ScaledLoss(math.inf))
+    trainer.update(batches, GRPO)
+    trainer.update(batches, ScaledLoss(math.inf))
+    with pytest.raises(
+        NonFiniteError, match=r"2 optimiser steps in a row were skipped, the last because the loss is inf; .*max_skipped_steps is 2"
+    ):
+        trainer.update(batches, ScaledLoss(math.inf))
+
+
+def test_a_master_that_is_not_finite_is_an_error(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+    trainer = make_trainer("fp8")
+    batches = batches_of(make_groups(trainer), 128)
+    with torch.no_grad():
+        trainer.policy.masters["layers.0.o_proj.weight"][0, 0] = math.nan
+    trainer.policy.publish()
+    with pytest.raises(NonFiniteError):
+        trainer.update(batches, GRPO)
+    assert all(master.grad is None for master in trainer.policy.masters.values())
+
+
+def test_old_log_probabilities_can_be_given(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+    trainer = make_trainer()
+    batches = batches_of(make_groups(trainer), 4096)
+    shifted = [replace(batch, recorded_logprobs=batch.recorded_logprobs - 1.0) for batch in batches]
+    assert trainer.update(shifted, GRPO, old_log_probs=[batch.recorded_logprobs for batch in batches]).objective["ratio_max"] == 1.0
