@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from isobit.config.schema import DataConfig, JsonlData
-from isobit.data.prompts import build_prompts, drop_evaluated
+from isobit.data.prompts import build_prompts, drop_evaluated, prompts_of_rows
+from isobit.data.sources import Row
 from isobit.errors import DataError
 from isobit.records import Prompt
 from isobit.starter.tokenizer import BOS_ID, build_tokenizer
@@ -84,6 +85,11 @@ def test_the_longest_allowed_prompt_passes(tmp_path: Path) -> None:
     config = data(tmp_path, "1" * 19, max_prompt_tokens=20)
     (prompt,) = build_prompts("train", config.train, tokenizer(), config, context_tokens=21)
     assert len(prompt.token_ids) == 20
+
+
+def test_rows_at_hand_need_no_limit() -> None:
+    (prompt,) = prompts_of_rows("typed", [Row("1" * 2000, {}, "prompt 0")], tokenizer(), chat=True)
+    assert (prompt.id, len(prompt.token_ids)) == ("typed/0", 2001)
 
 
 def test_evaluated_prompts_are_dropped_and_counted() -> None:

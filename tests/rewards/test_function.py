@@ -11,6 +11,13 @@ from isobit.rewards.task_scorer import score_task
 
 PROMPT = Prompt("train/0", "3+8+2+9=", (1,), {"answer": "22"})
 MODULE = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Result:
+    value: float
+
 def exact(prompt, completion):
     return float(completion.text == prompt.row["answer"])
 
@@ -61,6 +68,7 @@ def test_the_task_scorer_by_name() -> None:
         ("mine.py:LIMIT", "mine.py has no function 'LIMIT'"),
         ("mine.py:batch", r"must take \(prompt, completion\), but is batch\(prompts, completions, answers\)"),
         ("mine.py:later", "is async"),
+        ("builtins:max", "is built in"),
         ("no_such_package.rewards:exact", "cannot be imported: ModuleNotFoundError.*named by its path"),
     ],
 )

@@ -2,6 +2,10 @@
 
 The exact backward is that of the mathematics: dX = dY Wq and dW = dY^T X, with the quantised weights that the forward multiplied with
 and the BF16 activations as they were before quantisation.  A site whose DGrad and WGrad are not E4M3 computes just this.
+
+The cosine depends on the batch too: each term of a WGrad carries its own rounding error of a few percent, and where terms cancel (like
+tokens with opposite advantages, or a model at its optimum) the sum shrinks and the errors do not.  Hence batches of the size that a
+step has, not a handful of answers.
 """
 
 from collections.abc import Callable
@@ -36,7 +40,7 @@ def pretraining_batches() -> list[PackedBatch]:
     """Problems with answers in the two styles of the pretraining text."""
     tokenizer, random = load_tokenizer(starter_folder()), Random(0)
     pairs = []
-    for problem in problems(held_out=False)[:96]:
+    for problem in problems(held_out=False)[:512]:
         answer = tokenizer(pretraining_answer(problem, random), add_special_tokens=False)["input_ids"]
         pairs.append((tokenizer(question(problem))["input_ids"], [*answer, EOS_ID]))
     return pack_pairs(pairs, 4096)
@@ -51,7 +55,7 @@ def sampled_batches() -> list[PackedBatch]:
     ]
     sampling = SamplingParams(max_new_tokens=16, stop_token_ids=(EOS_ID,))
     engine = Engine(starter("fp8"), RolloutConfig(), tokenizer, seed=0)
-    completions = engine.generate([Request(prompt, 0, 8, sampling) for prompt in prompts])
+    completions = engine.generate([Request(prompt, 0, 16, sampling) for prompt in prompts])
     groups = [Group(prompt, 0, answers) for prompt, answers in zip(prompts, completions, strict=True)]
     rewards = [[correct_answer(group.prompt, completion) for completion in group.completions] for group in groups]
     return pack(samples_of(groups, [GRPO.advantages(group) for group in rewards]), 4096)

@@ -22,7 +22,8 @@ def test_cosine_schedule_without_warmup_falls_towards_zero() -> None:
     settings = config(schedule="cosine")
     expected = [0.1 * 0.5 * (1 + math.cos(math.pi * update / 4)) for update in range(4)]
     assert [learning_rate(update, settings, 4) for update in range(4)] == pytest.approx(expected)
-    assert expected[0] == 0.1 and expected[2] == pytest.approx(0.05)
+    assert expected[0] == 0.1
+    assert expected[2] == pytest.approx(0.05)
 
 
 def test_cosine_schedule_after_warmup() -> None:

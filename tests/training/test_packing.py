@@ -1,5 +1,7 @@
 """Packing: every token once, the budget respected, and each row in front of the token it predicts."""
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,14 +27,14 @@ def samples(draw: st.DrawFn) -> list[TrainingSample]:
 @given(lengths, budgets)
 def test_every_index_stands_in_one_bin_and_bins_keep_the_budget(lengths: list[int], budget: int) -> None:
     bins = first_fit_decreasing(lengths, budget)
-    assert sorted(index for bin in bins for index in bin) == list(range(len(lengths)))
-    assert all(len(bin) == 1 or sum(lengths[i] for i in bin) <= budget for bin in bins)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    assert all(len(members) == 1 or sum(lengths[i] for i in members) <= budget for members in bins)
 
 
 @given(lengths, budgets)
 def test_bins_are_full(lengths: list[int], budget: int) -> None:
-    totals = sorted(sum(lengths[i] for i in bin) for bin in first_fit_decreasing(lengths, budget))
-    assert all(a + b > budget for a, b in zip(totals, totals[1:], strict=False)), "two bins would fit into one"
+    totals = sorted(sum(lengths[i] for i in members) for members in first_fit_decreasing(lengths, budget))
+    assert all(a + b > budget for a, b in pairwise(totals)), "two bins would fit into one"
 
 
 def test_similar_lengths_sit_together_and_ties_keep_their_order() -> None:
@@ -67,7 +69,8 @@ def test_every_token_once_with_its_companions(samples: list[TrainingSample], bud
 @given(samples(), budgets)
 def test_packing_is_deterministic(samples: list[TrainingSample], budget: int) -> None:
     for a, b in zip(pack(samples, budget), pack(samples, budget), strict=True):
-        assert a.lengths == b.lengths and torch.equal(a.token_ids, b.token_ids)
+        assert a.lengths == b.lengths
+        assert torch.equal(a.token_ids, b.token_ids)
 
 
 def test_dtypes() -> None:

@@ -54,5 +54,6 @@ def test_reinforcement_learning_raises_what_is_rewarded(
     for _ in range(4):
         metrics = train_on_groups(trainer, graded(), algorithm)
         assert metrics.skipped_updates == 0
-        assert metrics.comparison.tokens_compared > 0 and metrics.comparison.tokens_differing == 0
+        assert metrics.comparison.tokens_compared > 0
+        assert metrics.comparison.tokens_differing == 0
     assert advantage_weighted(graded()) > before + 1.0

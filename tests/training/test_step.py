@@ -57,7 +57,8 @@ def response_tokens(groups: Sequence[Group]) -> int:
 def test_cut_by_prompt(num_groups: int, num_parts: int) -> None:
     parts = cut_by_prompt(num_groups, num_parts)
     assert [index for part in parts for index in part] == list(range(num_groups))
-    assert len(parts) == num_parts and max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert len(parts) == num_parts
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_one_update_for_each_part_and_epoch(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
@@ -123,8 +124,9 @@ def test_a_step_without_a_trainable_sample_makes_no_update(make_trainer: MakeTra
         group.rewards = [None] * 4
     before = snapshot(trainer.policy)
     metrics = train_on_groups(trainer, groups, GRPO)
-    assert metrics.updates == () and metrics.excluded_samples == 8
-    assert metrics.scalars()["updates"] == 0 and "loss" not in metrics.scalars()
+    assert metrics.updates == ()
+    assert metrics.excluded_samples == 8
+    assert metrics.scalars() == {}
     assert all(torch.equal(before[name], master) for name, master in trainer.policy.masters.items())
 
 
@@ -161,4 +163,4 @@ def test_scalars_join_the_updates(make_trainer: MakeTrainer, make_groups: MakeGr
     first, second = metrics.updates
     assert scalars["grad_norm"] == pytest.approx((first.grad_norm + second.grad_norm) / 2)
     assert scalars["ratio_max"] == max(first.objective["ratio_max"], second.objective["ratio_max"]) > 1.0
-    assert {"loss", "entropy", "learning_rate", "clip_fraction_low", "clip_fraction_high", "tokens_differing"} <= scalars.keys()
+    assert {"loss", "entropy", "learning_rate", "clip_fraction_low", "clip_fraction_high"} <= scalars.keys()

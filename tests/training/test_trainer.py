@@ -94,7 +94,8 @@ def test_an_update_moves_every_master_and_publishes(make_trainer: MakeTrainer, m
     batches = batches_of(make_groups(trainer), 128)
     log_probs = trainer.log_probs(batches[0])
     metrics = trainer.update(batches, GRPO)
-    assert metrics.skipped is None and metrics.grad_norm > 0
+    assert metrics.skipped is None
+    assert metrics.grad_norm > 0
     assert trainer.policy.version == version + 1
     assert all(not torch.equal(before[name], master) for name, master in trainer.policy.masters.items())
     assert not torch.equal(trainer.log_probs(batches[0]), log_probs), "the published weights are still the old ones"
@@ -137,7 +138,8 @@ def test_a_step_that_is_not_finite_changes_nothing(
     twin.update(batches, GRPO)
     before, version = snapshot(trainer.policy), trainer.policy.version
     metrics = trainer.update(batches, ScaledLoss(factor))
-    assert metrics.skipped is not None and metrics.skipped.startswith(reason)
+    assert metrics.skipped is not None
+    assert metrics.skipped.startswith(reason)
     assert trainer.policy.version == version
     assert all(torch.equal(before[name], master) for name, master in trainer.policy.masters.items())
     trainer.update(batches, GRPO)

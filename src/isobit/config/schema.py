@@ -15,7 +15,7 @@ Preset = Literal["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
 class Strict(BaseModel):
     """Base of all configuration: an unknown key is an error, values are checked, nothing changes after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class PrecisionConfig(Strict):
@@ -59,6 +59,7 @@ class JsonlData(Strict):
 
     type: Literal["jsonl"] = "jsonl"
     path: Path
+    """``starter:train.jsonl`` and ``starter:held_out.jsonl`` are the problems shipped with the starter model."""
     prompt: str = "prompt"
     """Column that holds the prompt."""
     limit: int | None = Field(default=None, gt=0)
@@ -187,3 +188,16 @@ class RunConfig(Strict):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+
+class GenerationConfig(Strict):
+    """What ``isobit rollout`` takes of a run's settings."""
+
+    precision: PrecisionConfig = PrecisionConfig()
+    rollout: RolloutConfig = RolloutConfig()
+
+
+class VerifyConfig(Strict):
+    """What ``isobit verify`` takes of a run's settings: the check chooses its own rollouts."""
+
+    precision: PrecisionConfig = PrecisionConfig()

@@ -5,7 +5,7 @@ is never answered from an old one.
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def _saved(folder: Path, split: str) -> Any:
     except Exception as error:  # the library raises many types for a damaged folder
         raise DataError(f"{folder} looks like a save_to_disk folder but cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(dataset, DatasetDict):
-        return _split(dict(dataset), split, folder)
+        return _split(dataset, split, folder)
     name = str(dataset.split or "train")
     return _split({name: dataset}, split, folder)
 
@@ -57,10 +57,10 @@ def _files(folder: Path, split: str, cache: str) -> Any:
     except Exception as error:  # parse errors come wrapped in the library's own types, with the file's name in the message
         cause = error.__cause__ or error
         raise DataError(f"the files of {folder} cannot be read: {type(cause).__name__}: {cause}") from error
-    return _split(dict(splits), split, folder)
+    return _split(splits, split, folder)
 
 
-def _split(splits: dict[str, Any], split: str, folder: Path) -> Any:
+def _split(splits: Mapping[Any, Any], split: str, folder: Path) -> Any:
     if split not in splits:
         raise DataError(f"{folder} has no split {split!r}; the splits are {', '.join(map(repr, splits))}")
     return splits[split]

@@ -18,12 +18,24 @@ def build_prompts(
     ``context_tokens`` is the model's context, of which a prompt must leave at least one token for the answer.  Raises ``DataError``
     as ``load_rows`` does, and for a prompt that cannot be rendered, that is empty, or that is too long.
     """
+    return prompts_of_rows(name, load_rows(source), tokenizer, config.chat, config.max_prompt_tokens, context_tokens)
+
+
+def prompts_of_rows(
+    name: str,
+    rows: Iterable[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    chat: bool,
+    max_prompt_tokens: int | None = None,
+    context_tokens: int | None = None,
+) -> list[Prompt]:
+    """``build_prompts`` for rows at hand; a limit of None is none.  Raises ``DataError`` as it does."""
     prompts = []
-    for index, row in enumerate(load_rows(source)):
-        text, special_tokens = _render(row, tokenizer, config.chat)
+    for index, row in enumerate(rows):
+        text, special_tokens = _render(row, tokenizer, chat)
         token_ids = tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
         prompt = Prompt(f"{name}/{index}", text, tuple(token_ids), row.columns)
-        _check_length(prompt, row, config.max_prompt_tokens, context_tokens)
+        _check_length(prompt, row, max_prompt_tokens, context_tokens)
         prompts.append(prompt)
     return prompts
 
@@ -68,11 +80,11 @@ def _encodable(text: str, row: Row) -> str:
     return text
 
 
-def _check_length(prompt: Prompt, row: Row, max_prompt_tokens: int, context_tokens: int | None) -> None:
+def _check_length(prompt: Prompt, row: Row, max_prompt_tokens: int | None, context_tokens: int | None) -> None:
     tokens = len(prompt.token_ids)
     if tokens == 0:
         raise DataError(f"prompt {prompt.id} ({row.place}) is empty")
-    if tokens > max_prompt_tokens:
+    if max_prompt_tokens is not None and tokens > max_prompt_tokens:
         raise DataError(f"prompt {prompt.id} ({row.place}) has {tokens} tokens, more than data.max_prompt_tokens = {max_prompt_tokens}")
     if context_tokens is not None and tokens >= context_tokens:
         raise DataError(

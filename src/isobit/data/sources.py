@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from isobit.config.schema import DataSource, HfData, JsonlData, ReasoningGymData
@@ -15,6 +16,9 @@ from isobit.data.hugging_face import read_hugging_face
 from isobit.data.jsonl import read_jsonl
 from isobit.data.tasks import TASK_COLUMN, create_task
 from isobit.errors import DataError
+from isobit.starter import starter_folder
+
+_SHIPPED = "starter:"
 
 Messages: TypeAlias = tuple[dict[str, str], ...]
 """Chat messages, each with ``role`` and ``content``."""
@@ -46,11 +50,16 @@ def _rows(source: DataSource) -> Iterator[Row]:
         case ReasoningGymData():
             yield from _task_rows(source)
         case JsonlData(path=path, prompt=prompt, limit=limit):
-            for line, record in islice(read_jsonl(path), limit):
+            for line, record in islice(read_jsonl(_shipped(path)), limit):
                 yield _row(record, prompt, f"{path}, line {line}")
         case HfData(path=path, split=split, prompt=prompt, limit=limit):
             for index, record in enumerate(read_hugging_face(path, split, limit)):
                 yield _row(record, prompt, f"{path} [{split}], row {index}")
+
+
+def _shipped(path: Path) -> Path:
+    """``starter:NAME`` is a file shipped with the starter model; any other path stands for itself."""
+    return starter_folder() / str(path).removeprefix(_SHIPPED) if str(path).startswith(_SHIPPED) else path
 
 
 def _describe(source: DataSource) -> str:

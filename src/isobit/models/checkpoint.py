@@ -7,7 +7,7 @@ Writing gives BF16 safetensors under the checkpoint's own names, which transform
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,12 @@ def load_policy(folder: Path, precision: PrecisionConfig) -> Policy:
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise CheckpointError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
-    masters = {name: torch.cat([tensors[part] for part in parts]) for name, parts in _checkpoint_names(config).items()}
-    return Policy(config, precision, masters)
+    return Policy(config, precision, fuse_tensors(config, tensors))
+
+
+def fuse_tensors(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors under the checkpoint's names -> under the masters' names, with q, k, v and gate, up put together."""
+    return {name: torch.cat([tensors[part] for part in parts]) for name, parts in _checkpoint_names(config).items()}
 
 
 def save_policy(policy: Policy, folder: Path, tokenizer_from: Path | None = None) -> None:

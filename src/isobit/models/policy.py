@@ -37,7 +37,7 @@ class Policy:
         assert list(masters) == list(master_shapes(config)), "masters do not fit the configuration"
         self.config = config
         self.flow: PrecisionFlow = build_flow(precision, config.shape)
-        self.masters = {name: torch.nn.Parameter(tensor.float()) for name, tensor in masters.items()}
+        self.masters = {name: torch.nn.Parameter(tensor.to(torch.float32, copy=True)) for name, tensor in masters.items()}
         self.rope = RopeTable.build(inverse_frequencies(config), config.max_positions)
         self.version = 0
         self._sides: dict[Side, PublishedWeights] = {"rollout": PublishedWeights(), "training": PublishedWeights()}

@@ -7,11 +7,12 @@ as ``reasoning_gym`` for the scorer of the task that the prompt came from.  Load
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from isobit.errors import RewardError
 from isobit.records import Completion, Prompt
@@ -45,9 +46,11 @@ def _from_file(path: Path) -> ModuleType:
     assert spec is not None, "a .py file always has a loader"
     assert spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and typing look a class's module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's module raises is the user's to see, in one line
+        del sys.modules[spec.name]
         raise RewardError(f"the reward file {path} fails on import: {type(error).__name__}: {error}") from error
     return module
 
@@ -56,19 +59,16 @@ def _from_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:  # likewise
-        hint = (
-            "; a file that is not installed is named by its path, as in 'rewards/mine.py:function'"
-            if isinstance(error, ModuleNotFoundError)
-            else ""
-        )
+        missing = isinstance(error, ModuleNotFoundError)
+        hint = "; a file that is not installed is named by its path, as in 'rewards/mine.py:function'" if missing else ""
         raise RewardError(f"the reward module {name!r} cannot be imported: {type(error).__name__}: {error}{hint}") from error
 
 
 def _function(module: ModuleType, module_name: str, function_name: str) -> RewardFunction:
     function = getattr(module, function_name, None)
     if callable(function):
-        return function
-    functions = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
+        return cast(RewardFunction, function)
+    functions = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
     near = get_close_matches(function_name, functions, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise RewardError(f"{module_name} has no function {function_name!r}; its functions are {', '.join(functions) or 'none'}{hint}")
@@ -78,8 +78,11 @@ def _checked(function: RewardFunction, name: str) -> RewardFunction:
     if inspect.iscoroutinefunction(function):
         raise RewardError(f"the reward {name!r} is async; expected a plain function (prompt, completion) -> float")
     try:
-        inspect.signature(function).bind("prompt", "completion")
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise RewardError(f"the reward {name!r} is built in; expected a Python function (prompt, completion) -> float") from error
+    try:
+        signature.bind("prompt", "completion")
     except TypeError as error:
-        found = f"{name.rpartition(':')[2]}{inspect.signature(function)}"
-        raise RewardError(f"the reward {name!r} must take (prompt, completion), but is {found}") from error
+        raise RewardError(f"the reward {name!r} must take (prompt, completion), but is {name.rpartition(':')[2]}{signature}") from error
     return function

@@ -89,8 +89,8 @@ class Engine:
         lengths = [request.max_length(self._limits.context) for request in requests]
         max_pages = pages_for(max(lengths, default=0))
         groups: list[list[Sample]] = []
-        for arrival, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            prompt = SharedPrompt(request, arrival, max_pages)
+        for request, length in zip(requests, lengths, strict=True):
+            prompt = SharedPrompt(request, max_pages)
             groups.append([Sample(prompt, index, self._seed, length, max_pages, self._tokenizer) for index in range(request.samples)])
         return groups
 

@@ -10,12 +10,12 @@ Samples are served in the order of arrival: every running sample arrived before 
 When a running sample finds no page, the latest arrival gives way: first a prompt that is held for waiting samples, then the last
 running sample, which goes back to the front of the queue, keeps its tokens, and later computes K and V again.
 
-Nothing waits for ever.  The first running sample can take the page of everyone else, and its request was accepted because it
-fits alone; so it advances in every step until it ends, and the next one is first.  With nothing running, the first sample in line
-finds the cache empty but for its own prompt.
+Nothing waits for ever.  The first running sample can take the pages of everyone else, and its request was accepted because it
+fits alone; so it advances in every step until it ends, and the next one is first.  Prompts are held from the first in line on, without
+a gap, because a sample goes back into the queue only when no prompt is held; so with nothing running, the first in line either has its
+prompt or finds the cache empty.
 """
 
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -54,7 +54,7 @@ class Scheduler:
     ) -> None:
         self.waiting = deque(samples)
         self.running: list[Sample] = []
-        self._held: list[SharedPrompt] = []  # prompts with pages, in the order of arrival; each has samples in waiting
+        self._held: list[SharedPrompt] = []  # prompts with pages: those of the first samples in line, in their order
         self._allocator = allocator
         self._copy_page = copy_page
         self._capacity = min(max_sequences, max_batched_tokens)  # so that every running sample can decode in every step
@@ -144,17 +144,14 @@ class Scheduler:
         return count
 
     def _hold(self, prompt: SharedPrompt) -> bool:
-        """Reserve pages for a prompt, if need be at the cost of prompts that came later; whether there are enough."""
+        """Reserve pages for a prompt, if they are there."""
         if prompt.pages:
             return True
         spare = 1 if self.running or self._held else 0  # its first sample needs a page beside it, unless it is alone
-        while pages_for(len(prompt.tokens)) + spare > self._allocator.num_free:
-            if not self._held or self._held[-1].arrival < prompt.arrival:
-                return False
-            self._held.pop().drop_pages(self._allocator)
-            spare = 1 if self.running or self._held else 0
+        if pages_for(len(prompt.tokens)) + spare > self._allocator.num_free:
+            return False
         self._reserve(prompt)
-        insort(self._held, prompt, key=lambda held: held.arrival)
+        self._held.append(prompt)
         return True
 
     def _stop_waiting(self, prompt: SharedPrompt) -> None:
@@ -170,6 +167,7 @@ class Scheduler:
                 if self._held:
                     self._held.pop().drop_pages(self._allocator)
                 else:
+                    assert len(self.running) > 1, "a sample that is alone with the cache fits into it"
                     self._requeue_last()
                     self._stats.preemptions += 1
 

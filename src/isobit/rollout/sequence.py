@@ -63,12 +63,11 @@ class SharedPrompt(CachedTokens):
     ``last_hidden`` [hidden] is the final hidden state of its last token: the first token of every sample is drawn from it.
     """
 
-    __slots__ = ("arrival", "last_hidden", "request", "waiting")
+    __slots__ = ("last_hidden", "request", "waiting")
 
-    def __init__(self, request: Request, arrival: int, max_pages: int) -> None:
+    def __init__(self, request: Request, max_pages: int) -> None:
         super().__init__(list(request.prompt.token_ids), max_pages)
         self.request = request
-        self.arrival = arrival
         self.waiting = request.samples
         self.last_hidden: Tensor | None = None
 

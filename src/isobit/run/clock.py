@@ -7,7 +7,7 @@ from time import perf_counter
 
 
 class Clock:
-    """Adds up the seconds spent under each name; ``take`` gives them and starts again at zero."""
+    """Adds up the seconds spent under each name."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -22,6 +22,7 @@ class Clock:
             self._seconds[name] += perf_counter() - started_at
 
     def take(self) -> dict[str, float]:
+        """The seconds by name since the last call."""
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds

@@ -4,7 +4,7 @@ On a terminal the bar shows tokens per second and goes away when the generation 
 bar and no colour: the lines are the same.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -41,7 +41,7 @@ class Report:
             self.line(f"  {line}")
 
     @contextmanager
-    def generating(self, label: str) -> Iterator["GenerationBar | None"]:
+    def generating(self, label: str) -> Iterator[Callable[[Progress], None] | None]:
         """A progress bar for one call of the engine; None, so that nothing is computed for it, without a terminal."""
         if not self._console.is_terminal:
             yield None
@@ -55,7 +55,8 @@ class Report:
             console=self._console,
             transient=True,
         ) as bar:
-            yield GenerationBar(bar, label)
+            task = bar.add_task(label, total=None, rate=0.0)
+            yield lambda moment: bar.update(task, total=moment.total, completed=moment.finished, rate=moment.tokens_per_second)
 
     def step(self, step: int, steps: int, metrics: Metrics) -> None:
         """Reward, length, entropy, differing tokens, rates and seconds of one step."""
@@ -88,17 +89,6 @@ class Report:
             self.line(line)
 
 
-class GenerationBar:
-    """Feeds the engine's progress into a bar; called after every forward."""
-
-    def __init__(self, bar: ProgressBar, label: str) -> None:
-        self._bar, self._label = bar, label
-        self._task = bar.add_task(label, total=None, rate=0.0)
-
-    def __call__(self, moment: Progress) -> None:
-        self._bar.update(self._task, total=moment.total, completed=moment.finished, rate=moment.tokens_per_second)
-
-
 def describe_result(name: str, result: EvalResult) -> str:
     """One evaluation set in one line."""
     text = f"{name} accuracy {100 * result.accuracy:.1f}%"
@@ -121,8 +111,7 @@ def describe_summary(summary: Summary) -> list[str]:
             f"({rise:+.1f} points) on {figures.problems} problems"
         )
     lines += [
-        f"log-probabilities: {summary.tokens_differing:,} of {summary.tokens_compared:,} differ between rollout and training "
-        f"({summary.preset}, largest difference {summary.max_abs_diff:.3g})",
+        f"{summary.preset}: {summary.tokens_differing:,} of {summary.tokens_compared:,} log-probabilities differ in rollout and training",
         f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, {summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
         f"files: {summary.directory} (summary.json, metrics.jsonl, completions.jsonl, tensorboard/, run.json)",

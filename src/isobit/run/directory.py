@@ -27,26 +27,32 @@ class RunDirectory:
 
     @property
     def manifest(self) -> Path:
+        """What is needed to understand or repeat the run."""
         return self.root / "run.json"
 
     @property
     def metrics(self) -> Path:
+        """The figures of each step."""
         return self.root / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
+        """The figures as events."""
         return self.root / "tensorboard"
 
     @property
     def completions(self) -> Path:
+        """Samples of graded completions."""
         return self.root / "completions.jsonl"
 
     @property
     def model(self) -> Path:
+        """The trained policy."""
         return self.root / "model"
 
     @property
     def summary(self) -> Path:
+        """The figures at the end."""
         return self.root / "summary.json"
 
 

@@ -45,6 +45,8 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._files.close()
+        if error is not None:
+            self._report.line(f"stopped early: the weights of the last optimiser step are in {self.directory.model}")
 
     def step(self, step: int, groups: Sequence[Group], grades: GradeStats, trained: StepMetrics) -> None:
         """The figures of one step: a line of metrics, a line on the console, a few completions."""

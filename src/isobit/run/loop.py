@@ -22,24 +22,27 @@ def train(config: RunConfig, report: Report | None = None) -> Summary:
     """Train a policy as ``config`` says and leave it, with all figures, in ``config.output``.
 
     Raises an ``IsobitError``, before anything is written, for input that cannot be used; during the run RewardError where too many
-    rewards fail and NonFiniteError where the model's output or too many steps in a row are not finite.
+    rewards fail and NonFiniteError where the model's output or too many steps in a row are not finite.  The weights of the last
+    optimiser step are saved in either case.
     """
     run, report, clock = prepare(config), report or Report(), Clock()
     report.start(run)
     evaluation = evaluate(run, report, clock)
     with RunLog(run, report, clock) as log:
         log.evaluation(0, evaluation)
-        for step in range(1, config.training.steps + 1):
-            with clock("rollout"):
-                groups = generate(run, report)
-            with clock("grading"):
-                grades = grade(groups, run.reward, config.reward.max_failed_fraction)
-            with clock("training"):
-                trained = train_on_groups(run.trainer, groups, run.algorithm)
-            log.step(step, groups, grades, trained)
-            if evaluation_is_due(config, step):
-                log.evaluation(step, evaluate(run, report, clock))
-        save_policy(run.model.policy, log.directory.model, tokenizer_from=run.model.folder)
+        try:
+            for step in range(1, config.training.steps + 1):
+                with clock("rollout"):
+                    groups = generate(run, report)
+                with clock("grading"):
+                    grades = grade(groups, run.reward, config.reward.max_failed_fraction)
+                with clock("training"):
+                    trained = train_on_groups(run.trainer, groups, run.algorithm)
+                log.step(step, groups, grades, trained)
+                if evaluation_is_due(config, step):
+                    log.evaluation(step, evaluate(run, report, clock))
+        finally:  # a run that ends early keeps what it learnt
+            save_policy(run.model.policy, log.directory.model, tokenizer_from=run.model.folder)
         return log.finish()
 
 

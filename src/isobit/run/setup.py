@@ -14,7 +14,7 @@ from isobit.config.schema import RunConfig
 from isobit.data.prompts import build_prompts, drop_evaluated
 from isobit.data.sampler import PromptSampler
 from isobit.errors import ConfigError, DataError
-from isobit.records import Prompt, SamplingParams
+from isobit.records import SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
 from isobit.rollout.engine import Engine
 from isobit.rollout.request import Request
@@ -60,28 +60,27 @@ def prepare(config: RunConfig) -> Run:
     train = build_prompts("train", config.data.train, model.tokenizer, config.data, model.context)
     prompts, dropped = drop_evaluated(train, evaluator.sets.values())
     sampling = model.sampling(config.rollout)
-    for sets, limit in ((evaluator.sets.values(), evaluator.sampling.max_new_tokens), ([prompts], sampling.max_new_tokens)):
-        for members in sets:
-            check_fits(members, limit, model.context)
-    engine.check([*evaluator.requests(), *(Request(prompt, 0, 1, sampling) for prompt in prompts)])
+    for requests in (evaluator.requests(), [Request(prompt, 0, 1, sampling) for prompt in prompts]):
+        engine.check(requests)
+        check_fits(requests, model.context)
     training = config.training
     trainer = Trainer(model.policy, training, training.steps * training.updates_per_batch * training.epochs)
     sampler = PromptSampler(prompts, training.prompts_per_step, config.seed, config.data.shuffle)
     return Run(config, model, engine, trainer, algorithm, reward, sampler, sampling, evaluator, dropped)
 
 
-def check_fits(prompts: Sequence[Prompt], max_new_tokens: int, context: int) -> None:
+def check_fits(requests: Sequence[Request], context: int) -> None:
     """Refuse prompts whose longest answer would not fit the model's context: the context, not the limit asked for, would cut it.
 
-    Raises DataError naming the longest prompt and the numbers.
+    Raises DataError naming the first such prompt and the numbers.
     """
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    tokens = len(longest.token_ids)
-    if tokens + max_new_tokens > context:
-        raise DataError(
-            f"prompt {longest.id} has {tokens} tokens; with {max_new_tokens} new ones that is {tokens + max_new_tokens}, "
-            f"more than the model's context of {context}: lower max_new_tokens to {max(context - tokens, 0)} or shorten the prompt"
-        )
+    for request in requests:
+        tokens, new = len(request.prompt.token_ids), request.sampling.max_new_tokens
+        if tokens + new > context:
+            raise DataError(
+                f"prompt {request.prompt.id} has {tokens} tokens; with max_new_tokens = {new} that is {tokens + new}, more than the "
+                f"model's context of {context}: lower max_new_tokens to {context - tokens} or shorten the prompt"
+            )
 
 
 def _check_batch(config: RunConfig) -> None:
@@ -92,4 +91,6 @@ def _check_batch(config: RunConfig) -> None:
             "(training.prompts_per_step), and each update needs at least one"
         )
     if config.rollout.temperature == 0:
-        raise ConfigError("rollout.temperature is 0: greedy samples are all the same, and a group of equals teaches nothing; set it above 0")
+        raise ConfigError(
+            "rollout.temperature is 0: greedy samples are all the same, and a group of equals teaches nothing; set it above 0"
+        )

@@ -48,7 +48,9 @@ class Summary:
         return self.directory / "model"
 
     def as_json(self) -> dict[str, Any]:
+        """The record with paths as text."""
         return {**asdict(self), "directory": str(self.directory), "model": str(self.model)}
 
     def write(self, path: Path) -> None:
+        """Write ``summary.json``."""
         write_json(path, self.as_json())

@@ -102,13 +102,13 @@ def verify(
     return verify_policy(load_policy(model_folder(folder), precision), options or VerifyOptions(), on_scenario)
 
 
-def verify_policy(
-    policy: Policy, options: VerifyOptions, on_scenario: Callable[[ScenarioResult], None] | None = None
-) -> VerifyResult:
+def verify_policy(policy: Policy, options: VerifyOptions, on_scenario: Callable[[ScenarioResult], None] | None = None) -> VerifyResult:
     """Check the published weights of a policy.  Raises as ``verify`` does."""
     config = policy.config
     if config.max_positions <= options.max_new_tokens:
-        raise ConfigError(f"max_new_tokens is {options.max_new_tokens}, but the model's context holds {config.max_positions} tokens; lower it")
+        raise ConfigError(
+            f"max_new_tokens is {options.max_new_tokens}, but the model's context holds {config.max_positions} tokens; lower it"
+        )
     workload = build_workload(
         config.vocab_size, config.max_positions, options.prompts, options.samples, options.max_new_tokens, options.seed
     )

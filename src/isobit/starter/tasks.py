@@ -14,6 +14,7 @@ from isobit.records import Completion, Prompt
 
 Problem: TypeAlias = tuple[int, int, int, int]
 
+DIGITS = range(10)
 WORKED_OUT_SHARE = 1 / 3
 """Share of worked-out answers in the pretraining text."""
 GUESS_RANGE = 4
@@ -24,7 +25,7 @@ HELD_OUT_OF_256 = 26
 
 def problems(held_out: bool) -> list[Problem]:
     """The held-out problems (989), or those to train on (9,011), in the order of their hashes: any first n are a fair sample."""
-    return sorted((problem for problem in product(range(10), repeat=4) if is_held_out(problem) == held_out), key=_digest)
+    return sorted((problem for problem in product(DIGITS, DIGITS, DIGITS, DIGITS) if is_held_out(problem) == held_out), key=_digest)
 
 
 def is_held_out(problem: Problem) -> bool:

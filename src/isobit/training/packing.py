@@ -28,6 +28,7 @@ class TrainingSample:
 
     @property
     def length(self) -> int:
+        """Tokens of both parts."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
@@ -46,7 +47,8 @@ def samples_of(groups: Sequence[Group], advantages: Sequence[Sequence[float | No
 
 def pack(samples: Sequence[TrainingSample], tokens_per_microbatch: int) -> list[PackedBatch]:
     """Samples -> micro-batches of at most ``tokens_per_microbatch`` tokens; a longer sequence gets a micro-batch of its own."""
-    return [_lay_end_to_end([samples[i] for i in bin]) for bin in first_fit_decreasing([s.length for s in samples], tokens_per_microbatch)]
+    bins = first_fit_decreasing([sample.length for sample in samples], tokens_per_microbatch)
+    return [_lay_end_to_end([samples[index] for index in members]) for members in bins]
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -68,9 +70,8 @@ def _lay_end_to_end(samples: Sequence[TrainingSample]) -> PackedBatch:
     positions: list[int] = []
     rows: list[int] = []
     for sample in samples:
-        assert sample.prompt_ids and len(sample.completion_ids) == len(sample.logprobs) > 0, (
-            "a sample needs a prompt, a completion and its log-probabilities"
-        )
+        assert sample.prompt_ids, "no row would predict the first token"
+        assert len(sample.completion_ids) == len(sample.logprobs) > 0, "one log-probability a completion token"
         start = len(token_ids)
         token_ids += sample.prompt_ids + sample.completion_ids
         positions += range(sample.length)

@@ -49,24 +49,10 @@ class StepMetrics:
         return tuple(update.skipped for update in self.updates if update.skipped is not None)
 
     def scalars(self) -> dict[str, float]:
-        """A flat record for the metrics file.  Means are over the updates taken, and absent if there were none; maxima over all of them."""
-        counts: dict[str, float] = {
-            "updates": len(self.updates),
-            "skipped_updates": self.skipped_updates,
-            "samples": self.samples,
-            "excluded_samples": self.excluded_samples,
-            "groups": self.groups,
-            "level_groups": self.level_groups,
-            "tokens_compared": self.comparison.tokens_compared,
-            "tokens_differing": self.comparison.tokens_differing,
-            "max_abs_diff": self.comparison.max_abs_diff,
-        }
-        taken = [update for update in self.updates if update.skipped is None]
-        if not taken:
-            return counts
-        rows = [update.scalars() for update in taken]
-        joined = {name: max(row[name] for row in rows) if name.endswith("_max") else fmean(row[name] for row in rows) for name in rows[0]}
-        return counts | joined
+        """Loss, gradient norm and the like by name: means over the updates taken, maxima where a name ends in ``_max``."""
+        rows = [update.scalars() for update in self.updates if update.skipped is None]
+        names = rows[0] if rows else ()
+        return {name: (max if name.endswith("_max") else fmean)([row[name] for row in rows]) for name in names}
 
 
 def train_on_groups(trainer: Trainer, groups: Sequence[Group], algorithm: Algorithm) -> StepMetrics:

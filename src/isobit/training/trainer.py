@@ -50,9 +50,10 @@ class UpdateMetrics:
 
 
 @dataclass(slots=True)
-class _Accumulator:
-    """Sums over the micro-batches of one step."""
+class _Totals:
+    """Sums over the micro-batches of one step; ``compare`` adds the comparison with the recorded log-probabilities."""
 
+    compare: bool
     loss: float = 0.0
     tokens: int = 0
     entropy: float = 0.0
@@ -60,17 +61,20 @@ class _Accumulator:
     maxima: dict[str, float] = field(default_factory=dict)
     comparison: Comparison = field(default_factory=Comparison)
 
-    def add(self, loss: float, entropies: torch.Tensor, outputs: LossOutputs) -> None:
-        self.loss += loss
+    def add(self, batch: PackedBatch, log_probs: torch.Tensor, entropies: torch.Tensor, outputs: LossOutputs) -> None:
+        self.loss += float(outputs.loss.detach())
         self.tokens += entropies.numel()
         self.entropy += float(entropies.double().sum())
         for name, value in outputs.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in outputs.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
+        if self.compare:
+            self.comparison += Comparison.of(batch.recorded_logprobs, log_probs.detach())
 
-    def means(self) -> dict[str, float]:
-        return {name: value / max(self.tokens, 1) for name, value in self.sums.items()} | self.maxima
+    def metrics(self, norm: float, rate: float, skipped: str | None) -> UpdateMetrics:
+        means = {name: value / self.tokens for name, value in self.sums.items()}
+        return UpdateMetrics(self.loss, norm, rate, self.tokens, self.entropy / self.tokens, means | self.maxima, self.comparison, skipped)
 
 
 class Trainer:
@@ -109,16 +113,15 @@ class Trainer:
             old_log_probs = [batch.recorded_logprobs for batch in batches]
         rate = learning_rate(self.updates, self.config, self.total_updates)
         self.updates += 1
-        total = _Accumulator()
+        totals = _Totals(compare)
         try:
-            norm, problem = self._gradients(batches, objective, old_log_probs, compare, total)
+            norm, problem = self._gradients(batches, objective, old_log_probs, totals)
             if problem is None:
                 self._step(norm, rate)
         finally:
             self._optimiser.zero_grad()
         self._count_skip(problem)
-        entropy = total.entropy / max(total.tokens, 1)
-        return UpdateMetrics(total.loss, norm, rate, total.tokens, entropy, total.means(), total.comparison, problem)
+        return totals.metrics(norm, rate, problem)
 
     def _forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """-> log-probabilities of the targets and entropies of their distributions, float32 [N] each."""
@@ -127,41 +130,23 @@ class Trainer:
         rows = hidden.index_select(0, batch.rows)
         log_probs, entropies = token_log_probs(self.policy, "training", rows, batch.targets, batch.temperatures)
         if not torch.isfinite(log_probs).all():
-            raise NonFiniteError(
-                "a log-probability of the training forward is not finite: the weights or activations hold a NaN or an infinity"
-            )
+            raise NonFiniteError("training forward: the log-probability of a sampled token is not finite")
         return log_probs, entropies
 
     def _gradients(
-        self,
-        batches: Sequence[PackedBatch],
-        objective: Objective,
-        old_log_probs: Sequence[torch.Tensor],
-        compare: bool,
-        total: _Accumulator,
+        self, batches: Sequence[PackedBatch], objective: Objective, old_log_probs: Sequence[torch.Tensor], totals: _Totals
     ) -> tuple[float, str | None]:
         """Leave the step's gradients in the masters; -> their norm, and what is not finite, if anything is."""
         weights = objective.weights([batch.sequence for batch in batches])
         for batch, old, weight in zip(batches, old_log_probs, weights, strict=True):
-            loss = self._accumulate(batch, old, weight, objective, compare, total)
-            if not math.isfinite(loss):
-                return math.nan, f"the loss is {loss}"
+            log_probs, entropies = self._forward(batch)
+            outputs = objective.loss(LossInputs(log_probs, old, batch.advantages, batch.sequence, weight))
+            totals.add(batch, log_probs, entropies, outputs)
+            if not torch.isfinite(outputs.loss):
+                return math.nan, f"the loss is {float(outputs.loss.detach())}"
+            outputs.loss.backward()
         norm = gradient_norm(self.policy.masters.values())
         return norm, None if math.isfinite(norm) else f"the gradient norm is {norm}"
-
-    def _accumulate(
-        self, batch: PackedBatch, old: torch.Tensor, weights: torch.Tensor, objective: Objective, compare: bool, total: _Accumulator
-    ) -> float:
-        """Forward and, if its loss is finite, backward of one micro-batch; -> its loss."""
-        log_probs, entropies = self._forward(batch)
-        outputs = objective.loss(LossInputs(log_probs, old, batch.advantages, batch.sequence, weights))
-        loss = float(outputs.loss.detach())
-        total.add(loss, entropies, outputs)
-        if compare:
-            total.comparison += Comparison.of(batch.recorded_logprobs, log_probs.detach())
-        if math.isfinite(loss):
-            outputs.loss.backward()
-        return loss
 
     def _step(self, norm: float, rate: float) -> None:
         clip_gradients(self.policy.masters.values(), norm, self.config.max_grad_norm)

@@ -1,0 +1,53 @@
+# Everything happens in a virtual environment inside the checkout; nothing outside it is touched.
+#
+#   make quickstart   set up, train the starter model with reinforcement learning in FP8, show the result
+#   make test         set up, run the tests
+#   make lint         ruff, pyright and the import rules
+#   make clean        remove the environment and the caches (never runs/)
+#
+# PYTHON        the interpreter to use, 3.11 to 3.13
+# TORCH_INDEX   an index of CPU builds of torch, for example https://download.pytorch.org/whl/cpu; empty is pip's own index
+# TEST_WORKERS  processes of the test suite; each uses one thread
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+TEST_WORKERS ?= 2
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip
+READY := $(VENV)/.ready
+RUN := runs/quickstart
+PIP_INSTALL := $(PIP) install --disable-pip-version-check --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: help setup quickstart test lint clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else f"$(PYTHON) is Python {sys.version.split()[0]}; Isobit needs 3.11 to 3.13: make PYTHON=python3.12 ...")'
+	@echo "== setting up $(VENV) with $$($(PYTHON) --version); the first time takes some minutes and about 1.5 GB of disk"
+	$(PYTHON) -m venv $(VENV)
+	@# pycosat, which reasoning-gym needs for one task, comes as C source only.
+	$(PIP_INSTALL) --quiet pycosat 2>/dev/null || { echo "== pycosat cannot be compiled here; reasoning-gym's zebra_puzzles will be missing"; $(PIP_INSTALL) --quiet ./packaging/pycosat; }
+	$(PIP_INSTALL) --progress-bar off --editable '.[dev]'
+	@touch $@
+
+quickstart: $(READY)
+	@if [ -e $(RUN) ]; then moved=$(RUN)-$$(date +%Y%m%d-%H%M%S); mv $(RUN) $$moved; echo "== the previous run is now in $$moved"; fi
+	$(VENV)/bin/isobit train recipes/quickstart.toml --output $(RUN)
+
+test: $(READY)
+	$(VENV)/bin/pytest --numprocesses $(TEST_WORKERS) --dist loadfile --quiet
+
+lint: $(READY)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyright
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

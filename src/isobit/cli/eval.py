@@ -1,0 +1,82 @@
+"""``isobit eval FOLDER``: how often a model folder is right on a dataset, by a reward."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
+
+_TASK = "task:"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Evaluate and print.  Raises IsobitError for anything that cannot be used."""
+    options, overrides = _parser().parse_known_args(arguments)
+
+    from isobit.config.schema import RunConfig
+
+    config = settings_from(RunConfig, _values(options), overrides)
+    set_threads(options)
+
+    from rich.console import Console
+
+    from isobit.run.console import Report, describe_result
+    from isobit.run.evaluate import evaluate_folder
+
+    with Report(Console(stderr=True)).generating("evaluation") as progress:
+        results = evaluate_folder(Path(options.folder), config, progress)
+    if options.json:
+        print(json.dumps({name: asdict(result) for name, result in results.items()}, indent=2))
+    else:
+        Report().line("\n".join(f"{config.precision.preset}: {describe_result(name, result)}" for name, result in results.items()))
+    return 0
+
+
+def _values(options: Namespace) -> dict[str, Any]:
+    """The tables of a run whose evaluation is this one.  What only training reads, its data and output, is filled in and not used."""
+    name, source = _source(options)
+    evaluation = given(samples=options.samples, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
+    return {
+        "output": options.folder,
+        "seed": options.seed,
+        "precision": options.precision,
+        "data": {"train": source, "eval": {name: source}, "chat": not options.no_chat},
+        "reward": {"function": options.reward},
+        "evaluation": evaluation,
+    }
+
+
+def _source(options: Namespace) -> tuple[str, dict[str, Any]]:
+    """The name of the set and its table: a task of reasoning-gym, a dataset's folder or a JSONL file."""
+    text: str = options.data
+    if text.startswith(_TASK):
+        name = text.removeprefix(_TASK)
+        return name, {"type": "reasoning_gym", "task": name, "seed": options.seed, **given(size=options.problems)}
+    kind = "hf" if Path(text).is_dir() else "jsonl"
+    return Path(text.removeprefix("starter:")).stem, {"type": kind, "path": text, **given(limit=options.problems)}
+
+
+def _parser() -> ArgumentParser:
+    parser = folder_parser("eval", "Measure a model folder on a dataset with a reward.", "precision, rollout, data and evaluation")
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="WHAT",
+        help="a JSONL file, a Hugging Face dataset's folder, task:NAME for a task of reasoning-gym, or starter:held_out.jsonl",
+    )
+    parser.add_argument(
+        "--reward",
+        default="reasoning_gym",
+        metavar="NAME",
+        help="module:function or path/to/file.py:function; by default the scorer of the reasoning-gym task",
+    )
+    parser.add_argument("--problems", type=positive, metavar="N", help="use the first N; by default all, or 1000 of a task")
+    parser.add_argument("--samples", metavar="N", help="samples a problem, by default 1: gives mean@n and pass@k")
+    parser.add_argument("--temperature", metavar="T", help="by default 0, greedy")
+    parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
+    parser.add_argument("--no-chat", action="store_true", help="take prompts as they stand, without the tokenizer's chat template")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    return parser

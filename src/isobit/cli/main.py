@@ -1,0 +1,56 @@
+"""``isobit COMMAND``: finds the command's file, and turns errors into a line on stderr and an exit code.
+
+Exit codes: 0 done, 1 ``verify`` found a difference (or a fault in Isobit, with its traceback), 2 input that cannot be used,
+130 interrupted.
+"""
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib import import_module
+
+import isobit
+from isobit.errors import IsobitError
+
+COMMANDS = {
+    "train": "train a policy with reinforcement learning, as a TOML recipe says",
+    "rollout": "complete prompts with a model folder",
+    "eval": "measure a model folder on a dataset with a reward",
+    "verify": "prove that sampled and trained log-probabilities of a model folder are equal, bit for bit",
+}
+"""Each command is ``isobit.cli.NAME`` with a function ``run(arguments) -> exit code``."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (``sys.argv`` by default) and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] not in COMMANDS:
+        _parser().parse_args(words or ["--help"])
+    try:
+        return import_module(f"isobit.cli.{words[0]}").run(words[1:])
+    except IsobitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> ArgumentParser:
+    """Knows --help and --version, and refuses an unknown command."""
+    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    parser = ArgumentParser(
+        prog="isobit",
+        usage="isobit [--version] COMMAND ...",
+        description="Reinforcement learning of language models in FP8, exact to the bit.",
+        epilog="\n".join(["commands:", *lines, "", "isobit COMMAND --help says more."]),
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"isobit {isobit.__version__}")
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of those below")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

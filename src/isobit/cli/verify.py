@@ -1,0 +1,80 @@
+"""``isobit verify FOLDER``: whether sampled and trained log-probabilities are equal, bit for bit.
+
+Exit codes: 0 all equal, 1 some differ, 2 something could not be compared.
+"""
+
+import json
+import sys
+import traceback
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
+from isobit.errors import IsobitError
+
+if TYPE_CHECKING:
+    from isobit.run.verify import ScenarioResult, VerifyResult
+
+NOT_COMPARED = 2
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Verify, print the counts and return the exit code.  Raises IsobitError for anything that cannot be used."""
+    try:
+        return _verify(arguments)
+    except IsobitError:
+        raise
+    except Exception:  # a fault is no difference: 1 is kept for those
+        traceback.print_exc()
+        return NOT_COMPARED
+
+
+def _verify(arguments: Sequence[str]) -> int:
+    options, overrides = _parser().parse_known_args(arguments)
+
+    from isobit.config.schema import VerifyConfig
+
+    settings = settings_from(VerifyConfig, {"precision": options.precision}, overrides)
+    set_threads(options)
+
+    from isobit.run.verify import VerifyOptions, verify
+
+    sizes = given(prompts=options.prompts, samples=options.samples, max_new_tokens=options.max_new_tokens)
+    on_scenario = None if options.json else _print_scenario
+    result = verify(Path(options.folder), settings.precision, VerifyOptions(seed=options.seed, **sizes), on_scenario)
+    if options.json:
+        print(json.dumps(result.as_json(), indent=2))
+    else:
+        _print_result(result)
+    return result.exit_code
+
+
+def _print_scenario(scenario: "ScenarioResult") -> None:
+    counts = scenario.comparison
+    print(f"{scenario.name:<24} {counts.tokens_compared:>8,} compared {counts.tokens_differing:>8,} differ", flush=True)
+
+
+def _print_result(result: "VerifyResult") -> None:
+    counts = result.comparison
+    print(
+        f"{result.preset}: {counts.tokens_differing:,} of {counts.tokens_compared:,} log-probabilities differ, "
+        f"by {counts.max_abs_diff:.3g} at most"
+    )
+    for missing in result.missing:
+        print(f"not proved: {missing}", file=sys.stderr)
+
+
+def _parser() -> ArgumentParser:
+    parser = folder_parser(
+        "verify",
+        "Generate ragged batches with preemption, chunking and prefix sharing, and compare every recorded log-probability\n"
+        "with the training forward, bit for bit.  Exits 1 on any difference, 2 where something could not be compared.",
+        "precision",
+    )
+    parser.add_argument("--prompts", type=positive, metavar="N", help="random prompts")
+    parser.add_argument("--samples", type=positive, metavar="N", help="completions of each prompt")
+    parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="longest completion")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    return parser

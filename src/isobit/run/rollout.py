@@ -1,0 +1,58 @@
+"""``isobit rollout``: completions of a model folder for texts or rows of a file, without grading."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from isobit.config.schema import JsonlData, PrecisionConfig, RolloutConfig
+from isobit.data.prompts import prompts_of_rows
+from isobit.data.sources import Row, load_rows
+from isobit.errors import ConfigError
+from isobit.records import Group
+from isobit.rollout.engine import Engine
+from isobit.rollout.progress import Progress
+from isobit.rollout.request import Request
+from isobit.run.model import load_model
+
+
+def rollout_folder(
+    folder: Path,
+    prompts: Sequence[str] | JsonlData,
+    precision: PrecisionConfig,
+    rollout: RolloutConfig,
+    samples: int = 1,
+    seed: int = 0,
+    chat: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+) -> list[Group]:
+    """Complete each prompt ``samples`` times; a completion that would outgrow the model's context ends there ("length").
+
+    ``prompts`` are texts, or a JSONL file whose prompt column holds texts or chat messages.  Raises CheckpointError, DataError or
+    RequestError, before anything is generated, for what cannot be used, and ConfigError for several samples of greedy decoding.
+    """
+    if samples > 1 and rollout.temperature == 0:
+        raise ConfigError(f"{samples} samples at temperature 0 would all be the same; set a temperature above 0, or 1 sample")
+    model = load_model(folder, precision)
+    rows = load_rows(prompts) if isinstance(prompts, JsonlData) else [Row(text, {}, f"prompt {i}") for i, text in enumerate(prompts)]
+    made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
+    requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]
+    completions = Engine(model.policy, rollout, model.tokenizer, seed).generate(requests, progress)
+    return [Group(prompt, 0, group) for prompt, group in zip(made, completions, strict=True)]
+
+
+def completion_lines(groups: Sequence[Group]) -> Iterator[str]:
+    """A JSON object a completion: its prompt and columns, text, tokens and their log-probabilities."""
+    for group in groups:
+        for sample, completion in enumerate(group.completions):
+            record: dict[str, Any] = {
+                "prompt_id": group.prompt.id,
+                "sample": sample,
+                "prompt": group.prompt.text,
+                "completion": completion.text,
+                "finish_reason": completion.finish_reason,
+                "token_ids": completion.token_ids,
+                "logprobs": completion.logprobs,
+                "columns": dict(group.prompt.row),
+            }
+            yield json.dumps(record, ensure_ascii=False, default=str)

@@ -1,0 +1,83 @@
+"""Run in a process of its own by test_exactness.py: the log-probabilities of paged decoding and of packed training, as one JSON line.
+
+A process, because the number of threads and the instruction set are fixed before torch starts.
+"""
+
+import json
+import sys
+
+import isobit  # noqa: F401 (sets OpenMP's spinning before torch is imported)
+import torch
+
+from isobit.config.schema import PrecisionConfig
+from isobit.kernels.kv_cache import KvCache
+from isobit.kernels.packed_attention import PackedAttention
+from isobit.kernels.paged_attention import PagedAttention, PagedBatch
+from isobit.models.config import ModelConfig
+from isobit.models.decoder import hidden_states
+from isobit.models.head import token_log_probs
+from isobit.models.policy import Policy, random_policy
+
+CONFIG = ModelConfig("qwen2", 128, 256, 1152, 2, 4, 2, 64, 256, 1e-6, 1e4, True)
+LENGTHS = (1, 40, 67, 130)
+
+
+def make_policy(preset: str) -> Policy:
+    """Random weights with outlier channels in the activations and a large bias on K."""
+    policy = random_policy(CONFIG, PrecisionConfig.model_validate(preset), seed=0)
+    with torch.no_grad():
+        for name, master in policy.masters.items():
+            if name.endswith("proj.weight"):
+                master.mul_(4)
+            if name.endswith("norm.weight"):
+                master[::37] = 30.0
+            if name.endswith("qkv_proj.bias"):
+                master[256:384] = torch.linspace(-40, 40, 128)
+    policy.publish()
+    return policy
+
+
+def packed(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    hidden = hidden_states(policy, "training", ids, positions, PackedAttention(policy.flow, lengths))
+    return token_log_probs(policy, "training", hidden, ids, torch.ones(ids.numel()))[0]
+
+
+def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """One token a step for every sequence that is not finished; the longest starts with a chunk of 50."""
+    pages = -(-max(lengths) // 64)
+    table = torch.arange(len(lengths) * pages).flip(0).view(len(lengths), pages)
+    cache = KvCache(policy.config, policy.flow, table.numel())
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    done = [0] * len(lengths)
+    log_probs = torch.empty(ids.numel())
+    while members := [s for s, n in enumerate(lengths) if done[s] < n]:
+        counts = [50 if done[s] == 0 and lengths[s] == max(lengths) else 1 for s in members]
+        sequence = torch.tensor(members).repeat_interleave(torch.tensor(counts))
+        positions = torch.cat([torch.arange(done[s], done[s] + c) for s, c in zip(members, counts, strict=True)])
+        slots = table[sequence, positions // 64] * 64 + positions % 64
+        for s, c in zip(members, counts, strict=True):
+            done[s] += c
+        batch = PagedBatch(tuple(counts), tuple(done[s] for s in members), table[members], slots)
+        rows = starts[sequence] + positions
+        hidden = hidden_states(policy, "rollout", ids[rows], positions, PagedAttention(cache, batch))
+        log_probs[rows] = token_log_probs(policy, "rollout", hidden, ids[rows], torch.ones(rows.numel()))[0]
+    return log_probs
+
+
+@torch.no_grad()
+def main(threads: int, presets: list[str]) -> None:
+    torch.set_num_threads(threads)
+    ids = torch.randint(0, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    differing = {}
+    for preset in presets:
+        policy = make_policy(preset)
+        training = packed(policy, ids, LENGTHS)
+        differing[preset] = int((paged(policy, ids, LENGTHS) != training).sum())
+        last = packed(policy, ids[-LENGTHS[-1] :], LENGTHS[-1:])
+        differing[f"{preset}, alone"] = int((last != training[-LENGTHS[-1] :]).sum())
+    print(json.dumps({"differing": differing, "instructions": torch.backends.cpu.get_cpu_capability()}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

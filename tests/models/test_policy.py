@@ -1,0 +1,61 @@
+"""Publishing: one quantisation an update, in place, read by both sides."""
+
+import torch
+
+from isobit.config.schema import PrecisionConfig, Preset
+from isobit.kernels.quantise import quantise_blocks
+from isobit.models.config import ModelConfig
+from isobit.models.policy import Policy, random_policy
+from isobit.precision.quant_tensor import QuantTensor
+
+CONFIG = ModelConfig("qwen2", 64, 128, 256, 2, 4, 2, 64, 128, 1e-6, 1e4, True)
+
+
+def make_policy(preset: Preset) -> Policy:
+    return random_policy(CONFIG, PrecisionConfig(preset=preset), seed=0)
+
+
+def test_both_sides_hold_the_same_tensors() -> None:
+    policy = make_policy("fp8")
+    rollout, training = policy.weights("rollout"), policy.weights("training")
+    assert rollout.linears.keys() == training.linears.keys() and len(rollout.linears) == 8
+    assert all(training.linears[name] is weight for name, weight in rollout.linears.items())
+    assert all(training.plain[name] is tensor for name, tensor in rollout.plain.items())
+
+
+def test_fp8_rollout_holds_two_forms_and_bf16_training() -> None:
+    policy = make_policy("fp8-rollout")
+    for name, weight in policy.weights("rollout").linears.items():
+        assert isinstance(weight.matrix, QuantTensor)
+        other = policy.weights("training").linears[name].matrix
+        assert isinstance(other, torch.Tensor) and other.dtype == torch.bfloat16
+
+
+def test_publish_quantises_the_bf16_rounding_of_the_master_in_place() -> None:
+    policy = make_policy("fp8")
+    name = "layers.1.gate_up_proj"
+    matrix = policy.weights("rollout").linears[name].matrix
+    assert isinstance(matrix, QuantTensor)
+    place, before = matrix.values.data_ptr(), matrix.values.view(torch.uint8).clone()
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.add_(torch.randn_like(master))
+    assert torch.equal(matrix.values.view(torch.uint8), before), "nothing changes before the publish"
+    policy.publish()
+    assert policy.version == 2
+    expected = quantise_blocks(policy.masters[f"{name}.weight"].detach().bfloat16())
+    again = policy.weights("training").linears[name].matrix
+    assert isinstance(again, QuantTensor) and again.values.data_ptr() == place
+    assert torch.equal(again.values.view(torch.uint8), expected.values.view(torch.uint8)) and torch.equal(again.scales, expected.scales)
+    assert not torch.equal(expected.values.view(torch.uint8), quantise_blocks(policy.masters[f"{name}.weight"].detach()).values.view(torch.uint8))
+    bias = policy.weights("rollout").linears["layers.0.qkv_proj"].bias
+    assert bias is not None and torch.equal(bias, policy.masters["layers.0.qkv_proj.bias"].detach().bfloat16())
+    assert torch.equal(policy.weights("rollout").plain["norm.weight"], policy.masters["norm.weight"].detach().bfloat16())
+
+
+def test_the_policy_does_not_share_memory_with_what_it_was_made_from() -> None:
+    policy = make_policy("bf16")
+    copy = Policy(CONFIG, PrecisionConfig(preset="bf16"), {name: m.detach() for name, m in policy.masters.items()})
+    with torch.no_grad():
+        next(copy.parameters()).zero_()
+    assert not torch.equal(policy.masters["embed_tokens.weight"], copy.masters["embed_tokens.weight"])

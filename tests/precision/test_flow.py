@@ -1,0 +1,97 @@
+"""Presets, options and fallbacks of a precision flow."""
+
+import pytest
+
+from isobit.config.schema import PrecisionConfig, Preset
+from isobit.errors import ConfigError
+from isobit.precision.compare import describe_flow, graph_differences
+from isobit.precision.flow import DecoderShape, LinearShape, build_flow
+
+
+def make_shape(layers: int = 4, hidden: int = 256, intermediate: int = 512) -> DecoderShape:
+    linears = {
+        "qkv_proj": LinearShape({"q_proj": hidden, "k_proj": 128, "v_proj": 128}, hidden),
+        "o_proj": LinearShape({"o_proj": hidden}, hidden),
+        "gate_up_proj": LinearShape({"gate_proj": intermediate, "up_proj": intermediate}, hidden),
+        "down_proj": LinearShape({"down_proj": hidden}, intermediate),
+    }
+    return DecoderShape(layers, linears)
+
+
+@pytest.mark.parametrize(
+    ("preset", "exact", "linears", "attention"),
+    [
+        ("fp32", True, ("fp32", "fp32"), ("fp32", "fp32")),
+        ("bf16", True, ("bf16", "bf16"), ("bf16", "bf16")),
+        ("fp8-rollout", False, ("e4m3", "bf16"), ("e4m3", "bf16")),
+        ("fp8-linear", True, ("e4m3", "e4m3"), ("bf16", "bf16")),
+        ("fp8", True, ("e4m3", "e4m3"), ("e4m3", "e4m3")),
+    ],
+)
+def test_presets(preset: Preset, exact: bool, linears: tuple[str, str], attention: tuple[str, str]) -> None:
+    flow = build_flow(PrecisionConfig(preset=preset), make_shape())
+    assert flow.exact is exact
+    assert (flow.rollout.linear(2, "down_proj").forward, flow.training.linear(2, "down_proj").forward) == linears
+    assert (flow.rollout.attention_format(0), flow.training.attention_format(0)) == attention
+    assert flow.rollout.site("lm_head").forward == ("fp32" if preset == "fp32" else "bf16")
+    assert not flow.fallbacks
+
+
+def test_backward_formats() -> None:
+    site = build_flow(PrecisionConfig(preset="fp8"), make_shape()).training.linear(0, "qkv_proj")
+    assert (site.forward, site.dgrad, site.wgrad, site.scales) == ("e4m3", "e4m3", "e4m3", "power_of_two")
+    site = build_flow(PrecisionConfig(preset="fp8", wgrad="bf16", scales="fp32"), make_shape()).training.linear(0, "qkv_proj")
+    assert (site.forward, site.dgrad, site.wgrad, site.scales) == ("e4m3", "e4m3", "bf16", "fp32")
+
+
+def test_layers_kept_in_bf16_have_bf16_kv_and_attention() -> None:
+    flow = build_flow(PrecisionConfig(preset="fp8", first_layers_bf16=1, last_layers_bf16=2), make_shape())
+    for layer, expected in enumerate(["bf16", "e4m3", "bf16", "bf16"]):
+        assert flow.rollout.attention_format(layer) == flow.rollout.linear(layer, "o_proj").forward == expected
+        assert flow.rollout.site(f"layers.{layer}.kv_cache").forward == expected
+    assert flow.exact
+
+
+@pytest.mark.parametrize(("module", "kept"), [("down_proj", {0, 1, 2, 3}), ("layers.2.down_proj", {2}), ("layers.1.gate_proj", set())])
+def test_modules_kept_in_bf16(module: str, kept: set[int]) -> None:
+    flow = build_flow(PrecisionConfig(preset="fp8", modules_bf16=(module,)), make_shape())
+    assert {layer for layer in range(4) if flow.training.linear(layer, "down_proj").forward == "bf16"} == kept
+    assert (flow.training.linear(1, "gate_up_proj").forward == "bf16") is ("gate" in module)
+
+
+@pytest.mark.parametrize("module", ["donw_proj", "layers.4.down_proj", "layers.x.down_proj"])
+def test_a_module_that_does_not_exist_is_refused_by_name(module: str) -> None:
+    with pytest.raises(ConfigError, match=module):
+        build_flow(PrecisionConfig(preset="fp8", modules_bf16=(module,)), make_shape())
+
+
+def test_more_bf16_layers_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is 5, but the model has 4 layers"):
+        build_flow(PrecisionConfig(preset="fp8", first_layers_bf16=3, last_layers_bf16=2), make_shape())
+
+
+def test_sizes_that_do_not_fill_blocks_stay_in_bf16_and_are_named() -> None:
+    flow = build_flow(PrecisionConfig(preset="fp8"), make_shape(intermediate=320))
+    assert flow.training.linear(0, "gate_up_proj").forward == flow.training.linear(0, "down_proj").forward == "bf16"
+    assert flow.training.linear(0, "o_proj").forward == "e4m3"
+    assert [reason.split()[0] for reason in flow.fallbacks] == ["gate_up_proj", "down_proj"]
+    assert not build_flow(PrecisionConfig(preset="bf16"), make_shape(intermediate=320)).fallbacks
+
+
+def test_graph_differences_name_the_sites() -> None:
+    flow = build_flow(PrecisionConfig(preset="fp8-rollout", last_layers_bf16=3), make_shape())
+    names = [difference.name for difference in graph_differences(flow.rollout, flow.training)]
+    assert names == [f"layers.0.{name}" for name in ("qkv_proj", "kv_cache", "attention", "o_proj", "gate_up_proj", "down_proj")]
+    exact = build_flow(PrecisionConfig(preset="fp8"), make_shape())
+    assert graph_differences(exact.rollout, exact.training) == []
+    shorter = build_flow(PrecisionConfig(preset="fp8"), make_shape(layers=3))
+    assert {d.training for d in graph_differences(exact.rollout, shorter.training)} == {None}
+    assert {d.rollout for d in graph_differences(shorter.rollout, exact.training)} == {None}
+
+
+def test_description_folds_equal_layers_and_says_whether_the_sides_agree() -> None:
+    lines = describe_flow(build_flow(PrecisionConfig(preset="fp8", last_layers_bf16=1), make_shape()))
+    assert sum(line.startswith("layers.0-2.") for line in lines) == 7
+    assert sum(line.startswith("layers.3.") for line in lines) == 7
+    assert lines[-1] == "fp8: one function in rollout and training"
+    assert "differ" in describe_flow(build_flow(PrecisionConfig(preset="fp8-rollout"), make_shape()))[-1]
