@@ -63,7 +63,7 @@ def test_a_faulty_line_is_named(tmp_path: Path, line: bytes, message: str) -> No
 def test_the_starters_problems_go_by_name() -> None:
     rows = load_rows(JsonlData(path=Path("starter:held_out.jsonl"), limit=2))
     assert [(row.prompt, row.columns) for row in rows] == [("2+3+2+1=", {"answer": "8"}), ("7+0+8+5=", {"answer": "20"})]
-    with pytest.raises(DataError, match="cannot read .*none.jsonl"):
+    with pytest.raises(DataError, match=r"cannot read .*none\.jsonl"):
         load_rows(JsonlData(path=Path("starter:none.jsonl")))
 
 

@@ -18,7 +18,9 @@ class Task(Protocol):
 
     def __getitem__(self, idx: int) -> dict[str, Any]: ...
 
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        """The task's own score of an answer to ``entry``."""
+        ...
 
 
 def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> Task:

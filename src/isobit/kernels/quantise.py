@@ -8,12 +8,13 @@ m > 1.75.  Dividing by it is exact.  A group with a NaN or an infinity gets the 
 Zeros keep their sign; subnormals of E4M3 (below 2^-6 scale) are rounded to its grid of 2^-9; 448 scale is the largest value.
 """
 
+import math
+
 import torch
 
 from isobit.precision.formats import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX, E4M3_NAN_BYTE, E8M0_BIAS, E8M0_NAN_BYTE, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
-_INF_BITS = 0x7F800000
 _ROUND_UP_ABOVE_1_75 = 0x1FFFFF  # carries into the exponent exactly when the mantissa is above 0.75
 _SCALES = torch.tensor([2.0 ** (byte - E8M0_BIAS) for byte in range(E8M0_NAN_BYTE)] + [torch.nan])
 _RECIPROCALS = torch.tensor([2.0 ** (E8M0_BIAS - byte) for byte in range(E8M0_NAN_BYTE)] + [torch.nan])
@@ -46,15 +47,13 @@ def quantise_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., D] -> E4M3 values [..., D] and E8M0 scale bytes [...]: one power-of-two scale a vector (Q, K and V of a token and head)."""
     x = x.float()
     byte = scale_byte(x.abs().amax(-1))
-    values = _to_e4m3(x * reciprocal_of_byte(byte)[..., None], (byte == E8M0_NAN_BYTE)[..., None])
-    return values, byte.to(torch.uint8)
+    return _to_e4m3(x * reciprocal_of_byte(byte)[..., None], byte[..., None]), byte.to(torch.uint8)
 
 
 def scale_byte(amax: torch.Tensor) -> torch.Tensor:
     """FP32 amax >= 0 -> int32 E8M0 byte of max(amax, 2^-60) / 448 rounded up to a power of two; 255 where amax is not finite."""
-    bits = amax.clamp(min=AMAX_FLOOR).view(torch.int32)
-    byte = (bits + _ROUND_UP_ABOVE_1_75 >> 23) - 8
-    return byte.masked_fill_(bits.bitwise_and(_INF_BITS) == _INF_BITS, E8M0_NAN_BYTE)
+    byte = (amax.clamp(min=AMAX_FLOOR).view(torch.int32) + _ROUND_UP_ABOVE_1_75 >> 23) - 8
+    return byte if _all_finite(amax) else byte.masked_fill_(~torch.isfinite(amax), E8M0_NAN_BYTE)
 
 
 def scale_of_byte(byte: torch.Tensor) -> torch.Tensor:
@@ -70,18 +69,21 @@ def reciprocal_of_byte(byte: torch.Tensor) -> torch.Tensor:
 def _quantise(x: torch.Tensor, dims: tuple[int, ...], kind: ScaleKind) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 x, one group along ``dims`` -> E4M3 like x, and the groups' FP32 scales with ``dims`` kept as size 1."""
     amax = x.abs().amax(dims, keepdim=True)
+    byte = scale_byte(amax)
     if kind == "power_of_two":
-        byte = scale_byte(amax)
-        scale, scaled = scale_of_byte(byte), x * reciprocal_of_byte(byte)
-    else:
-        scale = (amax.clamp(min=AMAX_FLOOR) / E4M3_MAX).masked_fill_(~torch.isfinite(amax), torch.nan)
-        scaled = x / scale
-    return _to_e4m3(scaled, scale.isnan()), scale
+        return _to_e4m3(x * reciprocal_of_byte(byte), byte), scale_of_byte(byte)
+    scale = (amax.clamp(min=AMAX_FLOOR) / E4M3_MAX).masked_fill_(byte == E8M0_NAN_BYTE, torch.nan)
+    return _to_e4m3(x / scale, byte), scale
 
 
-def _to_e4m3(scaled: torch.Tensor, not_finite: torch.Tensor) -> torch.Tensor:
-    """Clamp (torch 2.11 casts overflow to NaN, 2.13 saturates), cast, and mark groups that were not finite."""
+def _to_e4m3(scaled: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
+    """Clamp (torch 2.11 casts overflow to NaN, 2.13 saturates), cast, and mark the groups that were not finite."""
     values = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    if bool(not_finite.any()):
-        values.view(torch.uint8).masked_fill_(not_finite, E4M3_NAN_BYTE)
+    if byte.numel() and int(byte.amax()) == E8M0_NAN_BYTE:
+        values.view(torch.uint8).masked_fill_(byte == E8M0_NAN_BYTE, E4M3_NAN_BYTE)
     return values
+
+
+def _all_finite(amax: torch.Tensor) -> bool:
+    """One reduction in the ordinary case; the maximum keeps a NaN."""
+    return not amax.numel() or math.isfinite(float(amax.amax()))

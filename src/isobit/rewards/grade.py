@@ -34,7 +34,7 @@ class GradeStats:
         return self.failed / max(1, self.graded + self.failed)
 
 
-class _Failed(Exception):
+class _FailedError(Exception):
     """A reward that is no usable number: its kind and its message."""
 
 
@@ -51,7 +51,7 @@ def grade(groups: Sequence[Group], reward: RewardFunction, max_failed_fraction: 
         for index, completion in enumerate(group.completions):
             try:
                 group.rewards.append(_score(reward, group.prompt, completion))
-            except _Failed as failure:
+            except _FailedError as failure:
                 kind, message = failure.args
                 failures[kind] += 1
                 first_error = first_error or f"prompt {group.prompt.id}, sample {index}: {message}"
@@ -72,18 +72,18 @@ def _score(reward: RewardFunction, prompt: Prompt, completion: Completion) -> fl
     except RewardError:
         raise
     except (Exception, SystemExit) as error:  # a reward that calls sys.exit must not end the run unnoticed
-        raise _Failed(type(error).__name__, f"{type(error).__name__}: {error}") from error
+        raise _FailedError(type(error).__name__, f"{type(error).__name__}: {error}") from error
     return _number(value)
 
 
 def _number(value: Any) -> float:
     """``value`` as a float: Python's and numpy's integers, floats and booleans are numbers, anything else is a failure."""
     if not isinstance(value, Real | np.bool_):
-        raise _Failed("not a number", f"the reward returned {type(value).__name__} {value!r:.80}, expected a number")
+        raise _FailedError("not a number", f"the reward returned {type(value).__name__} {value!r:.80}, expected a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise _Failed("not finite", f"the reward returned {number}, expected a finite number")
+        raise _FailedError("not finite", f"the reward returned {number}, expected a finite number")
     return number

@@ -59,6 +59,7 @@ class BuildOptions:
 
     @property
     def command(self) -> str:
+        """The command line that gives the same weights."""
         return f"python -m isobit.starter.build --updates {self.updates} --batch {self.batch} --seed {self.seed} --threads {self.threads}"
 
 
@@ -104,7 +105,7 @@ def pretrain(options: BuildOptions, tokenizer: PreTrainedTokenizerFast) -> Polic
 
 def training_pairs(options: BuildOptions, tokenizer: PreTrainedTokenizerFast) -> Iterator[list[tuple[list[int], list[int]]]]:
     """For each update, ``batch`` pairs (question's ids, answer's ids with the end of the sequence) of problems drawn anew."""
-    random = Random(options.seed)
+    random = Random(options.seed)  # noqa: S311 (draws a text, keeps no secret)
     train = problems(held_out=False)
     for _ in range(options.updates):
         yield [_pair(problem, random, tokenizer) for problem in random.sample(train, options.batch)]
