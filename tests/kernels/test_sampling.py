@@ -1,5 +1,7 @@
 """The filters against transformers' own warpers, and draws against the distribution they come from."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +11,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
 from isobit.kernels import sampling
 from isobit.kernels.sampling import draw, truncate
 
-filters = st.tuples(
-    st.integers(0, 60), st.one_of(st.just(1.0), st.floats(0.01, 0.999)), st.one_of(st.just(0.0), st.floats(0.001, 0.9))
-)
+filters = st.tuples(st.integers(0, 60), st.one_of(st.just(1.0), st.floats(0.01, 0.999)), st.one_of(st.just(0.0), st.floats(0.001, 0.9)))
 
 
 def random_log_probs(num_rows: int, vocab_size: int, seed: int, spread: float = 3.0) -> torch.Tensor:
@@ -26,14 +26,11 @@ def truncate_rows(log_probs: torch.Tensor, settings: list[tuple[int, float, floa
 
 def warp(log_probs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """transformers' answer in FP64, renormalised."""
-    warpers = LogitsProcessorList()
-    if top_k:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p))
-    if min_p:
-        warpers.append(MinPLogitsWarper(min_p))
-    return torch.log_softmax(warpers(torch.zeros(1, 1, dtype=torch.int64), log_probs.double()), 1)
+    warpers = [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    prompt: Any = torch.zeros(1, 1, dtype=torch.int64)
+    return torch.log_softmax(LogitsProcessorList(warpers)(prompt, log_probs.double()), 1)
 
 
 @given(setting=filters, vocab_size=st.integers(1, 300), seed=st.integers(0, 10_000))

@@ -93,11 +93,11 @@ def make_engine(seed: int = 0, tokenizer: Any = None, **sizes: Any) -> tuple[Eng
     """An engine over a HistoryModel; ``sizes`` go into its RolloutConfig."""
     models: list[HistoryModel] = []
 
-    def make(policy: Any, num_pages: int) -> HistoryModel:
+    def make(_: Any, num_pages: int) -> HistoryModel:
         models.append(HistoryModel(num_pages))
         return models[0]
 
-    config = RolloutConfig(**{"kv_pages": 40, "max_sequences": 8, "max_batched_tokens": 100} | sizes)
+    config = RolloutConfig.model_validate({"kv_pages": 40, "max_sequences": 8, "max_batched_tokens": 100} | sizes)
     policy: Any = FakePolicy()
     return Engine(policy, config, tokenizer, seed, make), models[0]
 
@@ -105,7 +105,8 @@ def make_engine(seed: int = 0, tokenizer: Any = None, **sizes: Any) -> tuple[Eng
 def request(index: int, length: int, samples: int = 1, **sampling: Any) -> Request:
     """A request with a prompt of its own of ``length`` tokens."""
     token_ids = tuple((index * 7 + place * place) % VOCAB for place in range(length))
-    return Request(Prompt(f"p/{index}", "", token_ids), 0, samples, SamplingParams(**{"max_new_tokens": 20} | sampling))
+    sampling.setdefault("max_new_tokens", 20)
+    return Request(Prompt(f"p/{index}", "", token_ids), 0, samples, SamplingParams(**sampling))
 
 
 def plain_samples(request: Request, seed: int = 0, context: int = 512, version: int = 0) -> list[tuple[list[int], list[float]]]:

@@ -33,7 +33,7 @@ TINY = ModelConfig(
     rope_theta=10000.0,
     tied_embeddings=True,
 )
-TIGHT: dict[str, Any] = {"kv_pages": 3, "max_batched_tokens": 37}
+TIGHT: dict[str, Any] = {"kv_pages": 4, "max_batched_tokens": 37}
 """Room for one sequence and a bit: prompts come in chunks, samples lose their pages."""
 
 
@@ -95,7 +95,7 @@ def recorded_logprobs(groups: list[list[Completion]]) -> torch.Tensor:
 def test_recorded_log_probabilities_are_those_of_the_training_forward(preset: Preset):
     policy, wanted = policy_of(preset), requests()
     groups, engine = generate(policy, wanted, **TIGHT)
-    assert engine.stats.preemptions > 0
+    assert engine.stats.preemptions > 0 and engine.stats.recomputed_tokens > 0
     assert engine.stats.chunks > 0
     assert engine.stats.copied_pages > 0
     recorded = recorded_logprobs(groups)
@@ -110,7 +110,9 @@ def test_a_flow_with_two_functions_is_told_apart():
     assert (recorded_logprobs(groups) != trainer_logprobs(policy, wanted, groups)).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 1.3, "top_k": 9, "top_p": 0.8, "min_p": 0.02}])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 1.3, "top_k": 9, "top_p": 0.8, "min_p": 0.02}]
+)
 def test_sampling_does_not_touch_what_is_recorded(sampling: dict[str, Any]):
     policy, wanted = policy_of("fp8"), requests(**sampling)
     groups, _ = generate(policy, wanted)
@@ -121,7 +123,7 @@ def test_completions_do_not_depend_on_the_engines_sizes_or_on_the_order_of_reque
     policy, wanted = policy_of("fp8"), requests()
     roomy, engine = generate(policy, wanted)
     assert engine.stats.preemptions == 0
-    for sizes in (TIGHT, {"max_sequences": 2}, {"max_batched_tokens": 16, "kv_pages": 4}):
+    for sizes in (TIGHT, {"max_sequences": 2}, {"max_batched_tokens": 16, "kv_pages": 3}):
         assert generate(policy, wanted, **sizes)[0] == roomy
     assert generate(policy, wanted[::-1], kv_pages=5)[0] == roomy[::-1]
     alone = [generate(policy, [request])[0][0] for request in wanted[:2]]
@@ -151,20 +153,21 @@ def test_after_a_publication_nothing_of_the_old_weights_is_left():
     assert torch.equal(recorded_logprobs(again), trainer_logprobs(policy, wanted, again))
 
 
-def test_nan_weights_are_an_error_and_good_weights_work_again():
+def test_nan_weights_are_an_error_and_leave_no_nan_in_the_pages():
     policy, wanted = random_policy(TINY, PrecisionConfig(preset="fp8"), 2), requests()
-    engine = Engine(policy, RolloutConfig(kv_pages=4), None, seed=0)
-    expected = engine.generate(wanted)
+    long, short = wanted[4:], [wanted[3], wanted[0]]  # the shortest does not overwrite all that its neighbour makes it read
+    engine = Engine(policy, RolloutConfig(kv_pages=6), None, seed=0)
+    expected = engine.generate(short)
     master = policy.masters["layers.0.qkv_proj.weight"]
     good = master.detach().clone()
     with torch.no_grad():
-        master[300] = torch.nan  # a row of V
+        master[250] = torch.nan  # a row of V
         policy.publish()
         with pytest.raises(NonFiniteError):
-            engine.generate(wanted)
+            engine.generate(long)
         master.copy_(good)
         policy.publish()
-    assert recorded_logprobs(engine.generate(wanted)).tolist() == recorded_logprobs(expected).tolist()
+    assert torch.equal(recorded_logprobs(engine.generate(short)), recorded_logprobs(expected))
 
 
 def test_the_number_of_pages_is_as_configured_or_what_full_length_needs_within_memory():

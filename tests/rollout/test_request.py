@@ -15,7 +15,8 @@ LIMITS = Limits(context=300, vocab_size=50, num_pages=4, has_tokenizer=True)
 
 
 def a_request(length: int = 10, samples: int = 2, token: int = 7, **sampling: Any) -> Request:
-    return Request(Prompt("gsm8k/12", "", (token,) * length), 0, samples, SamplingParams(**{"max_new_tokens": 20} | sampling))
+    sampling.setdefault("max_new_tokens", 20)
+    return Request(Prompt("gsm8k/12", "", (token,) * length), 0, samples, SamplingParams(**sampling))
 
 
 def refusal(*requests: Request, limits: Limits = LIMITS) -> str:

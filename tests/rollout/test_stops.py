@@ -1,5 +1,7 @@
 """Stop strings in growing text, with tokens that are bytes, pieces of words, and words that bring their own space."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,7 +56,10 @@ def test_bytes_stop_exactly_when_the_whole_text_holds_a_stop_string(text: str, s
     assert watched_stop(BYTES, token_ids, stops) == first_stop(BYTES, token_ids, stops)
 
 
-@given(token_ids=st.lists(st.integers(1, len(WORDS) - 1), max_size=25), stops=st.lists(st.sampled_from(["end", " end", "s.", "s en", "the end of it"])))
+@given(
+    token_ids=st.lists(st.integers(1, len(WORDS) - 1), max_size=25),
+    stops=st.lists(st.sampled_from(["end", " end", "s.", "s en", "the end of it"])),
+)
 def test_words_stop_exactly_when_the_whole_text_holds_a_stop_string(token_ids: list[int], stops: list[str]):
     stops = stops or ["ends"]
     assert watched_stop(WORD_PIECES, token_ids, stops) == first_stop(WORD_PIECES, token_ids, stops)
@@ -73,7 +78,7 @@ def test_text_is_cut_before_the_earliest_stop_string():
     assert cut("one two", []) == "one two"
 
 
-def generate(stop_strings: tuple[str, ...], **sampling: object) -> Completion:
+def generate(stop_strings: tuple[str, ...], **sampling: Any) -> Completion:
     """One sample of the history model, whose eleven tokens are "!" to "+" in ASCII."""
     engine, _ = make_engine(tokenizer=BYTES)
     return engine.generate([request(3, 8, max_new_tokens=60, stop_strings=stop_strings, **sampling)])[0][0]

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from isobit.config.schema import PrecisionConfig, RunConfig
 from isobit.models.checkpoint import save_policy
@@ -27,11 +26,6 @@ TINY = ModelConfig(
     rope_theta=10000.0,
     tied_embeddings=True,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

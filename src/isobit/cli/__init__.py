@@ -1,1 +1,1 @@
-"""The command line, one file a command: each reads its arguments, calls ``isobit.run`` and prints.  Nothing here imports torch at the top."""
+"""The command line, one file a command: each reads its arguments, calls ``isobit.run`` and prints.  No file imports torch at the top."""

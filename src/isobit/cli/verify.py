@@ -53,7 +53,7 @@ def _verify(arguments: Sequence[str]) -> int:
 
 def _print_scenario(scenario: "ScenarioResult") -> None:
     counts = scenario.comparison
-    print(f"{scenario.name:<24} {counts.tokens_compared:>8,} compared {counts.tokens_differing:>8,} differ", flush=True)
+    print(f"{scenario.name:<40} {counts.tokens_compared:>8,} compared {counts.tokens_differing:>8,} differ", flush=True)
 
 
 def _print_result(result: "VerifyResult") -> None:

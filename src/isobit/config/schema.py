@@ -22,7 +22,7 @@ class PrecisionConfig(Strict):
     """The precision flow of both sides: a preset and the choices on top of it."""
 
     preset: Preset = "fp8"
-    """fp8: linears, KV cache and attention in FP8 on both sides; fp8-linear: linears only; bf16; fp32; fp8-rollout: FP8 rollout, BF16 training."""
+    """fp8: linears, KV cache and attention in FP8 on both sides; fp8-linear: linears only; bf16; fp32; fp8-rollout: FP8 rollout only."""
     first_layers_bf16: int = Field(default=0, ge=0)
     """Keep that many of the first decoder layers in BF16, KV cache and attention included."""
     last_layers_bf16: int = Field(default=0, ge=0)

@@ -1,0 +1,5 @@
+"""The native engine: from prompts to completions with the rollout side of a policy.
+
+``engine`` is the loop.  ``scheduler`` decides who takes part in a forward, over the bookkeeping of ``pages`` and the states in
+``sequence``; ``batch`` makes the tensors, ``runner`` puts them through the model, ``sampler`` draws the tokens, ``stops`` ends texts.
+"""

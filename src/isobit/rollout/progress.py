@@ -40,4 +40,5 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float:
+        """Generated tokens over the time since the start."""
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0

@@ -57,21 +57,26 @@ class PolicyRunner:
 
     @property
     def version(self) -> int:
+        """The policy's count of publications."""
         return self._policy.version
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> Tensor:
+        """Final hidden states [T, hidden]; K and V of the new tokens go into the cache."""
         attention = PagedAttention(self._cache, batch.paged)
         return hidden_states(self._policy, "rollout", batch.token_ids, batch.positions, attention)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
+        """FP32 [N, V] from [N, hidden]."""
         return head_logits(self._policy, "rollout", hidden)
 
     def copy_page(self, source: int, target: int) -> None:
+        """Copy a page of all layers."""
         self._cache.copy_page(source, target)
 
     def clear(self) -> None:
+        """Start over with an empty cache."""
         self._cache = KvCache(self._policy.config, self._policy.flow, self._num_pages)
 
 

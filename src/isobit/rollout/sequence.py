@@ -77,6 +77,7 @@ class SharedPrompt(CachedTokens):
         return self.last_hidden is not None
 
     def drop_pages(self, allocator: PageAllocator) -> None:
+        """Give all pages back; no sample can start until the prompt has been prefilled again."""
         super().drop_pages(allocator)
         self.last_hidden = None
 
@@ -111,13 +112,10 @@ class Sample(CachedTokens):
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._stop_watch = StopWatch(tokenizer, sampling.stop_strings) if tokenizer and sampling.stop_strings else None
 
-    @property
-    def num_generated(self) -> int:
-        return len(self.logprobs)
-
     def start(self, allocator: PageAllocator) -> None:
         """Hold the pages of the prompt as well: its tokens need not be computed again."""
-        assert self.prompt.is_ready and not self.pages, "a sample starts once, from a prompt in the cache"
+        assert self.prompt.is_ready, "a sample starts from a prompt in the cache"
+        assert not self.pages, "a sample that runs does not start"
         for page in self.prompt.pages:
             allocator.share(page)
             self.add_page(page)
@@ -136,7 +134,8 @@ class Sample(CachedTokens):
 
     def completion(self, tokenizer: "PreTrainedTokenizerBase | None") -> Completion:
         """The record of the finished sample; its text is empty without a tokenizer."""
-        assert self.finish_reason is not None and self.weights_version is not None, "the sample is not finished"
+        assert self.finish_reason is not None, "the sample is not finished"
+        assert self.weights_version is not None, "a finished sample has a token"
         sampling = self.prompt.request.sampling
         token_ids = tuple(self.tokens[len(self.prompt.tokens) :])
         spoken = token_ids[:-1] if token_ids[-1] in self._stop_token_ids else token_ids

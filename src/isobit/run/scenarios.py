@@ -17,7 +17,8 @@ from isobit.training.packing import TrainingSample, pack
 
 _LENGTHS = (
     (1, PAGE_TOKENS // 4),
-    (PAGE_TOKENS - 16, PAGE_TOKENS),  # its completions grow into a second page
+    (PAGE_TOKENS - 6, PAGE_TOKENS),  # completions grow into a second page,
+    (PAGE_TOKENS - 6, PAGE_TOKENS),  # those of two prompts at about the same time
     (PAGE_TOKENS + 1, PAGE_TOKENS + 16),  # a full page to share and a partial one to copy
     (2 * PAGE_TOKENS, 3 * PAGE_TOKENS),
 )
@@ -71,7 +72,7 @@ def build_workload(vocab_size: int, context: int, prompts: int, samples: int, ma
 def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
     """The settings under which the workload is generated."""
     limit = max(workload.max_new_tokens)
-    few_pages = pages_for(workload.longest) + 1
+    few_pages = pages_for(workload.longest)
     return (
         Scenario("roomy", RolloutConfig(max_new_tokens=limit, max_batched_tokens=4096), ("shared_pages", "copied_pages")),
         Scenario("few pages", RolloutConfig(max_new_tokens=limit, kv_pages=few_pages), ("preemptions", "recomputed_tokens")),

@@ -33,7 +33,7 @@ from isobit.training.trainer import Trainer
 class VerifyOptions:
     """The size of the check."""
 
-    prompts: int = 12
+    prompts: int = 10
     samples: int = 3
     """Completions of each prompt."""
     max_new_tokens: int = 24

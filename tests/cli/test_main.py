@@ -1,0 +1,78 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+import isobit
+from isobit.cli import main as main_module
+from isobit.cli.main import COMMANDS, main
+from isobit.errors import ConfigError
+
+LIGHT = """
+import json, sys
+from isobit.cli.main import main
+try:
+    main(json.loads(sys.argv[1]))
+except SystemExit as end:
+    assert not end.code, end.code
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+HEAVY = {"torch", "transformers", "datasets", "numpy", "rich", "reasoning_gym", "tensorboard"}
+
+
+def command_that(raises: BaseException):
+    class Command:
+        @staticmethod
+        def run(arguments: list[str]) -> int:
+            raise raises
+
+    return lambda name: Command
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["train", "x.toml", "--help"]])
+def test_help_imports_nothing_heavy(words):
+    done = subprocess.run([sys.executable, "-c", LIGHT, json.dumps(words)], capture_output=True, text=True, check=True)
+    *text, modules = done.stdout.splitlines()
+    assert text
+    assert "isobit" in json.loads(modules)
+    assert not HEAVY & set(json.loads(modules))
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"  {name}" in shown and text in shown for name, text in COMMANDS.items())
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"isobit {isobit.__version__}\n"
+
+
+def test_an_unknown_command_exits_2_and_names_those_that_exist(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["trian"])
+    shown = capsys.readouterr().err
+    assert "trian" in shown
+    assert all(name in shown for name in COMMANDS)
+
+
+def test_a_users_mistake_is_one_line_without_traceback(capsys, monkeypatch):
+    monkeypatch.setattr(main_module, "import_module", command_that(raises=ConfigError("a.b: unknown key")))
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "error: a.b: unknown key\n"
+
+
+def test_an_interrupt_exits_130(capsys, monkeypatch):
+    monkeypatch.setattr(main_module, "import_module", command_that(raises=KeyboardInterrupt()))
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_fault_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(main_module, "import_module", command_that(raises=AssertionError("broken")))
+    with pytest.raises(AssertionError, match="broken"):
+        main(["train"])

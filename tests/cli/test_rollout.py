@@ -1,0 +1,55 @@
+import json
+
+import pytest
+
+from isobit.cli.main import main
+
+SMALL = ["--max-new-tokens", "4", "--rollout.max_sequences", "2", "--precision", "fp32", "--threads", "1"]
+
+
+def test_a_prompt_is_completed_with_the_starter_model(capsys):
+    assert main(["rollout", "starter", "--prompt", "3+8+2+9=", "--samples", "2", *SMALL]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[prompt/0, sample 0: ")
+    assert any(line.startswith("[prompt/0, sample 1: ") for line in lines)
+
+
+def test_a_file_of_prompts_gives_json_lines(tmp_path, capsys):
+    data, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    data.write_text('{"prompt": "1+2+3+4=", "answer": "10"}\n{"prompt": "5+5+5+5="}\n')
+    assert main(["rollout", "starter", "--data", str(data), "--out", str(out), "--temperature", "0", *SMALL]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["prompt"] for record in records] == ["1+2+3+4=", "5+5+5+5="]
+    assert records[0]["columns"] == {"answer": "10"}
+    assert all(len(record["token_ids"]) == len(record["logprobs"]) > 0 for record in records)
+    assert f"2 completions in {out}" in capsys.readouterr().out
+
+    before = out.read_bytes()
+    assert main(["rollout", "starter", "--prompt", "1", "--out", str(out), *SMALL]) == 2
+    assert "which exists" in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["starter", "--prompt", "1", "--precision", "fp9"], "precision.preset: should be 'fp32'"),
+        (["starter", "--prompt", "1", "--temperature", "-1"], "rollout.temperature: should be greater than or equal to 0"),
+        (["starter", "--prompt", "1", "--rollout.topk", "1"], "rollout.topk: unknown key; did you mean rollout.top_k?"),
+        (["starter", "--prompt", "1", "--out", "no/such/folder/x.jsonl"], "there is no directory 'no/such/folder'"),
+        (["no-such-folder", "--prompt", "1"], "no-such-folder"),
+        (["starter", "--data", "no-such.jsonl"], "no-such.jsonl"),
+    ],
+)
+def test_what_cannot_be_used_is_named_and_exits_2(words, expected, capsys):
+    assert main(["rollout", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["starter"], ["starter", "--prompt", "1", "--data", "x"], ["starter", "--prompt", "1", "--samples", "0"]]
+)
+def test_a_wrong_command_line_exits_2_with_the_usage(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["rollout", *words])
+    assert "usage: isobit rollout" in capsys.readouterr().err

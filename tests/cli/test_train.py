@@ -1,0 +1,58 @@
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from isobit.cli.main import main
+
+QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
+TINY = [
+    *("--training.steps", "1", "--training.prompts_per_step", "2", "--training.samples_per_prompt", "2"),
+    *("--data.train.limit", "4", "--data.eval.held_out.limit", "2", "--rollout.max_sequences", "4", "--threads", "1"),
+]
+
+
+def test_a_recipe_with_overrides_trains_and_a_second_run_is_refused(tmp_path, capsys):
+    output = tmp_path / "run"
+    assert main(["train", QUICKSTART, "--output", str(output), *TINY]) == 0
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["steps"] == 1
+    assert summary["tokens_compared"] > 0
+    assert summary["tokens_differing"] == 0
+
+    before = sorted(path.stat().st_mtime_ns for path in output.rglob("*"))
+    assert main(["train", QUICKSTART, "--output", str(output), *TINY]) == 2
+    assert "already holds files" in capsys.readouterr().err
+    assert sorted(path.stat().st_mtime_ns for path in output.rglob("*")) == before
+
+
+def test_an_unknown_key_is_refused_before_anything_is_written(tmp_path, capsys):
+    output = tmp_path / "run"
+    assert main(["train", QUICKSTART, "--output", str(output), "--training.stepz", "5"]) == 2
+    assert "error: " in (shown := capsys.readouterr().err)
+    assert "training.stepz: unknown key; did you mean training.steps?" in shown
+    assert not output.exists()
+
+
+def test_print_config_prints_the_resolved_recipe_and_writes_nothing(tmp_path, capsys):
+    output = tmp_path / "run"
+    assert main(["train", "--print-config", QUICKSTART, "--output", str(output), "--training.steps", "3"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed["training"]["steps"] == 3
+    assert printed["output"] == str(output)
+    assert not output.exists()
+
+
+def test_help_lists_the_keys_of_a_recipe(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "--training.prompts_per_step  (int, default 16)" in shown
+    assert "--data.eval.NAME.path  (path)" in shown
+
+
+def test_a_recipe_is_required(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train"])
+    assert "RECIPE.toml" in capsys.readouterr().err

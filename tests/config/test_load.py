@@ -1,0 +1,113 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from isobit.config.load import dump_config, load_config
+from isobit.config.schema import RunConfig
+from isobit.errors import ConfigError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+MINIMAL = """
+output = "runs/x"
+[data.train]
+type = "reasoning_gym"
+task = "chain_sum"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe and gives its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "recipe.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_defaults_are_below_the_file_and_the_file_is_below_the_overrides(recipe):
+    path = recipe(MINIMAL + "[training]\nsteps = 7\nepochs = 2\n")
+    training = load_config(path, ["--training.steps", "9"]).training
+    assert (training.steps, training.epochs, training.updates_per_batch) == (9, 2, 1)
+
+
+def test_one_name_sets_the_precision_of_both_sides(recipe):
+    config = load_config(recipe('precision = "bf16"\n' + MINIMAL))
+    assert config.precision.preset == "bf16"
+
+
+def test_paths_stay_as_written_relative_to_the_current_directory(recipe):
+    path = recipe('output = "runs/x"\n[data.train]\ntype = "jsonl"\npath = "data/a.jsonl"\n')
+    assert load_config(path).data.train.path == Path("data/a.jsonl")
+
+
+def test_every_problem_is_listed_with_its_dotted_path(recipe):
+    message = refusal(recipe(MINIMAL + "sise = 3\n[training]\nstepz = 3\nlearning_rate = -1.0\n"), "--rollout.top_p", "2")
+    assert message.splitlines()[0].endswith("recipe.toml with its overrides: 4 settings cannot be used")
+    assert "  data.train.sise: unknown key; did you mean data.train.size?" in message
+    assert "  training.stepz: unknown key; did you mean training.steps?" in message
+    assert "  training.learning_rate: should be greater than 0, but it is -1.0" in message
+    assert "  rollout.top_p: should be less than or equal to 1, but it is 2" in message
+
+
+@pytest.mark.parametrize(
+    ("added", "expected"),
+    [
+        ("[data.eval.b]\npath = 'x'", "data.eval.b.type: missing; it says which kind of source this is (reasoning_gym, jsonl or hf)"),
+        ("[data.eval.b]\ntype = 'csv'", "data.eval.b.type: should be 'reasoning_gym' or 'jsonl' or 'hf', but it is 'csv'"),
+        ("[data.eval.b]\ntype = 'jsonl'", "data.eval.b.path: missing; set it in the file or with --data.eval.b.path VALUE"),
+        ("[data.eval.b]\ntype = 'jsonl'\npath = 'x'\nlimt = 2", "data.eval.b.limt: unknown key; did you mean data.eval.b.limit?"),
+        ("[precision]\nwgrad = 'int8'", "precision.wgrad: should be 'fp8' or 'bf16', but it is 'int8'"),
+        ("[rollout]\nlearning_rate = 1.0", "rollout.learning_rate: unknown key; did you mean training.learning_rate?"),
+        ("[reward]\nxyz = 1", "reward.xyz: unknown key; reward has function, max_failed_fraction"),
+        ("[rollout]\ntemperature = inf", "rollout.temperature: should be a finite number, but it is inf"),
+        ("[training]\nsteps = 'many'", "training.steps: should be a valid integer"),
+    ],
+)
+def test_an_error_says_what_was_expected_and_what_to_do(recipe, added, expected):
+    assert expected in refusal(recipe(MINIMAL + added))
+
+
+def test_an_unknown_precision_names_those_that_exist(recipe):
+    message = refusal(recipe('precision = "fp9"\n' + MINIMAL))
+    assert "precision.preset: should be 'fp32', 'bf16', 'fp8-rollout', 'fp8-linear' or 'fp8', but it is 'fp9'" in message
+
+
+def test_a_missing_table_is_named(recipe):
+    assert "data: missing" in refusal(recipe('output = "runs/x"'))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b"steps = = 3", "not valid TOML"), (b"a = 1\na = 2", "not valid TOML"), (b"\xff\xfe", "not a text file in UTF-8")],
+)
+def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path, content, expected):
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    assert refusal(path).startswith(f"{path}: {expected}")
+
+
+def test_a_missing_file_and_a_directory_are_refused_by_name(tmp_path):
+    assert refusal(tmp_path / "none.toml").startswith(f"{tmp_path / 'none.toml'}: no such file")
+    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")
+
+
+def test_a_dumped_configuration_holds_every_default_and_loads_to_an_equal_one(recipe):
+    config = load_config(recipe(MINIMAL + "[data.eval.held]\ntype = 'jsonl'\npath = 'a.jsonl'\nlimit = 5\n"), ["precision=fp8-linear"])
+    dumped = dump_config(config)
+    assert tomllib.loads(dumped)["training"]["adam_epsilon"] == config.training.adam_epsilon
+    assert load_config(recipe(dumped)) == config
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+def test_the_recipes_are_valid(path):
+    assert isinstance(load_config(path), RunConfig)
