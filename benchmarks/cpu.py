@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-import isobit  # noqa: F401 (sets OpenMP's spinning before torch is imported)
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+# isort: off
+import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
+
+# isort: on
 from isobit.algorithms.objective import LossInputs
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig
@@ -131,7 +134,7 @@ def transformers_rows(mlp: int) -> list[Row]:
     sequences = torch.randint(0, VOCABULARY, (3200 // SEQUENCE_TOKENS, SEQUENCE_TOKENS))
 
     def generate(n: int) -> Callable[[], object]:
-        return lambda: model.generate(prompts[n], generation_config=generation)
+        return lambda: model.generate(prompts[n], generation_config=generation)  # pyright: ignore[reportAttributeAccessIssue]
 
     def train() -> None:
         log_probs = model(sequences).logits[:, PROMPT_TOKENS - 1 : -1].log_softmax(-1)

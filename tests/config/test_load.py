@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from isobit.config.load import dump_config, load_config
-from isobit.config.schema import RunConfig
+from isobit.config.schema import JsonlData, RunConfig
 from isobit.errors import ConfigError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -47,7 +47,9 @@ def test_one_name_sets_the_precision_of_both_sides(recipe):
 
 def test_paths_stay_as_written_relative_to_the_current_directory(recipe):
     path = recipe('output = "runs/x"\n[data.train]\ntype = "jsonl"\npath = "data/a.jsonl"\n')
-    assert load_config(path).data.train.path == Path("data/a.jsonl")
+    source = load_config(path).data.train
+    assert isinstance(source, JsonlData)
+    assert source.path == Path("data/a.jsonl")
 
 
 def test_every_problem_is_listed_with_its_dotted_path(recipe):

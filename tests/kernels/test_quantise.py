@@ -84,7 +84,7 @@ def test_gradients_of_1e_minus_12_survive(kind: ScaleKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spread", [0.0, 2.0, 20.0])
+@pytest.mark.parametrize("spread", [0.0, 2.0, 15.0])
 def test_rows_against_the_formula_in_fp64(kind: ScaleKind, spread: float) -> None:
     x = (torch.randn(64, 384) * torch.exp(spread * torch.randn(64, 384))).bfloat16()
     quantised = quantise_rows(x, kind)

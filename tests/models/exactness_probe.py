@@ -6,9 +6,12 @@ A process, because the number of threads and the instruction set are fixed befor
 import json
 import sys
 
-import isobit  # noqa: F401 (sets OpenMP's spinning before torch is imported)
 import torch
 
+# isort: off
+import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
+
+# isort: on
 from isobit.config.schema import PrecisionConfig
 from isobit.kernels.kv_cache import KvCache
 from isobit.kernels.packed_attention import PackedAttention

@@ -47,7 +47,9 @@ def test_publish_quantises_the_bf16_rounding_of_the_master_in_place() -> None:
     again = policy.weights("training").linears[name].matrix
     assert isinstance(again, QuantTensor) and again.values.data_ptr() == place
     assert torch.equal(again.values.view(torch.uint8), expected.values.view(torch.uint8)) and torch.equal(again.scales, expected.scales)
-    assert not torch.equal(expected.values.view(torch.uint8), quantise_blocks(policy.masters[f"{name}.weight"].detach()).values.view(torch.uint8))
+    assert not torch.equal(
+        expected.values.view(torch.uint8), quantise_blocks(policy.masters[f"{name}.weight"].detach()).values.view(torch.uint8)
+    )
     bias = policy.weights("rollout").linears["layers.0.qkv_proj"].bias
     assert bias is not None and torch.equal(bias, policy.masters["layers.0.qkv_proj.bias"].detach().bfloat16())
     assert torch.equal(policy.weights("rollout").plain["norm.weight"], policy.masters["norm.weight"].detach().bfloat16())

@@ -79,7 +79,8 @@ def test_a_run_repeats_its_bits(make_config: MakeConfig, tmp_path: Path) -> None
 def test_the_result_loads_in_transformers_and_here(make_config: MakeConfig) -> None:
     config = make_config()
     summary = train(config)
-    model, loading = AutoModelForCausalLM.from_pretrained(summary.model, dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(summary.model, dtype=torch.float32, output_loading_info=True)
+    model, loading = loaded
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokenizer = AutoTokenizer.from_pretrained(summary.model)
     assert tokenizer("1+2=")["input_ids"] == load_model(config.model, config.precision).tokenizer("1+2=")["input_ids"]

@@ -23,14 +23,17 @@ def test_recipes_of_the_starter_model_train(name: str, tmp_path: Path, monkeypat
     small = {"output": tmp_path / "run", "training.steps": 1, "training.prompts_per_step": 2, "training.samples_per_prompt": 2}
     overrides = [word for key, value in small.items() for word in (f"--{key}", str(value))]
     config = load_config(RECIPES / f"{name}.toml", overrides)
-    few = {key: source.model_copy(update={"size" if source.type == "reasoning_gym" else "limit": 4}) for key, source in config.data.eval.items()}
+    few = {
+        key: source.model_copy(update={"size" if source.type == "reasoning_gym" else "limit": 4})
+        for key, source in config.data.eval.items()
+    }
     summary = train(config.model_copy(update={"data": config.data.model_copy(update={"eval": few})}))
     assert summary.tokens_differing == 0 < summary.tokens_compared
 
 
 def test_the_recipe_for_a_checkpoint_asks_for_a_folder(tmp_path: Path) -> None:
     config = load_config(RECIPES / "checkpoint.toml", ["--output", str(tmp_path / "run")])
-    with pytest.raises(CheckpointError, match="models/Qwen3-0.6B is not a folder"):
+    with pytest.raises(CheckpointError, match=r"models/Qwen3-0.6B is not a folder"):
         prepare(config)
 
 

@@ -69,7 +69,9 @@ def test_training_prompts_that_are_all_evaluated(make_config: MakeConfig) -> Non
 def test_a_prompt_longer_than_the_context(make_config: MakeConfig, tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "1+" * 200, "answer": "0"}) + "\n")
-    refused(make_config(data={"train": {"type": "jsonl", "path": path}}), DataError, "prompt train/0 .* no room in the model's context of 256")
+    refused(
+        make_config(data={"train": {"type": "jsonl", "path": path}}), DataError, "prompt train/0 .* no room in the model's context of 256"
+    )
 
 
 @pytest.mark.parametrize("body", ["raise KeyError('answer')", "return float('nan')", "return None"])

@@ -78,7 +78,9 @@ def test_any_number_of_threads(preset: Preset, count: int, planted: Callable[[Pr
 def test_avx2_kernels(tiny_folder: Path) -> None:
     """In a process of its own, since the instruction set is chosen at the first use."""
     arguments = ["verify", str(tiny_folder), "--prompts", "5", "--samples", "2", "--max-new-tokens", "16", "--threads", "2", "--json"]
-    code = f"from isobit.cli.main import main\nfor name in ('bf16', 'fp8'): print('code', main([*{arguments}, '--precision', name]), end=';')"
+    code = (
+        f"from isobit.cli.main import main\nfor name in ('bf16', 'fp8'): print('code', main([*{arguments}, '--precision', name]), end=';')"
+    )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     outputs = done.stdout.split(";")[:-1]

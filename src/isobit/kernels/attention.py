@@ -10,7 +10,8 @@ Q, K and V come with power-of-two scales s (``isobit.kernels.heads``), c = log2(
     log-sum-exp (base 2) = M + log2(l)
 
 Why the bits agree: q . k and P . v over a tile are exact in FP64 (at most 53 bits) and rounded once to FP32; max has no order; the
-64 terms of l (zeros where there are fewer keys) are summed as one contiguous row; tiles are combined in ascending order by a multiplication and an addition.
+64 terms of l (zeros where there are fewer keys) are summed as one contiguous row; tiles are combined in ascending order by a
+multiplication and an addition.
 2^x is exp(x ln 2), because `exp2` depends on the place in the tensor.  A masked key has p = 0 and a tile of masked keys changes nothing.
 
 Shapes: B sequences by descending length, G KV heads, R query heads a KV head, L queries a sequence, D head size.
@@ -59,6 +60,8 @@ class KeyTile:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOutput:
+    """What attention gives for each query."""
+
     output: torch.Tensor  # FP32 [B, G, R, L, D]
     log_sum_exp: torch.Tensor  # FP32 [B, G, R, L], base 2
 

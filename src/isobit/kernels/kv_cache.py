@@ -20,11 +20,19 @@ class KvShape(Protocol):
     """What the cache needs of a model's configuration."""
 
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        ...
+
     @property
-    def num_kv_heads(self) -> int: ...
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
+        ...
+
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        ...
 
 
 class KvCache:

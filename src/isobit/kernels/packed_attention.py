@@ -103,8 +103,17 @@ class _PackedAttention(torch.autograd.Function):
         padded: list[tuple[torch.Tensor, ...]] = []
         for group, log_sum_exp in zip(ctx.groups, ctx.log_sum_exps, strict=True):
             valid = group.valid[..., None]
-            inputs = (group.gather(d_output) * valid[..., None], group.gather(delta) * valid)
-            padded.append(_group_gradients(group, log_sum_exp, *(group.gather(x) for x in (q, k, v)), *inputs))
+            padded.append(
+                _group_gradients(
+                    group,
+                    log_sum_exp,
+                    group.gather(q),
+                    group.gather(k),
+                    group.gather(v),
+                    group.gather(d_output) * valid[..., None],
+                    group.gather(delta) * valid,
+                )
+            )
         dq, dk, dv = (torch.cat(parts).index_select(0, ctx.inverse) for parts in zip(*padded, strict=True))
         dtype = gradients[0].dtype
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None, None

@@ -55,10 +55,12 @@ class ModelConfig:
 
     @property
     def qk_norm(self) -> bool:
+        """Whether each query and key head has an RMSNorm."""
         return self.family == "qwen3"
 
     @property
     def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases."""
         return self.family == "qwen2"
 
     @property

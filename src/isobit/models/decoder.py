@@ -25,7 +25,9 @@ from isobit.precision.formats import Side
 class Attend(Protocol):
     """Attention of one layer: q [T, H, D], k and v [T, G, D], after rotary positions -> [T, H, D]."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend in one layer."""
+        ...
 
 
 def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:

@@ -48,6 +48,7 @@ class Policy:
         return iter(self.masters.values())
 
     def weights(self, side: Side) -> PublishedWeights:
+        """What a side reads."""
         return self._sides[side]
 
     @property

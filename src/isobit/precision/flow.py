@@ -28,6 +28,7 @@ class LinearShape:
 
     @property
     def out_features(self) -> int:
+        """Rows of the fused matrix."""
         return sum(self.parts.values())
 
     @property
@@ -69,6 +70,7 @@ class Graph:
     activations: Format
 
     def site(self, name: str) -> Site:
+        """The site of that name."""
         return next(site for site in self.sites if site.name == name)
 
     def linear(self, layer: int, name: str) -> Site:
@@ -97,6 +99,7 @@ class PrecisionFlow:
         )
 
     def graph(self, side: Side) -> Graph:
+        """The graph of a side."""
         return self.rollout if side == "rollout" else self.training
 
 
