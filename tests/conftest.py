@@ -9,7 +9,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import isobit  # noqa: F401, I001  sets OpenMP's spinning, which must precede torch
 import pytest

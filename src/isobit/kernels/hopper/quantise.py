@@ -1,0 +1,171 @@
+"""Quantisers to E4M3 on a GPU, fused with what makes their input: the bytes of ``isobit.kernels.quantise``.
+
+    quantise_rows        [M, K] BF16                      -> values, scales
+    rms_norm_quantise    h + x, then RMSNorm              -> new h, values, scales (and the norm itself where asked for)
+    swiglu_quantise      silu(gate) * up                  -> values, scales
+
+Every input of a quantiser is rounded to BF16 first, as it is on the CPU.  amax is the maximum of the magnitudes' bits as integers: a NaN
+is larger than any number, so a group that is not finite is found without a comparison that a NaN could pass.  A row's sum of squares is
+taken by one program with one layout, so it depends on that row alone.
+
+Scales are written K-group-major, [K/128, M] with M padded to a multiple of 4, the layout that DeepGEMM and cuBLASLt read through TMA.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.precision.formats import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX, ScaleKind
+
+_FLOOR_BITS = 0x21800000
+_INF_BITS = tl.constexpr(0x7F800000)
+_ROUND_UP_ABOVE_1_75 = tl.constexpr(0x1FFFFF)  # carries into the exponent exactly when the mantissa is above 0.75
+assert torch.tensor(AMAX_FLOOR).view(torch.int32).item() == _FLOOR_BITS
+FLOOR_BITS = tl.constexpr(_FLOOR_BITS)
+MAX = tl.constexpr(E4M3_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantRows:
+    """E4M3 values [M, K] in 1x128 groups, and their FP32 scales as a view [M, K/128] with strides (1, padded M)."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "QuantRows":
+        """Unwritten storage in the right layout."""
+        padded = -(-rows // 4) * 4
+        scales = torch.empty((columns // BLOCK, padded), dtype=torch.float32, device=device)
+        return cls(torch.empty((rows, columns), dtype=E4M3, device=device), scales.t()[:rows])
+
+
+@triton.jit
+def quantise_groups(x, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """[GROUPS * 128] FP32 -> E4M3 [GROUPS * 128] and FP32 scales [GROUPS]."""
+    x = tl.reshape(x, [GROUPS, 128])
+    bits = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), FLOOR_BITS)
+    bad = bits >= _INF_BITS
+    if POWER_OF_TWO:
+        exponent = ((bits + _ROUND_UP_ABOVE_1_75) >> 23) - 8
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        y = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    else:
+        scale = tl.div_rn(bits.to(tl.float32, bitcast=True), MAX)
+        y = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    y = tl.where(bad[:, None], float("nan"), tl.clamp(y, -MAX, MAX))
+    return tl.reshape(y.to(tl.float8e4nv), [GROUPS * 128]), tl.where(bad, float("nan"), scale)
+
+
+@triton.jit
+def _quantise_kernel(X, VALUES, SCALES, scale_stride, K: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """One program GROUPS groups of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * GROUPS
+    column = first * 128 + tl.arange(0, GROUPS * 128)
+    group = first + tl.arange(0, GROUPS)
+    x = tl.load(X + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+    values, scales = quantise_groups(x, GROUPS, POWER_OF_TWO)
+    tl.store(VALUES + row * K + column, values, mask=column < K)
+    tl.store(SCALES + group * scale_stride + row, scales, mask=group < K // 128)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    H, X, WEIGHT, H_OUT, NORM, VALUES, SCALES, scale_stride, epsilon,
+    C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """One program a row of C numbers, padded to WIDTH: the same layout for every batch."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < C
+    h = tl.load(H + row * C + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x = tl.load(X + row * C + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = (h + x).to(tl.bfloat16)
+        tl.store(H_OUT + row * C + column, rounded, mask=inside)
+        h = rounded.to(tl.float32)
+    weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(h * h, 0) / C + epsilon)
+    y = (h * inverse * weight).to(tl.bfloat16)
+    if KEEP:
+        tl.store(NORM + row * C + column, y, mask=inside)
+    if QUANTISE:
+        values, scales = quantise_groups(y.to(tl.float32), WIDTH // 128, POWER_OF_TWO)
+        group = tl.arange(0, WIDTH // 128)
+        tl.store(VALUES + row * C + column, values, mask=inside)
+        tl.store(SCALES + group * scale_stride + row, scales, mask=group < C // 128)
+
+
+@triton.jit
+def _swiglu_kernel(GATE_UP, VALUES, SCALES, scale_stride, C: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """One program GROUPS groups of one row: gate [row, column], up [row, C + column]."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * GROUPS
+    column = first * 128 + tl.arange(0, GROUPS * 128)
+    group = first + tl.arange(0, GROUPS)
+    inside = column < C
+    gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0).to(tl.float32)
+    y = (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16).to(tl.float32)
+    values, scales = quantise_groups(y, GROUPS, POWER_OF_TWO)
+    tl.store(VALUES + row * C + column, values, mask=inside)
+    tl.store(SCALES + group * scale_stride + row, scales, mask=group < C // 128)
+
+
+def quantise_rows(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
+    """[M, K] BF16 or FP32, contiguous, K a multiple of 128."""
+    rows, columns = x.shape
+    out = QuantRows.empty(rows, columns, x.device)
+    groups = min(8, triton.next_power_of_2(columns // BLOCK))
+    grid = (rows, triton.cdiv(columns, groups * BLOCK))
+    _quantise_kernel[grid](x, out.values, out.scales, out.scales.stride(1), columns, groups, scales == "power_of_two", num_warps=4)
+    return out
+
+
+def rms_norm_quantise(
+    h: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    scales: ScaleKind | None = "power_of_two",
+    keep: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, QuantRows | None]:
+    """Residual h [M, C] and the layer's output x to add to it (or None), both BF16 -> new h, RMSNorm(h) if ``keep``, and its quantisation.
+
+    ``scales`` None leaves the quantisation out: the input of a layer that stays in BF16, and of lm_head.
+    """
+    rows, columns = h.shape
+    h_out = h if x is None else torch.empty_like(h)
+    norm = torch.empty_like(h) if keep else None
+    out = None if scales is None else QuantRows.empty(rows, columns, h.device)
+    values, scale, stride = (h, h, 0) if out is None else (out.values, out.scales, out.scales.stride(1))
+    width = triton.next_power_of_2(columns)
+    _rms_norm_kernel[(rows,)](
+        h, h if x is None else x, weight, h_out, h if norm is None else norm, values, scale, stride, epsilon,
+        columns, width, x is not None, keep, out is not None, scales == "power_of_two", num_warps=8 if width >= 4096 else 4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return h_out, norm, out
+
+
+def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
+    """[M, 2 C] BF16, gate before up -> the quantisation of silu(gate) * up, [M, C]."""
+    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    out = QuantRows.empty(rows, columns, gate_up.device)
+    groups = min(8, triton.next_power_of_2(columns // BLOCK))
+    grid = (rows, triton.cdiv(columns, groups * BLOCK))
+    _swiglu_kernel[grid](
+        gate_up,
+        out.values,
+        out.scales,
+        out.scales.stride(1),
+        columns,
+        groups,
+        scales == "power_of_two",
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
