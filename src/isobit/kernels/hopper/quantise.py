@@ -11,6 +11,9 @@ taken by one program with one layout, so it depends on that row alone.
 Scales are written K-group-major, [K/128, M] with M padded to a multiple of 4, the layout that DeepGEMM and cuBLASLt read through TMA.
 """
 
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
 from dataclasses import dataclass
 
 import torch
