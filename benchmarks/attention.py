@@ -22,7 +22,9 @@ PREFILL = [(8, 4096), (2, 16384)]
 
 
 def seconds(work: Callable[[], object]) -> float:
-    return triton.testing.do_bench(work, warmup=20, rep=50, return_mode="median") * 1e-3
+    milliseconds = triton.testing.do_bench(work, warmup=20, rep=50, return_mode="median")
+    assert isinstance(milliseconds, float)
+    return milliseconds * 1e-3
 
 
 def random_e4m3(*shape: int) -> torch.Tensor:
