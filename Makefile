@@ -3,6 +3,7 @@
 #   make quickstart   set up, train the starter model with reinforcement learning in FP8, show the result
 #   make test         set up, run the tests
 #   make lint         ruff, pyright and the import rules
+#   make schema       write docs/*.schema.json and docs/configuration.md from the configuration's models
 #   make clean        remove the environment and the caches (never runs/)
 #
 # PYTHON        the interpreter to use, 3.11 to 3.13
@@ -19,7 +20,7 @@ READY := $(VENV)/.ready
 RUN := runs/quickstart
 PIP_INSTALL := $(PIP) install --disable-pip-version-check --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help setup quickstart test lint clean
+.PHONY: help setup quickstart test lint schema clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -47,6 +48,11 @@ lint: $(READY)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
+
+schema: $(READY)
+	$(VENV)/bin/isobit schema train > docs/run.schema.json
+	$(VENV)/bin/isobit schema sft > docs/sft.schema.json
+	$(VENV)/bin/isobit schema --markdown > docs/configuration.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

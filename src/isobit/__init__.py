@@ -1,13 +1,102 @@
 """Isobit: reinforcement learning of language models in FP8 where the sampled policy and the trained policy are one function.
 
-Importing this package imports no torch.  It must come before the first ``import torch`` of a process to take effect on the
-OpenMP setting below: idle OpenMP workers spin for so long by default that, with another busy process on the machine, every
-parallel operation waits milliseconds for a worker that is not running.  A short spin keeps the workers warm between two
-operations without that cost.
+The names of the public interface, described in ``docs/api.md``, are loaded when they are first asked for: importing this package
+imports no torch.  It must come before the first ``import torch`` of a process to take effect on the OpenMP setting below: idle OpenMP
+workers spin for so long by default that, with another busy process on the machine, every parallel operation waits milliseconds for a
+worker that is not running.  A short spin keeps the workers warm between two operations without that cost.
 """
 
 import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:  # the aliases mark public names for type checkers
+    from isobit.algorithms.grpo import Grpo as Grpo
+    from isobit.algorithms.objective import LossInputs as LossInputs
+    from isobit.algorithms.objective import LossOutputs as LossOutputs
+    from isobit.api import evaluate as evaluate
+    from isobit.api import generate as generate
+    from isobit.api import sft as sft
+    from isobit.api import train as train
+    from isobit.api import verify as verify
+    from isobit.config.load import load_config as load_config
+    from isobit.config.schema import AlgorithmConfig as AlgorithmConfig
+    from isobit.config.schema import PrecisionConfig as PrecisionConfig
+    from isobit.config.schema import RolloutConfig as RolloutConfig
+    from isobit.config.schema import RunConfig as RunConfig
+    from isobit.config.schema import TrainingConfig as TrainingConfig
+    from isobit.config.sft import SftConfig as SftConfig
+    from isobit.errors import IsobitError as IsobitError
+    from isobit.models.checkpoint import load_policy as load_policy
+    from isobit.models.checkpoint import save_policy as save_policy
+    from isobit.models.config import ModelConfig as ModelConfig
+    from isobit.models.policy import Policy as Policy
+    from isobit.models.policy import random_policy as random_policy
+    from isobit.precision.compare import describe_flow as describe_flow
+    from isobit.precision.flow import PrecisionFlow as PrecisionFlow
+    from isobit.precision.flow import build_flow as build_flow
+    from isobit.records import Completion as Completion
+    from isobit.records import Group as Group
+    from isobit.records import PackedBatch as PackedBatch
+    from isobit.records import Prompt as Prompt
+    from isobit.records import SamplingParams as SamplingParams
+    from isobit.rewards.function import load_reward as load_reward
+    from isobit.rewards.grade import grade as grade
+    from isobit.rollout.engine import Engine as Engine
+    from isobit.rollout.request import Request as Request
+    from isobit.run.model import LoadedModel as LoadedModel
+    from isobit.run.model import load_model as load_model
+    from isobit.run.verify import VerifyOptions as VerifyOptions
+    from isobit.training.comparison import Comparison as Comparison
+    from isobit.training.packing import pack as pack
+    from isobit.training.packing import samples_of as samples_of
+    from isobit.training.step import train_on_groups as train_on_groups
+    from isobit.training.supervised import SupervisedObjective as SupervisedObjective
+    from isobit.training.supervised import pack_pairs as pack_pairs
+    from isobit.training.trainer import Trainer as Trainer
+
+spin_count_in_time = "GOMP_SPINCOUNT" in os.environ or "torch" not in sys.modules
+"""Whether the setting below can take effect; ``isobit doctor`` asks."""
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "algorithms.grpo": ("Grpo",),
+    "algorithms.objective": ("LossInputs", "LossOutputs"),
+    "api": ("evaluate", "generate", "sft", "train", "verify"),
+    "config.load": ("load_config",),
+    "config.schema": ("AlgorithmConfig", "PrecisionConfig", "RolloutConfig", "RunConfig", "TrainingConfig"),
+    "config.sft": ("SftConfig",),
+    "errors": ("IsobitError",),
+    "models.checkpoint": ("load_policy", "save_policy"),
+    "models.config": ("ModelConfig",),
+    "models.policy": ("Policy", "random_policy"),
+    "precision.compare": ("describe_flow",),
+    "precision.flow": ("PrecisionFlow", "build_flow"),
+    "records": ("Completion", "Group", "PackedBatch", "Prompt", "SamplingParams"),
+    "rewards.function": ("load_reward",),
+    "rewards.grade": ("grade",),
+    "rollout.engine": ("Engine",),
+    "rollout.request": ("Request",),
+    "run.model": ("LoadedModel", "load_model"),
+    "run.verify": ("VerifyOptions",),
+    "training.comparison": ("Comparison",),
+    "training.packing": ("pack", "samples_of"),
+    "training.step": ("train_on_groups",),
+    "training.supervised": ("SupervisedObjective", "pack_pairs"),
+    "training.trainer": ("Trainer",),
+}
+"""Where each public name is defined, as the imports above say to type checkers."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"isobit.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

@@ -31,5 +31,23 @@ class RequestError(IsobitError):
     """A generation request that the engine can never serve."""
 
 
+class StorageError(IsobitError):
+    """A disk that is full or cannot be written; the message says what was needed and what is free."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run that stopped on SIGINT or SIGTERM at a moment of its own choice.  Code that survives any ``Exception`` does not catch it."""
+
+    def __init__(self, signal_name: str, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal_name}")
+        self.exit_code = 128 + signal_number
+
+
+class MismatchError(IsobitError):
+    """Rollout and training gave different log-probabilities, and the run was told to stop at that."""
+
+    exit_code = 3
+
+
 class NonFiniteError(IsobitError):
     """A NaN or infinity in a tensor of the forward pass; the message names the tensor."""

@@ -56,3 +56,20 @@ def test_a_recipe_is_required(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["train"])
     assert "RECIPE.toml" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_run_the_flow_and_the_memory_and_touches_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "run"
+    assert main(["train", QUICKSTART, "--dry-run", "--output", str(output), *TINY]) == 0
+    shown = capsys.readouterr().out
+    assert "samples_per_prompt = 2" in shown
+    assert "4 training prompts; evaluation problems: 2 in held_out" in shown
+    assert "fp8: one function in rollout and training" in shown
+    assert "masters" in shown and "KV pages" in shown and "nothing was written" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_refuses_what_the_run_would(tmp_path, capsys):
+    assert main(["train", QUICKSTART, "--dry-run", "--output", str(tmp_path / "run"), "--rollout.temperature", "0"]) == 2
+    assert "rollout.temperature is 0" in capsys.readouterr().err

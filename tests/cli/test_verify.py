@@ -44,3 +44,27 @@ def test_a_check_that_breaks_exits_2_with_its_traceback(capsys, monkeypatch):
 def test_what_cannot_be_used_is_named_and_exits_2(words, expected, capsys):
     assert main(["verify", *words]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_bisect_names_the_first_site_of_a_flow_with_two_functions(capsys):
+    assert main(["verify", "starter", "--precision", "fp8-rollout", "--bisect", *SMALL]) == 1
+    printed = capsys.readouterr().out
+    assert "observing every operation: roomy" in printed
+    assert "part at layers.0.qkv_proj.input (quantiser); the 2 operations before it are equal" in printed
+    assert "E4M3 there in rollout and BF16 in training" in printed
+
+
+def test_bisect_says_that_nothing_differs_in_any_scenario(capsys):
+    assert main(["verify", "starter", "--precision", "fp8", "--bisect", *SMALL]) in (0, 2)
+    printed = capsys.readouterr().out
+    assert printed.count("observing every operation") == 7
+    assert printed.splitlines()[-1].startswith("nothing differs: ")
+
+
+def test_bisect_as_json_is_one_object_with_the_counts(capsys):
+    assert main(["verify", "starter", "--precision", "fp8-rollout", "--bisect", "--json", *SMALL]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["tokens_differing"] > 0
+    first = result["bisect"]["first_difference"]
+    assert (first["site"], first["operation"]) == ("layers.0.qkv_proj.input", "quantiser")
+    assert first["tokens_differing"] == first["tokens_compared"] > 0

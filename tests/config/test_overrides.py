@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.config.overrides import apply_overrides, parse_overrides
+from isobit.config.overrides import apply_overrides, nested_overrides, parse_overrides
 from isobit.errors import ConfigError
 
 
@@ -81,3 +81,13 @@ def test_a_precision_given_by_name_and_one_given_as_a_table_mix():
     assert apply_overrides({"precision": "fp8"}, [(("precision", "wgrad"), "bf16")]) == {"precision": {"preset": "fp8", "wgrad": "bf16"}}
     table = {"precision": {"preset": "fp8", "last_layers_bf16": 1}}
     assert apply_overrides(table, [(("precision",), "bf16")]) == {"precision": {"preset": "bf16", "last_layers_bf16": 1}}
+
+
+def test_tables_override_the_keys_that_they_name_and_no_others():
+    table = {"data": {"train": {"limit": 3, "path": "a"}}, "precision": {"preset": "fp8", "wgrad": "bf16"}}
+    changes = nested_overrides({"data": {"train": {"limit": 9}}, "training.steps": 5, "precision": "bf16"})
+    assert apply_overrides(table, changes) == {
+        "data": {"train": {"limit": 9, "path": "a"}},
+        "training": {"steps": 5},
+        "precision": {"preset": "bf16", "wgrad": "bf16"},
+    }

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -136,3 +137,29 @@ def test_a_wrong_task_or_option_is_named() -> None:
         load_rows(ReasoningGymData(task="chain_sum", options={"terms": 3}))
     with pytest.raises(DataError, match=r"refuses the options .*min_terms must be positive"):
         load_rows(ReasoningGymData(task="chain_sum", options={"min_terms": -1}))
+
+
+def mix(*parts: dict[str, Any]) -> ReasoningGymData:
+    return ReasoningGymData(task="composite", size=30, seed=3, options={"datasets": list(parts)})
+
+
+def test_a_mix_of_tasks_draws_from_each() -> None:
+    source = mix({"name": "chain_sum", "weight": 1, "config": {"max_terms": 3}}, {"name": "gcd"})
+    rows = load_rows(source)
+    assert {row.columns["metadata"]["source_dataset"] for row in rows} == {"chain_sum", "gcd"}
+    assert [row.prompt for row in rows] == [row.prompt for row in load_rows(source)]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"name": "chain_sun"}, "no task 'chain_sun'; did you mean 'chain_sum'"),
+        ({"name": "chain_sum", "config": {"max_term": 3}}, "task 'chain_sum' has no option 'max_term'"),
+        ({"name": "chain_sum", "wait": 2}, "expected a table with name, weight and config"),
+        ({"name": "chain_sum", "weight": 0}, "refuses the options .*Weight must be positive"),
+        ({"name": "composite", "config": {"datasets": [{"name": "countdown"}]}}, "task 'composite' refuses the options"),
+    ],
+)
+def test_a_part_of_a_mix_that_cannot_be_used_is_named(part: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_rows(mix(part))

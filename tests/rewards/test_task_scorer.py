@@ -80,6 +80,11 @@ def test_a_scorer_that_executes_answers_is_refused() -> None:
         score(made, "1+1")
 
 
+def test_a_scorer_that_expands_answers_is_refused() -> None:
+    with pytest.raises(RewardError, match="scorer of 'rubiks_cube' expands the model's answer without a bound"):
+        score(prompt("rubiks_cube"), "R999999999")
+
+
 def executes_answer(task: str) -> bool:
     """Whether the task's ``score_answer`` calls an evaluating function with ``answer`` among its arguments."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(DATASETS[task][0].score_answer)))

@@ -87,6 +87,7 @@ class FakeConfig:
 
 class FakePolicy:
     config = FakeConfig()
+    flow = None  # read by the cache alone, which a HistoryModel has not
 
 
 def make_engine(seed: int = 0, tokenizer: Any = None, **sizes: Any) -> tuple[Engine, HistoryModel]:

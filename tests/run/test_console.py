@@ -51,6 +51,15 @@ def test_a_terminal_shows_tokens_per_second_while_generating() -> None:
     assert "3/8" in out.getvalue()
 
 
+def test_a_terminal_shows_what_takes_its_time_and_elsewhere_nothing_is_printed() -> None:
+    terminal, pipe = StringIO(), StringIO()
+    for console in (Console(file=terminal, force_terminal=True, width=80), Console(file=pipe)):
+        with Report(console).busy("training"):
+            pass
+    assert "training" in terminal.getvalue() and "0:00:0" in terminal.getvalue()
+    assert pipe.getvalue() == ""
+
+
 def test_control_characters_and_markup_do_not_reach_the_terminal() -> None:
     out = StringIO()
     Report(Console(file=out, force_terminal=True)).line("a\x1b[31mb\x07 [bold]c[/bold]")
@@ -75,4 +84,5 @@ def test_the_last_lines_hold_the_figures_and_the_places() -> None:
         "time: 112.4 s for 20 steps, 9.5 s for evaluation",
         "model: runs/x/model",
         "files: runs/x (summary.json, metrics.jsonl, completions.jsonl, tensorboard/, run.json)",
+        "figures as a page: isobit report runs/x",
     ]

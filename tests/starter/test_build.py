@@ -1,51 +1,65 @@
-"""The builder: repeatable pretraining text, and a whole folder from a few updates."""
+"""What surrounds the starter's recipe: repeatable text before, figures and card after."""
 
+import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from isobit.config.schema import PrecisionConfig
-from isobit.data.tokenizer import decode, load_tokenizer
-from isobit.models.checkpoint import load_policy
-from isobit.starter import build
-from isobit.starter.tasks import is_held_out
-from isobit.starter.tokenizer import EOS_ID, build_tokenizer
+from isobit.config.load import load_recipe
+from isobit.config.schema import JsonlData
+from isobit.config.sft import SftConfig
+from isobit.data.sources import load_rows
+from isobit.data.tokenizer import load_tokenizer
+from isobit.run.sft.loop import sft
+from isobit.starter import build, starter_folder
+from isobit.starter.tasks import final_answer, is_held_out, is_worked_out
 
-
-def options(out: Path, updates: int = 3) -> build.BuildOptions:
-    return build.BuildOptions(out=out, updates=updates, batch=16, seed=1, threads=1)
+RECIPE = Path(__file__).parents[2] / "recipes" / "starter.toml"
 
 
-def test_training_pairs_repeat_and_leave_held_out_problems_out(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(512)
-    first = list(build.training_pairs(options(tmp_path, updates=20), tokenizer))
-    assert first == list(build.training_pairs(options(tmp_path, updates=20), tokenizer))
-    pairs = [pair for batch in first for pair in batch]
-    assert len(pairs) == 20 * 16
-    for prompt, answer in pairs:
-        one, two, three, four = decode(tokenizer, prompt).rstrip("=").split("+")
+def test_the_text_repeats_and_leaves_held_out_problems_out() -> None:
+    rows = list(build.pretraining_text(batches=5, seed=1))
+    assert rows == list(build.pretraining_text(batches=5, seed=1))
+    assert len(rows) == 5 * build.BATCH
+    for start in range(0, len(rows), build.BATCH):
+        assert len({row["prompt"] for row in rows[start : start + build.BATCH]}) == build.BATCH, "a batch holds no problem twice"
+    for row in rows:
+        one, two, three, four = row["prompt"].rstrip("=").split("+")
         assert not is_held_out((int(one), int(two), int(three), int(four)))
-        assert answer[-1] == EOS_ID
+        assert not is_worked_out(row["completion"]) or final_answer(row["completion"]) == row["answer"]
 
 
-def test_a_build_writes_a_folder_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(build, "problems", lambda held_out: [(3, 8, 2, 9), (1, 2, 3, 4)] * (1 if held_out else 8))
-    folders = [tmp_path / name for name in ("first", "second")]
-    for folder in folders:
-        build.build(options(folder))
-    weights = [load_file(folder / "model.safetensors") for folder in folders]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    assert load_policy(folders[0], PrecisionConfig(preset="fp8")).config == build.MODEL
-    assert len(load_tokenizer(folders[0])) == 99
-    assert "2 held-out problems" in capsys.readouterr().out
-    card = (folders[0] / "README.md").read_text()
-    assert "3 updates of 16 answers in the `bf16` flow" in card
+def test_the_folder_of_the_text_has_the_shipped_tokenizer_and_problems(tmp_path: Path) -> None:
+    build.main(["text", str(tmp_path)])
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "train.jsonl", "held_out.jsonl"):
+        assert (tmp_path / name).read_bytes() == (starter_folder() / name).read_bytes()
+    assert len(load_tokenizer(tmp_path)) == 99
+    assert len(load_rows(JsonlData(path=tmp_path / "text.jsonl"))) == build.BATCHES * build.BATCH
+    held_out = [row.prompt for row in load_rows(JsonlData(path=tmp_path / "held_out_text.jsonl"))]
+    assert held_out == [row.prompt for row in load_rows(JsonlData(path=tmp_path / "held_out.jsonl"))]
+
+
+def test_the_card_tells_of_the_run_that_made_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build.write_text(tmp_path / "text", batches=1)
+    changes = {
+        "model": tmp_path / "text",
+        "output": tmp_path / "run",
+        "data.train.path": tmp_path / "text" / "text.jsonl",
+        "data.eval.held_out.path": tmp_path / "text" / "held_out_text.jsonl",
+        "data.eval.held_out.limit": 2,
+        "training.steps": 1,
+        "threads": 1,
+    }
+    sft(load_recipe(SftConfig, RECIPE, [word for key, value in changes.items() for word in (f"--{key}", str(value))]))
+    held_out = (starter_folder() / "held_out.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:3]
+    (tmp_path / "held_out.jsonl").write_text("".join(held_out))
+    monkeypatch.setattr(build, "PROBLEMS", tmp_path / "held_out.jsonl")
+    build.main(["card", str(tmp_path / "run")])
+    assert "3 held-out problems" in capsys.readouterr().out
+    card = (tmp_path / "run" / "model" / "README.md").read_text(encoding="utf-8")
+    assert "1 updates of 96 answers in the `bf16` flow" in card
+    assert "A Qwen3 decoder of 869,760 parameters" in card
     assert "{" not in card
-
-
-def test_the_command_line_has_the_figures_of_the_card() -> None:
-    parsed = build.parse(["--out", "folder", "--updates", "5"])
-    assert parsed.out == Path("folder")
-    assert parsed.command == "python -m isobit.starter.build --updates 5 --batch 96 --seed 0 --threads 2"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1

@@ -2,16 +2,19 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from isobit.config.load import load_recipe
 from isobit.config.schema import JsonlData, PrecisionConfig
+from isobit.config.sft import SftConfig
 from isobit.data.sources import load_rows
 from isobit.data.tokenizer import load_tokenizer, stop_token_ids
 from isobit.models.checkpoint import load_policy
+from isobit.run.sft.setup import decoder_of
 from isobit.starter import starter_folder
-from isobit.starter.build import MODEL
 from isobit.starter.figures import measure
 from isobit.starter.tasks import problems, question
 from isobit.starter.tokenizer import EOS_ID, VOCAB_SIZE
@@ -31,10 +34,12 @@ def test_the_shipped_problems_are_those_of_the_task() -> None:
         assert [(row.prompt, row.columns) for row in rows] == expected
 
 
-def test_the_weights_are_small_and_of_the_builders_shape() -> None:
+def test_the_weights_are_small_and_of_the_recipes_shape() -> None:
     assert (FOLDER / "model.safetensors").stat().st_size < 8_000_000
     policy = load_policy(FOLDER, PrecisionConfig(preset="fp8"))
-    assert policy.config == MODEL
+    recipe = load_recipe(SftConfig, Path(__file__).parents[2] / "recipes" / "starter.toml")
+    assert recipe.from_scratch is not None
+    assert policy.config == decoder_of(recipe.from_scratch, tokens=99)
     assert 500_000 < sum(master.numel() for master in policy.parameters()) < 1_500_000
 
 

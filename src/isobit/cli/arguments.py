@@ -1,7 +1,7 @@
-"""What the commands that take a model folder share: its arguments, numbers with a range, and dotted overrides behind them."""
+"""What commands share: the arguments of those that take a model folder, of those that take a recipe, and dotted overrides."""
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -24,6 +24,43 @@ def folder_parser(command: str, description: str, tables: str) -> ArgumentParser
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn; by default 0")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads; by default torch's choice")
     return parser
+
+
+def recipe_parser(command: str, description: str, example: str, schema: "type[Strict] | None") -> ArgumentParser:
+    """A parser with RECIPE.toml, --print-config and overrides; given the recipe's ``schema``, its help lists every key."""
+    parser = ArgumentParser(
+        prog=f"isobit {command}",
+        usage=f"isobit {command} [--print-config] RECIPE.toml [--KEY VALUE ...]",
+        description=f"{description}\nRelative paths are relative to the current directory.",
+        epilog=_describe_keys(schema) if schema else None,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--print-config", action="store_true", help="check the recipe, print it with every default, and stop")
+    parser.add_argument("recipe", metavar="RECIPE.toml", help=f"for example {example}")
+    parser.add_argument("overrides", metavar="--KEY VALUE", nargs=REMAINDER, help="changes of the recipe, for example --training.steps 5")
+    return parser
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Also after the recipe, where every other word is an override."""
+    return bool({"-h", "--help"} & set(arguments))
+
+
+def flags_first(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Flags may also stand after the recipe, where the parser takes every word for an override."""
+    return sorted(arguments, key=lambda word: word not in flags)
+
+
+def _describe_keys(schema: "type[Strict]") -> str:
+    """Every key with what it takes, its default and its description."""
+    from isobit.config.keys import all_keys
+
+    lines = ["keys of a recipe (NAME is yours to choose):"]
+    for key in all_keys(schema):
+        default = f", default {key.default}" if key.default else ""
+        lines += [f"  --{key.path}  ({key.kind}{default})", *([f"        {key.description}"] if key.description else [])]
+    return "\n".join(lines)
 
 
 def positive(text: str) -> int:

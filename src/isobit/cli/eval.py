@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
+from isobit.cli.waiting import starting
 
 _TASK = "task:"
 
@@ -23,8 +24,9 @@ def run(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from isobit.run.console import Report, describe_result
-    from isobit.run.evaluate import evaluate_folder
+    with starting():
+        from isobit.run.console import Report, describe_result
+        from isobit.run.evaluate import evaluate_folder
 
     with Report(Console(stderr=True)).generating("evaluation") as progress:
         results = evaluate_folder(Path(options.folder), config, progress)

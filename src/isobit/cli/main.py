@@ -1,7 +1,9 @@
 """``isobit COMMAND``: finds the command's file, and turns errors into a line on stderr and an exit code.
 
-Exit codes: 0 done, 1 ``verify`` found a difference (or a fault in Isobit, with its traceback), 2 input that cannot be used,
-130 interrupted.
+Exit codes: 0 done, 1 ``verify`` found a difference or ``doctor`` a failure (or a fault in Isobit, with its traceback), 2 input that
+cannot be used, 3 a run stopped because rollout and training part (``check.on_mismatch``), 130 stopped by Ctrl-C, 143 by SIGTERM.
+Stopped by a signal, ``train`` writes a checkpoint first, and ``--resume`` goes on from there; a second Ctrl-C stops it at once, and it
+goes on from the checkpoint before.
 """
 
 import sys
@@ -10,13 +12,17 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import isobit
-from isobit.errors import IsobitError
+from isobit.errors import Interrupted, IsobitError
 
 COMMANDS = {
     "train": "train a policy with reinforcement learning, as a TOML recipe says",
+    "sft": "fine-tune a model on prompts and completions, as a TOML recipe says",
     "rollout": "complete prompts with a model folder",
     "eval": "measure a model folder on a dataset with a reward",
     "verify": "prove that sampled and trained log-probabilities of a model folder are equal, bit for bit",
+    "report": "write the figures of a run as one HTML page",
+    "doctor": "test this machine: quantisers, kernels, disk, memory, versions",
+    "schema": "print the JSON schema of a recipe, for editors, or its keys as a page",
 }
 """Each command is ``isobit.cli.NAME`` with a function ``run(arguments) -> exit code``."""
 
@@ -31,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except IsobitError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        return stop.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

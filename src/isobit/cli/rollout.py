@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
+from isobit.cli.waiting import starting
 from isobit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,8 +43,10 @@ def _generate(options: Namespace, settings: "GenerationConfig") -> "list[Group]"
     from rich.console import Console
 
     from isobit.config.schema import JsonlData
-    from isobit.run.console import Report
-    from isobit.run.rollout import rollout_folder
+
+    with starting():
+        from isobit.run.console import Report
+        from isobit.run.rollout import rollout_folder
 
     with Report(Console(stderr=True)).generating("rollout") as progress:
         return rollout_folder(

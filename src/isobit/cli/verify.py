@@ -1,4 +1,4 @@
-"""``isobit verify FOLDER``: whether sampled and trained log-probabilities are equal, bit for bit.
+"""``isobit verify FOLDER``: whether sampled and trained log-probabilities are equal, bit for bit; ``--bisect``: where they part.
 
 Exit codes: 0 all equal, 1 some differ, 2 something could not be compared.
 """
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
+from isobit.cli.waiting import starting
 from isobit.errors import IsobitError
 
 if TYPE_CHECKING:
-    from isobit.run.verify import ScenarioResult, VerifyResult
+    from isobit.config.schema import PrecisionConfig
+    from isobit.run.verify import ScenarioResult, VerifyOptions, VerifyResult
 
 NOT_COMPARED = 2
 
@@ -39,11 +41,16 @@ def _verify(arguments: Sequence[str]) -> int:
     settings = settings_from(VerifyConfig, {"precision": options.precision}, overrides)
     set_threads(options)
 
-    from isobit.run.verify import VerifyOptions, verify
+    with starting():
+        from isobit.run.console import Report
+        from isobit.run.verify import VerifyOptions, verify
 
     sizes = given(prompts=options.prompts, samples=options.samples, max_new_tokens=options.max_new_tokens)
-    on_scenario = None if options.json else _print_scenario
-    result = verify(Path(options.folder), settings.precision, VerifyOptions(seed=options.seed, **sizes), on_scenario)
+    check = Path(options.folder), settings.precision, VerifyOptions(seed=options.seed, **sizes)
+    if options.bisect:
+        return _bisect(*check, options.json)
+    with Report().busy("generating and comparing"):
+        result = verify(*check, None if options.json else _print_scenario)
     if options.json:
         print(json.dumps(result.as_json(), indent=2))
     else:
@@ -51,9 +58,28 @@ def _verify(arguments: Sequence[str]) -> int:
     return result.exit_code
 
 
+def _bisect(folder: Path, precision: "PrecisionConfig", sizes: "VerifyOptions", as_json: bool) -> int:
+    from isobit.run.bisect.bisect import bisect
+    from isobit.run.bisect.describe import describe_bisect
+
+    if as_json:
+        result = bisect(folder, precision, sizes)
+        print(json.dumps(result.as_json(), indent=2))
+        return result.exit_code
+    result = bisect(folder, precision, sizes, _print_scenario, _print_trace)
+    _print_result(result.verified)
+    for line in describe_bisect(result):
+        print(line)
+    return result.exit_code
+
+
 def _print_scenario(scenario: "ScenarioResult") -> None:
     counts = scenario.comparison
     print(f"{scenario.name:<40} {counts.tokens_compared:>8,} compared {counts.tokens_differing:>8,} differ", flush=True)
+
+
+def _print_trace(scenario: str) -> None:
+    print(f"observing every operation: {scenario}", flush=True)
 
 
 def _print_result(result: "VerifyResult") -> None:
@@ -76,5 +102,6 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--prompts", type=positive, metavar="N", help="random prompts")
     parser.add_argument("--samples", type=positive, metavar="N", help="completions of each prompt")
     parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="longest completion")
+    parser.add_argument("--bisect", action="store_true", help="name the first layer and operation that differ, from checksums of all")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser

@@ -26,8 +26,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError for a file that cannot be read as TOML, and for every unknown key, missing key and value out of range, all in
     one message with their dotted paths.
     """
-    values = apply_overrides(_read_toml(path), parse_overrides(overrides))
-    return build(RunConfig, values, f"{path} with its overrides" if overrides else str(path))
+    return load_recipe(RunConfig, path, overrides)
+
+
+def load_recipe(model: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
+    """A recipe of another command, read as its ``model``.  Raises ConfigError as ``load_config`` does."""
+    values = apply_overrides(read_toml(path), parse_overrides(overrides))
+    return build(model, values, f"{path} with its overrides" if overrides else str(path))
 
 
 def build(model: type[Model], values: Mapping[str, Any], source: str) -> Model:
@@ -38,7 +43,7 @@ def build(model: type[Model], values: Mapping[str, Any], source: str) -> Model:
         raise config_error(error, model, source) from None
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: Strict) -> str:
     """The resolved configuration as TOML, every default written out: ``load_config`` reads it back to an equal one.
 
     A key without a value (None) is left out, as TOML has no such thing.
@@ -46,7 +51,8 @@ def dump_config(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a recipe, unchecked.  Raises ConfigError for a file that cannot be read as TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

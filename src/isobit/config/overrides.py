@@ -34,6 +34,18 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     return overrides
 
 
+def nested_overrides(values: Mapping[str, Any]) -> list[Override]:
+    """The overrides that tables stand for: ``{"training": {"steps": 5}, "data.train.limit": 9}`` sets two keys and no others."""
+    overrides: list[Override] = []
+    for key, value in values.items():
+        parts = tuple(key.split("."))
+        if isinstance(value, Mapping):
+            overrides += [((*parts, *below), leaf) for below, leaf in nested_overrides(value)]
+        else:
+            overrides.append((parts, value))
+    return overrides
+
+
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
     """A copy of ``values`` with the overrides set, tables made where they are missing; the last override of a key wins.
 

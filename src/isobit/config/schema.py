@@ -135,17 +135,12 @@ class AlgorithmConfig(Strict):
     """Weight of a KL penalty to a reference model; not available yet: anything but 0 is refused."""
 
 
-class TrainingConfig(Strict):
-    """How the policy learns."""
+class OptimisationConfig(Strict):
+    """Steps, batches and the optimiser: what every kind of training has."""
 
     steps: int = Field(default=20, gt=0)
     prompts_per_step: int = Field(default=16, gt=0)
-    samples_per_prompt: int = Field(default=16, gt=1)
     tokens_per_microbatch: int = Field(default=4096, gt=0)
-    updates_per_batch: int = Field(default=1, gt=0)
-    """Cut a step's batch by prompt into that many parts, one optimiser step each."""
-    epochs: int = Field(default=1, gt=0)
-    """Go over a step's batch that often."""
     learning_rate: float = Field(default=1e-6, gt=0)
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
@@ -156,6 +151,16 @@ class TrainingConfig(Strict):
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=3, ge=0)
     """Stop after that many optimiser steps in a row were skipped because loss or gradient norm was not finite."""
+
+
+class TrainingConfig(OptimisationConfig):
+    """How the policy learns from its own completions."""
+
+    samples_per_prompt: int = Field(default=16, gt=1)
+    updates_per_batch: int = Field(default=1, gt=0)
+    """Cut a step's batch by prompt into that many parts, one optimiser step each."""
+    epochs: int = Field(default=1, gt=0)
+    """Go over a step's batch that often."""
 
 
 class EvaluationConfig(Strict):
@@ -171,13 +176,45 @@ class EvaluationConfig(Strict):
     """By default as in ``rollout``."""
 
 
+class CheckpointConfig(Strict):
+    """When the whole state of a run is written to ``checkpoints/`` in its directory, and how many of them stay.
+
+    Beside the rules below there is one after the last step, and one where SIGTERM or Ctrl-C ends the run.
+    """
+
+    every: int = Field(default=10, ge=0)
+    """Steps between checkpoints; 0 is only at the end or when the run is interrupted."""
+    keep_last: int = Field(default=2, gt=0)
+    """Keep that many of the newest."""
+    keep_every: int = Field(default=0, ge=0)
+    """Also keep those of every that many steps (a multiple of ``every``); 0 keeps none for this reason."""
+    keep_best: str | None = None
+    """Also write and keep the one with the highest value of this evaluation figure, for example ``eval/held_out/accuracy``."""
+
+
+class CheckConfig(Strict):
+    """What a run does in a step where rollout and training part: every response token has a log-probability from both."""
+
+    on_mismatch: Literal["warn", "stop", "ignore"] = "warn"
+    """warn: a line on the console, once a step; stop: end the run; the metrics count differing tokens in any case."""
+    max_mean_diff: float | None = Field(default=None, gt=0)
+    """Nats.  In an exact flow one differing token is a mismatch; in the others a mean absolute difference above this, if it is set."""
+
+
+class TrackingConfig(Strict):
+    """Where a run sends its figures, beside ``metrics.jsonl`` and TensorBoard, which it always writes."""
+
+    wandb: bool | str = False
+    """Weights & Biases: ``true`` for the project ``isobit``, or a project's name; needs ``pip install 'isobit[wandb]'``."""
+
+
 class RunConfig(Strict):
     """One training run."""
 
     model: str = "starter"
     """A Hugging Face folder, or ``starter`` for the small model shipped with Isobit."""
     output: Path
-    """The run's directory; it must be new or empty."""
+    """The run's directory; it must be new or empty, or with ``--resume`` the one to go on in."""
     precision: PrecisionConfig = PrecisionConfig()
     seed: int = 0
     threads: int | None = Field(default=None, gt=0)
@@ -188,6 +225,9 @@ class RunConfig(Strict):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    check: CheckConfig = CheckConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
 
 class GenerationConfig(Strict):

@@ -54,20 +54,35 @@ def drop_evaluated(train: Sequence[Prompt], evaluated: Iterable[Sequence[Prompt]
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[str, bool]:
     """The text of the prompt, and whether the tokenizer shall add its special tokens (a chat template writes its own)."""
+    messages = chat_messages(row, tokenizer, chat)
+    if messages is None:
+        return _encodable(str(row.prompt), row), True
+    return render_chat(messages, row, tokenizer, add_generation_prompt=True), False
+
+
+def chat_messages(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[dict[str, str]] | None:
+    """The prompt as the messages that the chat template renders, or None where it is text that stands as it is.
+
+    Raises ``DataError`` for messages that cannot go through a template: there is none, or ``chat`` is false.
+    """
     if isinstance(row.prompt, str) and not (chat and tokenizer.chat_template):
-        return _encodable(row.prompt, row), True
+        return None
     if not chat:
         raise DataError(f"{row.place}: the prompt is chat messages, but data.chat is false; set it to true or give text")
     if not tokenizer.chat_template:
         raise DataError(
             f"{row.place}: the prompt is chat messages (a system message counts), but the tokenizer has no chat template; give text"
         )
-    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+    return [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+
+
+def render_chat(messages: Sequence[dict[str, str]], row: Row, tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool) -> str:
+    """The text that the chat template makes of ``messages``, which are of ``row``.  Raises ``DataError`` where it refuses them."""
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
     except Exception as error:  # templates raise through jinja2: unsupported roles, order of turns
         raise DataError(f"{row.place}: the chat template refuses the messages: {type(error).__name__}: {error}") from error
-    return _encodable(str(text), row), False
+    return _encodable(str(text), row)
 
 
 def _encodable(text: str, row: Row) -> str:

@@ -4,8 +4,10 @@ The permutation sorts the indices by a hash of (seed, epoch, index).  No random 
 global state and on no library's version, and two numbers say where a run stands.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from functools import cached_property
+from hashlib import blake2b, sha256
 
 from isobit.errors import DataError
 from isobit.records import Prompt
@@ -40,6 +42,14 @@ class PromptSampler:
     def state(self) -> dict[str, int]:
         """Where the sampler stands, for ``restore``.  ``prompts`` is there to notice another dataset."""
         return {"epoch": self._epoch, "cursor": self._cursor, "prompts": len(self._prompts)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all prompts in their order: ids, tokens, and the columns that a reward may read."""
+        digest = sha256()
+        for prompt in self._prompts:
+            digest.update(json.dumps([prompt.id, prompt.token_ids, dict(prompt.row)], sort_keys=True, default=str).encode())
+        return digest.hexdigest()
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Continue where ``state`` was taken.  Raises ``DataError`` if it belongs to a dataset of another size."""

@@ -1,6 +1,6 @@
 """reasoning-gym's procedural tasks, by name and options, with errors that name what exists."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -26,10 +26,24 @@ class Task(Protocol):
 def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> Task:
     """The task ``name`` with ``size`` entries drawn from ``seed``.
 
+    ``composite`` mixes tasks: its option ``datasets`` lists tables with ``name``, ``weight`` and ``config``, the task's own options.
     Raises ``DataError`` for an unknown task (with the nearest name), an unknown option (with those that exist) and a value that the
     task refuses.
     """
     import reasoning_gym  # takes about two seconds, and only these runs need it
+
+    _check(name, options, drawn=True)
+    try:
+        given = {**options, "datasets": _specs(options["datasets"])} if name == "composite" and "datasets" in options else options
+        return reasoning_gym.create_dataset(name, **given, size=size, seed=seed)
+    except DataError:
+        raise
+    except Exception as error:  # tasks check their options with assertions, ValueError, TypeError and more
+        raise DataError(f"reasoning-gym task {name!r} refuses the options {dict(options)}: {type(error).__name__}: {error}") from error
+
+
+def _check(name: str, options: Mapping[str, Any], drawn: bool) -> None:
+    """Refuse a name or an option that does not exist; size and seed of a task that is ``drawn`` from are no options of it."""
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
@@ -40,11 +54,18 @@ def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> 
             else f"it has {len(DATASETS)}, from {min(DATASETS)!r} to {max(DATASETS)!r}"
         )
         raise DataError(f"reasoning-gym has no task {name!r}; {hint}")
-    known = {field.name for field in fields(DATASETS[name][1])} - {"size", "seed"}
+    known = {field.name for field in fields(DATASETS[name][1])} - ({"size", "seed"} if drawn else set())
     unknown = sorted(set(options) - known)
     if unknown:
         raise DataError(f"reasoning-gym task {name!r} has no option {unknown[0]!r}; its options are {', '.join(sorted(known)) or 'none'}")
-    try:
-        return reasoning_gym.create_dataset(name, **options, size=size, seed=seed)
-    except Exception as error:  # tasks check their options with assertions, ValueError, TypeError and more
-        raise DataError(f"reasoning-gym task {name!r} refuses the options {dict(options)}: {type(error).__name__}: {error}") from error
+
+
+def _specs(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The parts of a mix as the library's own records."""
+    from reasoning_gym.composite import DatasetSpec
+
+    for part in parts:
+        if set(part) - {"name", "weight", "config"} or not isinstance(part.get("name"), str):
+            raise DataError(f"a part of reasoning-gym's composite is {dict(part)}; expected a table with name, weight and config")
+        _check(part["name"], part.get("config", {}), drawn=False)
+    return [DatasetSpec(part["name"], part.get("weight", 1.0), dict(part.get("config", {}))) for part in parts]

@@ -57,6 +57,12 @@ class KvCache:
         for target, source in ((_raw(arena.values), _raw(heads.values)), (arena.bytes, heads.bytes)):
             target.transpose(2, 3)[:, pages, offsets] = source
 
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
+        """K and V at slots int64 [T], as ``write`` has them: [T, G, D] each."""
+        pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+        k, v = (self.layers[layer].map(lambda x, i=i: x[i].transpose(1, 2)[pages, offsets]) for i in range(2))
+        return k, v
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page of every layer."""
         for arena in self.layers:

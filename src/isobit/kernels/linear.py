@@ -18,6 +18,7 @@ from isobit.kernels.e4m3 import decode_e4m3
 from isobit.kernels.gemm import gemm_e4m3, gemm_snapped
 from isobit.kernels.grid import snap_rows
 from isobit.kernels.quantise import quantise_blocks, quantise_rows, quantise_tokens
+from isobit.kernels.trace import observe
 from isobit.precision.flow import Site
 from isobit.precision.formats import BLOCK, DTYPES, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
@@ -61,9 +62,11 @@ class LinearWeight:
 def linear_forward(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     """[M, K] -> [M, N] in the dtype of x; the bits of a row depend on that row alone."""
     if isinstance(weight.matrix, QuantTensor):
-        y = gemm_e4m3(quantise_rows(x, weight.site.scales), weight.matrix)
+        quantised = quantise_rows(x, weight.site.scales)
+        observe(quantised.values, weight.site.name, "input", scales=quantised.scales)
+        y = gemm_e4m3(quantised, weight.matrix)
     else:
-        y = gemm_snapped(snap_rows(x), weight.matrix)
+        y = gemm_snapped(observe(snap_rows(x), weight.site.name, "input"), weight.matrix)
     if weight.bias is not None:
         y += weight.bias.float()
     return y.to(x.dtype)

@@ -17,6 +17,7 @@ import torch
 
 from isobit.kernels.attention import TILE, KeyTile, attend
 from isobit.kernels.heads import Heads, stack_heads
+from isobit.kernels.trace import observe_heads
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.formats import Format
 
@@ -46,7 +47,7 @@ class PackedAttention:
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, H, D], k and v [T, G, D] -> [T, H, D] in the dtype of q."""
-        return _PackedAttention.apply(q, k, v, self._formats[layer], self._groups, self._inverse)  # pyright: ignore[reportReturnType]
+        return _PackedAttention.apply(q, k, v, layer, self._formats[layer], self._groups, self._inverse)  # pyright: ignore[reportReturnType]
 
 
 def _pad(lengths: tuple[int, ...]) -> tuple[list[PaddedGroup], torch.Tensor]:
@@ -78,11 +79,13 @@ class _PackedAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        layer: int,
         format: Format,
         groups: list[PaddedGroup],
         inverse: torch.Tensor,
     ) -> torch.Tensor:
         queries, keys, values = (Heads.encode(x, format) for x in (q, k, v))
+        observe_heads(layer, queries, keys, values)
         padded, log_sum_exps = [], []
         for group in groups:
             output, log_sum_exp = _attend_group(group, queries, keys, values)
@@ -116,7 +119,7 @@ class _PackedAttention(torch.autograd.Function):
             )
         dq, dk, dv = (torch.cat(parts).index_select(0, ctx.inverse) for parts in zip(*padded, strict=True))
         dtype = gradients[0].dtype
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None, None
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None, None, None
 
 
 def _attend_group(group: PaddedGroup, queries: Heads, keys: Heads, values: Heads) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from isobit.kernels.attention import KeyTile, attend
 from isobit.kernels.heads import Heads
 from isobit.kernels.kv_cache import KvCache
+from isobit.kernels.trace import is_observed, observe_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class PagedAttention:
         """q [T, H, D], k and v [T, G, D] -> [T, H, D] in the dtype of q."""
         self._cache.write(layer, self._slots, k, v)
         heads = Heads.encode(q, self._cache.formats[layer])
+        if is_observed():
+            observe_heads(layer, heads, *self._cache.read(layer, self._slots))
         outputs = [self._attend(layer, group, heads, k.shape[1]) for group in self._groups]
         return torch.cat(outputs).index_select(0, self._inverse).to(q.dtype)
 

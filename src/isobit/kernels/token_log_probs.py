@@ -14,13 +14,14 @@ import torch
 from isobit.kernels.gemm import gemm_snapped
 from isobit.kernels.grid import snap_rows
 from isobit.kernels.log_prob import log_softmax
+from isobit.kernels.trace import observe
 
 _CHUNK = 1 << 22
 
 
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """hidden [N, C], published weight [V, C] (snapped) -> FP32 logits [N, V]."""
-    return gemm_snapped(snap_rows(hidden), weight)
+    return observe(gemm_snapped(snap_rows(hidden), weight), "lm_head")
 
 
 def token_log_probs(

@@ -50,7 +50,7 @@ def load_policy(folder: Path, precision: PrecisionConfig) -> Policy:
     config = read_config(folder)
     expected = checkpoint_shapes(config)
     tensors: dict[str, torch.Tensor] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         for name, tensor in _read_tensors(file):
             if name == "lm_head.weight" and config.tied_embeddings:
                 continue  # some exporters write the tied matrix twice
@@ -122,7 +122,8 @@ def _checkpoint_names(config: ModelConfig) -> dict[str, list[str]]:
     return names
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder; raises CheckpointError where there are none, or where one that the index names is missing."""
     if (folder / INDEX_FILE).is_file():
         shards = _read_json(folder / INDEX_FILE).get("weight_map", {})
         files = sorted({folder / shard for shard in shards.values()})

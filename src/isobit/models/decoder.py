@@ -7,6 +7,7 @@
 
 The residual stream and everything between operators is BF16 (FP32 in the ``fp32`` flow).  What differs between the sides is how queries
 find their keys, pages or packed sequences: that is the ``Attend`` that the caller brings.  T tokens stand end to end, without padding.
+``observe`` shows each result to ``isobit verify --bisect`` and otherwise does nothing.
 """
 
 from typing import Protocol
@@ -18,6 +19,7 @@ from isobit.kernels.linear import linear
 from isobit.kernels.rms_norm import rms_norm
 from isobit.kernels.rope import RopeTable, rope
 from isobit.kernels.swiglu import swiglu
+from isobit.kernels.trace import observe
 from isobit.models.policy import Policy, PublishedWeights
 from isobit.precision.formats import Side
 
@@ -34,10 +36,10 @@ def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions
     """token_ids and positions int64 [T] -> hidden states [T, hidden], final norm applied; gradients reach the masters if they are on."""
     weights = policy.weights(side)
     forward = _Forward(policy, weights, policy.rope.rows(positions), attend)
-    h = embedding(token_ids, weights.plain["embed_tokens.weight"], policy.masters["embed_tokens.weight"])
+    h = observe(embedding(token_ids, weights.plain["embed_tokens.weight"], policy.masters["embed_tokens.weight"]), "embed_tokens")
     for layer in range(policy.config.num_layers):
-        h = h + forward.attention(layer, h)
-        h = h + forward.mlp(layer, h)
+        h = observe(h + forward.attention(layer, h), "layers", layer, "attention_residual")
+        h = observe(h + forward.mlp(layer, h), "layers", layer, "mlp_residual")
     return forward.norm("norm", h)
 
 
@@ -55,17 +57,18 @@ class _Forward:
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
         if config.qk_norm:
             q, k = self.norm(f"{path}.q_norm", q), self.norm(f"{path}.k_norm", k)
-        out = self.attend(layer, rope(q, self.rope_rows), rope(k, self.rope_rows), v)
+        q, k = observe(rope(q, self.rope_rows), path, "rope.q"), observe(rope(k, self.rope_rows), path, "rope.k")
+        out = observe(self.attend(layer, q, k, v), path, "attention")
         return self.linear(f"{path}.o_proj", out.reshape(h.shape[0], -1))
 
     def mlp(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         path = f"layers.{layer}"
         gate_up = self.linear(f"{path}.gate_up_proj", self.norm(f"{path}.post_attention_norm", h))
-        return self.linear(f"{path}.down_proj", swiglu(gate_up))
+        return self.linear(f"{path}.down_proj", observe(swiglu(gate_up), path, "activation"))
 
     def norm(self, path: str, x: torch.Tensor) -> torch.Tensor:
         name = f"{path}.weight"
-        return rms_norm(x, self.weights.plain[name], self.masters[name], self.config.rms_epsilon)
+        return observe(rms_norm(x, self.weights.plain[name], self.masters[name], self.config.rms_epsilon), path)
 
     def linear(self, path: str, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weights.linears[path], self.masters[f"{path}.weight"], self.masters.get(f"{path}.bias"))
+        return observe(linear(x, self.weights.linears[path], self.masters[f"{path}.weight"], self.masters.get(f"{path}.bias")), path)

@@ -70,6 +70,14 @@ class Policy:
         self._publish_plain("head", snap_rows(self.masters[self.head_name].detach().to(dtype)))
         self.version += 1
 
+    @torch.no_grad()
+    def restore(self, masters: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take the values of other masters of the same names and shapes, publish them, and count on from ``version``."""
+        for name, master in self.masters.items():
+            master.copy_(masters[name])
+        self.publish()
+        self.version = version
+
     def _publish_linear(self, path: str, master: torch.Tensor, bias: torch.Tensor | None) -> None:
         made: dict[Site, LinearWeight] = {}
         for side in ("rollout", "training"):

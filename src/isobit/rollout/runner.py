@@ -13,9 +13,11 @@ from isobit.config.schema import RolloutConfig
 from isobit.errors import ConfigError
 from isobit.kernels.kv_cache import PAGE_TOKENS, KvCache
 from isobit.kernels.paged_attention import PagedAttention
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states
 from isobit.models.head import head_logits
 from isobit.models.policy import Policy
+from isobit.precision.flow import PrecisionFlow
 from isobit.rollout.batch import ForwardBatch
 from isobit.rollout.pages import pages_for
 
@@ -81,6 +83,11 @@ class PolicyRunner:
 
 
 def choose_num_pages(policy: Policy, config: RolloutConfig) -> int:
+    """The pages of a policy's cache.  Raises ConfigError as ``num_pages_for`` does."""
+    return num_pages_for(policy.config, policy.flow, config)
+
+
+def num_pages_for(shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig) -> int:
     """``kv_pages``, or what ``max_sequences`` of the longest sequences need, as far as ``kv_memory_gib`` goes.
 
     Raises:
@@ -88,11 +95,11 @@ def choose_num_pages(policy: Policy, config: RolloutConfig) -> int:
     """
     if config.kv_pages is not None:
         return config.kv_pages
-    page_bytes = KvCache.page_bytes(policy.config, policy.flow)
+    page_bytes = KvCache.page_bytes(shape, flow)
     affordable = int(config.kv_memory_gib * _GIB) // page_bytes
     if affordable == 0:
         raise ConfigError(
             f"rollout.kv_memory_gib = {config.kv_memory_gib} holds no page of the KV cache: a page of {PAGE_TOKENS} tokens "
             f"takes {page_bytes / _GIB:.3g} GiB in this model"
         )
-    return min(affordable, config.max_sequences * pages_for(policy.config.max_positions))
+    return min(affordable, config.max_sequences * pages_for(shape.max_positions))

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 
+from isobit.models.policy import Policy
 from isobit.precision.compare import describe_flow
+from isobit.precision.flow import PrecisionFlow
 from isobit.rollout.progress import Progress
 from isobit.run.eval_result import EvalResult
 from isobit.run.metrics import Metrics
@@ -31,13 +33,15 @@ class Report:
 
     def start(self, run: Run) -> None:
         """The model, the data, and the flow with its fallbacks."""
-        policy, config = run.model.policy, run.config
-        parameters = sum(master.numel() for master in policy.parameters())
         sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in run.evaluator.sets.items()) or "none"
         dropped = f" ({run.dropped_prompts} more also stand in an evaluation set: dropped)" if run.dropped_prompts else ""
-        self.line(f"model {config.model}: {policy.config.family}, {parameters:,} parameters, {policy.config.num_layers} layers")
+        self.line(model_line(run.config.model, run.model.policy))
         self.line(f"data: {run.sampler.state()['prompts']} training prompts{dropped}; evaluation problems: {sets}")
-        for line in describe_flow(policy.flow):
+        self.flow(run.model.policy.flow)
+
+    def flow(self, flow: PrecisionFlow) -> None:
+        """The formats of every site, the fallbacks, and whether the sides are one function."""
+        for line in describe_flow(flow):
             self.line(f"  {line}")
 
     @contextmanager
@@ -57,6 +61,17 @@ class Report:
         ) as bar:
             task = bar.add_task(label, total=None, rate=0.0)
             yield lambda moment: bar.update(task, total=moment.total, completed=moment.finished, rate=moment.tokens_per_second)
+
+    @contextmanager
+    def busy(self, label: str) -> Iterator[None]:
+        """A spinner with ``label`` and the seconds so far for work that cannot say how far it is; nothing without a terminal."""
+        if not self._console.is_terminal:
+            yield
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with ProgressBar(*columns, console=self._console, transient=True) as bar:
+            bar.add_task(label, total=None)
+            yield
 
     def step(self, step: int, steps: int, metrics: Metrics) -> None:
         """Reward, length, entropy, differing tokens, rates and seconds of one step."""
@@ -89,6 +104,12 @@ class Report:
             self.line(line)
 
 
+def model_line(name: str, policy: Policy) -> str:
+    """A model in one line."""
+    parameters = sum(master.numel() for master in policy.parameters())
+    return f"model {name}: {policy.config.family}, {parameters:,} parameters, {policy.config.num_layers} layers"
+
+
 def describe_result(name: str, result: EvalResult) -> str:
     """One evaluation set in one line."""
     text = f"{name} accuracy {100 * result.accuracy:.1f}%"
@@ -115,6 +136,7 @@ def describe_summary(summary: Summary) -> list[str]:
         f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, {summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
         f"files: {summary.directory} (summary.json, metrics.jsonl, completions.jsonl, tensorboard/, run.json)",
+        f"figures as a page: isobit report {summary.directory}",
     ]
     return lines
 

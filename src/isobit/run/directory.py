@@ -4,10 +4,12 @@
     metrics.jsonl       one JSON object a step
     tensorboard/        the same figures as TensorBoard events
     completions.jsonl   a few graded completions of each step and evaluation
+    rewards.jsonl       every reward that the run was given
+    checkpoints/        the whole state after some of the steps: ``step_000010``, .. (``isobit.run.checkpoint``)
     model/              the trained policy as a Hugging Face folder, with its tokenizer
     summary.json        the figures at the end
 
-A run never writes into a directory that holds anything: two runs would mix their metrics.
+A run writes into a directory that holds anything only to go on in it (``--resume``): two runs would mix their metrics.
 """
 
 import json
@@ -17,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from isobit.errors import ConfigError
+
+LOCK_FILE = ".lock"
+_BEFORE_A_RUN = {LOCK_FILE, ".run.json.partial"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,16 @@ class RunDirectory:
         return self.root / "completions.jsonl"
 
     @property
+    def rewards(self) -> Path:
+        """Rewards as they were given."""
+        return self.root / "rewards.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """States to resume from."""
+        return self.root / "checkpoints"
+
+    @property
     def model(self) -> Path:
         """The trained policy."""
         return self.root / "model"
@@ -56,21 +71,28 @@ class RunDirectory:
         return self.root / "summary.json"
 
 
-def check_unused(root: Path) -> None:
+def check_unused(root: Path, resumable: bool = True) -> None:
     """Refuse a path that a run cannot have to itself: a file, a directory with anything in it, or a place that is not writable.
 
     Writes nothing.  Raises ConfigError naming the path and the ways out.
     """
     if root.exists() and not root.is_dir():
         raise ConfigError(f"output is {str(root)!r}, which is a file; name a directory that is new or empty")
-    if root.is_dir() and any(root.iterdir()):
+    if not is_empty(root):
+        is_run = (root / "run.json").exists()
         raise ConfigError(
-            f"output is {str(root)!r}, which already holds files{' of a run' if (root / 'run.json').exists() else ''}; "
+            f"output is {str(root)!r}, which already holds files{' of a run' if is_run else ''}; "
+            f"{'go on with that run (--resume), ' if is_run and resumable else ''}"
             f"name another directory (--output PATH), move this one away, or remove it (rm -r {root})"
         )
     above = next(path for path in (root, *root.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"output is {str(root)!r}, but nothing can be written in {str(above)!r}; name another directory (--output PATH)")
+
+
+def is_empty(root: Path) -> bool:
+    """Whether a path holds nothing, or only what a process leaves that was killed before its run had begun."""
+    return not root.is_dir() or all(path.name in _BEFORE_A_RUN for path in root.iterdir())
 
 
 def create_directory(root: Path) -> RunDirectory:

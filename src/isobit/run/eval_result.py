@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any, Self
 
 from isobit.records import Group
 from isobit.run.estimators import Interval, mean_interval, pass_at_k
@@ -47,6 +48,13 @@ class EvalResult:
         figures |= {"response_length": self.response_length, "truncated": self.truncated}
         figures |= {f"pass@{k}": value for k, value in self.pass_at.items()}
         return {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """The record from what ``dataclasses.asdict`` and JSON made of it: lists, and keys that are text."""
+        interval = content["interval"]
+        pass_at = {int(k): value for k, value in content["pass_at"].items()}
+        return cls(**{**content, "interval": tuple(interval) if interval is not None else None, "pass_at": pass_at})
 
 
 def result_of(groups: Sequence[Group], samples: int) -> EvalResult:

@@ -8,20 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from isobit.config.schema import RunConfig
+from isobit.config.schema import EvaluationConfig, RolloutConfig, RunConfig
 from isobit.data.prompts import build_prompts
 from isobit.errors import ConfigError
 from isobit.records import Group, Prompt, SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
-from isobit.rewards.grade import grade
+from isobit.rewards.grade import GradeStats, grade
 from isobit.rollout.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
 from isobit.run.eval_result import EvalResult, result_of
-from isobit.run.model import LoadedModel, load_model
+from isobit.run.model import DescribedModel, LoadedModel, load_model
 
 OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
+Grading = Callable[[Sequence[Group], RewardFunction, float], GradeStats]
+"""Fills the rewards of groups, as ``grade`` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +41,18 @@ class Evaluator:
         """What the engine is asked for, over all sets."""
         return [request for name in self.sets for request in self._requests(name)]
 
-    def run(self, progress: OnProgress | None = None) -> dict[str, tuple[EvalResult, list[Group]]]:
-        """The figures and the graded completions of each set, by name.
+    def run(self, progress: OnProgress | None = None, grading: Grading = grade) -> dict[str, tuple[EvalResult, list[Group]]]:
+        """The figures and the graded completions of each set, by name; ``grading`` may put a record around ``grade``.
 
         Raises RewardError where a larger share of a set's rewards failed than ``max_failed_fraction``.
         """
-        return {name: self._run_set(name, progress) for name in self.sets}
+        return {name: self._run_set(name, progress, grading) for name in self.sets}
 
-    def _run_set(self, name: str, progress: OnProgress | None) -> tuple[EvalResult, list[Group]]:
+    def _run_set(self, name: str, progress: OnProgress | None, grading: Grading) -> tuple[EvalResult, list[Group]]:
         requests = self._requests(name)
         completions = self.engine.generate(requests, progress)
         groups = [Group(request.prompt, request.visit, made) for request, made in zip(requests, completions, strict=True)]
-        grade(groups, self.reward, self.max_failed_fraction)
+        grading(groups, self.reward, self.max_failed_fraction)
         return result_of(groups, self.samples), groups
 
     def _requests(self, name: str) -> list[Request]:
@@ -62,17 +64,20 @@ def build_evaluator(config: RunConfig, model: LoadedModel, engine: Engine, rewar
 
     Raises ConfigError for several greedy samples, which would all be the same, and DataError for a set that cannot be used.
     """
-    evaluation = config.evaluation
+    sampling = evaluation_sampling(config.evaluation, config.rollout, model)
+    sets = {name: build_prompts(name, source, model.tokenizer, config.data, model.context) for name, source in config.data.eval.items()}
+    return Evaluator(engine, sets, sampling, config.evaluation.samples, reward, config.reward.max_failed_fraction)
+
+
+def evaluation_sampling(evaluation: EvaluationConfig, rollout: RolloutConfig, model: LoadedModel | DescribedModel) -> SamplingParams:
+    """How an evaluation draws tokens.  Raises ConfigError for several greedy samples, which would all be the same."""
     if evaluation.temperature == 0 and evaluation.samples > 1:
         raise ConfigError(
             f"evaluation.samples is {evaluation.samples}, but evaluation.temperature is 0 and greedy samples are all the same; "
             "set a temperature above 0, or 1 sample"
         )
-    sets = {name: build_prompts(name, source, model.tokenizer, config.data, model.context) for name, source in config.data.eval.items()}
-    limit = evaluation.max_new_tokens or config.rollout.max_new_tokens
-    changed = {"temperature": evaluation.temperature, "max_new_tokens": limit}
-    sampling = model.sampling(config.rollout.model_copy(update=changed))
-    return Evaluator(engine, sets, sampling, evaluation.samples, reward, config.reward.max_failed_fraction)
+    limit = evaluation.max_new_tokens or rollout.max_new_tokens
+    return model.sampling(rollout.model_copy(update={"temperature": evaluation.temperature, "max_new_tokens": limit}))
 
 
 def evaluate_folder(folder: Path, config: RunConfig, progress: OnProgress | None = None) -> dict[str, EvalResult]:

@@ -4,7 +4,10 @@ Gradients repeat at a fixed number of threads and on one kind of CPU (the instru
 beside the versions, the resolved configuration and the formats of every site on both sides.
 """
 
+import os
 import platform
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -13,8 +16,11 @@ from typing import Any
 import torch
 
 import isobit
+from isobit.config.schema import Strict
 from isobit.precision.compare import graph_differences
 from isobit.precision.flow import PrecisionFlow
+from isobit.run.machine import openmp_libraries, processor_name, read_memory, usable_cores
+from isobit.run.model import LoadedModel
 from isobit.run.setup import Run
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
@@ -22,9 +28,36 @@ _LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym
 
 def manifest(run: Run) -> dict[str, Any]:
     """The manifest of a run that is about to start, ready for JSON."""
-    policy = run.model.policy
+    data = {
+        "training_prompts": run.sampler.state()["prompts"],
+        "dropped_prompts": run.dropped_prompts,
+        "evaluation_problems": {name: len(prompts) for name, prompts in run.evaluator.sets.items()},
+    }
+    return manifest_of(run.model, data, run.config)
+
+
+def manifest_of(model: LoadedModel, data: Mapping[str, Any], config: Strict) -> dict[str, Any]:
+    """The manifest of any training of ``model``; ``data`` counts what it learns from and is measured on."""
+    policy = model.policy
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        **environment(),
+        "machine": machine(),
+        "model": {
+            "folder": str(model.folder),
+            "parameters": sum(master.numel() for master in policy.parameters()),
+            "config": asdict(policy.config),
+        },
+        "data": dict(data),
+        "precision": precision_graph(policy.flow),
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """What the bits of a gradient depend on beside the configuration: versions, instruction set, threads."""
+    return {
         "versions": {"isobit": isobit.__version__, "python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
         "device": {
             "type": "cpu",
@@ -32,18 +65,19 @@ def manifest(run: Run) -> dict[str, Any]:
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
         },
-        "model": {
-            "folder": str(run.model.folder),
-            "parameters": sum(master.numel() for master in policy.parameters()),
-            "config": asdict(policy.config),
-        },
-        "data": {
-            "training_prompts": run.sampler.state()["prompts"],
-            "dropped_prompts": run.dropped_prompts,
-            "evaluation_problems": {name: len(prompts) for name, prompts in run.evaluator.sets.items()},
-        },
-        "precision": precision_graph(policy.flow),
-        "config": run.config.model_dump(mode="json"),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where the run takes place: what explains its speed, and no bit of its results."""
+    memory = read_memory()
+    return {
+        "platform": platform.platform(),
+        "processor": processor_name(),
+        "cores": usable_cores(),
+        "memory_bytes": memory.total if memory else None,
+        "openmp": openmp_libraries(),
+        "gomp_spincount": os.environ.get("GOMP_SPINCOUNT"),
     }
 
 

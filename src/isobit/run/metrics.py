@@ -1,29 +1,6 @@
-"""The figures of a step, by the names the field uses, and where they are written: ``metrics.jsonl`` and TensorBoard.
+"""The figures of a step, by the names the field uses, and where they are written: ``metrics.jsonl``, TensorBoard and a tracker.
 
-| name | unit | meaning |
-|---|---|---|
-| reward/mean, reward/std | reward | over the step's graded completions (standard deviation of the population) |
-| reward/failed | completions | whose reward raised or was no finite number; excluded from training |
-| reward/level_groups | prompts | whose completions all got the same reward: nothing to learn from them |
-| response_length/mean, /max | tokens | of the completions, stop token included |
-| response_length/truncated | share | of the completions that the length limit ended |
-| entropy | nats | of the sampling distribution, mean over response tokens |
-| loss, learning_rate | - | of the optimiser steps of the step, mean |
-| grad_norm | - | before clipping, mean over the optimiser steps |
-| ratio/mean, ratio/max | - | new over old probability of the response tokens |
-| clip_fraction/low, /high | share | of the response tokens whose gradient the lower or upper clip removed |
-| updates/taken, /skipped | optimiser steps | skipped: the loss or the gradient's norm was not finite |
-| logprob_diff/mean, /max | nats | absolute difference of recorded and trained log-probability, before the first update |
-| logprob_diff/tokens_compared, /tokens_differing | tokens | compared bit for bit, and found different |
-| rollout/preemptions, /shared_pages, /chunks | events | of the engine: samples put off, prompt pages shared, prompts cut |
-| time/rollout_s, /grading_s, /training_s | s | wall clock |
-| tokens_per_s/rollout | tokens/s | generated |
-| tokens_per_s/training | tokens/s | prompts and responses of the samples trained on, once an epoch |
-| eval/SET/accuracy, /low, /high | reward | mean over problems, and its 95% interval (``isobit.run.estimators``) |
-| eval/SET/pass@K | share | chance that one of K samples is right |
-| eval/SET/problems, /failed | - | problems counted; completions whose reward failed |
-| eval/SET/response_length, /truncated | tokens, share | as above |
-| time/evaluation_s | s | wall clock of all sets |
+Each figure is defined in ``docs/metrics.md``.
 
 A line of ``metrics.jsonl`` is one object with ``step`` and the figures of that step or of the evaluation after it; a figure that is not
 finite is null.  Every line is flushed when written.
@@ -35,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -45,6 +22,19 @@ from isobit.rollout.progress import EngineStats
 from isobit.training.step import StepMetrics
 
 Metrics = dict[str, float]
+
+
+class Tracker(Protocol):
+    """A service that a run also sends its figures to."""
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """The figures of one step, or of the evaluation after it."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Nothing more comes; ``failed`` says whether the run ended early."""
+        ...
+
 
 _TRAINING_NAMES = {
     "loss": "loss",
@@ -113,9 +103,10 @@ def trained_tokens(groups: Sequence[Group]) -> int:
 
 
 class MetricsWriter:
-    """Appends figures to ``metrics.jsonl`` and a TensorBoard folder; a context manager."""
+    """Appends figures to ``metrics.jsonl`` and a TensorBoard folder, and sends them to a tracker if there is one; a context manager."""
 
-    def __init__(self, jsonl: Path, tensorboard: Path) -> None:
+    def __init__(self, jsonl: Path, tensorboard: Path, tracker: Tracker | None = None) -> None:
+        self._tracker = tracker
         self._lines = jsonl.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(tensorboard))
 
@@ -125,6 +116,8 @@ class MetricsWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._lines.close()
         self._events.close()
+        if self._tracker is not None:
+            self._tracker.close(failed=error is not None)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """One line and one event a figure, flushed."""
@@ -134,3 +127,5 @@ class MetricsWriter:
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
         self._events.flush()
+        if self._tracker is not None:
+            self._tracker.write(step, metrics)

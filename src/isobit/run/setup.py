@@ -1,6 +1,6 @@
 """Everything a run needs, made and checked before its directory exists: what can be refused is refused here.
 
-The cheap refusals come first: a used directory or a KL penalty is reported before any file is read.  Nothing is written.
+The cheap refusals come first: a KL penalty is reported before any file is read.  Nothing is written.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from isobit.records import SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
 from isobit.rollout.engine import Engine
 from isobit.rollout.request import Request
-from isobit.run.directory import check_unused
 from isobit.run.evaluate import Evaluator, build_evaluator
 from isobit.run.model import LoadedModel, load_model
+from isobit.run.wandb_tracker import check_tracking
 from isobit.training.trainer import Trainer
 
 
@@ -48,9 +48,10 @@ class Run:
 
 def prepare(config: RunConfig) -> Run:
     """Load and check a run.  Raises an ``IsobitError`` that names what cannot be used; writes nothing."""
-    check_unused(config.output)
+    check_tracking(config.tracking)
     algorithm = build_algorithm(config.algorithm)
-    _check_batch(config)
+    check_batch(config)
+    check_best(config)
     reward = load_reward(config.reward.function)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -83,7 +84,20 @@ def check_fits(requests: Sequence[Request], context: int) -> None:
             )
 
 
-def _check_batch(config: RunConfig) -> None:
+def check_best(config: RunConfig) -> None:
+    """The figure that the best checkpoint is best by must be one that some evaluation gives.  Raises ConfigError."""
+    name = config.checkpoint.keep_best
+    counts = [1 << power for power in range(config.evaluation.samples.bit_length())] if config.evaluation.samples > 1 else []
+    figures = [f"eval/{name}/{figure}" for name in config.data.eval for figure in ("accuracy", *(f"pass@{k}" for k in counts))]
+    if name is not None and name not in figures:
+        raise ConfigError(
+            f"checkpoint.keep_best is {name!r}, which no evaluation gives; "
+            + (f"name one of {', '.join(figures)}" if figures else "data.eval names no set: add one, or leave keep_best out")
+        )
+
+
+def check_batch(config: RunConfig) -> None:
+    """Refuse batches that cannot be cut or that teach nothing.  Raises ConfigError."""
     training = config.training
     if training.updates_per_batch > training.prompts_per_step:
         raise ConfigError(

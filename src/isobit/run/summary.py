@@ -20,12 +20,31 @@ class SetSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """The figures of a finished run.  The accuracies and ``problems`` on top are those of the first evaluation set, None without one."""
+class RunSummary:
+    """What every finished training has."""
 
     directory: Path
     preset: str
     steps: int
+
+    @property
+    def model(self) -> Path:
+        """The trained policy, as a Hugging Face folder."""
+        return self.directory / "model"
+
+    def as_json(self) -> dict[str, Any]:
+        """The record with paths as text."""
+        return {**asdict(self), "directory": str(self.directory), "model": str(self.model)}
+
+    def write(self, path: Path) -> None:
+        """Write ``summary.json``."""
+        write_json(path, self.as_json())
+
+
+@dataclass(frozen=True, slots=True)
+class Summary(RunSummary):
+    """The figures of a finished run.  The accuracies and ``problems`` on top are those of the first evaluation set, None without one."""
+
     accuracy_before: float | None
     accuracy_after: float | None
     problems: int
@@ -41,16 +60,3 @@ class Summary:
     rollout_seconds: float
     evaluation_seconds: float
     evaluations: Mapping[str, SetSummary]
-
-    @property
-    def model(self) -> Path:
-        """The trained policy, as a Hugging Face folder."""
-        return self.directory / "model"
-
-    def as_json(self) -> dict[str, Any]:
-        """The record with paths as text."""
-        return {**asdict(self), "directory": str(self.directory), "model": str(self.model)}
-
-    def write(self, path: Path) -> None:
-        """Write ``summary.json``."""
-        write_json(path, self.as_json())

@@ -10,7 +10,7 @@ the result says so.  In ``fp8-rollout``, whose sides are two functions, differen
 able to fail.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from isobit.models.policy import Policy
 from isobit.records import Group
 from isobit.rollout.engine import Engine
 from isobit.rollout.progress import EngineStats
+from isobit.rollout.request import Request
 from isobit.run.model import model_folder
 from isobit.run.scenarios import Scenario, Workload, build_workload, engine_scenarios, packings
 from isobit.training.comparison import Comparison
-from isobit.training.packing import samples_of
+from isobit.training.packing import TrainingSample, samples_of
 from isobit.training.trainer import Trainer
 
 
@@ -104,14 +105,7 @@ def verify(
 
 def verify_policy(policy: Policy, options: VerifyOptions, on_scenario: Callable[[ScenarioResult], None] | None = None) -> VerifyResult:
     """Check the published weights of a policy.  Raises as ``verify`` does."""
-    config = policy.config
-    if config.max_positions <= options.max_new_tokens:
-        raise ConfigError(
-            f"max_new_tokens is {options.max_new_tokens}, but the model's context holds {config.max_positions} tokens; lower it"
-        )
-    workload = build_workload(
-        config.vocab_size, config.max_positions, options.prompts, options.samples, options.max_new_tokens, options.seed
-    )
+    workload = random_workload(policy, options)
     trainer = Trainer(policy, TrainingConfig(), total_updates=1)
     results = []
     for scenario in engine_scenarios(workload):
@@ -121,12 +115,26 @@ def verify_policy(policy: Policy, options: VerifyOptions, on_scenario: Callable[
     return VerifyResult(policy.flow.preset, tuple(results))
 
 
-def _run_scenario(scenario: Scenario, workload: Workload, trainer: Trainer, seed: int) -> ScenarioResult:
-    engine = Engine(trainer.policy, scenario.rollout, tokenizer=None, seed=seed)
-    requests = workload.requests(scenario)
+def random_workload(policy: Policy, options: VerifyOptions) -> Workload:
+    """What the model of ``policy`` is asked to complete.  Raises ConfigError for a context too small for the options."""
+    config = policy.config
+    if config.max_positions <= options.max_new_tokens:
+        raise ConfigError(
+            f"max_new_tokens is {options.max_new_tokens}, but the model's context holds {config.max_positions} tokens; lower it"
+        )
+    return build_workload(config.vocab_size, config.max_positions, options.prompts, options.samples, options.max_new_tokens, options.seed)
+
+
+def generate_samples(engine: Engine, requests: Sequence[Request]) -> list[TrainingSample]:
+    """What the engine generates, as samples to train on, in the order of the requests."""
     completions = engine.generate(requests)
     groups = [Group(request.prompt, request.visit, made) for request, made in zip(requests, completions, strict=True)]
-    samples = samples_of(groups, [[0.0] * len(group.completions) for group in groups])
+    return samples_of(groups, [[0.0] * len(group.completions) for group in groups])
+
+
+def _run_scenario(scenario: Scenario, workload: Workload, trainer: Trainer, seed: int) -> ScenarioResult:
+    engine = Engine(trainer.policy, scenario.rollout, tokenizer=None, seed=seed)
+    samples = generate_samples(engine, workload.requests(scenario))
     comparisons = {
         name: sum((Comparison.of(batch.recorded_logprobs, trainer.log_probs(batch)) for batch in batches), Comparison())
         for name, batches in packings(samples, seed)

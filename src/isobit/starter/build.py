@@ -1,126 +1,59 @@
-"""Build the starter model: ``python -m isobit.starter.build --out FOLDER``.
+"""What surrounds the recipe that makes the starter model: its text before, its card after.
 
-Pretrains a small Qwen3-shaped policy from random initialisation on the text of ``tasks.pretraining_answer``, with the trainer and the
-supervised objective that Isobit itself offers, measures it with Isobit's engine, and writes a Hugging Face folder with its problems and
-its model card.  The same arguments and number of threads give the same weights, bit for bit.
+    python -m isobit.starter.build text runs/starter-text       tokenizer, problems and pretraining text
+    isobit sft recipes/starter.toml                             random weights -> runs/starter/model
+    python -m isobit.starter.build card runs/starter            figures and model card beside the weights
+
+The recipe takes the rows in their order, so that a step never sees a problem twice.  The same text, recipe and number of threads give
+the same weights, bit for bit.
 """
 
 import argparse
 import json
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerFast
 
-from isobit.config.schema import PrecisionConfig, TrainingConfig
-from isobit.models.checkpoint import save_policy
-from isobit.models.config import ModelConfig
-from isobit.models.policy import Policy, random_policy
+from isobit.config.load import build
+from isobit.config.sft import SftConfig
+from isobit.run.model import load_model
 from isobit.starter.card import model_card
 from isobit.starter.figures import measure
 from isobit.starter.tasks import Problem, pretraining_answer, problems, question
-from isobit.starter.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, build_tokenizer
-from isobit.training.supervised import SupervisedObjective, pack_pairs
-from isobit.training.trainer import Trainer
+from isobit.starter.tokenizer import BOS_ID, EOS_ID, PAD_ID, build_tokenizer
 
-MODEL = ModelConfig(
-    family="qwen3",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=128,
-    intermediate_size=384,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=32,
-    max_positions=512,
-    rms_epsilon=1e-6,
-    rope_theta=10000.0,
-    tied_embeddings=True,
-)
-PRECISION = PrecisionConfig(preset="bf16")
-TRAINING = TrainingConfig(learning_rate=3e-3, schedule="cosine", warmup_steps=50, tokens_per_microbatch=4096)
-REPORTS = 6
-REPORT_PROBLEMS = 200
+CONTEXT = 512
+"""Tokens that the tokenizer announces; the recipe's model holds as many."""
+BATCHES, BATCH = 700, 96
+"""The recipe's steps, and prompts a step."""
+SEED = 0
+PROBLEMS = Path("starter:held_out.jsonl")
+"""What the card's figures are measured on."""
+
+Row = dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """The arguments of the command line."""
-
-    out: Path
-    updates: int
-    batch: int
-    seed: int
-    threads: int
-
-    @property
-    def command(self) -> str:
-        """The command line that gives the same weights."""
-        return f"python -m isobit.starter.build --updates {self.updates} --batch {self.batch} --seed {self.seed} --threads {self.threads}"
-
-
-def build(options: BuildOptions) -> None:
-    """Train, measure and write everything but the package's own modules into ``options.out``."""
-    torch.set_num_threads(options.threads)
-    options.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer(MODEL.max_positions)
-    write_problems(options.out)
-    started = time.perf_counter()
-    policy = pretrain(options, tokenizer)
-    minutes = (time.perf_counter() - started) / 60
-    save_policy(policy, options.out)
-    save_tokenizer(tokenizer, options.out)
-    figures = measure(policy, tokenizer, options.out / "held_out.jsonl")
-    print(f"{minutes:.1f} minutes; {figures}")
-    card = model_card(
-        MODEL,
-        sum(master.numel() for master in policy.parameters()),
-        figures,
-        command=options.command,
-        updates=options.updates,
-        batch=options.batch,
-        preset=PRECISION.preset,
-        minutes=minutes,
-        threads=options.threads,
-    )
-    (options.out / "README.md").write_text(card, encoding="utf-8")
-
-
-def pretrain(options: BuildOptions, tokenizer: PreTrainedTokenizerFast) -> Policy:
-    """A policy taught from random initialisation; prints its figures a few times on the way."""
-    policy = random_policy(MODEL, PRECISION, options.seed)
-    trainer = Trainer(policy, TRAINING, options.updates)
-    report_at = {options.updates * part // REPORTS for part in range(1, REPORTS)}
-    for update, pairs in enumerate(training_pairs(options, tokenizer), start=1):
-        metrics = trainer.update(pack_pairs(pairs, TRAINING.tokens_per_microbatch), SupervisedObjective())
-        if update in report_at:
-            print(f"update {update}/{options.updates}, loss {metrics.loss:.3f}: ", end="", flush=True)
-            print(measure(policy, tokenizer, options.out / "held_out.jsonl", REPORT_PROBLEMS), flush=True)
-    return policy
-
-
-def training_pairs(options: BuildOptions, tokenizer: PreTrainedTokenizerFast) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """For each update, ``batch`` pairs (question's ids, answer's ids with the end of the sequence) of problems drawn anew."""
-    random = Random(options.seed)  # noqa: S311 (draws a text, keeps no secret)
-    train = problems(held_out=False)
-    for _ in range(options.updates):
-        yield [_pair(problem, random, tokenizer) for problem in random.sample(train, options.batch)]
-
-
-def _pair(problem: Problem, random: Random, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    answer = tokenizer(pretraining_answer(problem, random), add_special_tokens=False)["input_ids"]
-    return tokenizer(question(problem))["input_ids"], [*answer, EOS_ID]
-
-
-def write_problems(folder: Path) -> None:
-    """``train.jsonl`` and ``held_out.jsonl``: a prompt and its answer a line."""
+def write_text(folder: Path, batches: int = BATCHES) -> None:
+    """The tokenizer, both sets of problems (``train.jsonl``, ``held_out.jsonl``) and a text about each of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tokenizer(build_tokenizer(CONTEXT), folder)
     for name, held_out in (("train", False), ("held_out", True)):
-        rows = ({"prompt": question(problem), "answer": str(sum(problem))} for problem in problems(held_out))
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        _write_rows(folder / f"{name}.jsonl", map(_problem, problems(held_out)))
+    _write_rows(folder / "text.jsonl", pretraining_text(batches, SEED))
+    random = Random(SEED + 1)  # noqa: S311 (draws a text, keeps no secret)
+    _write_rows(folder / "held_out_text.jsonl", (_answered(problem, random) for problem in problems(held_out=True)))
+
+
+def pretraining_text(batches: int, seed: int) -> Iterator[Row]:
+    """Rows of problems to train on, drawn anew for each batch of ``BATCH`` distinct ones, each with an answer of either style."""
+    random = Random(seed)  # noqa: S311
+    train = problems(held_out=False)
+    for _ in range(batches):
+        for problem in random.sample(train, BATCH):
+            yield _answered(problem, random)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -134,16 +67,50 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
-def parse(arguments: Sequence[str] | None = None) -> BuildOptions:
+def write_card(run: Path) -> None:
+    """``README.md`` in the model's folder of a run of the recipe, with figures measured on the held-out problems."""
+    manifest, summary = (json.loads((run / name).read_text(encoding="utf-8")) for name in ("run.json", "summary.json"))
+    config = build(SftConfig, manifest["config"], str(run / "run.json"))
+    model = load_model(run / "model", config.precision)
+    figures = measure(model.policy, model.tokenizer, PROBLEMS)
+    print(figures)
+    card = model_card(
+        model.policy.config,
+        sum(master.numel() for master in model.policy.parameters()),
+        figures,
+        command="isobit sft recipes/starter.toml",
+        updates=config.training.steps,
+        batch=config.training.prompts_per_step,
+        preset=config.precision.preset,
+        minutes=summary["train_seconds"] / 60,
+        threads=manifest["device"]["threads"],
+    )
+    (run / "model" / "README.md").write_text(card, encoding="utf-8")
+
+
+def _problem(problem: Problem) -> Row:
+    return {"prompt": question(problem), "answer": str(sum(problem))}
+
+
+def _answered(problem: Problem, random: Random) -> Row:
+    return {"prompt": question(problem), "completion": pretraining_answer(problem, random), "answer": str(sum(problem))}
+
+
+def _write_rows(path: Path, rows: Iterable[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m isobit.starter.build", description="Build the starter model.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model; files of the same names are replaced")
-    parser.add_argument("--updates", type=int, default=700, help="optimiser steps (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=96, help="answers an update (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    return BuildOptions(**vars(parser.parse_args(arguments)))
+    parser = argparse.ArgumentParser(prog="python -m isobit.starter.build", description="Text and card of the starter model.")
+    commands: Any = parser.add_subparsers(dest="command", required=True)
+    text = commands.add_parser("text", help="write tokenizer, problems and pretraining text")
+    text.add_argument("folder", type=Path, help="for example runs/starter-text")
+    card = commands.add_parser("card", help="measure a run of recipes/starter.toml and write its model card")
+    card.add_argument("folder", type=Path, help="the run's directory")
+    options = parser.parse_args(arguments)
+    (write_text if options.command == "text" else write_card)(options.folder)
 
 
 if __name__ == "__main__":
-    build(parse())
+    main()

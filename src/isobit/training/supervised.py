@@ -1,6 +1,6 @@
-"""Supervised fine-tuning with the same trainer: the mean negative log-probability of the answers' tokens.
+"""Supervised fine-tuning with the same trainer: the mean negative log-probability of the completions' tokens.
 
-loss = -1/N * sum over the N answer tokens of a step of log pi(token | everything before it)
+loss = -1/N * sum over the N completion tokens of a step of log pi(token | everything before it)
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,12 @@ from isobit.algorithms.mean import token_mean_weights
 from isobit.algorithms.objective import LossInputs, LossOutputs
 from isobit.records import PackedBatch
 from isobit.training.packing import TrainingSample, pack
+from isobit.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedObjective:
-    """Cross-entropy of the answers (an ``Objective``); advantages and old log-probabilities play no part."""
+    """Cross-entropy of the completions (an ``Objective``); advantages and old log-probabilities play no part."""
 
     def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See ``token_mean_weights``."""
@@ -28,6 +29,12 @@ class SupervisedObjective:
 
 
 def pack_pairs(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tokens_per_microbatch: int) -> list[PackedBatch]:
-    """(prompt ids, answer ids) pairs -> micro-batches at temperature 1; the answers' ids include the stop token if one is to be learnt."""
+    """(prompt ids, completion ids) pairs -> micro-batches at temperature 1; the stop token is among the ids if it is to be learnt."""
     samples = [TrainingSample(tuple(prompt), tuple(answer), (0.0,) * len(answer), 1.0, 1.0) for prompt, answer in pairs]
     return pack(samples, tokens_per_microbatch)
+
+
+def mean_loss(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
+    """The loss over all completion tokens of ``batches`` together, in nats a token, without learning from them."""
+    total = sum(float(trainer.log_probs(batch).double().sum()) for batch in batches)
+    return -total / sum(batch.targets.numel() for batch in batches)

@@ -7,7 +7,7 @@ A step that is not finite leaves masters, optimiser state and published weights 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +89,25 @@ class Trainer:
         """Optimiser steps attempted so far."""
         self._optimiser = build_optimiser(policy.masters.values(), config)
         self._skipped_in_a_row = 0
+        self.is_whole = True
+        """False from an optimiser step's first change of a master to its publication, and for ever if it was cut off there."""
+
+    def counters(self) -> dict[str, int]:
+        """Where the schedule and the count of skipped steps stand, for ``restore``."""
+        return {"updates": self.updates, "skipped_in_a_row": self._skipped_in_a_row}
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """AdamW's state: ``MASTER.exp_avg`` and ``MASTER.exp_avg_sq`` (shaped as the master) and ``MASTER.step``; empty before a step."""
+        state = self._optimiser.state
+        return {f"{name}.{kind}": value for name, master in self.policy.masters.items() for kind, value in state.get(master, {}).items()}
+
+    def restore(self, counters: Mapping[str, int], moments: Mapping[str, torch.Tensor]) -> None:
+        """Continue where ``counters`` and ``moments`` were taken; the masters are the policy's to restore."""
+        self.updates, self._skipped_in_a_row = counters["updates"], counters["skipped_in_a_row"]
+        self._optimiser.state.clear()
+        for key, value in moments.items():
+            name, _, kind = key.rpartition(".")
+            self._optimiser.state[self.policy.masters[name]][kind] = value.clone()
 
     @torch.no_grad()
     def log_probs(self, batch: PackedBatch) -> torch.Tensor:
@@ -151,8 +170,10 @@ class Trainer:
     def _step(self, norm: float, rate: float) -> None:
         clip_gradients(self.policy.masters.values(), norm, self.config.max_grad_norm)
         set_learning_rate(self._optimiser, rate)
+        self.is_whole = False
         self._optimiser.step()
         self.policy.publish()
+        self.is_whole = True
 
     def _count_skip(self, problem: str | None) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if problem else 0

@@ -1,0 +1,90 @@
+"""What a run is between two steps: taken from it for a checkpoint, and put back.
+
+    tensors    FP32 masters, AdamW's moments
+    counters   the trainer's updates and skipped steps, the version of the weights
+    cursors    the sampler's epoch and place, and the size of every file that grows (``isobit.run.journal``)
+    log        evaluations so far, totals and seconds of the summary
+
+The counters and cursors are taken after every step and every evaluation, the tensors only when a checkpoint is written: a step that is
+abandoned has moved the cursors, but no tensor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from isobit.errors import CheckpointError, DataError
+from isobit.run.checkpoint.format import Checkpoint, Snapshot
+from isobit.run.manifest import environment
+from isobit.run.setup import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A moment between two steps: everything but the tensors."""
+
+    step: int
+    """Steps done."""
+    state: Mapping[str, Any]
+    """Ready for JSON."""
+    evaluation: Mapping[str, float]
+    """Figures of the evaluation after this step, empty without one."""
+
+
+def take_boundary(step: int, run: Run, log: Mapping[str, Any], positions: Mapping[str, int], evaluation: Mapping[str, float]) -> Boundary:
+    """The run as it stands; ``log`` is the log's own state."""
+    state = {
+        "step": step,
+        "weights_version": run.model.policy.version,
+        "trainer": run.trainer.counters(),
+        "sampler": run.sampler.state(),
+        "prompts_sha256": run.sampler.fingerprint,
+        "files": dict(positions),
+        "log": log,
+    }
+    return Boundary(step, state, dict(evaluation))
+
+
+def holds(boundary: Boundary, run: Run) -> bool:
+    """Whether the tensors still are those of the boundary: no optimiser step was taken, or begun, since."""
+    return run.trainer.is_whole and run.model.policy.version == boundary.state["weights_version"]
+
+
+def snapshot(boundary: Boundary, run: Run) -> Snapshot:
+    """The boundary with the tensors, which must be its own."""
+    assert holds(boundary, run), "the weights have moved since the boundary was taken"
+    description = {
+        "config": run.config.model_dump(mode="json"),
+        "environment": environment(),
+        "evaluation": boundary.evaluation,
+    }
+    return Snapshot(boundary.step, run.model.policy.masters, run.trainer.moments(), boundary.state, description)
+
+
+def restore(checkpoint: Checkpoint, run: Run) -> None:
+    """Put a freshly prepared run where the checkpoint was taken.
+
+    Raises CheckpointError for tensors that are not this model's, DataError for prompts that are not those of the run.
+    """
+    state = checkpoint.state
+    if state["prompts_sha256"] != run.sampler.fingerprint:
+        raise DataError(
+            f"the training prompts are not those of {checkpoint.folder}: ids, tokens or columns differ; resume with the same data files"
+        )
+    masters, moments = checkpoint.tensors()
+    _check_shapes(checkpoint, run.model.policy.masters, masters)
+    run.model.policy.restore(masters, state["weights_version"])
+    run.trainer.restore(state["trainer"], moments)
+    run.sampler.restore(state["sampler"])
+
+
+def _check_shapes(checkpoint: Checkpoint, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name in sorted(expected.keys() | found.keys()):
+        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, found)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {name} has the shape {shapes[1]}, but the model in the folder `model` has {shapes[0]}: "
+                "it is not the model that this run began with"
+            )

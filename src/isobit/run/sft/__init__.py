@@ -1,0 +1,1 @@
+"""Supervised fine-tuning from start to end: what ``isobit sft`` runs."""

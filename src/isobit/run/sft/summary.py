@@ -1,0 +1,74 @@
+"""What a run of supervised fine-tuning achieved, in one record: the last lines on the console and ``summary.json``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from isobit.run.sft.evaluate import HeldOut
+from isobit.run.summary import RunSummary
+
+
+@dataclass(frozen=True, slots=True)
+class SftSetSummary:
+    """One held-out set before and after the run; losses in nats a token, accuracies as mean rewards, None without a reward."""
+
+    examples: int
+    loss_before: float
+    loss_after: float
+    accuracy_before: float | None
+    accuracy_after: float | None
+    interval_before: tuple[float, float] | None
+    interval_after: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SftSummary(RunSummary):
+    """The figures of a finished run.  Losses and accuracies on top are those of the first held-out set, None without one."""
+
+    loss_before: float | None
+    loss_after: float | None
+    accuracy_before: float | None
+    accuracy_after: float | None
+    tokens_trained: int
+    """Of completions, over all steps."""
+    skipped_updates: int
+    train_seconds: float
+    """Wall seconds of the steps, without evaluation and loading."""
+    evaluation_seconds: float
+    evaluations: Mapping[str, SftSetSummary]
+
+
+def summarise_set(before: HeldOut, after: HeldOut) -> SftSetSummary:
+    """The figures of one set at both ends of a run."""
+    first, last = before.result, after.result
+    return SftSetSummary(
+        examples=after.examples,
+        loss_before=before.loss,
+        loss_after=after.loss,
+        accuracy_before=first.accuracy if first else None,
+        accuracy_after=last.accuracy if last else None,
+        interval_before=first.interval if first else None,
+        interval_after=last.interval if last else None,
+    )
+
+
+def describe_summary(summary: SftSummary) -> list[str]:
+    """The last lines of a run."""
+    lines = []
+    for name, figures in summary.evaluations.items():
+        text = f"{name}: loss {figures.loss_before:.4f} -> {figures.loss_after:.4f} nats a token on {figures.examples} examples"
+        if figures.accuracy_before is not None and figures.accuracy_after is not None:
+            text += f", accuracy {100 * figures.accuracy_before:.1f}% -> {100 * figures.accuracy_after:.1f}%"
+        lines.append(text)
+    files = directory_files(summary.directory)
+    return [
+        *lines,
+        f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, {summary.evaluation_seconds:.1f} s for evaluation",
+        f"model: {summary.model}",
+        f"files: {summary.directory} ({', '.join(files)})",
+    ]
+
+
+def directory_files(directory: Path) -> list[str]:
+    """What the run left there beside the model."""
+    return sorted(f"{path.name}/" if path.is_dir() else path.name for path in directory.iterdir() if path.name != "model")

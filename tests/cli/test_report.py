@@ -1,0 +1,30 @@
+"""``isobit report`` from the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isobit.cli.main import main
+
+
+def test_it_writes_the_page_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.5}) + "\n", encoding="utf-8")
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").is_file()
+    assert capsys.readouterr().out.startswith(str(tmp_path / "report.html"))
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").read_bytes() == (tmp_path / "report.html").read_bytes()
+
+
+def test_what_is_no_run_is_an_error_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is no run" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("", encoding="utf-8")
+    code = f"import sys; from isobit.cli.main import main; main(['report', {str(tmp_path)!r}]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

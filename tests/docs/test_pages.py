@@ -1,0 +1,88 @@
+"""The pages of docs/: their Python runs, their links lead somewhere, and the index names every page."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from isobit.cli.main import main
+from isobit.config.load import build, read_toml
+from isobit.config.schema import RunConfig
+from isobit.config.sft import SftConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for name, text in BLOCK.findall(page.read_text(encoding="utf-8")) if name == language]
+
+
+@pytest.fixture
+def small_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The recipes in a directory of their own, the quickstart cut down to two steps."""
+    (tmp_path / "recipes").mkdir()
+    for path in (ROOT / "recipes").iterdir():
+        if path.is_file():
+            (tmp_path / "recipes" / path.name).write_bytes(path.read_bytes())
+    quickstart = tmp_path / "recipes" / "quickstart.toml"
+    text = quickstart.read_text()
+    for full, small in (("steps = 20", "steps = 2"), ("limit = 500", "limit = 20"), ("prompts_per_step = 16", "prompts_per_step = 4")):
+        assert full in text
+        text = text.replace(full, small)
+    quickstart.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_examples_of_the_python_page_run(small_checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = blocks(ROOT / "docs" / "api.md", "python")
+    assert len(examples) > 8
+    names: dict[str, object] = {}
+    for text in examples:
+        exec(compile(text, "docs/api.md", "exec"), names)  # the page's own text
+    printed = capsys.readouterr().out
+    assert "did you mean training.steps?" in printed
+    assert re.search(r"^0 of \d+ log-probabilities differ$", printed, re.MULTILINE)
+    assert re.search(r"^0 [1-9]\d+$", printed, re.MULTILINE), "the proof compared something"
+    assert (small_checkout / "runs" / "api-saved" / "model.safetensors").exists()
+
+
+def test_the_runs_of_the_tutorial_work(small_checkout: Path) -> None:
+    """Each block whose first line is a comment with a file's name is that file."""
+    page = ROOT / "docs" / "tutorial.md"
+    for text in blocks(page, "python") + blocks(page, "toml"):
+        name = text.splitlines()[0].removeprefix("# ")
+        (small_checkout / name).write_text(text)
+    example = {"prompt": "3+4+1+9=", "completion": "7,8,17"}
+    (small_checkout / "my_examples.jsonl").write_text(json.dumps(example) + "\n")
+    small = ["--training.steps", "1", "--training.prompts_per_step", "2", "--threads", "1"]
+    assert main(["train", "my_run.toml", *small, "--training.samples_per_prompt", "2", "--data.eval.held_out.limit", "3"]) == 0
+    assert main(["sft", "my_sft.toml", *small]) == 0
+    rewards = [json.loads(line)["reward"] for line in (small_checkout / "runs/mine/completions.jsonl").read_text().splitlines()]
+    assert set(rewards) <= {0.0, 1.0}
+
+
+def test_the_quickstart_on_the_python_page_takes_five_lines() -> None:
+    assert len([line for line in blocks(ROOT / "docs" / "api.md", "python")[0].splitlines() if line]) <= 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_recipes_on_a_page_are_valid(page: Path, tmp_path: Path) -> None:
+    for text in (text for text in blocks(page, "toml") if "output" in text):
+        (tmp_path / "recipe.toml").write_text(text)
+        schema = SftConfig if "completion" in text else RunConfig
+        build(schema, read_toml(tmp_path / "recipe.toml"), page.name)
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if page.name != "README.md" and f"({page.name})" not in index] == []

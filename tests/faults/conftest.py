@@ -1,0 +1,135 @@
+"""Small runs with checkpoints, and what must come out of them whatever happened on the way."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.config.schema import PrecisionConfig, RunConfig
+from isobit.models.checkpoint import save_policy
+from isobit.models.config import ModelConfig
+from isobit.models.policy import random_policy
+from isobit.run.loop import train
+from isobit.starter import starter_folder
+
+TINY = ModelConfig(
+    family="qwen3",
+    vocab_size=128,
+    hidden_size=128,
+    intermediate_size=128,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_positions=256,
+    rms_epsilon=1e-6,
+    rope_theta=10000.0,
+    tied_embeddings=True,
+)
+REWARD = '''"""Rewards that teach an untrained model something, and a hook for what a test wants to happen while it grades."""
+import itertools
+from pathlib import Path
+
+calls = itertools.count()
+
+def reward(prompt, completion):
+    hook = Path(__file__).with_name("hook.py")
+    if hook.exists():
+        exec(hook.read_text(), {"call": next(calls), "hook": hook})
+    return float(completion.token_ids[0] % 3 + len(completion.token_ids) % 2)
+'''
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``model/``, a random policy with the starter's tokenizer, and ``reward.py``."""
+    folder = tmp_path_factory.mktemp("faults")
+    save_policy(random_policy(TINY, PrecisionConfig(preset="fp32"), seed=0), folder / "model", tokenizer_from=starter_folder())
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def values(place: Path) -> dict[str, Any]:
+    """A run of 6 steps of 4 x 4 samples in FP8, two updates a step, a cosine, a checkpoint every 2 steps."""
+    return {
+        "model": str(place / "model"),
+        "output": str(place / "uninterrupted"),
+        "threads": 1,
+        "data": {
+            "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 10},
+            "eval": {"held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 3}},
+        },
+        "reward": {"function": f"{place / 'reward.py'}:reward"},
+        "rollout": {"max_new_tokens": 6},
+        "training": {
+            "steps": 6,
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "updates_per_batch": 2,
+            "learning_rate": 1e-3,
+            "schedule": "cosine",
+            "warmup_steps": 2,
+        },
+        "evaluation": {"every": 3},
+        "checkpoint": {"every": 2},
+    }
+
+
+@pytest.fixture
+def make_config(values: dict[str, Any], tmp_path: Path, place: Path) -> Callable[..., RunConfig]:
+    """That run in a directory of the test's own; sections given replace keys.  A hook left by a test is removed."""
+    (place / "hook.py").unlink(missing_ok=True)
+
+    def make(**sections: Any) -> RunConfig:
+        config = {**values, "output": tmp_path / "run"}
+        for name, value in sections.items():
+            config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
+        return RunConfig.model_validate(config)
+
+    return make
+
+
+@pytest.fixture
+def hook(place: Path) -> Callable[[str], None]:
+    """Lines that run at every reward, with ``call`` counting; ``hook.unlink()`` in them is the last time."""
+
+    def write(text: str) -> None:
+        (place / "hook.py").write_text(text, encoding="utf-8")
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def outcome() -> Callable[[Path], dict[str, Any]]:
+    """Everything that a run leaves and that no kill may change: all bytes, times and rates aside."""
+
+    def read(root: Path) -> dict[str, Any]:
+        summary = json.loads((root / "summary.json").read_text())
+        metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+        last = max((root / "checkpoints").glob("step_??????"))
+        bytewise = ("completions.jsonl", "rewards.jsonl", "model/model.safetensors", "model/config.json", "model/tokenizer.json")
+        return {
+            **{name: (root / name).read_bytes() for name in bytewise},
+            "last checkpoint": last.name,
+            **{name: (last / name).read_bytes() for name in ("masters.safetensors", "optimiser.safetensors")},
+            "metrics": [
+                {name: value for name, value in line.items() if not name.startswith(("time/", "tokens_per_s/"))} for line in metrics
+            ],
+            "summary": {
+                name: value for name, value in summary.items() if not name.endswith("_seconds") and name not in ("directory", "model")
+            },
+        }
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def expected(values: dict[str, Any], outcome: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """The outcome of a run that nothing happens to."""
+    config = RunConfig.model_validate(values)
+    if not config.output.exists():
+        train(config)
+    return outcome(config.output)

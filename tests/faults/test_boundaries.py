@@ -1,0 +1,87 @@
+"""A process that dies at any single step of writing a checkpoint, or of finishing the run, loses that checkpoint and nothing else."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.config.schema import RunConfig
+from isobit.run import model, storage
+from isobit.run.checkpoint import format as checkpoint_format
+from isobit.run.checkpoint import keeper
+from isobit.run.loop import train
+
+MakeConfig = Callable[..., RunConfig]
+PLACES = [
+    (checkpoint_format, "save_file"),
+    (checkpoint_format, "sync"),
+    (checkpoint_format, "commit_folder"),
+    (storage, "sync"),
+    (keeper, "sync_journals"),
+    (keeper, "write_checkpoint"),
+    (keeper, "apply_retention"),
+    (model, "save_policy"),
+    (model, "replace_folder"),
+    (shutil, "rmtree"),
+    (Path, "rename"),
+]
+"""Whatever touches the disk on the way; some are seen from two modules."""
+
+
+class Death(BaseException):
+    """Stands for kill -9: nothing catches it, nothing is cleaned up."""
+
+
+def die_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
+    """Die before operation number ``moment``, which is after the one before it."""
+    count = iter(range(10**9))
+
+    def watched(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            if next(count) == moment:
+                raise Death
+            return operation(*arguments, **options)
+
+        return run
+
+    for module, name in PLACES:
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+
+
+def test_dying_at_any_write_boundary_loses_nothing(
+    make_config: MakeConfig, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
+) -> None:
+    # The state at step 4, from which the last two steps, the last checkpoint, its retention, model and summary are written.
+    train_to_4 = make_config(output=tmp_path / "at4", checkpoint={"keep_last": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper.CheckpointKeeper, "save_if_due", stop_after_4(keeper.CheckpointKeeper.save_if_due))
+        with pytest.raises(Death):
+            train(train_to_4)
+    moment, finished = 0, False
+    while not finished:
+        config = make_config(output=tmp_path / f"death{moment}", checkpoint={"keep_last": 1})
+        shutil.copytree(train_to_4.output, config.output)
+        with pytest.MonkeyPatch.context() as patch:
+            die_at(patch, moment)
+            try:
+                train(config, resume=True)
+                finished = True
+            except Death:
+                pass
+        train(config, resume=True)
+        assert outcome(config.output) == expected, f"after death at moment {moment}"
+        assert [path.name for path in (config.output / "checkpoints").iterdir()] == ["step_000006"]
+        shutil.rmtree(config.output)
+        moment += 1
+    assert moment > 20
+
+
+def stop_after_4(save_if_due: Callable[..., None]) -> Callable[..., None]:
+    def run(self: keeper.CheckpointKeeper, step: int) -> None:
+        save_if_due(self, step)
+        if step == 4:
+            raise Death
+
+    return run

@@ -1,0 +1,119 @@
+"""A full disk, a file too large, a directory that cannot be written: the run stops, says how many bytes, and keeps what it had."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from isobit.config.schema import RunConfig
+from isobit.errors import StorageError
+from isobit.run import storage
+from isobit.run.checkpoint import format as checkpoint_format
+from isobit.run.loop import train
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def test_too_little_space_is_said_before_anything_is_written(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+    monkeypatch.setattr(storage, "free_bytes", lambda path: 1000)
+    with pytest.raises(StorageError, match=r"a checkpoint and the trained model needs [\d,]+ bytes, but 1,000 are free"):
+        train(config)
+    assert not config.output.exists()
+
+
+def test_a_disk_that_has_filled_up_stops_the_run_before_the_write(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]]
+) -> None:
+    config = make_config(checkpoint={"keep_last": 1})
+    with monkeypatch.context() as patch:
+        checkpoints = config.output / "checkpoints"
+        patch.setattr(storage, "free_bytes", lambda path: 1000 if (checkpoints / "step_000002").exists() else 10**12)
+        with pytest.raises(StorageError, match=r"the checkpoint of step 4 needs [\d,]+ bytes, but 1,000 are free"):
+            train(config)
+    assert [path.name for path in checkpoints.iterdir()] == ["step_000002"], "the last good one stays, however few are kept"
+    train(config, resume=True)
+    assert outcome(config.output) == expected
+
+
+@pytest.mark.parametrize("name", ["masters.safetensors", "optimiser.safetensors", "manifest.json"])
+def test_no_space_in_the_middle_of_a_write_leaves_the_last_checkpoint_and_no_rest(
+    name: str, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config()
+    sync = checkpoint_format.sync
+
+    def full(path: Path) -> None:
+        if path.name == name and path.parent.name == ".step_000004.partial":
+            raise OSError(28, "No space left on device")
+        sync(path)
+
+    monkeypatch.setattr(checkpoint_format, "sync", full)
+    with pytest.raises(
+        StorageError, match=r"the checkpoint of step 4 could not be written.*No space left.*needed: [\d,]+ bytes, free: [\d,]+"
+    ):
+        train(config)
+    assert [path.name for path in (config.output / "checkpoints").iterdir()] == ["step_000002"]
+    assert "step_000002; once the cause is gone, go on with --resume" in capsys.readouterr().out
+
+
+def test_a_file_size_quota_stops_the_run_with_bytes(values: dict[str, Any], tmp_path: Path) -> None:
+    """A quota of the process's own (RLIMIT_FSIZE), below the size of the optimiser's state and above that of the masters."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(tomli_w.dumps({**values, "output": str(tmp_path / "run")}), encoding="utf-8")
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY));"
+        f"from isobit.cli.main import main; sys.exit(main(['train', {str(recipe)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "the checkpoint of step 2 could not be written" in done.stderr
+    assert "File too large" in done.stderr and "needed: 1," in done.stderr and "free: " in done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_small_file_system_stops_the_run_and_it_goes_on_with_more_space(
+    values: dict[str, Any], make_config: MakeConfig, outcome: Callable[[Path], dict[str, Any]], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """A tmpfs of 4 MiB, mounted in a namespace of the test's own, filled by a neighbour."""
+    recipe, small, kept = tmp_path / "recipe.toml", tmp_path / "small", tmp_path / "run"
+    small.mkdir()
+    recipe.write_text(tomli_w.dumps({**values, "output": str(small / "run")}), encoding="utf-8")
+    script = (
+        f"mount -t tmpfs -o size=4m tmpfs {small} || exit 99; "
+        f"{sys.executable} -m isobit.cli.main train {recipe}; code=$?; cp -r {small}/run {kept}; exit $code"
+    )
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 2) or "unshare failed" in done.stderr:
+        pytest.skip(f"no namespace of our own here: {done.stderr[-200:]}")
+    assert done.returncode == 2, "two checkpoints of 1.4 MB fit in 4 MiB, a third beside them does not"
+    assert "error: the checkpoint of step 6 needs 1," in done.stderr and "are free" in done.stderr
+    assert sorted(path.name for path in (kept / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    train(make_config(), resume=True)
+    assert outcome(kept) == expected
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_cannot_be_written_is_refused_at_the_start(make_config: MakeConfig) -> None:
+    config = make_config()
+    train(config)
+    config.output.chmod(0o500)
+    try:
+        with pytest.raises(StorageError, match="Permission denied"):
+            train(config, resume=True)
+    finally:
+        config.output.chmod(0o700)
+
+
+def test_a_directory_that_vanishes_stops_the_run(make_config: MakeConfig, hook: Callable[[str], None]) -> None:
+    config = make_config()
+    hook(f"import shutil\nif call == 60: hook.unlink(); shutil.rmtree({str(config.output)!r})")
+    with pytest.raises(StorageError, match="could not be written"):
+        train(config)
+    shutil.rmtree(config.output, ignore_errors=True)

@@ -1,0 +1,85 @@
+"""A dry run says what a run would use, refuses what the run would refuse, and touches nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.config.schema import RunConfig
+from isobit.errors import CheckpointError, ConfigError, DataError, IsobitError, RequestError, RewardError
+from isobit.models import policy
+from isobit.run.machine import Memory
+from isobit.run.plan import describe_plan, plan_run
+from isobit.run.setup import prepare
+
+MakeConfig = Callable[..., RunConfig]
+PLENTY = Memory(total=1 << 40, available=1 << 40)
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
+    config = make_config()
+    plan, run = plan_run(config), prepare(config)
+    assert plan.flow == run.model.policy.flow
+    assert plan.model.config == run.model.policy.config
+    assert plan.training_prompts == run.sampler.state()["prompts"]
+    assert plan.evaluation_problems == {name: len(prompts) for name, prompts in run.evaluator.sets.items()}
+    assert plan.memory.size("masters") == sum(4 * master.numel() for master in run.model.policy.parameters())
+
+
+def test_the_text_holds_recipe_flow_data_and_memory(make_config: MakeConfig) -> None:
+    text = "\n".join(describe_plan(plan_run(make_config(precision="fp8-rollout")), PLENTY))
+    assert "samples_per_prompt = 3" in text
+    assert "16 training prompts; evaluation problems: 5 in held_out" in text
+    assert "rollout E4M3 1x128 x 128x128" in text and "sites differ between rollout and training" in text
+    assert "KV pages" in text and "1,024 GiB free" in text
+    assert "warning" not in text
+
+
+def test_too_little_memory_is_a_warning_with_the_key(make_config: MakeConfig) -> None:
+    plan = plan_run(make_config(rollout={"max_new_tokens": 8, "kv_pages": 5000}))
+    lines = describe_plan(plan, replace(PLENTY, available=1 << 20))
+    assert any("but 1 MiB are free" in line and "lower rollout.kv_pages" in line for line in lines)
+
+
+def test_nothing_is_touched(make_config: MakeConfig, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy.Policy, "__init__", None)  # weights are not loaded either
+    before = files(tmp_path), files(tiny_folder)
+    config = make_config()
+    describe_plan(plan_run(config), PLENTY)
+    assert (files(tmp_path), files(tiny_folder)) == before
+    assert not config.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "kind", "match"),
+    [
+        ({"algorithm": {"kl_coefficient": 0.1}}, ConfigError, "algorithm.kl_coefficient is 0.1"),
+        ({"rollout": {"temperature": 0.0}}, ConfigError, "rollout.temperature is 0"),
+        ({"rollout": {"max_new_tokens": 250}}, DataError, "prompt held_out/0 has 9 tokens.*259.*context of 256.*to 247"),
+        ({"rollout": {"max_new_tokens": 100, "kv_pages": 1}}, RequestError, "2 pages of 64 tokens, and the KV cache has 1"),
+        ({"rollout": {"kv_memory_gib": 1e-9}}, ConfigError, "rollout.kv_memory_gib"),
+        ({"evaluation": {"samples": 4}}, ConfigError, "evaluation.samples is 4, but evaluation.temperature is 0"),
+        ({"precision": {"modules_bf16": ["mlp"]}}, ConfigError, "names 'mlp', which the model does not have"),
+        ({"checkpoint": {"keep_best": "eval/no/accuracy"}}, ConfigError, "checkpoint.keep_best"),
+        ({"reward": "no_such_module:reward"}, RewardError, "no_such_module"),
+        ({"model": "no/such/folder"}, CheckpointError, "no/such/folder is not a folder"),
+    ],
+)
+def test_what_a_run_refuses(make_config: MakeConfig, sections: dict[str, Any], kind: type[IsobitError], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        plan_run(make_config(**sections))
+
+
+def test_a_used_directory_is_refused_unless_a_run_goes_on_in_it(make_config: MakeConfig) -> None:
+    config = make_config()
+    config.output.mkdir()
+    (config.output / "run.json").touch()
+    with pytest.raises(ConfigError, match="already holds files"):
+        plan_run(config)
+    plan_run(config, resume=True)
