@@ -19,9 +19,13 @@ from typing import Any
 import pytest
 import tomli_w
 
+from isobit.config.schema import RunConfig
+from isobit.run.loop import train
+
 KILLS = int(os.environ.get("ISOBIT_KILLS", "5"))
-LONGEST_DELAY_S = 0.4
-"""After a line of output: about as long as the steps take together."""
+LONGEST_DELAY_S = 1.2
+"""After a line of output: about as long as the steps take together, with rewards that take their time."""
+SLOW_REWARD = "import time; time.sleep(0.003)"
 
 
 class Attempt:
@@ -72,13 +76,17 @@ def state_of(output: Path) -> str:
     return f"after the checkpoint of step {newest_checkpoint(output)}"
 
 
-@pytest.mark.timeout(60 + 15 * KILLS)
+@pytest.mark.timeout(60 + 20 * KILLS)
 def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
-    values: dict[str, Any], expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
+    values: dict[str, Any], hook: Callable[[str], None], outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
 ) -> None:
+    hook(SLOW_REWARD)
+    longer = values | {"training": values["training"] | {"steps": 18}, "checkpoint": {"every": 3}}
+    train(RunConfig.model_validate(longer | {"output": tmp_path / "uninterrupted"}))
+    expected = outcome(tmp_path / "uninterrupted")
     rng = random.Random(KILLS)
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(tomli_w.dumps(values), encoding="utf-8")
+    recipe.write_text(tomli_w.dumps(longer), encoding="utf-8")
     kills, runs, places = 0, 0, Counter[str]()
     while kills < KILLS:
         output = tmp_path / f"run{runs}"

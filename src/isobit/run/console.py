@@ -112,9 +112,13 @@ def model_line(name: str, policy: Policy) -> str:
 
 def describe_result(name: str, result: EvalResult) -> str:
     """One evaluation set in one line."""
-    text = f"{name} accuracy {100 * result.accuracy:.1f}%"
+    if 0 <= result.accuracy <= 1:
+        text, unit, digits = f"{name} accuracy {100 * result.accuracy:.1f}%", 100, 1
+    else:  # rewards that are no shares
+        text, unit, digits = f"{name} mean reward {result.accuracy:.3f}", 1, 3
     if result.interval is not None:
-        text += f" (95% interval {100 * result.interval[0]:.1f} to {100 * result.interval[1]:.1f})"
+        low, high = (f"{unit * bound:.{digits}f}" for bound in result.interval)
+        text += f" (95% interval {low} to {high})"
     text += f" on {result.problems} problems"
     text += f", {result.samples} samples each" if result.samples > 1 else ""
     text += "".join(f", pass@{k} {100 * value:.1f}%" for k, value in result.pass_at.items() if k > 1)
@@ -126,11 +130,12 @@ def describe_summary(summary: Summary) -> list[str]:
     """The last lines of a run."""
     lines = []
     for name, figures in summary.evaluations.items():
-        rise = 100 * (figures.accuracy_after - figures.accuracy_before)
-        lines.append(
-            f"{name}: accuracy {100 * figures.accuracy_before:.1f}% -> {100 * figures.accuracy_after:.1f}% "
-            f"({rise:+.1f} points) on {figures.problems} problems"
-        )
+        before, after = figures.accuracy_before, figures.accuracy_after
+        if all(0 <= value <= 1 for value in (before, after)):
+            change = f"accuracy {100 * before:.1f}% -> {100 * after:.1f}% ({100 * (after - before):+.1f} points)"
+        else:
+            change = f"mean reward {before:.3f} -> {after:.3f}"
+        lines.append(f"{name}: {change} on {figures.problems} problems")
     lines += [
         f"{summary.preset}: {summary.tokens_differing:,} of {summary.tokens_compared:,} log-probabilities differ in rollout and training",
         f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, {summary.evaluation_seconds:.1f} s for evaluation",
