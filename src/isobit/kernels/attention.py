@@ -37,24 +37,27 @@ _LN2 = log(2.0)
 class KeyTile:
     """The first w <= 64 keys and values of a tile, of n sequences; nobody sees a later one."""
 
-    keys: torch.Tensor  # FP64 [n G, D, w], without scales
-    key_scales: torch.Tensor  # FP32 [n, G, 1, 1, w]
-    values: torch.Tensor  # FP64 [n G, w, D], without scales
+    keys: torch.Tensor  # FP64 [n G, D, w], without scales, divided by ``shift``
+    key_scales: torch.Tensor  # FP32 [n, G, 1, 1, w], times ``shift``
+    values: torch.Tensor  # FP64 [n G, w, D], without scales, divided by ``shift``
     log2_scales: torch.Tensor  # FP32 [n, G, 1, 1, w], of V
     inverse_scales: torch.Tensor  # FP32 [n, G, 1, 1, w], of V
+    shift: float  # a power of two
 
     @classmethod
     def build(cls, pair: Heads) -> "KeyTile":
         """From K and V together, [2, n, G, w, D]."""
         _, n, groups, width, dim = pair.values.shape
-        units = pair.units().view(2, n * groups, width, dim).double()
+        shifted, shift = pair.shifted_units()
+        units = shifted.view(2, n * groups, width, dim).double()
         key_byte, value_byte = pair.bytes[:, :, :, None, None, :].unbind(0)
         return cls(
             units[0].transpose(1, 2),
-            scale_of_byte(key_byte),
+            scale_of_byte(key_byte).mul_(shift),
             units[1],
             value_byte.float() - float(E8M0_BIAS),
             reciprocal_of_byte(value_byte),
+            shift,
         )
 
 
@@ -91,7 +94,7 @@ def attend(queries: Heads, visible: torch.Tensor, tile_at: TileAt) -> AttentionO
         maximum[region] = new
         denominator[region] = denominator[region] * decay + sums
         total[region] = total[region] * decay + products
-    return AttentionOutput(total / denominator, (maximum + torch.log2(denominator)).squeeze(-1))
+    return AttentionOutput(total / (denominator / first_tile.shift), (maximum + torch.log2(denominator)).squeeze(-1))
 
 
 def _tile_sums(

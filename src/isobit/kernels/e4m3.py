@@ -7,8 +7,15 @@ and it is the multiplication by the scale that brings the NaN back.
 
 import torch
 
+SHIFT = 256.0
+"""What ``shifted_e4m3`` leaves for the caller to multiply in, where a scale is multiplied anyway."""
+
 
 def decode_e4m3(values: torch.Tensor) -> torch.Tensor:
     """E4M3 of any shape -> FP32, exact; NaN bytes read as +-480 (see above)."""
-    shifted = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    return shifted.view(torch.float16).float().mul_(256.0)
+    return shifted_e4m3(values).mul_(SHIFT)
+
+
+def shifted_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """``decode_e4m3`` without the factor of 2^8: one pass fewer over what is large."""
+    return values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float()

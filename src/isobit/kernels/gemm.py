@@ -11,7 +11,7 @@ Shapes: A [M, K], B [N, K] (K-major, as FP8 tensor cores want it), Y [M, N] FP32
 
 import torch
 
-from isobit.kernels.e4m3 import decode_e4m3
+from isobit.kernels.e4m3 import SHIFT, shifted_e4m3
 from isobit.precision.formats import BLOCK
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -19,12 +19,13 @@ from isobit.precision.quant_tensor import QuantTensor
 def gemm_e4m3(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
     """A in 1x128 groups, B in 128x128 blocks -> A B^T in FP32."""
     assert (a.granularity, b.granularity) == ("1x128", "128x128"), (a.granularity, b.granularity)
-    left, right = decode_e4m3(a.values).double(), decode_e4m3(b.values).double()
+    left, right = shifted_e4m3(a.values).double(), shifted_e4m3(b.values).double()
+    b_scales = b.scales * (SHIFT * SHIFT)
     total: torch.Tensor | None = None
     for k in range(a.scales.shape[1]):
         block = _block_product(left, right, k)
         block.mul_(a.scales[:, k, None])
-        block.view(-1, b.scales.shape[0], BLOCK).mul_(b.scales[:, k, None])
+        block.view(-1, b.scales.shape[0], BLOCK).mul_(b_scales[:, k, None])
         total = block if total is None else total.add_(block)
     assert total is not None
     return total

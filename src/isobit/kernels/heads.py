@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.kernels.e4m3 import decode_e4m3
+from isobit.kernels.e4m3 import SHIFT, decode_e4m3, shifted_e4m3
 from isobit.kernels.grid import GRID_BITS, largest_exponent
 from isobit.kernels.quantise import quantise_heads, reciprocal_of_byte, scale_of_byte
 from isobit.precision.formats import DTYPES, E4M3, E8M0_BIAS, Format
@@ -48,6 +48,10 @@ class Heads:
     def units(self) -> torch.Tensor:
         """FP32 [..., D]: the values without their scales."""
         return decode_e4m3(self.values) if self.values.dtype == E4M3 else self.values.float()
+
+    def shifted_units(self) -> tuple[torch.Tensor, float]:
+        """``units`` but for a power of two, which is returned too: cheaper where a scale is multiplied in later."""
+        return (shifted_e4m3(self.values), SHIFT) if self.values.dtype == E4M3 else (self.values.float(), 1.0)
 
     def dequantised(self) -> torch.Tensor:
         """FP32 [..., D]."""

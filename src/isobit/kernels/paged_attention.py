@@ -2,7 +2,8 @@
 
 New K and V are written to their slots first, then each query attends over its sequence's pages with the arithmetic of
 ``isobit.kernels.attention``.  Sequences with one new token form one group; prompt chunks form another, padded to the longest chunk.
-Within a group sequences stand by descending length, so that tile j is gathered only for those that have one.
+Within a group sequences stand by descending length, so that tile j is gathered only for those that have one.  Groups are kept small
+enough for the processor's cache.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ class PagedBatch:
     slots: torch.Tensor
 
 
+_TILE_NUMBERS = 1 << 19  # of K in one tile of a group: what a group works on stays in the processor's cache
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
     rows: torch.Tensor  # int64 [B', L]: rows of the batch (a short chunk repeats its last)
@@ -47,7 +51,8 @@ class PagedAttention:
         starts = counts.cumsum(0) - counts
         order = torch.argsort(lengths, descending=True, stable=True)
         single = counts[order] == 1
-        members = [group for group in (order[single], order[~single]) if group.numel()]
+        most = max(1, _TILE_NUMBERS // cache.layers[0].values[0, 0].numel())
+        members = [group for part in (order[single], order[~single]) for group in part.split(most) if group.numel()]
         self._groups = [_group(m, counts, lengths, starts, batch.block_table) for m in members]
         self._inverse = torch.empty(batch.slots.numel(), dtype=torch.int64)
         rows = torch.cat([group.rows.view(-1) for group in self._groups])

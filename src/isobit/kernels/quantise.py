@@ -46,14 +46,13 @@ def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> Quan
 def quantise_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., D] -> E4M3 values [..., D] and E8M0 scale bytes [...]: one power-of-two scale a vector (Q, K and V of a token and head)."""
     x = x.float()
-    byte = scale_byte(x.abs().amax(-1))
-    return _to_e4m3(x * reciprocal_of_byte(byte)[..., None], byte[..., None]), byte.to(torch.uint8)
+    byte, finite = _scale_byte(x.abs().amax(-1))
+    return _to_e4m3(x * reciprocal_of_byte(byte)[..., None], byte[..., None], finite), byte.to(torch.uint8)
 
 
 def scale_byte(amax: torch.Tensor) -> torch.Tensor:
     """FP32 amax >= 0 -> int32 E8M0 byte of max(amax, 2^-60) / 448 rounded up to a power of two; 255 where amax is not finite."""
-    byte = (amax.clamp(min=AMAX_FLOOR).view(torch.int32) + _ROUND_UP_ABOVE_1_75 >> 23) - 8
-    return byte if _all_finite(amax) else byte.masked_fill_(~torch.isfinite(amax), E8M0_NAN_BYTE)
+    return _scale_byte(amax)[0]
 
 
 def scale_of_byte(byte: torch.Tensor) -> torch.Tensor:
@@ -69,21 +68,23 @@ def reciprocal_of_byte(byte: torch.Tensor) -> torch.Tensor:
 def _quantise(x: torch.Tensor, dims: tuple[int, ...], kind: ScaleKind) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 x, one group along ``dims`` -> E4M3 like x, and the groups' FP32 scales with ``dims`` kept as size 1."""
     amax = x.abs().amax(dims, keepdim=True)
-    byte = scale_byte(amax)
+    byte, finite = _scale_byte(amax)
     if kind == "power_of_two":
-        return _to_e4m3(x * reciprocal_of_byte(byte), byte), scale_of_byte(byte)
+        return _to_e4m3(x * reciprocal_of_byte(byte), byte, finite), scale_of_byte(byte)
     scale = (amax.clamp(min=AMAX_FLOOR) / E4M3_MAX).masked_fill_(byte == E8M0_NAN_BYTE, torch.nan)
-    return _to_e4m3(x / scale, byte), scale
+    return _to_e4m3(x / scale, byte, finite), scale
 
 
-def _to_e4m3(scaled: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
+def _scale_byte(amax: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """``scale_byte``, and whether every amax is finite: one reduction in the ordinary case, since the maximum keeps a NaN."""
+    byte = (amax.clamp(min=AMAX_FLOOR).view(torch.int32) + _ROUND_UP_ABOVE_1_75 >> 23) - 8
+    finite = not amax.numel() or math.isfinite(float(amax.amax()))
+    return (byte if finite else byte.masked_fill_(~torch.isfinite(amax), E8M0_NAN_BYTE)), finite
+
+
+def _to_e4m3(scaled: torch.Tensor, byte: torch.Tensor, finite: bool) -> torch.Tensor:
     """Clamp (torch 2.11 casts overflow to NaN, 2.13 saturates), cast, and mark the groups that were not finite."""
     values = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    if byte.numel() and int(byte.amax()) == E8M0_NAN_BYTE:
+    if not finite:
         values.view(torch.uint8).masked_fill_(byte == E8M0_NAN_BYTE, E4M3_NAN_BYTE)
     return values
-
-
-def _all_finite(amax: torch.Tensor) -> bool:
-    """One reduction in the ordinary case; the maximum keeps a NaN."""
-    return not amax.numel() or math.isfinite(float(amax.amax()))

@@ -57,7 +57,8 @@ class _Forward:
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
         if config.qk_norm:
             q, k = self.norm(f"{path}.q_norm", q), self.norm(f"{path}.k_norm", k)
-        q, k = observe(rope(q, self.rope_rows), path, "rope.q"), observe(rope(k, self.rope_rows), path, "rope.k")
+        q, k = rope(torch.cat([q, k], 1), self.rope_rows).split([config.num_heads, config.num_kv_heads], 1)
+        q, k = observe(q, path, "rope.q"), observe(k, path, "rope.k")
         out = observe(self.attend(layer, q, k, v), path, "attention")
         return self.linear(f"{path}.o_proj", out.reshape(h.shape[0], -1))
 

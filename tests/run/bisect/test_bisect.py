@@ -101,7 +101,7 @@ FAULTS = {
     "quantiser": (linear, "quantise_rows", 3, "layers.1.down_proj.input"),
     "GEMM": (linear, "gemm_e4m3", 1, "layers.1.o_proj"),
     "norm": (decoder, "rms_norm", 0, "layers.1.input_norm"),
-    "RoPE": (decoder, "rope", 1, "layers.1.rope.k"),
+    "RoPE": (decoder, "rope", 0, "layers.1.rope.q"),
     "attention": ({"rollout": paged_attention, "training": packed_attention}, "attend", 0, "layers.1.attention"),
     "activation": (decoder, "swiglu", 0, "layers.1.activation"),
     "embedding": (decoder, "embedding", 0, "embed_tokens"),
