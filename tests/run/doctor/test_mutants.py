@@ -46,7 +46,7 @@ def no_floor(patch: Patch) -> None:
 
 def truncate_values(patch: Patch) -> None:
     exact = quantise._to_e4m3
-    patch.setattr(quantise, "_to_e4m3", lambda scaled, byte: exact(scaled.bfloat16().float(), byte))  # rounds twice
+    patch.setattr(quantise, "_to_e4m3", lambda scaled, *groups: exact(scaled.bfloat16().float(), *groups))  # rounds twice
 
 
 def keep_nan_blocks(patch: Patch) -> None:
