@@ -20,7 +20,7 @@ from isobit.kernels.grid import snap_rows
 from isobit.kernels.quantise import quantise_blocks, quantise_rows, quantise_tokens
 from isobit.kernels.trace import observe
 from isobit.precision.flow import Site
-from isobit.precision.formats import BLOCK, DTYPES, ScaleKind
+from isobit.precision.formats import BLOCK, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
 
@@ -124,8 +124,3 @@ def _token_grouped(x: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
     for group, scale in zip(values.split(BLOCK), quantised.scales, strict=True):
         group.mul_(scale)
     return values
-
-
-def activation_dtype(site: Site) -> torch.dtype:
-    """The dtype of a site's input and output: FP32 in the FP32 flow, BF16 in every other."""
-    return DTYPES["fp32" if site.forward == "fp32" else "bf16"]
