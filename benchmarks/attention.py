@@ -1,4 +1,4 @@
-"""FP8 attention on one Hopper GPU: decode in TB/s of KV and scale bytes, prefill in TFLOP/s (causal), beside the card's copy bandwidth.
+"""FP8 and BF16 attention on one Hopper GPU: decode in TB/s of KV and scale bytes, prefill in TFLOP/s (causal), and the copy bandwidth.
 
     python benchmarks/attention.py [--out benchmarks/results/attention.json]
 
@@ -16,6 +16,7 @@ import triton
 from isobit.kernels.hopper.attention import TILE, PackedKeys, PagedKeys, decode_attention, prefill_attention
 from isobit.precision.formats import E4M3
 
+FORMS = ("fp8", "bf16")
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DECODE = [(64, 4096), (256, 2048), (16, 32768)]
 PREFILL = [(8, 4096), (2, 16384)]
@@ -35,27 +36,42 @@ def random_bytes(*shape: int) -> torch.Tensor:
     return torch.randint(118, 122, shape, dtype=torch.uint8, device="cuda")
 
 
-def decode_row(batch: int, length: int) -> dict[str, object]:
+def random_heads(form: str, *shape: int) -> torch.Tensor:
+    return random_e4m3(*shape) if form == "fp8" else torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def query_scales(form: str, *shape: int) -> torch.Tensor | None:
+    return torch.full(shape, 2.0**-8, device="cuda") if form == "fp8" else None
+
+
+def decode_row(form: str, batch: int, length: int) -> dict[str, object]:
     pages = batch * length // TILE
     table = torch.randperm(pages, device="cuda").int().view(batch, -1)
-    keys, values = random_e4m3(pages, KV_HEADS, TILE, DIM), random_e4m3(pages, KV_HEADS, DIM, TILE)
-    paged = PagedKeys(keys, random_bytes(pages, KV_HEADS, TILE), values, random_bytes(pages, KV_HEADS, TILE))
-    queries, scales = random_e4m3(batch, HEADS, DIM), torch.full((batch, HEADS), 2.0**-8, device="cuda")
+    keys, values = (random_heads(form, pages, KV_HEADS, *page) for page in ((TILE, DIM), (DIM, TILE)))
+    if form == "fp8":
+        paged = PagedKeys(keys, random_bytes(pages, KV_HEADS, TILE), values, random_bytes(pages, KV_HEADS, TILE))
+    else:
+        paged = PagedKeys(keys, None, values.view_as(keys), None)
+    queries, scales = random_heads(form, batch, HEADS, DIM), query_scales(form, batch, HEADS)
     lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
     taken = seconds(lambda: decode_attention(queries, scales, paged, table, lengths, length))
-    moved = 2 * batch * length * KV_HEADS * (DIM + 1)
-    return {"decode": [batch, length], "us": taken * 1e6, "tb_per_s": moved / taken / 1e12}
+    moved = 2 * batch * length * KV_HEADS * (DIM + 1 if form == "fp8" else 2 * DIM)
+    return {"form": form, "decode": [batch, length], "us": taken * 1e6, "tb_per_s": moved / taken / 1e12}
 
 
-def prefill_row(batch: int, length: int) -> dict[str, object]:
+def prefill_row(form: str, batch: int, length: int) -> dict[str, object]:
     tokens = batch * length
-    keys, values = random_e4m3(tokens, KV_HEADS, DIM), random_e4m3(tokens, KV_HEADS, DIM).half()
-    packed = PackedKeys(keys, random_bytes(tokens, KV_HEADS), values, random_bytes(tokens, KV_HEADS))
-    queries, scales = random_e4m3(tokens, HEADS, DIM), torch.full((tokens, HEADS), 2.0**-8, device="cuda")
+    keys, values = random_heads(form, tokens, KV_HEADS, DIM), random_heads(form, tokens, KV_HEADS, DIM)
+    if form == "fp8":
+        packed = PackedKeys(keys, random_bytes(tokens, KV_HEADS), values.half(), random_bytes(tokens, KV_HEADS))
+    else:
+        packed = PackedKeys(keys, None, values, None)
+    queries, scales = random_heads(form, tokens, HEADS, DIM), query_scales(form, tokens, HEADS)
     starts = torch.arange(batch, dtype=torch.int32, device="cuda") * length
     full = torch.full_like(starts, length)
     taken = seconds(lambda: prefill_attention(queries, scales, packed, starts, full, starts, full, length, length))
-    return {"prefill": [batch, length], "ms": taken * 1e3, "tflop_per_s": 2 * batch * length**2 * HEADS * DIM / taken / 1e12}
+    flops = 2 * batch * length**2 * HEADS * DIM
+    return {"form": form, "prefill": [batch, length], "ms": taken * 1e3, "tflop_per_s": flops / taken / 1e12}
 
 
 def main() -> None:
@@ -71,10 +87,11 @@ def main() -> None:
         {"card": card.name, "uuid": str(card.uuid), "torch": torch.__version__, "triton": triton.__version__, "copy_tb_per_s": copy}
     ]
     print(json.dumps(rows[0]), flush=True)
-    for work, shapes in ((decode_row, DECODE), (prefill_row, PREFILL)):
-        for shape in shapes:
-            rows.append(work(*shape))
-            print(json.dumps(rows[-1]), flush=True)
+    for form in FORMS:
+        for work, shapes in ((decode_row, DECODE), (prefill_row, PREFILL)):
+            for shape in shapes:
+                rows.append(work(form, *shape))
+                print(json.dumps(rows[-1]), flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -50,18 +50,19 @@ def generate(
 ) -> list[Group]:
     """Complete each prompt ``samples`` times: ``generate("starter", ["3+8+2+9="], precision="fp8", rollout={"max_new_tokens": 24})``.
 
-    ``settings`` are keys of the tables precision and rollout.  Raises what ``isobit.run.rollout.rollout_folder`` raises.
+    ``settings`` are the key device and keys of the tables precision and rollout.  Raises what ``isobit.run.rollout.rollout_folder`` raises.
     """
     config = _configuration(GenerationConfig, {}, settings)
-    return rollout_folder(model_folder(model), prompts, config.precision, config.rollout, samples, seed, chat)
+    return rollout_folder(model_folder(model), prompts, config, samples, seed, chat)
 
 
 def verify(model: str | Path, options: VerifyOptions | None = None, **settings: Any) -> VerifyResult:
     """Compare sampled and trained log-probabilities of a model folder, bit for bit: ``verify("starter", precision="fp8")``.
 
-    ``settings`` are keys of the table precision.  Raises what ``isobit.run.verify.verify`` raises.
+    ``settings`` are the key device and keys of the table precision.  Raises what ``isobit.run.verify.verify`` raises.
     """
-    return verification.verify(model_folder(model), _configuration(VerifyConfig, {}, settings).precision, options)
+    config = _configuration(VerifyConfig, {}, settings)
+    return verification.verify(model_folder(model), config.precision, options, device=config.device)
 
 
 def _configuration(schema: type[Schema], recipe: str | Path | Mapping[str, Any] | Schema, changes: Mapping[str, Any]) -> Schema:

@@ -15,12 +15,13 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.kernels.hopper.attention import PART, TILE, PackedKeys, PagedKeys, decode_attention, prefill_attention
 
 LAYOUTS = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128)]
+FORMS = ["e4m3", "bf16"]
 
 
 class Case:
     """Random packed q, k, v, with outliers and a bias on K unless plain; the same K and V in shuffled pages."""
 
-    def __init__(self, lengths: list[int], heads: int, kv_heads: int, dim: int, plain: bool = False) -> None:
+    def __init__(self, form: str, lengths: list[int], heads: int, kv_heads: int, dim: int, plain: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -33,28 +34,45 @@ class Case:
             k += 10 * normal(kv_heads, dim)
             q[::17] *= 30
             k[::13, :, 3] *= 20
-        self.encoded = [Heads.encode(x.bfloat16(), "e4m3") for x in (q, k, v)]
-        (self.q, q_byte), (self.k, self.k_byte), (self.v, self.v_byte) = ((x.values.cuda(), x.bytes.cuda()) for x in self.encoded)
-        self.q_scale = scale_of_byte(q_byte.cpu()).cuda()
         self.lengths, self.starts = lengths, [sum(lengths[:b]) for b in range(len(lengths))]
-        self.packed = PackedKeys(self.k, self.k_byte, self.v.half(), self.v_byte)
-        self.pages, self.table = self._page()
+        inputs = [x.bfloat16() for x in (q, k, v)]
+        if form == "e4m3":
+            encoded = [Heads.encode(x, "e4m3") for x in inputs]
+            self.exact = [x.dequantised().double().cuda() for x in encoded]
+            self.q, k8, v8 = (x.values.cuda() for x in encoded)
+            self.q_scale = scale_of_byte(encoded[0].bytes).cuda()
+            k_byte, v_byte = (x.bytes.cuda() for x in encoded[1:])
+            self.packed = PackedKeys(k8, k_byte, v8.half(), v_byte)
+            values = self._page(v8).transpose(2, 3).contiguous().view(E4M3)
+            self.pages = PagedKeys(self._page(k8).view(E4M3), self._page(k_byte), values, self._page(v_byte))
+        else:
+            self.exact = [x.double().cuda() for x in inputs]
+            self.q, k16, v16 = (x.cuda() for x in inputs)
+            self.q_scale = None
+            self.packed = PackedKeys(k16, None, v16, None)
+            self.pages = PagedKeys(self._page(k16), None, self._page(v16), None)
 
-    def _page(self) -> tuple[PagedKeys, torch.Tensor]:
+    @property
+    def table(self) -> torch.Tensor:
         most = -(-max(self.lengths) // TILE)
-        table = torch.randperm(most * len(self.lengths), generator=torch.Generator().manual_seed(1)).view(len(self.lengths), most)
-        kv_heads, dim = self.k.shape[1:]
-        raw = [torch.zeros(table.numel(), kv_heads, TILE, dim, dtype=torch.uint8, device="cuda") for _ in range(2)]
-        byte = [torch.full((table.numel(), kv_heads, TILE), 127, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        shuffled = torch.randperm(most * len(self.lengths), generator=torch.Generator().manual_seed(1))
+        return shuffled.view(len(self.lengths), most).int().cuda()
+
+    def _page(self, packed: torch.Tensor) -> torch.Tensor:
+        """[T, G, ...] -> [page, G, TILE, ...]; E4M3 as bytes."""
+        source = packed.view(torch.uint8) if packed.dtype == E4M3 else packed
+        table = self.table
+        paged = torch.zeros(table.numel(), source.shape[1], TILE, *source.shape[2:], dtype=source.dtype, device="cuda")
         for b, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-            position = torch.arange(length)
-            page, offset, rows = table[b, position // TILE].cuda(), (position % TILE).cuda(), slice(start, start + length)
-            for target, source in zip(raw, (self.k, self.v), strict=True):
-                target[page, :, offset] = source[rows].view(torch.uint8)
-            for target, source in zip(byte, (self.k_byte, self.v_byte), strict=True):
-                target[page, :, offset] = source[rows]
-        values = raw[1].transpose(2, 3).contiguous().view(E4M3)
-        return PagedKeys(raw[0].view(E4M3), byte[0], values, byte[1]), table.int().cuda()
+            position = torch.arange(length, device="cuda")
+            paged[table[b, position // TILE].long(), :, position % TILE] = source[start : start + length]
+        return paged
+
+    def queries(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The queries of some packed rows and their scales."""
+        if self.q_scale is None:
+            return self.q[rows], None
+        return self.q.view(torch.uint8)[rows].view(E4M3), self.q_scale[rows]
 
     def prefill(self, ranges: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The queries [first, last) of each sequence -> output, log-sum-exp, and the packed rows that they are."""
@@ -62,11 +80,18 @@ class Case:
         counts = [z - a for a, z in ranges]
         starts = [sum(counts[:b]) for b in range(len(counts))]
         last = [z for _, z in ranges]
-        q = self.q.view(torch.uint8)[rows].view(E4M3)
         output, lse = prefill_attention(
-            q, self.q_scale[rows], self.packed, ints(starts), ints(counts), ints(self.starts), ints(last), max(counts), max(last)
+            *self.queries(rows), self.packed, ints(starts), ints(counts), ints(self.starts), ints(last), max(counts), max(last)
         )
         return output, lse, rows
+
+
+def packed_rows(packed: PackedKeys, rows: torch.Tensor) -> PackedKeys:
+    def take(x: torch.Tensor) -> torch.Tensor:
+        return x.view(torch.uint8)[rows].view(x.dtype)
+
+    key_bytes, value_bytes = (None if x is None else x[rows] for x in (packed.key_bytes, packed.value_bytes))
+    return PackedKeys(take(packed.keys), key_bytes, take(packed.values), value_bytes)
 
 
 def ints(values: list[int]) -> torch.Tensor:
@@ -74,19 +99,19 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_decode_and_chunks_equal_the_training_forward(layout: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_decode_and_chunks_equal_the_training_forward(form: str, layout: tuple[int, int, int]) -> None:
     lengths = [1, 63, 64, 65, 127, 128, 129, 700, PART - 1, PART, PART + 1, 2 * PART + 300]
-    case = Case(lengths, *layout)
+    case = Case(form, lengths, *layout)
     output, lse, _ = case.prefill([(0, n) for n in lengths])
     choose = random.Random(0)
     compared = 0
     for _ in range(8):
         positions = [choose.choice([n - 1, choose.randrange(n)]) for n in lengths]
         rows = torch.tensor([s + p for s, p in zip(case.starts, positions, strict=True)], device="cuda")
-        q = case.q.view(torch.uint8)[rows].view(E4M3)
         limit = max(positions) + 1 + choose.choice([0, 3 * PART])  # the launch is sized for more than there is, as under CUDA graphs
         limit = min(limit, case.table.shape[1] * TILE)
-        got, got_lse = decode_attention(q, case.q_scale[rows], case.pages, case.table, ints([p + 1 for p in positions]), limit)
+        got, got_lse = decode_attention(*case.queries(rows), case.pages, case.table, ints([p + 1 for p in positions]), limit)
         assert torch.equal(got, output[rows]) and torch.equal(got_lse, lse[rows])
         compared += got.numel()
         firsts = [choose.randrange(n) for n in lengths]
@@ -96,40 +121,75 @@ def test_decode_and_chunks_equal_the_training_forward(layout: tuple[int, int, in
     assert output.isfinite().all() and lse.isfinite().all()
 
 
-def test_a_sequence_alone_equals_itself_in_company() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sequence_alone_equals_itself_in_company(form: str) -> None:
     lengths = [300, PART + 200, 77]
-    case = Case(lengths, 32, 8, 128)
+    case = Case(form, lengths, 32, 8, 128)
     output, lse, _ = case.prefill([(0, n) for n in lengths])
     for start, n in zip(case.starts, lengths, strict=True):
-        rows = slice(start, start + n)
-        keys = PackedKeys(case.k[rows], case.k_byte[rows], case.packed.values[rows], case.v_byte[rows])
-        alone, alone_lse = prefill_attention(case.q[rows], case.q_scale[rows], keys, ints([0]), ints([n]), ints([0]), ints([n]), n, n)
+        rows = torch.arange(start, start + n, device="cuda")
+        keys = packed_rows(case.packed, rows)
+        alone, alone_lse = prefill_attention(*case.queries(rows), keys, ints([0]), ints([n]), ints([0]), ints([n]), n, n)
         assert torch.equal(alone, output[rows]) and torch.equal(alone_lse, lse[rows])
 
 
 @pytest.mark.parametrize("length", [500, PART + 600])
-def test_values_against_fp64(length: int) -> None:
-    case = Case([length], 8, 2, 128, plain=True)  # with scores in the thousands the tensor cores' 14 bits are what one would measure
+@pytest.mark.parametrize("form", FORMS)
+def test_values_against_fp64(form: str, length: int) -> None:
+    case = Case(form, [length], 8, 2, 128, plain=True)  # with scores in the thousands the tensor cores' 14 bits are what one would measure
     output, lse, _ = case.prefill([(0, length)])
-    q, k, v = (x.dequantised().double().cuda().transpose(0, 1) for x in case.encoded)
+    q, k, v = (x.transpose(0, 1) for x in case.exact)
     scores = (q @ k.repeat_interleave(4, 0).transpose(1, 2)) / 128**0.5
     scores.masked_fill_(torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1), -torch.inf)
     exact = (scores.softmax(-1) @ v.repeat_interleave(4, 0)).transpose(0, 1)
-    assert (output.double() - exact).norm() / exact.norm() < 2.5e-3
+    assert (output.double() - exact).norm() / exact.norm() < 3e-3  # 1.7e-3 of it is the rounding of the output to BF16
     exact_lse = scores.logsumexp(-1).t() / torch.log(torch.tensor(2.0, dtype=torch.float64))
     assert ((lse.double() - exact_lse).abs() / exact_lse.abs().clamp(min=1)).max() < 2e-3
 
 
-def test_a_nan_key_reaches_every_query_that_sees_it() -> None:
-    case = Case([PART + 300], 8, 2, 128)
-    place = PART + 100
-    case.k.view(torch.uint8)[place] = 0x7F
-    case.k_byte[place] = 0xFF
+@pytest.mark.parametrize("which", ["keys", "values"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_nan_reaches_every_query_that_sees_it(form: str, which: str) -> None:
+    length, place = PART + 300, PART + 100
+    case = Case(form, [length], 8, 2, 128)
+    for stored in (case.packed, case.pages):
+        values = getattr(stored, which)
+        paged = (int(case.table[0, place // TILE]), slice(None), place % TILE)
+        where = place if stored is case.packed else (paged if which == "keys" or form == "bf16" else (*paged[:2], slice(None), paged[2]))
+        if values.dtype == E4M3:
+            values.view(torch.uint8)[where] = 0x7F
+        else:
+            values[where] = torch.nan
+    output, _, _ = case.prefill([(0, length)])
+    clean = place if which == "keys" else place // TILE * TILE  # a tile's values are multiplied with a masked key's weight too: 0 NaN
+    assert output[:clean].isfinite().all() and output[place:].isnan().all()
+    positions = [place - TILE, place, length - 1]
+    for position in positions:
+        rows = torch.tensor([position], device="cuda")
+        got, _ = decode_attention(*case.queries(rows), case.pages, case.table, ints([position + 1]), length)
+        assert got.isnan().all() if position >= place else got.isfinite().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_nan_query_stays_one(form: str) -> None:
+    case = Case(form, [PART + 300], 8, 2, 128)
+    if form == "e4m3":
+        case.q.view(torch.uint8)[PART + 200] = 0x7F
+    else:
+        case.q[PART + 200] = torch.nan
     output, _, _ = case.prefill([(0, PART + 300)])
-    assert output[:place].isfinite().all() and output[place:].isnan().all()
+    bad = output.isnan().flatten(1)
+    assert bad[PART + 200].all() and not bad[: PART + 200].any() and not bad[PART + 201 :].any()
 
 
 def test_shapes_that_are_not_supported_are_refused() -> None:
-    case = Case([10], 4, 2, 64)
+    case = Case("bf16", [10], 4, 2, 64)
     with pytest.raises(ValueError, match="head sizes 64 and 128"):
-        decode_attention(case.q[:1, :, :32], case.q_scale[:1], case.pages, case.table, ints([1]), 10)
+        decode_attention(case.q[:1, :, :32], None, case.pages, case.table, ints([1]), 10)
+
+
+def test_forms_are_not_mixed() -> None:
+    narrow, wide = Case("e4m3", [10], 4, 2, 64), Case("bf16", [10], 4, 2, 64)
+    for queries, scales in ((wide.q, None), (narrow.q, None)):
+        with pytest.raises(ValueError, match="E4M3 with scales and bytes, or BF16 without"):
+            decode_attention(queries[:1], scales, narrow.pages, narrow.table, ints([1]), 10)

@@ -11,7 +11,7 @@ from isobit.precision.formats import ScaleKind
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, rms_norm_quantise, swiglu_quantise
+from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, rms_norm_quantise, swiglu, swiglu_quantise
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 
@@ -77,5 +77,8 @@ def test_swiglu_against_the_specification(columns: int) -> None:
     assert ours.values.shape == expected.values.shape
     different = ours.values.view(torch.uint8).cpu() != expected.values.view(torch.uint8)
     assert different.float().mean() < 2e-3  # the GPU's exp rounds differently, and so, rarely, does the BF16 that is quantised
+    unquantised = swiglu(gate_up.cuda())
+    assert_same(ours, unquantised, "power_of_two")
+    assert (unquantised.cpu() != swiglu_forward(gate_up)).float().mean() < 2e-3
     alone = swiglu_quantise(gate_up[7:8].cuda())
     assert torch.equal(alone.values.view(torch.uint8), ours.values.view(torch.uint8)[7:8])

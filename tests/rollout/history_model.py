@@ -4,19 +4,19 @@ One wrong slot, block table entry, page copy or position gives another history, 
 this model with a plain loop over token lists tests everything between the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from isobit.kernels.kv_cache import PAGE_TOKENS
 from isobit.kernels.log_prob import log_softmax
 from isobit.kernels.noise import sample_key, uniforms
 from isobit.kernels.sampling import draw, truncate
 from isobit.records import Prompt, SamplingParams
 from isobit.rollout.batch import ForwardBatch
 from isobit.rollout.engine import Engine, Request, RolloutConfig
+from isobit.rollout.runner import ModelRunner
 
 VOCAB = 11
 MODULUS = (1 << 61) - 1
@@ -39,6 +39,7 @@ class HistoryModel:
     """A ModelRunner over a page-structured store of token ids; version counts up as often as a test says."""
 
     num_pages: int
+    page_tokens: int = 64
     version: int = 0
     batches: list[ForwardBatch] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
@@ -46,7 +47,7 @@ class HistoryModel:
     poisoned: int | None = None  # a prompt token after which logits are NaN
 
     def __post_init__(self) -> None:
-        self.store = torch.full((self.num_pages, PAGE_TOKENS), -1, dtype=torch.int64)
+        self.store = torch.full((self.num_pages, self.page_tokens), -1, dtype=torch.int64)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         self.batches.append(batch)
@@ -72,8 +73,9 @@ class HistoryModel:
             logits[hidden.squeeze(1) == history_hash([self.poisoned]), 3] = torch.nan
         return logits
 
-    def copy_page(self, source: int, target: int) -> None:
-        self.store[target] = self.store[source]
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert len({*sources, *targets}) == len(set(sources)) + len(targets), "pages are copied at once, in any order"
+        self.store[list(targets)] = self.store[list(sources)]
 
     def clear(self) -> None:
         self.cleared += 1
@@ -88,15 +90,18 @@ class FakeConfig:
 class FakePolicy:
     config = FakeConfig()
     flow = None  # read by the cache alone, which a HistoryModel has not
+    device = torch.device("cpu")
 
 
-def make_engine(seed: int = 0, tokenizer: Any = None, **sizes: Any) -> tuple[Engine, HistoryModel]:
-    """An engine over a HistoryModel; ``sizes`` go into its RolloutConfig."""
+def make_engine(
+    seed: int = 0, tokenizer: Any = None, page_tokens: int = 64, wrap: Callable[[ModelRunner], Any] | None = None, **sizes: Any
+) -> tuple[Engine, HistoryModel]:
+    """An engine over a HistoryModel, or over what ``wrap`` puts around it; ``sizes`` go into its RolloutConfig."""
     models: list[HistoryModel] = []
 
-    def make(_: Any, num_pages: int) -> HistoryModel:
-        models.append(HistoryModel(num_pages))
-        return models[0]
+    def make(_: Any, num_pages: int) -> Any:
+        models.append(HistoryModel(num_pages, page_tokens))
+        return wrap(models[0]) if wrap else models[0]
 
     config = RolloutConfig.model_validate({"kv_pages": 40, "max_sequences": 8, "max_batched_tokens": 100} | sizes)
     policy: Any = FakePolicy()

@@ -21,7 +21,7 @@ def tokens_and_logprobs(groups: list[list[Completion]]) -> list[list[tuple[list[
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Request], dict[str, int]]:
+def batches(draw: st.DrawFn) -> tuple[list[Request], dict[str, Any]]:
     """Requests of all sizes, and an engine that is barely or amply large enough for them."""
     requests = [
         request(
@@ -35,8 +35,10 @@ def batches(draw: st.DrawFn) -> tuple[list[Request], dict[str, int]]:
         )
         for index in range(draw(st.integers(1, 5)))
     ]
-    needed = max(pages_for(r.max_length(FakeConfig.max_positions) - 1) for r in requests)
+    page_tokens = draw(st.sampled_from([32, 64, 128]))
+    needed = max(pages_for(r.max_length(FakeConfig.max_positions) - 1, page_tokens) for r in requests)
     sizes = {
+        "page_tokens": page_tokens,
         "kv_pages": needed + draw(st.integers(0, 8)),
         "max_sequences": draw(st.integers(1, 9)),
         "max_batched_tokens": draw(st.one_of(st.integers(1, 12), st.integers(40, 300))),
@@ -46,7 +48,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Request], dict[str, int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(batches())
-def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], dict[str, int]]):
+def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], dict[str, Any]]):
     requests, sizes = batch
     engine, model = make_engine(**sizes)
     groups = engine.generate(requests)
@@ -59,7 +61,13 @@ def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], d
 def test_nothing_but_time_depends_on_the_engines_sizes_or_on_the_order_of_requests():
     requests = [request(i, length, samples, max_new_tokens=90) for i, (length, samples) in enumerate([(5, 4), (130, 3), (64, 2), (63, 5)])]
     expected = tokens_and_logprobs(make_engine()[0].generate(requests))
-    for sizes in ({"kv_pages": 4}, {"max_sequences": 1}, {"max_batched_tokens": 7}, {"kv_pages": 5, "max_batched_tokens": 3}):
+    tight: list[dict[str, Any]] = [
+        {"kv_pages": 4},
+        {"max_sequences": 1},
+        {"max_batched_tokens": 7},
+        {"kv_pages": 5, "max_batched_tokens": 3},
+    ]
+    for sizes in tight:
         assert tokens_and_logprobs(make_engine(**sizes)[0].generate(requests)) == expected
     assert tokens_and_logprobs(make_engine()[0].generate(requests[::-1])) == expected[::-1]
 

@@ -14,10 +14,10 @@ from isobit.models.decoder import hidden_states
 from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy, random_policy
 from isobit.records import Completion, Prompt, SamplingParams
+from isobit.rollout.cache_size import choose_num_pages
 from isobit.rollout.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
-from isobit.rollout.runner import choose_num_pages
 
 TINY = ModelConfig(
     family="qwen3",

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from isobit.rollout.pages import PageAllocator, pages_for
+from isobit.rollout.pages import PageAllocator
 
 
 class AllocatorUse(RuleBasedStateMachine):
@@ -13,7 +13,7 @@ class AllocatorUse(RuleBasedStateMachine):
 
     @initialize(num_pages=st.integers(1, 12))
     def make(self, num_pages: int) -> None:
-        self.allocator = PageAllocator(num_pages)
+        self.allocator = PageAllocator(num_pages, 64)
         self.expected = dict.fromkeys(range(num_pages), 0)
 
     def held(self) -> list[int]:
@@ -51,7 +51,7 @@ TestAllocatorUse = AllocatorUse.TestCase
 
 
 def test_a_page_cannot_be_released_or_shared_when_nobody_holds_it():
-    allocator = PageAllocator(2)
+    allocator = PageAllocator(2, 64)
     page = allocator.allocate()
     allocator.release(page)
     with pytest.raises(AssertionError, match="released but not held"):
@@ -61,11 +61,12 @@ def test_a_page_cannot_be_released_or_shared_when_nobody_holds_it():
 
 
 def test_the_last_freed_page_is_used_first():
-    allocator = PageAllocator(5)
+    allocator = PageAllocator(5, 64)
     first, second = allocator.allocate(), allocator.allocate()
     allocator.release(first)
     assert (first, second, allocator.allocate()) == (0, 1, 0)
 
 
 def test_pages_are_counted_up():
-    assert [pages_for(n) for n in (0, 1, 63, 64, 65, 128)] == [0, 1, 1, 1, 2, 2]
+    assert [PageAllocator(1, 64).pages_for(n) for n in (0, 1, 63, 64, 65, 128)] == [0, 1, 1, 1, 2, 2]
+    assert [PageAllocator(1, 128).pages_for(n) for n in (0, 1, 64, 127, 128, 129)] == [0, 1, 1, 1, 1, 2]

@@ -11,7 +11,7 @@ from isobit.rollout.request import Limits, Request, check_requests
 
 from .history_model import make_engine
 
-LIMITS = Limits(context=300, vocab_size=50, num_pages=4, has_tokenizer=True)
+LIMITS = Limits(context=300, vocab_size=50, num_pages=4, page_tokens=64, has_tokenizer=True)
 
 
 def a_request(length: int = 10, samples: int = 2, token: int = 7, **sampling: Any) -> Request:

@@ -11,6 +11,7 @@ from isobit.config.schema import PrecisionConfig, Preset, RolloutConfig, Trainin
 from isobit.kernels import packed_attention
 from isobit.kernels import token_log_probs as token_log_probs_kernel
 from isobit.kernels.heads import Heads
+from isobit.kernels.kv_cache import KvCache
 from isobit.kernels.packed_attention import PackedAttention
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states
@@ -18,7 +19,8 @@ from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.flow import build_flow
 from isobit.precision.quant_tensor import QuantTensor
-from isobit.rollout.runner import PolicyRunner, num_pages_for
+from isobit.rollout.cache_size import num_pages_for
+from isobit.rollout.runner import PolicyRunner
 from isobit.run import memory
 from isobit.run.memory import MemoryEstimate, activation_bytes, estimate_memory, published_bytes
 from isobit.training.trainer import Trainer
@@ -53,6 +55,7 @@ def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Prese
     rollout = RolloutConfig(max_sequences=3)
     estimate = estimate_memory(shape, policy.flow, rollout, TrainingConfig(), 64)
     cache = PolicyRunner(policy, num_pages_for(shape, policy.flow, rollout))._cache
+    assert isinstance(cache, KvCache)
     assert estimate.size("KV pages") == storage_bytes(tensor for layer in cache.layers for tensor in (layer.values, layer.bytes))
 
 

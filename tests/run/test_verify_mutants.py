@@ -9,7 +9,7 @@ import torch
 
 from isobit.config.schema import PrecisionConfig, Preset
 from isobit.kernels import attention, paged_attention
-from isobit.rollout import engine, sampler
+from isobit.rollout import executor, sampler
 from isobit.rollout.batch import ForwardBatch
 from isobit.rollout.runner import PolicyRunner
 from isobit.rollout.scheduler import Plan
@@ -68,21 +68,21 @@ def test_one_unit_in_the_last_place_of_one_log_probability(tiny_folder: Path, mo
 
 
 def test_a_shared_partial_page_that_is_not_copied(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PolicyRunner, "copy_page", lambda self, source, target: None)
+    monkeypatch.setattr(PolicyRunner, "copy_pages", lambda self, sources, targets: None)
     assert check(tiny_folder).exit_code == 1
 
 
 def test_later_pieces_of_a_prompt_one_position_off(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the scenarios that go on with a prompt in the middle can see it, and all of them do."""
-    exact = engine.build_batch
+    exact = executor.build_batch
 
-    def build_batch(plan: Plan) -> ForwardBatch:
-        batch = exact(plan)
+    def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
+        batch = exact(plan, page_tokens)
         shifts = [torch.full((count,), int(count > 1 and sequence.cached > 0)) for sequence, count in plan]
         batch.positions.sub_(torch.cat(shifts))
         return batch
 
-    monkeypatch.setattr(engine, "build_batch", build_batch)
+    monkeypatch.setattr(executor, "build_batch", build_batch)
     result = check(tiny_folder)
     differing = {scenario.name for scenario in result.scenarios if scenario.comparison.tokens_differing}
     assert differing == {scenario.name for scenario in result.scenarios if scenario.stats.chunks or scenario.stats.recomputed_tokens}

@@ -52,8 +52,7 @@ def _generate(options: Namespace, settings: "GenerationConfig") -> "list[Group]"
         return rollout_folder(
             Path(options.folder),
             prompts=[options.prompt] if options.data is None else JsonlData(path=options.data),
-            precision=settings.precision,
-            rollout=settings.rollout,
+            settings=settings,
             samples=options.samples,
             seed=options.seed,
             chat=not options.no_chat,

@@ -1,4 +1,5 @@
-"""``isobit verify FOLDER``: whether sampled and trained log-probabilities are equal, bit for bit; ``--bisect``: where they part.
+"""``isobit verify FOLDER | --shape NAME``: whether sampled and trained log-probabilities are equal, bit for bit; ``--bisect``: where
+they part.
 
 Exit codes: 0 all equal, 1 some differ, 2 something could not be compared.
 """
@@ -6,18 +7,18 @@ Exit codes: 0 all equal, 1 some differ, 2 something could not be compared.
 import json
 import sys
 import traceback
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
 from isobit.cli.waiting import starting
-from isobit.errors import IsobitError
+from isobit.errors import ConfigError, IsobitError
 
 if TYPE_CHECKING:
-    from isobit.config.schema import PrecisionConfig
-    from isobit.run.verify import ScenarioResult, VerifyOptions, VerifyResult
+    from isobit.config.schema import VerifyConfig
+    from isobit.run.verify import ScenarioResult, VerifyResult
 
 NOT_COMPARED = 2
 
@@ -35,22 +36,21 @@ def run(arguments: Sequence[str]) -> int:
 
 def _verify(arguments: Sequence[str]) -> int:
     options, overrides = _parser().parse_known_args(arguments)
+    if (options.folder is None) == (options.shape is None):
+        raise ConfigError("name what to verify: a model FOLDER, or --shape NAME for random weights; not both")
 
     from isobit.config.schema import VerifyConfig
 
     settings = settings_from(VerifyConfig, {"precision": options.precision}, overrides)
     set_threads(options)
 
+    if options.bisect:
+        return _bisect(options, settings)
     with starting():
         from isobit.run.console import Report
-        from isobit.run.verify import VerifyOptions, verify
 
-    sizes = given(prompts=options.prompts, samples=options.samples, max_new_tokens=options.max_new_tokens)
-    check = Path(options.folder), settings.precision, VerifyOptions(seed=options.seed, **sizes)
-    if options.bisect:
-        return _bisect(*check, options.json)
     with Report().busy("generating and comparing"):
-        result = verify(*check, None if options.json else _print_scenario)
+        result = _compare(options, settings)
     if options.json:
         print(json.dumps(result.as_json(), indent=2))
     else:
@@ -58,19 +58,39 @@ def _verify(arguments: Sequence[str]) -> int:
     return result.exit_code
 
 
-def _bisect(folder: Path, precision: "PrecisionConfig", sizes: "VerifyOptions", as_json: bool) -> int:
+def _compare(options: Namespace, settings: "VerifyConfig") -> "VerifyResult":
+    on_scenario = None if options.json else _print_scenario
+    if options.shape is not None:
+        from isobit.run.full_size import FullSizeOptions, verify_shape
+
+        sizes = FullSizeOptions(**_sizes(options), **given(longest=options.longest), outliers=options.outliers)
+        return verify_shape(options.shape, settings.precision, settings.device, sizes, on_scenario)
+    from isobit.run.verify import VerifyOptions, verify
+
+    return verify(Path(options.folder), settings.precision, VerifyOptions(**_sizes(options)), on_scenario, settings.device)
+
+
+def _bisect(options: Namespace, settings: "VerifyConfig") -> int:
     from isobit.run.bisect.bisect import bisect
     from isobit.run.bisect.describe import describe_bisect
+    from isobit.run.verify import VerifyOptions
 
-    if as_json:
-        result = bisect(folder, precision, sizes)
+    if options.shape is not None:
+        raise ConfigError("--bisect takes a FOLDER: a checksum of every operation of a full-sized model would fill the memory")
+    check = Path(options.folder), settings.precision, VerifyOptions(**_sizes(options))
+    if options.json:
+        result = bisect(*check, device=settings.device)
         print(json.dumps(result.as_json(), indent=2))
         return result.exit_code
-    result = bisect(folder, precision, sizes, _print_scenario, _print_trace)
+    result = bisect(*check, _print_scenario, _print_trace, settings.device)
     _print_result(result.verified)
     for line in describe_bisect(result):
         print(line)
     return result.exit_code
+
+
+def _sizes(options: Namespace) -> dict[str, Any]:
+    return given(prompts=options.prompts, samples=options.samples, max_new_tokens=options.max_new_tokens, seed=options.seed)
 
 
 def _print_scenario(scenario: "ScenarioResult") -> None:
@@ -97,11 +117,17 @@ def _parser() -> ArgumentParser:
         "verify",
         "Generate ragged batches with preemption, chunking and prefix sharing, and compare every recorded log-probability\n"
         "with the training forward, bit for bit.  Exits 1 on any difference, 2 where something could not be compared.",
-        "precision",
+        "precision and device",
+        folder_optional=True,
     )
     parser.add_argument("--prompts", type=positive, metavar="N", help="random prompts")
     parser.add_argument("--samples", type=positive, metavar="N", help="completions of each prompt")
     parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="longest completion")
+    parser.add_argument(
+        "--shape", metavar="NAME", help="random weights of a model's shape, made on the device, instead of FOLDER: qwen3-8b"
+    )
+    parser.add_argument("--longest", type=positive, metavar="N", help="with --shape: tokens of the longest sequence, by default 8192")
+    parser.add_argument("--outliers", action="store_true", help="with --shape: plant outliers in the weights and large biases of K")
     parser.add_argument("--bisect", action="store_true", help="name the first layer and operation that differ, from checksums of all")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser

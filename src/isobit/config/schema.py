@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Preset = Literal["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 class Strict(BaseModel):
@@ -116,8 +117,10 @@ class RolloutConfig(Strict):
     max_batched_tokens: int = Field(default=2048, gt=0)
     """Tokens of one forward: decoding sequences first, the rest of it for chunks of prompts."""
     kv_pages: int | None = Field(default=None, gt=0)
-    """Pages of 64 tokens in the KV cache; by default as many as ``max_sequences`` of full length need, within ``kv_memory_gib``."""
-    kv_memory_gib: float = Field(default=2.0, gt=0)
+    """Pages of the KV cache, of 64 tokens on a CPU and 128 on a GPU; by default as many as ``max_sequences`` of full length need,
+    within ``kv_memory_gib``."""
+    kv_memory_gib: float | None = Field(default=None, gt=0)
+    """By default 2 on a CPU, and on a GPU what is free when the engine starts."""
 
 
 class AlgorithmConfig(Strict):
@@ -216,6 +219,8 @@ class RunConfig(Strict):
     output: Path
     """The run's directory; it must be new or empty, or with ``--resume`` the one to go on in."""
     precision: PrecisionConfig = PrecisionConfig()
+    device: Device = "auto"
+    """``auto`` takes a Hopper GPU where there is one; training itself runs on the CPU so far."""
     seed: int = 0
     threads: int | None = Field(default=None, gt=0)
     """CPU threads; by default torch's choice.  Gradients repeat bit for bit at a fixed number."""
@@ -234,6 +239,7 @@ class GenerationConfig(Strict):
     """What ``isobit rollout`` takes of a run's settings."""
 
     precision: PrecisionConfig = PrecisionConfig()
+    device: Device = "auto"
     rollout: RolloutConfig = RolloutConfig()
 
 
@@ -241,3 +247,4 @@ class VerifyConfig(Strict):
     """What ``isobit verify`` takes of a run's settings: the check chooses its own rollouts."""
 
     precision: PrecisionConfig = PrecisionConfig()
+    device: Device = "auto"

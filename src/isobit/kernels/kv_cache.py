@@ -4,6 +4,7 @@ A page is a KV tile: tile j of a sequence is page j of its block table, so a pag
 Layout a layer: values [2 (K, V), page, KV head, token, dim] in E4M3, BF16 or FP32, and their E8M0 scale bytes [2, page, KV head, token].
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -38,6 +39,8 @@ class KvShape(Protocol):
 class KvCache:
     """Pages of K and V for all layers; which page belongs to whom is the scheduler's business."""
 
+    page_tokens = PAGE_TOKENS
+
     def __init__(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> None:
         self.num_pages = num_pages
         self.formats: tuple[Format, ...] = _formats(shape, flow)
@@ -63,11 +66,18 @@ class KvCache:
         k, v = (self.layers[layer].map(lambda x, i=i: x[i].transpose(1, 2)[pages, offsets]) for i in range(2))
         return k, v
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy a page of every layer."""
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages of every layer, ``sources[i]`` to ``targets[i]``."""
         for arena in self.layers:
             for tensor in (_raw(arena.values), arena.bytes):
-                tensor[:, target] = tensor[:, source]
+                for source, target in zip(sources, targets, strict=True):
+                    tensor[:, target] = tensor[:, source]
+
+    def clear(self) -> None:
+        """Zeros everywhere, in place."""
+        for arena in self.layers:
+            _raw(arena.values).zero_()
+            arena.bytes.zero_()
 
     def gather(self, layer: int, pages: torch.Tensor, width: int) -> Heads:
         """K and V of the first ``width`` tokens of the given pages, int64 [n] -> [2, n, G, width, D]."""

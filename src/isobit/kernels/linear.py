@@ -9,7 +9,7 @@ with a rollout, so its GEMMs are plain FP32 over the dequantised operands: they 
 A bias is added in FP32 before Y is rounded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from isobit.kernels.grid import snap_rows
 from isobit.kernels.quantise import quantise_blocks, quantise_rows, quantise_tokens
 from isobit.kernels.trace import observe
 from isobit.precision.flow import Site
-from isobit.precision.formats import BLOCK, ScaleKind
+from isobit.precision.formats import BLOCK, DTYPES, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
 
@@ -35,20 +35,16 @@ class LinearWeight:
     @classmethod
     def publish(cls, site: Site, master: torch.Tensor, bias: torch.Tensor | None = None) -> "LinearWeight":
         """Quantise or snap the master [N, K]: from its BF16 rounding, except in FP32."""
-        source = master.detach() if site.forward == "fp32" else master.detach().bfloat16()
-        matrix = quantise_blocks(source, site.scales) if site.forward == "e4m3" else snap_rows(source)
-        return cls(site, matrix, None if bias is None else bias.detach().to(source.dtype))
+        weight = cls(site, _published(site, master.detach()))
+        return weight if bias is None else weight.with_bias(bias)
 
-    def copy_(self, other: "LinearWeight") -> None:
-        """Overwrite in place with a newer publication."""
-        if isinstance(self.matrix, QuantTensor):
-            assert isinstance(other.matrix, QuantTensor)
-            self.matrix.copy_(other.matrix)
-        else:
-            assert isinstance(other.matrix, torch.Tensor)
-            self.matrix.copy_(other.matrix)
-        if self.bias is not None and other.bias is not None:
-            self.bias.copy_(other.bias)
+    def with_bias(self, bias: torch.Tensor) -> "LinearWeight":
+        """The same matrix with a bias, from its master [N]."""
+        return replace(self, bias=bias.detach().to(torch.float32 if self.site.forward == "fp32" else torch.bfloat16, copy=True))
+
+    def overwrite(self, master: torch.Tensor) -> None:
+        """Publish newer values of the matrix into the same tensors."""
+        _published(self.site, master.detach(), self.matrix)
 
     def dequantised(self) -> torch.Tensor:
         """FP32 [N, K]: the matrix that the forward multiplies with."""
@@ -57,6 +53,30 @@ class LinearWeight:
         values, scales = decode_e4m3(self.matrix.values), self.matrix.scales
         blocks = values.view(scales.shape[0], BLOCK, scales.shape[1], BLOCK)
         return (blocks * scales[:, None, :, None]).view_as(values)
+
+
+def _published(site: Site, master: torch.Tensor, into: QuantTensor | torch.Tensor | None = None) -> QuantTensor | torch.Tensor:
+    """The matrix that a device's GEMM reads, in new tensors or in those of ``into``."""
+    if master.is_cuda:
+        return _published_on_gpu(site, master, into)
+    source = master if site.forward == "fp32" else master.bfloat16()
+    made = quantise_blocks(source, site.scales) if site.forward == "e4m3" else snap_rows(source)
+    if into is None:
+        return made
+    into.copy_(made)  # pyright: ignore[reportArgumentType] (both of one kind: the site says which)
+    return into
+
+
+def _published_on_gpu(site: Site, master: torch.Tensor, into: QuantTensor | torch.Tensor | None) -> QuantTensor | torch.Tensor:
+    if site.forward != "e4m3":
+        assert into is None or isinstance(into, torch.Tensor)
+        return master.to(DTYPES[site.forward], copy=True) if into is None else into.copy_(master)
+    from isobit.kernels.hopper.publish import publish_blocks
+
+    target = QuantTensor.empty_blocks(*master.shape, device=master.device) if into is None else into
+    assert isinstance(target, QuantTensor)
+    publish_blocks(master, target, site.scales)
+    return target
 
 
 def linear_forward(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

@@ -24,6 +24,10 @@ class RopeTable:
         angles = torch.arange(positions, dtype=torch.float64)[:, None] * inverse_frequencies[None, :]
         return cls(angles.cos().float(), angles.sin().float())
 
+    def to(self, device: torch.device) -> "RopeTable":
+        """The table on a device."""
+        return RopeTable(self.cos.to(device), self.sin.to(device))
+
     def rows(self, positions: torch.Tensor) -> "RopeTable":
         """The rows of the given positions, int64 [T], shaped [T, 1, D/2] to broadcast over heads."""
         return RopeTable(self.cos.index_select(0, positions)[:, None], self.sin.index_select(0, positions)[:, None])

@@ -42,8 +42,8 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig.from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
 
 
-def load_policy(folder: Path, precision: PrecisionConfig) -> Policy:
-    """Read a Hugging Face folder into FP32 masters and publish them in the given flow.
+def load_policy(folder: Path, precision: PrecisionConfig, device: torch.device | str = "cpu", trainable: bool = True) -> Policy:
+    """Read a Hugging Face folder into FP32 masters on a device and publish them in the given flow.
 
     Raises CheckpointError for a missing, damaged, misshaped, superfluous or non-finite tensor, by name and file.
     """
@@ -64,7 +64,7 @@ def load_policy(folder: Path, precision: PrecisionConfig) -> Policy:
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise CheckpointError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
-    return Policy(config, precision, fuse_tensors(config, tensors))
+    return Policy(config, precision, fuse_tensors(config, tensors), device, trainable)
 
 
 def fuse_tensors(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 
 from isobit.kernels.embedding import embedding
 from isobit.kernels.linear import linear
+from isobit.kernels.packed_attention import PackedAttention
 from isobit.kernels.rms_norm import rms_norm
 from isobit.kernels.rope import RopeTable, rope
 from isobit.kernels.swiglu import swiglu
@@ -41,6 +42,18 @@ def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions
         h = observe(h + forward.attention(layer, h), "layers", layer, "attention_residual")
         h = observe(h + forward.mlp(layer, h), "layers", layer, "mlp_residual")
     return forward.norm("norm", h)
+
+
+def packed_hidden_states(policy: Policy, token_ids: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """The training forward over whole sequences laid end to end, on the policy's device: int64 [T] each -> [T, hidden]."""
+    if policy.device.type == "cpu":
+        return hidden_states(policy, "training", token_ids, positions, PackedAttention(policy.flow, lengths))
+    from isobit.kernels.hopper import packed_attention
+    from isobit.models import hopper_decoder
+
+    token_ids, positions = token_ids.to(policy.device), positions.to(policy.device)
+    attend = packed_attention.PackedAttention(policy.flow.training, lengths, positions)
+    return hopper_decoder.hidden_states(policy, "training", token_ids, positions, attend)
 
 
 class _Forward:

@@ -2,21 +2,33 @@
 
 import torch
 
-from isobit.kernels import token_log_probs as kernel
+from isobit.kernels import token_log_probs as cpu
+from isobit.kernels.trace import observe
 from isobit.models.policy import Policy
 from isobit.precision.formats import Side
 
 
 def head_logits(policy: Policy, side: Side, hidden: torch.Tensor) -> torch.Tensor:
     """hidden [N, C] -> FP32 logits [N, V]."""
-    return kernel.head_logits(hidden, policy.weights(side).plain["head"])
+    weight = policy.weights(side).plain["head"]
+    if hidden.is_cuda:
+        from isobit.kernels.hopper.gemm import gemm_bf16
+
+        return observe(gemm_bf16(hidden, weight, torch.float32), "lm_head")
+    return cpu.head_logits(hidden, weight)
 
 
 def token_log_probs(
     policy: Policy, side: Side, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] (differentiable) and entropies [N].
+    """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] and entropies [N].
 
-    Raises NonFiniteError where logits are not finite.
+    The log-probabilities are differentiable on a CPU; on a GPU there is no backward yet.  Where logits are not finite, the CPU raises
+    NonFiniteError and the GPU, which nobody waits for, gives NaN.
     """
-    return kernel.token_log_probs(hidden, policy.masters[policy.head_name], policy.weights(side).plain["head"], targets, temperatures)
+    weight = policy.weights(side).plain["head"]
+    if hidden.is_cuda:
+        from isobit.kernels.hopper.token_log_probs import token_log_probs as on_gpu
+
+        return on_gpu(hidden, weight, targets, temperatures)
+    return cpu.token_log_probs(hidden, policy.masters[policy.head_name], weight, targets, temperatures)

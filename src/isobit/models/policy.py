@@ -31,17 +31,36 @@ class PublishedWeights:
 
 
 class Policy:
-    """A decoder's configuration, flow, masters and published weights."""
+    """A decoder's configuration, flow, masters and published weights, on one device.
 
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig, masters: Mapping[str, torch.Tensor]) -> None:
-        assert list(masters) == list(master_shapes(config)), "masters do not fit the configuration"
+    A policy that is not ``trainable`` keeps no masters: it holds what a rollout reads and nothing else.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        precision: PrecisionConfig,
+        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, torch.Tensor]],
+        device: torch.device | str = "cpu",
+        trainable: bool = True,
+    ) -> None:
+        """``masters`` in the order of ``master_shapes``; pairs are taken one by one, so they need not fit the memory together."""
         self.config = config
+        self.device = torch.device(device)
         self.flow: PrecisionFlow = build_flow(precision, config.shape)
-        self.masters = {name: torch.nn.Parameter(tensor.to(torch.float32, copy=True)) for name, tensor in masters.items()}
-        self.rope = RopeTable.build(inverse_frequencies(config), config.max_positions)
-        self.version = 0
+        self.masters: dict[str, torch.nn.Parameter] = {}
+        self.rope = RopeTable.build(inverse_frequencies(config), config.max_positions).to(self.device)
         self._sides: dict[Side, PublishedWeights] = {"rollout": PublishedWeights(), "training": PublishedWeights()}
-        self.publish()
+        pairs = masters.items() if isinstance(masters, Mapping) else masters
+        names: list[str] = []
+        for name, tensor in pairs:
+            master = torch.nn.Parameter(tensor.to(self.device, torch.float32, copy=True))
+            names.append(name)
+            self._publish(name, master)
+            if trainable:
+                self.masters[name] = master
+        assert names == list(master_shapes(config)), "masters do not fit the configuration"
+        self.version = 1
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The masters, in the order of the forward pass."""
@@ -56,18 +75,10 @@ class Policy:
         """The master that lm_head multiplies with."""
         return "embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version`` counts the publications."""
-        dtype = DTYPES[self.flow.training.activations]
         for name, master in self.masters.items():
-            path, _, kind = name.rpartition(".")
-            if path.endswith("_proj"):
-                if kind == "weight":
-                    self._publish_linear(path, master, self.masters.get(f"{path}.bias"))
-            else:
-                self._publish_plain(name, master.detach().to(dtype))
-        self._publish_plain("head", snap_rows(self.masters[self.head_name].detach().to(dtype)))
+            self._publish(name, master)
         self.version += 1
 
     @torch.no_grad()
@@ -78,22 +89,58 @@ class Policy:
         self.publish()
         self.version = version
 
-    def _publish_linear(self, path: str, master: torch.Tensor, bias: torch.Tensor | None) -> None:
+    @torch.no_grad()
+    def _publish(self, name: str, master: torch.Tensor) -> None:
+        path, _, kind = name.rpartition(".")
+        if not path.endswith("_proj"):
+            self._publish_plain(name, master)
+        elif kind == "weight":
+            self._publish_matrix(path, master)
+        else:
+            self._publish_bias(path, master)
+
+    def _publish_matrix(self, path: str, master: torch.Tensor) -> None:
         made: dict[Site, LinearWeight] = {}
         for side in ("rollout", "training"):
             site = self.flow.graph(side).site(path)
-            published = self._sides[side].linears
+            linears = self._sides[side].linears
             if site not in made:
-                made[site] = LinearWeight.publish(site, master, bias)
-                if path in published:
-                    published[path].copy_(made[site])
-                    made[site] = published[path]
-            published[path] = made[site]
+                if path in linears:
+                    linears[path].overwrite(master)
+                    made[site] = linears[path]
+                else:
+                    made[site] = LinearWeight.publish(site, master)
+            linears[path] = made[site]
 
-    def _publish_plain(self, name: str, tensor: torch.Tensor) -> None:
-        held = self._sides["rollout"].plain.setdefault(name, tensor)
-        held.copy_(tensor)
-        self._sides["training"].plain[name] = held
+    def _publish_bias(self, path: str, master: torch.Tensor) -> None:
+        made: dict[int, LinearWeight] = {}
+        for side in ("rollout", "training"):
+            linears = self._sides[side].linears
+            held = linears[path]
+            if held.bias is None:
+                linears[path] = made.setdefault(id(held.matrix), held.with_bias(master))
+            else:
+                held.bias.copy_(master)
+
+    def _publish_plain(self, name: str, master: torch.Tensor) -> None:
+        dtype = DTYPES[self.flow.training.activations]
+        self._hold(name, master, dtype)
+        if name == self.head_name:
+            if self.device.type == "cpu":  # the exact GEMM of the CPU multiplies numbers on a grid
+                self._hold("head", snap_rows(master.detach().to(dtype)), dtype)
+            else:
+                for weights in self._sides.values():
+                    weights.plain["head"] = weights.plain[name]
+
+    def _hold(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Both sides read one tensor, which later publications overwrite."""
+        held = self._sides["rollout"].plain.get(name)
+        if held is None:
+            held = tensor.detach().to(dtype, copy=True)
+        else:
+            held.copy_(tensor)
+        for weights in self._sides.values():
+            weights.plain[name] = held
 
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -118,13 +165,18 @@ def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def random_policy(config: ModelConfig, precision: PrecisionConfig, seed: int) -> Policy:
-    """Masters drawn as transformers draws them: matrices from N(0, 0.02), norms 1, biases 0."""
-    generator = torch.Generator().manual_seed(seed)
-    masters = {}
+def random_policy(
+    config: ModelConfig, precision: PrecisionConfig, seed: int, device: torch.device | str = "cpu", trainable: bool = True
+) -> Policy:
+    """Masters drawn on the device as transformers draws them: matrices from N(0, 0.02), norms 1, biases 0."""
+    return Policy(config, precision, random_masters(config, seed, device), device, trainable)
+
+
+def random_masters(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and values of one master after the other, as ``random_policy`` has them."""
+    generator = torch.Generator(device).manual_seed(seed)
     for name, shape in master_shapes(config).items():
         if len(shape) == 2:
-            masters[name] = torch.randn(shape, generator=generator) * 0.02
+            yield name, torch.randn(shape, generator=generator, device=device).mul_(0.02)
         else:
-            masters[name] = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    return Policy(config, precision, masters)
+            yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)

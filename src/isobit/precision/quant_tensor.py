@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from isobit.precision.formats import BLOCK
+from isobit.precision.formats import BLOCK, E4M3
 
 Granularity = Literal["1x128", "128x128", "128x1"]
 
@@ -30,6 +30,12 @@ class QuantTensor:
         row_groups, column_groups = -(-rows // BLOCK), columns // BLOCK
         expected = {"1x128": (rows, column_groups), "128x128": (row_groups, column_groups), "128x1": (row_groups, columns)}
         assert self.scales.shape == expected[self.granularity], (self.values.shape, self.scales.shape, self.granularity)
+
+    @classmethod
+    def empty_blocks(cls, rows: int, columns: int, device: torch.device) -> "QuantTensor":
+        """Unwritten storage for a weight in 128x128 blocks."""
+        scales = torch.empty((rows // BLOCK, columns // BLOCK), dtype=torch.float32, device=device)
+        return cls(torch.empty((rows, columns), dtype=E4M3, device=device), scales, "128x128")
 
     def copy_(self, other: "QuantTensor") -> None:
         """Overwrite in place: whoever holds this tensor sees the new weight."""

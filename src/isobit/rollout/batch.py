@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.kernels.kv_cache import PAGE_TOKENS
 from isobit.kernels.paged_attention import PagedBatch
 from isobit.rollout.pages import pages_for
 from isobit.rollout.scheduler import Plan
@@ -23,8 +22,8 @@ class ForwardBatch:
     paged: PagedBatch
 
 
-def build_batch(plan: Plan) -> ForwardBatch:
-    """The tensors of ``plan``.  Every sequence of it has pages for the tokens it puts in."""
+def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
+    """The tensors of ``plan``.  Every sequence of it has pages, of ``page_tokens`` tokens, for the tokens it puts in."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -33,14 +32,14 @@ def build_batch(plan: Plan) -> ForwardBatch:
         if count == 1:  # most sequences of most steps
             token_ids.append(sequence.tokens[first])
             positions.append(first)
-            slots.append(pages[first // PAGE_TOKENS] * PAGE_TOKENS + first % PAGE_TOKENS)
+            slots.append(pages[first // page_tokens] * page_tokens + first % page_tokens)
             continue
         chunk = range(first, first + count)
         token_ids += sequence.tokens[first : first + count]
         positions += chunk
-        slots += [pages[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS for position in chunk]
+        slots += [pages[position // page_tokens] * page_tokens + position % page_tokens for position in chunk]
     lengths = tuple([sequence.cached + count for sequence, count in plan])
-    width = pages_for(max(lengths))
+    width = pages_for(max(lengths), page_tokens)
     block_table = torch.from_numpy(np.stack([sequence.block_row[:width] for sequence, _ in plan]))
     paged = PagedBatch(tuple([count for _, count in plan]), lengths, block_table, torch.tensor(slots))
     return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), paged)

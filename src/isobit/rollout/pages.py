@@ -5,18 +5,17 @@ the free list when its last holder releases it.  The most recently freed page is
 caches, and memory that no run ever needed is never touched.
 """
 
-from isobit.kernels.kv_cache import PAGE_TOKENS
 
-
-def pages_for(num_tokens: int) -> int:
-    """Pages that ``num_tokens`` tokens of one sequence occupy."""
-    return -(-num_tokens // PAGE_TOKENS)
+def pages_for(num_tokens: int, page_tokens: int) -> int:
+    """Pages of ``page_tokens`` tokens that ``num_tokens`` tokens of one sequence occupy."""
+    return -(-num_tokens // page_tokens)
 
 
 class PageAllocator:
-    """Hands out the pages ``0 .. num_pages - 1`` and counts their holders."""
+    """Hands out the pages ``0 .. num_pages - 1``, of ``page_tokens`` tokens each, and counts their holders."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
 
@@ -29,6 +28,10 @@ class PageAllocator:
     def num_pages(self) -> int:
         """All pages, held or not."""
         return len(self._holders)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens of one sequence occupy."""
+        return pages_for(num_tokens, self.page_tokens)
 
     def holders(self, page: int) -> int:
         """How many sequences hold ``page``."""

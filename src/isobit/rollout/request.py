@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isobit.errors import RequestError
-from isobit.kernels.kv_cache import PAGE_TOKENS
 from isobit.records import Prompt, SamplingParams
 from isobit.rollout.pages import pages_for
 
@@ -30,11 +29,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the cache can take: positions, vocabulary entries, pages; and whether text can be decoded."""
+    """What the model and the cache can take: positions, vocabulary entries, pages and their tokens; and whether text can be decoded."""
 
     context: int
     vocab_size: int
     num_pages: int
+    page_tokens: int
     has_tokenizer: bool
 
 
@@ -91,10 +91,10 @@ def _check_prompt(request: Request, limits: Limits) -> None:
             f"{limits.vocab_size - 1}: the tokenizer belongs to another model"
         )
     max_length = request.max_length(limits.context)
-    needed = pages_for(max_length - 1)  # the last token of all is sampled, but never read back
+    needed = pages_for(max_length - 1, limits.page_tokens)  # the last token of all is sampled, but never read back
     if needed > limits.num_pages:
         raise RequestError(
             f"prompt {prompt.id!r} can grow to {max_length} tokens ({num_tokens} of the prompt, at most {request.sampling.max_new_tokens} "
-            f"new, context {limits.context}): {needed} pages of {PAGE_TOKENS} tokens, and the KV cache has {limits.num_pages}; "
+            f"new, context {limits.context}): {needed} pages of {limits.page_tokens} tokens, and the KV cache has {limits.num_pages}; "
             "raise rollout.kv_pages or rollout.kv_memory_gib, or lower rollout.max_new_tokens"
         )

@@ -41,6 +41,8 @@ def sample_tokens(logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]
         NonFiniteError: naming the prompt and the position of the first row that holds a NaN or an infinity.
     """
     _check_finite(logits, rows, samples)
+    if logits.is_cuda:
+        return _sample_on_gpu(logits, rows, samples)
     sampling = [sample.prompt.request.sampling for sample in samples]
     temperature_of_row = {row: params.logprob_temperature for row, params in zip(rows, sampling, strict=True)}
     temperatures = torch.tensor([temperature_of_row[row] for row in range(logits.shape[0])], dtype=torch.float32)
@@ -58,6 +60,13 @@ def sample_tokens(logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]
     )
 
 
+def _sample_on_gpu(logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Drawn:
+    from isobit.rollout.gpu_sampling import draw
+
+    drawn = draw(logits, rows, samples)
+    return Drawn(drawn.tokens.tolist(), drawn.log_probs.tolist(), None if drawn.truncated is None else drawn.truncated.tolist())
+
+
 def _truncate(log_probs: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     top_k = torch.tensor([params.top_k for params in sampling])
     top_p = torch.tensor([params.top_p for params in sampling], dtype=torch.float64)
@@ -70,7 +79,7 @@ def _draw(logits: Tensor, log_probs: Tensor, samples: Sequence[Sample], sampling
     if all(greedy):
         return logits.argmax(1)
     keys = torch.tensor([sample.key for sample in samples])
-    positions = torch.tensor([len(sample.tokens) for sample in samples])
+    positions = torch.tensor([sample.length for sample in samples])
     drawn = draw(log_probs, keys, positions)
     return torch.where(torch.tensor(greedy), logits.argmax(1), drawn) if any(greedy) else drawn
 
@@ -82,6 +91,6 @@ def _check_finite(logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]
     row = int((~finite.all(1)).nonzero()[0])
     sample = samples[rows.index(row)]
     raise NonFiniteError(
-        f"logits of prompt {sample.prompt.request.prompt.id!r} at position {len(sample.tokens) - 1}: "
+        f"logits of prompt {sample.prompt.request.prompt.id!r} at position {sample.length - 1}: "
         f"{int((~finite[row]).sum())} of {logits.shape[1]} are NaN or infinite"
     )

@@ -4,11 +4,12 @@ Samples are served in the order of arrival: every running sample arrived before 
 
     plan     reserve pages for the running samples, then fill the token budget: decoding samples (one token each), samples that are
              recomputed after losing their pages, prompts of the samples next in line
-    forward  (the engine's business; it ends in ``advance``)
+    forward  (the executor's business; it ends in ``advance``)
     start    samples whose prompt is in the cache join the running ones
 
-When a running sample finds no page, the latest arrival gives way: first a prompt that is held for waiting samples, then the last
-running sample, which goes back to the front of the queue, keeps its tokens, and later computes K and V again.
+When a running sample finds no page, tokens that are in flight are waited for first: a sample may have ended.  Then the latest arrival
+gives way: a prompt that is held for waiting samples, then the last running sample, which goes back to the front of the queue, keeps its
+tokens, and later computes K and V again.
 
 Nothing waits for ever.  The first running sample can take the pages of everyone else, and its request was accepted because it
 fits alone; so it advances in every step until it ends, and the next one is first.  Prompts are held from the first in line on, without
@@ -17,18 +18,34 @@ prompt or finds the cache empty.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
+from typing import Protocol
 
 from torch import Tensor
 
-from isobit.kernels.kv_cache import PAGE_TOKENS
-from isobit.rollout.pages import PageAllocator, pages_for
+from isobit.rollout.pages import PageAllocator
 from isobit.rollout.progress import EngineStats
 from isobit.rollout.sequence import CachedTokens, Sample, SharedPrompt
 
 Plan = list[tuple[CachedTokens, int]]
 """The sequences of one forward and how many of its next tokens each one puts in."""
+
+
+class PlanExecutor(Protocol):
+    """What the scheduler asks of whoever carries out its plans."""
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets differ, and none is a source."""
+        ...
+
+    def settle(self) -> bool:
+        """Accept all tokens that are in flight; False if there are none."""
+        ...
+
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """These samples have ended, or have lost their pages."""
+        ...
 
 
 class Scheduler:
@@ -37,7 +54,7 @@ class Scheduler:
     Args:
         samples: all samples, in the order of arrival, those of one prompt side by side.
         allocator: the pages; all of them are free again when the last sample has finished.
-        copy_page: copies the K and V of one page into another, in all layers.
+        executor: carries out the plans.
         max_sequences: samples that decode at once.
         max_batched_tokens: tokens of one forward.
         stats: counters to fill.
@@ -47,19 +64,22 @@ class Scheduler:
         self,
         samples: Sequence[Sample],
         allocator: PageAllocator,
-        copy_page: Callable[[int, int], None],
+        executor: PlanExecutor,
         max_sequences: int,
         max_batched_tokens: int,
         stats: EngineStats,
     ) -> None:
         self.waiting = deque(samples)
         self.running: list[Sample] = []
+        self.num_finished = 0
         self._held: list[SharedPrompt] = []  # prompts with pages: those of the first samples in line, in their order
         self._allocator = allocator
-        self._copy_page = copy_page
+        self._executor = executor
         self._capacity = min(max_sequences, max_batched_tokens)  # so that every running sample can decode in every step
         self._max_batched_tokens = max_batched_tokens
         self._stats = stats
+        self._sources: list[int] = []  # of the copies that the samples need that start now
+        self._targets: list[int] = []
 
     @property
     def is_done(self) -> bool:
@@ -67,14 +87,22 @@ class Scheduler:
         return not (self.running or self.waiting)
 
     def plan(self) -> Plan:
-        """The next forward; empty only if a sample can start without one."""
+        """The next forward; empty only if a sample can start without one, or if a token in flight is the last of its sample."""
         self._reserve_for_running()
-        plan: Plan = [(sample, 1) for sample in self.running if sample.remaining == 1]
-        budget = self._max_batched_tokens - len(plan)
+        plan: Plan = []
+        behind: list[Sample] = []
         for sample in self.running:
-            if sample.remaining > 1 and budget > 0:
+            remaining = sample.remaining
+            if remaining == 1:
+                plan.append((sample, 1))
+            elif remaining:
+                behind.append(sample)
+        budget = self._max_batched_tokens - len(plan)
+        for sample in behind:
+            if budget > 0:
                 budget -= self._add_chunk(plan, sample, budget)
         self._plan_prompts(plan, budget)
+        assert not self._sources, "pages are copied as samples start, before anything is written"
         return plan
 
     def advance(self, plan: Plan) -> None:
@@ -94,30 +122,36 @@ class Scheduler:
             prompt, last_hidden = sample.prompt, sample.prompt.last_hidden
             if last_hidden is None:
                 break
-            wanted = pages_for(max(len(sample.tokens), prompt.cached + 1)) - len(prompt.pages) + 1  # one to copy a partial page into
+            length = max(sample.length, prompt.cached + 1)
+            wanted = self._allocator.pages_for(length) - len(prompt.pages) + 1  # one to copy a partial page into
             if self.running and wanted > self._allocator.num_free:
                 break
             self.waiting.popleft()
             sample.start(self._allocator)
             self._stats.shared_pages += len(prompt.pages)
             self._stop_waiting(prompt)
-            self._reserve(sample)  # can fail for the only running sample; then the next plan makes room for it
             self.running.append(sample)
+            while not self._reserve(sample):  # only if it is alone: a prompt held for others has what it needs
+                self._make_room()
             if sample.remaining == 0:
                 fresh.append((sample, last_hidden))
+        self._copy_pages()
         return fresh
 
-    def remove_finished(self) -> list[Sample]:
-        """Take the finished samples out and free their pages; returns them."""
+    def remove_finished(self) -> None:
+        """Take the finished samples out and free their pages."""
         finished = [sample for sample in self.running if sample.finish_reason is not None]
         if finished:
             self.running = [sample for sample in self.running if sample.finish_reason is None]
+            self._executor.forget(finished)
+            self.num_finished += len(finished)
             for sample in finished:
                 sample.drop_pages(self._allocator)
-        return finished
 
     def drop_all_pages(self) -> None:
         """Forget every K and V, because the weights that made them are gone; all samples go back into the queue."""
+        self._executor.settle()
+        self.remove_finished()
         while self._held:
             self._held.pop().drop_pages(self._allocator)
         while self.running:
@@ -148,7 +182,7 @@ class Scheduler:
         if prompt.pages:
             return True
         spare = 1 if self.running or self._held else 0  # its first sample needs a page beside it, unless it is alone
-        if pages_for(len(prompt.tokens)) + spare > self._allocator.num_free:
+        if self._allocator.pages_for(prompt.length) + spare > self._allocator.num_free:
             return False
         self._reserve(prompt)
         self._held.append(prompt)
@@ -162,38 +196,56 @@ class Scheduler:
             prompt.drop_pages(self._allocator)
 
     def _reserve_for_running(self) -> None:
-        for sample in tuple(self.running):  # preempting takes from the end, so what was reserved already stays
+        """Preempting takes from the end, so what was reserved already stays."""
+        for sample in [sample for sample in self.running if sample.cached >= sample.reserved and sample.remaining]:
             while sample.pages and not self._reserve(sample):
-                if self._held:
-                    self._held.pop().drop_pages(self._allocator)
-                else:
-                    assert len(self.running) > 1, "a sample that is alone with the cache fits into it"
-                    self._requeue_last()
-                    self._stats.preemptions += 1
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Free pages in the gentlest way that is left: wait for tokens in flight, let a prompt go, let the last arrival go."""
+        assert not self._sources, "pages are copied before anybody else can be given those that are read"
+        if self._executor.settle():
+            self.remove_finished()
+        elif self._held:
+            self._held.pop().drop_pages(self._allocator)
+        else:
+            assert len(self.running) > 1, "a sample that is alone with the cache fits into it"
+            self._requeue_last()
+            self._stats.preemptions += 1
 
     def _reserve(self, sequence: CachedTokens) -> bool:
         """Make sure of pages for all tokens (at least one new one), held by nobody else where they will be written.
 
         Takes nothing and returns False if there are not enough free pages.
         """
-        length = max(len(sequence.tokens), sequence.cached + 1)
-        missing = pages_for(length) - len(sequence.pages)
-        first_written = sequence.cached // PAGE_TOKENS
+        length = max(sequence.length, sequence.cached + 1)
+        missing = self._allocator.pages_for(length) - len(sequence.pages)
+        first_written = sequence.cached // self._allocator.page_tokens
         copies = first_written < len(sequence.pages) and self._allocator.holders(sequence.pages[first_written]) > 1
         if missing + copies > self._allocator.num_free:
             return False
         if copies:
             page = self._allocator.allocate()
-            self._copy_page(sequence.pages[first_written], page)
+            self._sources.append(sequence.pages[first_written])
+            self._targets.append(page)
             self._allocator.release(sequence.pages[first_written])
             sequence.replace_page(first_written, page)
             self._stats.copied_pages += 1
         for _ in range(missing):
             sequence.add_page(self._allocator.allocate())
+        sequence.reserved = len(sequence.pages) * self._allocator.page_tokens
         return True
+
+    def _copy_pages(self) -> None:
+        """Make the copies asked for, all at once."""
+        if self._sources:
+            self._executor.copy_pages(self._sources, self._targets)
+            self._sources, self._targets = [], []
 
     def _requeue_last(self) -> None:
         sample = self.running.pop()
+        assert sample.in_flight == 0, "a sample goes back with all its tokens known"
+        self._executor.forget([sample])
         self._stats.recomputed_tokens += max(0, sample.cached - len(sample.prompt.tokens))
         sample.drop_pages(self._allocator)
         sample.prompt.waiting += 1

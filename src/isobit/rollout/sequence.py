@@ -3,6 +3,8 @@
 Both are a list of tokens of which the first ``cached`` have their K and V in pages.  What is left, ``remaining``, says what to do
 next: nothing (a finished prompt), one token (a decoding sample), several (a prompt, or a sample whose pages were taken away).  So
 prefill, decode and recomputation are one operation, "put the next tokens through the model", with different counts.
+
+A sample may have a token ``in_flight``: drawn by the device, which goes on from it, while the host does not know it yet.
 """
 
 from typing import TYPE_CHECKING
@@ -23,20 +25,27 @@ if TYPE_CHECKING:
 class CachedTokens:
     """Tokens and the pages that hold the K and V of the first ``cached`` of them.
 
-    ``block_row`` mirrors ``pages`` in the fixed-width form that a batch's block table is stacked from.
+    ``block_row`` mirrors ``pages`` in the fixed-width form that a batch's block table is stacked from.  ``reserved``: the tokens that
+    its pages have room for, once the scheduler has made sure that nobody else holds those which will be written.
     """
 
-    __slots__ = ("block_row", "cached", "pages", "tokens")
+    __slots__ = ("block_row", "cached", "pages", "reserved", "tokens")
 
     def __init__(self, tokens: list[int], max_pages: int) -> None:
         self.tokens = tokens
         self.cached = 0
+        self.reserved = 0
         self.pages: list[int] = []
         self.block_row = np.zeros(max_pages, dtype=np.int64)
 
     @property
+    def length(self) -> int:
+        """All its tokens."""
+        return len(self.tokens)
+
+    @property
     def remaining(self) -> int:
-        """Tokens that are not in the cache yet."""
+        """Tokens to put through the model: those that are not in the cache yet."""
         return len(self.tokens) - self.cached
 
     def add_page(self, page: int) -> None:
@@ -54,7 +63,7 @@ class CachedTokens:
         for page in self.pages:
             allocator.release(page)
         self.pages = []
-        self.cached = 0
+        self.cached = self.reserved = 0
 
 
 class SharedPrompt(CachedTokens):
@@ -83,15 +92,21 @@ class SharedPrompt(CachedTokens):
 
 
 class Sample(CachedTokens):
-    """One sample of a request: the prompt's tokens, then its own."""
+    """One sample of a request: the prompt's tokens, then its own.
+
+    ``in_flight``: tokens drawn by the device that the host does not know yet.  ``on_device``: the device has drawn the last token and
+    kept it.  Both stay as they are in an engine that waits for every token.
+    """
 
     __slots__ = (
         "_stop_token_ids",
         "_stop_watch",
         "finish_reason",
+        "in_flight",
         "key",
         "logprobs",
         "max_length",
+        "on_device",
         "prompt",
         "truncated_logprobs",
         "weights_version",
@@ -105,12 +120,30 @@ class Sample(CachedTokens):
         self.prompt = prompt
         self.key = sample_key(seed, request.prompt.id, request.visit, index)
         self.max_length = max_length
+        self.in_flight = 0
+        self.on_device = False
         self.logprobs: list[float] = []
         self.truncated_logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
         self.weights_version: int | None = None
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._stop_watch = StopWatch(tokenizer, sampling.stop_strings) if tokenizer and sampling.stop_strings else None
+
+    @property
+    def length(self) -> int:
+        """All its tokens, known or in flight."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to put through the model: those that are not in the cache yet, but never the last that it may have."""
+        length = len(self.tokens) + self.in_flight
+        return length - self.cached if length < self.max_length else 0
+
+    def drop_pages(self, allocator: PageAllocator) -> None:
+        """Give all pages back; the tokens stay, with the host."""
+        super().drop_pages(allocator)
+        self.on_device = False
 
     def start(self, allocator: PageAllocator) -> None:
         """Hold the pages of the prompt as well: its tokens need not be computed again."""

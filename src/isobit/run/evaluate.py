@@ -17,6 +17,7 @@ from isobit.rewards.grade import GradeStats, grade
 from isobit.rollout.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
+from isobit.run.device import choose_device
 from isobit.run.eval_result import EvalResult, result_of
 from isobit.run.model import DescribedModel, LoadedModel, load_model
 
@@ -88,7 +89,8 @@ def evaluate_folder(folder: Path, config: RunConfig, progress: OnProgress | None
     if not config.data.eval:
         raise ConfigError("data.eval names no set to evaluate on; add one, for example [data.eval.held_out]")
     reward = load_reward(config.reward.function)
-    model = load_model(folder, config.precision)
+    device = choose_device(config.device)
+    model = load_model(folder, config.precision, device, trainable=device.type == "cpu")  # the CPU's decoder names masters in every forward
     engine = Engine(model.policy, config.rollout, model.tokenizer, config.seed)
     evaluator = build_evaluator(config, model, engine, reward)
     return {name: result for name, (result, _) in evaluator.run(progress).items()}

@@ -34,7 +34,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.policy import master_shapes
 from isobit.precision.flow import LinearShape, PrecisionFlow, Site
 from isobit.precision.formats import BLOCK, DTYPES
-from isobit.rollout.runner import num_pages_for
+from isobit.rollout.cache_size import num_pages_for
 from isobit.run.machine import gib
 
 MARGIN = 1.2

@@ -14,8 +14,6 @@ from statistics import fmean, pstdev
 from types import TracebackType
 from typing import Protocol, Self
 
-from torch.utils.tensorboard import SummaryWriter
-
 from isobit.records import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
@@ -106,6 +104,8 @@ class MetricsWriter:
     """Appends figures to ``metrics.jsonl`` and a TensorBoard folder, and sends them to a tracker if there is one; a context manager."""
 
     def __init__(self, jsonl: Path, tensorboard: Path, tracker: Tracker | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         self._tracker = tracker
         self._lines = jsonl.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(tensorboard))

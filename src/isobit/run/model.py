@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.schema import PrecisionConfig, RolloutConfig
@@ -67,13 +68,13 @@ def model_folder(name: str | Path) -> Path:
     return starter_folder() if str(name) == "starter" else Path(name)
 
 
-def load_model(name: str | Path, precision: PrecisionConfig) -> LoadedModel:
-    """Read a model folder, or ``starter``, and publish its weights in the given flow.
+def load_model(name: str | Path, precision: PrecisionConfig, device: torch.device | str = "cpu", trainable: bool = True) -> LoadedModel:
+    """Read a model folder, or ``starter``, and publish its weights in the given flow, on a device.
 
     Raises CheckpointError for a folder that cannot be used, ConfigError for precision options that the model does not have.
     """
     folder = model_folder(name)
-    policy = load_policy(folder, precision)
+    policy = load_policy(folder, precision, device, trainable)
     tokenizer = load_tokenizer(folder)
     return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
 

@@ -12,14 +12,15 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.load import dump_config
 from isobit.config.schema import RunConfig
 from isobit.data.prompts import build_prompts, drop_evaluated
+from isobit.kernels.kv_cache import KvCache
 from isobit.models.checkpoint import weight_files
 from isobit.models.policy import master_shapes
 from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.records import Prompt
 from isobit.rewards.function import load_reward
+from isobit.rollout.cache_size import num_pages_for
 from isobit.rollout.request import Limits, Request, check_requests
-from isobit.rollout.runner import num_pages_for
 from isobit.run.directory import check_unused
 from isobit.run.evaluate import evaluation_sampling
 from isobit.run.machine import Memory, gib
@@ -108,7 +109,9 @@ def _check_requests(
 ) -> int:
     """Refuse prompts that the engine or the context could not take; the tokens of the longest training sequence."""
     shape = model.config
-    limits = Limits(shape.max_positions, shape.vocab_size, num_pages_for(shape, flow, config.rollout), has_tokenizer=True)
+    limits = Limits(
+        shape.max_positions, shape.vocab_size, num_pages_for(shape, flow, config.rollout), KvCache.page_tokens, has_tokenizer=True
+    )
     sampling, evaluation = model.sampling(config.rollout), evaluation_sampling(config.evaluation, config.rollout, model)
     training = [Request(prompt, 0, 1, sampling) for prompt in prompts]
     problems = [Request(prompt, 0, config.evaluation.samples, evaluation) for name in sets for prompt in sets[name]]

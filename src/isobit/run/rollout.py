@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.config.schema import JsonlData, PrecisionConfig, RolloutConfig
+from isobit.config.schema import GenerationConfig, JsonlData
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row, load_rows
 from isobit.errors import ConfigError
@@ -13,14 +13,14 @@ from isobit.records import Group
 from isobit.rollout.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
+from isobit.run.device import choose_device
 from isobit.run.model import load_model
 
 
 def rollout_folder(
     folder: Path,
     prompts: Sequence[str] | JsonlData,
-    precision: PrecisionConfig,
-    rollout: RolloutConfig,
+    settings: GenerationConfig,
     samples: int = 1,
     seed: int = 0,
     chat: bool = True,
@@ -31,9 +31,13 @@ def rollout_folder(
     ``prompts`` are texts, or a JSONL file whose prompt column holds texts or chat messages.  Raises CheckpointError, DataError or
     RequestError, before anything is generated, for what cannot be used, and ConfigError for several samples of greedy decoding.
     """
+    rollout = settings.rollout
     if samples > 1 and rollout.temperature == 0:
         raise ConfigError(f"{samples} samples at temperature 0 would all be the same; set a temperature above 0, or 1 sample")
-    model = load_model(folder, precision)
+    device = choose_device(settings.device)
+    model = load_model(
+        folder, settings.precision, device, trainable=device.type == "cpu"
+    )  # the CPU's decoder names masters in every forward
     rows = load_rows(prompts) if isinstance(prompts, JsonlData) else [Row(text, {}, f"prompt {i}") for i, text in enumerate(prompts)]
     made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
     requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]

@@ -9,20 +9,10 @@ from dataclasses import dataclass
 from random import Random
 
 from isobit.config.schema import RolloutConfig
-from isobit.kernels.kv_cache import PAGE_TOKENS
 from isobit.records import PackedBatch, Prompt, SamplingParams
 from isobit.rollout.pages import pages_for
 from isobit.rollout.request import Request
 from isobit.training.packing import TrainingSample, pack
-
-_LENGTHS = (
-    (1, PAGE_TOKENS // 4),
-    (PAGE_TOKENS - 6, PAGE_TOKENS),  # completions grow into a second page,
-    (PAGE_TOKENS - 6, PAGE_TOKENS),  # those of two prompts at about the same time
-    (PAGE_TOKENS + 1, PAGE_TOKENS + 16),  # a full page to share and a partial one to copy
-    (2 * PAGE_TOKENS, 3 * PAGE_TOKENS),
-)
-"""Ranges of prompt lengths, in tokens, taken in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +31,8 @@ class Workload:
     prompts: tuple[Prompt, ...]
     max_new_tokens: tuple[int, ...]
     samples: int
+    page_tokens: int
+    """Tokens of a page of the cache whose bounds the lengths are around."""
 
     @property
     def longest(self) -> int:
@@ -56,23 +48,24 @@ class Workload:
         ]
 
 
-def build_workload(vocab_size: int, context: int, prompts: int, samples: int, max_new_tokens: int, seed: int) -> Workload:
+def build_workload(vocab_size: int, context: int, prompts: int, samples: int, max_new_tokens: int, seed: int, page_tokens: int) -> Workload:
     """Random prompts that leave room for ``max_new_tokens`` in the context."""
     random = Random(seed)  # noqa: S311 (no secret)
     longest = context - max_new_tokens
+    lengths = _prompt_lengths(page_tokens)
     made, limits = [], []
     for index in range(prompts):
-        shortest, most = _LENGTHS[index % len(_LENGTHS)]
+        shortest, most = lengths[index % len(lengths)]
         length = min(random.randint(shortest, most), longest)
         made.append(Prompt(f"verify/{index}", "", tuple(random.randrange(vocab_size) for _ in range(length))))
         limits.append(random.randint(max_new_tokens // 2, max_new_tokens))
-    return Workload(tuple(made), tuple(limits), samples)
+    return Workload(tuple(made), tuple(limits), samples, page_tokens)
 
 
 def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
     """The settings under which the workload is generated."""
     limit = max(workload.max_new_tokens)
-    few_pages = pages_for(workload.longest)
+    few_pages = pages_for(workload.longest, workload.page_tokens)
     return (
         Scenario("roomy", RolloutConfig(max_new_tokens=limit, max_batched_tokens=4096), ("shared_pages", "copied_pages")),
         Scenario("few pages", RolloutConfig(max_new_tokens=limit, kv_pages=few_pages), ("preemptions", "recomputed_tokens")),
@@ -94,6 +87,17 @@ def packings(samples: Sequence[TrainingSample], seed: int) -> Iterator[tuple[str
     yield "300 tokens", pack(samples, 300)
     yield "2048 tokens", pack(samples, 2048)
     yield "random neighbours", [batch for part in _random_parts(samples, seed) for batch in pack(part, sum(s.length for s in part))]
+
+
+def _prompt_lengths(page: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of prompt lengths, in tokens, taken in turn, for pages of ``page`` tokens."""
+    return (
+        (1, page // 4),
+        (page - 6, page),  # completions grow into a second page,
+        (page - 6, page),  # those of two prompts at about the same time
+        (page + 1, page + 16),  # a full page to share and a partial one to copy
+        (2 * page, 3 * page),
+    )
 
 
 def _random_parts(samples: Sequence[TrainingSample], seed: int) -> Iterator[list[TrainingSample]]:

@@ -10,24 +10,29 @@ the result says so.  In ``fp8-rollout``, whose sides are two functions, differen
 able to fail.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from isobit.config.schema import PrecisionConfig, TrainingConfig
+from isobit.config.schema import Device, PrecisionConfig, TrainingConfig
 from isobit.errors import ConfigError
 from isobit.models.checkpoint import load_policy
 from isobit.models.policy import Policy
-from isobit.records import Group
+from isobit.records import Group, PackedBatch
 from isobit.rollout.engine import Engine
 from isobit.rollout.progress import EngineStats
 from isobit.rollout.request import Request
+from isobit.rollout.runner import page_tokens_of
+from isobit.run.device import choose_device
 from isobit.run.model import model_folder
 from isobit.run.scenarios import Scenario, Workload, build_workload, engine_scenarios, packings
 from isobit.training.comparison import Comparison
 from isobit.training.packing import TrainingSample, samples_of
 from isobit.training.trainer import Trainer
+
+Packings = Callable[[list[TrainingSample], int], Iterator[tuple[str, list[PackedBatch]]]]
+"""Samples and a seed -> named packings of all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +99,15 @@ def verify(
     precision: PrecisionConfig,
     options: VerifyOptions | None = None,
     on_scenario: Callable[[ScenarioResult], None] | None = None,
+    device: Device = "cpu",
 ) -> VerifyResult:
     """Check a Hugging Face folder, or ``starter``, in a precision flow; ``on_scenario`` is called with each result as it comes.
 
     Raises CheckpointError for a folder that cannot be loaded, ConfigError for a context too small for the options, NonFiniteError
     where the model's output is not finite: nothing could be compared then.
     """
-    return verify_policy(load_policy(model_folder(folder), precision), options or VerifyOptions(), on_scenario)
+    policy = load_policy(model_folder(folder), precision, choose_device(device))
+    return verify_policy(policy, options or VerifyOptions(), on_scenario)
 
 
 def verify_policy(policy: Policy, options: VerifyOptions, on_scenario: Callable[[ScenarioResult], None] | None = None) -> VerifyResult:
@@ -109,7 +116,7 @@ def verify_policy(policy: Policy, options: VerifyOptions, on_scenario: Callable[
     trainer = Trainer(policy, TrainingConfig(), total_updates=1)
     results = []
     for scenario in engine_scenarios(workload):
-        results.append(_run_scenario(scenario, workload, trainer, options.seed))
+        results.append(run_scenario(scenario, workload, trainer, options.seed))
         if on_scenario is not None:
             on_scenario(results[-1])
     return VerifyResult(policy.flow.preset, tuple(results))
@@ -122,7 +129,8 @@ def random_workload(policy: Policy, options: VerifyOptions) -> Workload:
         raise ConfigError(
             f"max_new_tokens is {options.max_new_tokens}, but the model's context holds {config.max_positions} tokens; lower it"
         )
-    return build_workload(config.vocab_size, config.max_positions, options.prompts, options.samples, options.max_new_tokens, options.seed)
+    sizes = options.prompts, options.samples, options.max_new_tokens
+    return build_workload(config.vocab_size, config.max_positions, *sizes, options.seed, page_tokens_of(policy))
 
 
 def generate_samples(engine: Engine, requests: Sequence[Request]) -> list[TrainingSample]:
@@ -132,12 +140,13 @@ def generate_samples(engine: Engine, requests: Sequence[Request]) -> list[Traini
     return samples_of(groups, [[0.0] * len(group.completions) for group in groups])
 
 
-def _run_scenario(scenario: Scenario, workload: Workload, trainer: Trainer, seed: int) -> ScenarioResult:
+def run_scenario(scenario: Scenario, workload: Workload, trainer: Trainer, seed: int, make_packings: Packings = packings) -> ScenarioResult:
+    """Generate the workload in one setting of the engine, and compare in every packing."""
     engine = Engine(trainer.policy, scenario.rollout, tokenizer=None, seed=seed)
     samples = generate_samples(engine, workload.requests(scenario))
     comparisons = {
         name: sum((Comparison.of(batch.recorded_logprobs, trainer.log_probs(batch)) for batch in batches), Comparison())
-        for name, batches in packings(samples, seed)
+        for name, batches in make_packings(samples, seed)
     }
     missing = tuple(name for name in scenario.must_happen if getattr(engine.stats, name) == 0)
     return ScenarioResult(scenario.name, engine.stats, comparisons, missing)

@@ -9,14 +9,14 @@ A step that is not finite leaves masters, optimiser state and published weights 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from isobit.algorithms.objective import LossInputs, LossOutputs, Objective
 from isobit.config.schema import TrainingConfig
-from isobit.errors import NonFiniteError
-from isobit.kernels.packed_attention import PackedAttention
-from isobit.models.decoder import hidden_states
+from isobit.errors import ConfigError, NonFiniteError
+from isobit.models.decoder import packed_hidden_states
 from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy
 from isobit.records import PackedBatch
@@ -87,10 +87,14 @@ class Trainer:
         self.total_updates = total_updates
         self.updates = 0
         """Optimiser steps attempted so far."""
-        self._optimiser = build_optimiser(policy.masters.values(), config)
         self._skipped_in_a_row = 0
         self.is_whole = True
         """False from an optimiser step's first change of a master to its publication, and for ever if it was cut off there."""
+
+    @cached_property
+    def _optimiser(self) -> torch.optim.AdamW:
+        """Made when it is first needed: a policy without masters has log-probabilities too."""
+        return build_optimiser(self.policy.masters.values(), self.config)
 
     def counters(self) -> dict[str, int]:
         """Where the schedule and the count of skipped steps stand, for ``restore``."""
@@ -111,8 +115,8 @@ class Trainer:
 
     @torch.no_grad()
     def log_probs(self, batch: PackedBatch) -> torch.Tensor:
-        """Log-probabilities of the targets under the training forward and the published weights, float32 [N]."""
-        return self._forward(batch)[0]
+        """Log-probabilities of the targets under the training forward and the published weights, float32 [N], on the host."""
+        return self._forward(batch)[0].cpu()
 
     def update(
         self,
@@ -128,6 +132,8 @@ class Trainer:
         be skipped.
         """
         assert batches, "an update needs at least one micro-batch"
+        if self.policy.device.type != "cpu":
+            raise ConfigError("training on a GPU is not built yet: its kernels compute the forward only; load the model with device 'cpu'")
         if old_log_probs is None:
             old_log_probs = [batch.recorded_logprobs for batch in batches]
         rate = learning_rate(self.updates, self.config, self.total_updates)
@@ -144,10 +150,10 @@ class Trainer:
 
     def _forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """-> log-probabilities of the targets and entropies of their distributions, float32 [N] each."""
-        attend = PackedAttention(self.policy.flow, batch.lengths)
-        hidden = hidden_states(self.policy, "training", batch.token_ids, batch.positions, attend)
-        rows = hidden.index_select(0, batch.rows)
-        log_probs, entropies = token_log_probs(self.policy, "training", rows, batch.targets, batch.temperatures)
+        device = self.policy.device
+        hidden = packed_hidden_states(self.policy, batch.token_ids, batch.positions, batch.lengths)
+        rows = hidden.index_select(0, batch.rows.to(device))
+        log_probs, entropies = token_log_probs(self.policy, "training", rows, batch.targets.to(device), batch.temperatures.to(device))
         if not torch.isfinite(log_probs).all():
             raise NonFiniteError("training forward: the log-probability of a sampled token is not finite")
         return log_probs, entropies

@@ -18,25 +18,30 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOST_SHARED = 227 * 1024
 E4M3 = "*fp8e4nv"
 POINTERS = {
-    **dict.fromkeys(("Q", "K"), E4M3),
-    **dict.fromkeys(("Q_SCALE", "LSE", "PART_O", "PART_M", "PART_L", "JOINED"), "*fp32"),
+    **dict.fromkeys(("Q_SCALE", "LSE", "PART_O", "PART_M", "PART_L"), "*fp32"),
     **dict.fromkeys(("K_BYTE", "V_BYTE"), "*u8"),
     **dict.fromkeys(("TABLE", "LENGTH", "Q_START", "Q_COUNT", "K_START"), "*i32"),
-    **dict.fromkeys(("table_stride", "max_parts"), "i32"),
+    **dict.fromkeys(("table_stride", "max_parts", "start"), "i32"),
     "O": "*bf16",
     "c": "fp32",
 }
 
 
+FORMS = {
+    "fp8": (attention.FP8, {}),
+    "bf16": (attention.BF16, dict.fromkeys(("Q_SCALE", "K_BYTE", "V_BYTE"))),
+}
+
+
 def compile_for_hopper(
-    kernel: Any, values: str, constants: dict[str, Any], warps: int, stages: int, tmp_path: Path
+    kernel: Any, inputs: dict[str, str], constants: dict[str, Any], warps: int, stages: int, tmp_path: Path, registers: int | None = None
 ) -> tuple[Any, str, str]:
     """-> the compiled kernel, its SASS and its resource usage."""
     names = [parameter.name for parameter in kernel.params]
-    types = POINTERS | {"V": values} | dict.fromkeys(constants, "constexpr")
+    types = POINTERS | inputs | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
     source = ASTSource(fn=kernel, signature={name: types[name] for name in names}, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False, "maxnreg": registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
@@ -51,26 +56,44 @@ def stack_bytes(usage: str) -> int:
 
 
 def shape(dim: int, **more: Any) -> dict[str, Any]:
-    return {"H": 32, "G": 8, "D": dim, "TILE": attention.TILE, "PART": attention.PART, **more}
+    return {"H": 32, "G": 8, "D": dim, "PART": attention.PART, **more}
+
+
+def assert_wgmma(sass: str, scaled: bool) -> None:
+    assert ("QGMMA" in sass) == scaled and "HGMMA" in sass and "HMMA" not in sass.replace("HGMMA", "")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("split", [False, True])
-def test_decode(dim: int, split: bool, tmp_path: Path) -> None:
-    compiled, sass, usage = compile_for_hopper(attention._decode_kernel, E4M3, shape(dim, N=16, SPLIT=split), 4, 5, tmp_path)
-    assert "QGMMA" in sass and "HGMMA" in sass and "HMMA" not in sass.replace("HGMMA", "")
-    assert stack_bytes(usage) == 0 and compiled.metadata.shared <= MOST_SHARED // 2  # two programs a multiprocessor
+@pytest.mark.parametrize("name", FORMS)
+def test_decode(name: str, dim: int, split: bool, tmp_path: Path) -> None:
+    form, absent = FORMS[name]
+    inputs = dict.fromkeys("QKV", E4M3 if form.scaled else "*bf16")
+    constants = shape(dim, PAGE=attention.TILE, TILE=form.tile, N=16, STAGES=form.decode_stages, SPLIT=split, SCALED=form.scaled)
+    compiled, sass, usage = compile_for_hopper(
+        attention._decode_kernel, inputs, constants | absent, 4, form.decode_stages, tmp_path, form.decode_registers
+    )
+    assert_wgmma(sass, form.scaled)
+    programs = 4 if form.scaled else 2  # resident on a multiprocessor
+    assert compiled.metadata.shared <= MOST_SHARED // programs
+    assert stack_bytes(usage) <= (16 if form.scaled else 0)  # what does not change in the loop may wait there: four programs need it
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("split", [False, True])
-def test_prefill(dim: int, split: bool, tmp_path: Path) -> None:
-    compiled, sass, usage = compile_for_hopper(attention._prefill_kernel, "*fp16", shape(dim, NQ=64, SPLIT=split), 4, 2, tmp_path)
-    assert "QGMMA" in sass and "HGMMA" in sass and "HMMA" not in sass.replace("HGMMA", "")
-    assert compiled.metadata.shared <= MOST_SHARED // 2
-    assert split or stack_bytes(usage) <= 16  # joining parts costs some registers, one part must not
+@pytest.mark.parametrize("name", FORMS)
+def test_prefill(name: str, dim: int, split: bool, tmp_path: Path) -> None:
+    form, absent = FORMS[name]
+    inputs = {"Q": E4M3, "K": E4M3, "V": "*fp16"} if form.scaled else dict.fromkeys("QKV", "*bf16")
+    constants = shape(dim, TILE=form.tile, NQ=form.queries, STAGES=form.prefill_stages, SPLIT=split, SCALED=form.scaled)
+    compiled, sass, usage = compile_for_hopper(
+        attention._prefill_kernel, inputs, constants | absent, form.prefill_warps, form.prefill_stages, tmp_path
+    )
+    assert_wgmma(sass, form.scaled)
+    assert compiled.metadata.shared <= MOST_SHARED * form.prefill_warps // 8
+    assert stack_bytes(usage) <= (96 if split else 24)  # joining a part with those before it happens once, outside the loop
 
 
 def test_join(tmp_path: Path) -> None:
-    _, _, usage = compile_for_hopper(attention._join_kernel, E4M3, {"H": 32, "D": 128, "PART": attention.PART}, 1, 2, tmp_path)
+    _, _, usage = compile_for_hopper(attention._join_kernel, {}, {"H": 32, "D": 128, "PART": attention.PART}, 1, 2, tmp_path)
     assert stack_bytes(usage) == 0

@@ -17,7 +17,7 @@ from isobit.models import decoder
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.precision.quant_tensor import QuantTensor
-from isobit.rollout import engine, sampler
+from isobit.rollout import executor, sampler
 from isobit.rollout.batch import ForwardBatch
 from isobit.rollout.engine import Engine
 from isobit.rollout.runner import PolicyRunner
@@ -88,7 +88,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_due: Callab
 
 
 def workload() -> Workload:
-    return build_workload(128, 256, prompts=4, samples=2, max_new_tokens=6, seed=0)
+    return build_workload(128, 256, prompts=4, samples=2, max_new_tokens=6, seed=0, page_tokens=kv_cache.PAGE_TOKENS)
 
 
 def part(preset: Preset = "fp8", scenario: str = "few pages, small chunks, temperature 0.7") -> Parting | None:
@@ -185,21 +185,21 @@ def test_keys_encoded_differently_in_training(where: Where, monkeypatch: pytest.
 
 
 def test_a_page_that_is_not_copied_is_found_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PolicyRunner, "copy_page", lambda self, source, target: None)
+    monkeypatch.setattr(PolicyRunner, "copy_pages", lambda self, sources, targets: None)
     parting = part(scenario="roomy")
     assert parting is not None and parting.difference.site == "layers.0.attention"
 
 
 def test_positions_that_are_one_off_are_found_at_the_first_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = engine.build_batch
+    exact = executor.build_batch
 
-    def build_batch(plan: Plan) -> ForwardBatch:
-        batch = exact(plan)
+    def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
+        batch = exact(plan, page_tokens)
         shifts = [torch.full((count,), int(count > 1 and sequence.cached > 0)) for sequence, count in plan]
         batch.positions.sub_(torch.cat(shifts))
         return batch
 
-    monkeypatch.setattr(engine, "build_batch", build_batch)
+    monkeypatch.setattr(executor, "build_batch", build_batch)
     parting = part(scenario="small chunks")
     assert parting is not None and parting.difference.site == "layers.0.rope.q"
 

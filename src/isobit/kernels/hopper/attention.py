@@ -1,30 +1,34 @@
-"""FP8 attention on Hopper whose bits do not depend on who asks: decode over pages, prefill and training over packed sequences.
+"""Attention on Hopper whose bits do not depend on who asks: decode over pages, prefill and training over packed sequences.
 
-The arithmetic is that of ``isobit.kernels.attention`` with KV tiles of 128 tokens:
+Two forms, FP8 and BF16, of the same kernels.  c = log2(e) / sqrt(D), M the running maximum of s; a masked key has s = -inf:
 
-    s_j = (q . k_j) s_k (s_q c) + log2(s_v)      FP8 MMA, then one multiplication and one fma in FP32
-    p_j = 2^(s_j - M)                            M the running maximum
-    l   = sum_j p_j / s_v                        FP32, along a fixed tree over the key index
-    o   = sum_j FP16(p_j) FP16(v_j) / l          FP16 MMA; E4M3 -> FP16 is exact
+    FP8     s_j = (q . k_j) s_k (s_q c) + log2(s_v)      FP8 MMA, then one multiplication and one fma in FP32
+            p_j = 2^(s_j - M)
+            l   = sum_j p_j / s_v                        FP32, along a fixed tree over the key index
+            o   = sum_j FP16(p_j) FP16(v_j) / l          FP16 MMA; E4M3 -> FP16 is exact
+    BF16    s_j = (q . k_j) c,   p_j = 2^fma(q . k_j, c, -M),   l = sum_j p_j,   o = sum_j BF16(p_j) v_j / l
 
-The range of keys is cut into parts of 8192 at fixed positions.  A part starts from nothing; parts are joined in ascending order:
+in KV tiles of 128 (FP8) or 64 (BF16) tokens.  The range of keys is cut into parts of 8192 at fixed positions.  A part starts from
+nothing; parts are joined in ascending order:
 
     M' = max(M, m)    O' = o 2^(m - M') + O 2^(M - M')    L' = l 2^(m - M') + L 2^(M - M')
 
-Decode runs the parts of a sequence in parallel and joins them in a second kernel, prefill runs them one after the other: the same
-operations on the same numbers, so only the time depends on it.  What else keeps the bits equal:
+Decode runs the parts of a sequence in parallel and joins them in a second kernel, prefill has a launch for each: the same operations on
+the same numbers, so only the time depends on it.  What else keeps the bits equal:
 
   - Tiles and parts start at multiples of their size from the sequence's own position 0, for everybody.
   - A product's bits depend on the order of its inner sum only, and wgmma's is the same with keys on the M side (decode: 16 queries
     fill the N side) as with queries there (prefill: P stays in registers).  Both need 64 rows or more, or Triton takes another one.
-  - `max` has no order; the sums add two numbers at a time along a fixed tree (``_partial_sums``, ``_final_sum``), whatever the layout.
+  - Everything between the two products is one function, ``_weigh``: `max` has no order; the sums add two numbers at a time along a fixed
+    tree (``_partial_sums``, ``_final_sum``), whatever the layout.
   - ``enable_fp_fusion=False`` and explicit fma: the compiler may not contract a multiplication and an addition in one kernel only.
 
-A NaN in K or V is an E4M3 NaN for the tensor cores and reaches the output of every query that sees it.
+A NaN in K or V reaches the output of every query that sees it.  One in V also reaches the earlier queries of its tile, since the weight
+of a masked key is multiplied too: pages may hold anything finite beyond a sequence's length, but no NaN.
 
-Layouts.  Pages: K [page, G, token, D] E4M3; V [page, G, D, token] E4M3, transposed, because an FP8 tile cannot be transposed on its way
-to the tensor cores; E8M0 scale bytes [page, G, token].  Packed: K [T, G, D] E4M3, V [T, G, D] as FP16 copies of the E4M3 values, bytes
-[T, G].
+Layouts.  Pages of TILE tokens: K [page, G, token, D] E4M3; V [page, G, D, token] E4M3, transposed, because an FP8 tile cannot be
+transposed on its way to the tensor cores; E8M0 scale bytes [page, G, token].  Packed: K [T, G, D] E4M3, V [T, G, D] as FP16 copies of the
+E4M3 values, bytes [T, G].  The BF16 form has K and V alike, [page, G, token, D] and [T, G, D], and no bytes.
 Measured on one H200 (32 query heads, 8 KV heads of 128): benchmarks/results/attention.json.
 """
 
@@ -38,10 +42,26 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 128
+TILE = 128  # tokens of a page
 PART = 8192
-_QUERIES = 64  # of one prefill program
 _COLUMNS = 16  # query heads of one decode program, padded
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the kernels are built for a format.  The tile is part of the arithmetic; the rest changes the time alone."""
+
+    scaled: bool
+    tile: int  # keys; divides a page, and is one in the FP8 form
+    decode_stages: int
+    decode_registers: int | None  # the most a thread may have, so that four programs fit a multiprocessor
+    queries: int  # of one prefill program
+    prefill_warps: int
+    prefill_stages: int
+
+
+FP8 = Form(scaled=True, tile=128, decode_stages=3, decode_registers=128, queries=64, prefill_warps=4, prefill_stages=2)
+BF16 = Form(scaled=False, tile=64, decode_stages=5, decode_registers=None, queries=128, prefill_warps=8, prefill_stages=3)
 
 
 @triton.jit
@@ -51,14 +71,18 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _partial_sums(x, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """(128, N) or (N, 128) -> 32 partial sums a query, adding keys that differ in bits 3 and 6: one thread holds them."""
+def _partial_sums(x, TILE: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """(TILE, N) or (N, TILE) -> 32 partial sums a query, adding keys that differ in bit 3 and (of 128) bit 6: one thread holds them."""
     if KEYS_FIRST:
-        x = tl.sum(tl.reshape(x, [8, 2, 8, N]), 1)
-        return tl.reshape(tl.sum(tl.reshape(x, [2, 4, 8, N]), 0), [4, 8, N])
+        x = tl.sum(tl.reshape(x, [TILE // 16, 2, 8, N]), 1)
+        if TILE == 128:
+            x = tl.sum(tl.reshape(x, [2, 4, 8, N]), 0)
+        return tl.reshape(x, [4, 8, N])
     else:
-        x = tl.sum(tl.reshape(x, [N, 8, 2, 8]), 2)
-        return tl.reshape(tl.sum(tl.reshape(x, [N, 2, 4, 8]), 1), [N, 4, 8])
+        x = tl.sum(tl.reshape(x, [N, TILE // 16, 2, 8]), 2)
+        if TILE == 128:
+            x = tl.sum(tl.reshape(x, [N, 2, 4, 8]), 1)
+        return tl.reshape(x, [N, 4, 8])
 
 
 @triton.jit
@@ -73,11 +97,41 @@ def _final_sum(x, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
+def _weigh(
+    qk, seen, q_scale, k_byte, v_byte, c, m, l, MASKED, TILE: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """A tile's products q . k, of N queries and with the keys along AXIS -> p, the new maximum and sum, and what the old ones decay by."""
+    if SCALED:
+        k_scale = tl.expand_dims(_power_of_two(k_byte), 1 - AXIS)
+        s = tl.math.fma(qk * k_scale, tl.expand_dims(q_scale, AXIS), tl.expand_dims(v_byte.to(tl.float32) - 127.0, 1 - AXIS))
+    else:
+        s = qk
+    if MASKED:
+        s = tl.where(seen, s, -float("inf"))
+    if SCALED:
+        m_new = tl.maximum(m, tl.max(s, AXIS))
+        p = tl.math.exp2(s - tl.expand_dims(m_new, AXIS))
+        terms = p * tl.expand_dims(_power_of_two(254 - v_byte.to(tl.int32)), 1 - AXIS)
+    else:
+        m_new = tl.maximum(m, tl.max(s, AXIS) * c)
+        p = tl.math.exp2(tl.math.fma(s, c, -tl.expand_dims(m_new, AXIS)))
+        terms = p
+    decay = tl.math.exp2(m - m_new)
+    if AXIS == 0:
+        l = tl.math.fma(l, decay[None, None, :], _partial_sums(terms, TILE, N, True))
+    else:
+        l = tl.math.fma(l, decay[:, None, None], _partial_sums(terms, TILE, N, False))
+    return p, m_new, l, decay
+
+
+@triton.jit
 def _decode_kernel(
     Q, Q_SCALE, K, K_BYTE, V, V_BYTE, TABLE, LENGTH, O, LSE, PART_O, PART_M, PART_L, c, table_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, N: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program a KV head, sequence and part: the H / G query heads that share the KV head, padded to N columns."""
+    tl.static_assert(TILE == PAGE or not SCALED)
     R: tl.constexpr = H // G
     g = tl.program_id(0)
     b = tl.program_id(1)
@@ -95,32 +149,35 @@ def _decode_kernel(
     table = TABLE + b * table_stride
     row = b * H + head
     q = tl.load(Q + row[None, :] * D + d[:, None], mask=valid[None, :], other=0.0)
-    q_scale = tl.load(Q_SCALE + row, mask=valid, other=0.0) * c
     m = tl.full([N], -float("inf"), tl.float32)
     l = tl.zeros([4, 8, N], tl.float32)
     acc = tl.zeros([D, N], tl.float32)
-    page = tl.load(table + start // TILE).to(tl.int64) * G + g
-    next_k_byte = tl.load(K_BYTE + page * TILE + t)
-    next_v_byte = tl.load(V_BYTE + page * TILE + t)
-    for first in tl.range(start, end, TILE, num_stages=5):  # said here, the pipeline is 5% faster than as a launch option
-        page = tl.load(table + first // TILE).to(tl.int64) * G + g
-        k_byte = next_k_byte
-        v_byte = next_v_byte
-        # The next page's scales are fetched one tile ahead: used where they are loaded, they would stall the loop.
-        ahead = tl.load(table + tl.minimum(first + TILE, end - 1) // TILE).to(tl.int64) * G + g
-        next_k_byte = tl.load(K_BYTE + ahead * TILE + t)
-        next_v_byte = tl.load(V_BYTE + ahead * TILE + t)
-        k = tl.load(K + page * (TILE * D) + t[:, None] * D + d[None, :])
-        s = tl.math.fma(tl.dot(k, q) * _power_of_two(k_byte)[:, None], q_scale[None, :], (v_byte.to(tl.float32) - 127.0)[:, None])
-        if first + TILE > end:
-            s = tl.where((first + t)[:, None] < end, s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, 0))
-        decay = tl.math.exp2(m - m_new)
-        p = tl.math.exp2(s - m_new[None, :])
-        m = m_new
-        l = tl.math.fma(l, decay[None, None, :], _partial_sums(p * _power_of_two(254 - v_byte.to(tl.int32))[:, None], N, True))
-        v = tl.load(V + page * (TILE * D) + d[:, None] * TILE + t[None, :])
-        acc = tl.dot(v.to(tl.float16), p.to(tl.float16), acc * decay[None, :])
+    q_scale = tl.load(Q_SCALE + row, mask=valid, other=0.0) * c if SCALED else None
+    if SCALED:
+        page = tl.load(table + start // PAGE).to(tl.int64) * G + g
+        next_k_byte = tl.load(K_BYTE + page * PAGE + t)
+        next_v_byte = tl.load(V_BYTE + page * PAGE + t)
+    for first in tl.range(start, end, TILE, num_stages=STAGES):  # said here, the pipeline is 5% faster than as a launch option
+        page = tl.load(table + first // PAGE).to(tl.int64) * G + g
+        k_byte = next_k_byte if SCALED else None
+        v_byte = next_v_byte if SCALED else None
+        if SCALED:
+            # The next tile's scales are fetched one tile ahead: used where they are loaded, they would stall the loop.
+            ahead = tl.load(table + tl.minimum(first + TILE, end - 1) // PAGE).to(tl.int64) * G + g
+            next_k_byte = tl.load(K_BYTE + ahead * PAGE + t)
+            next_v_byte = tl.load(V_BYTE + ahead * PAGE + t)
+        rows = first % PAGE + t
+        k = tl.load(K + page * (PAGE * D) + rows[:, None] * D + d[None, :])
+        seen = (first + t)[:, None] < end
+        p, m, l, decay = _weigh(
+            tl.dot(k, q), seen, q_scale, k_byte, v_byte, c, m, l, first + TILE > end, TILE, N, 0, SCALED
+        )  # fmt: skip
+        if SCALED:
+            v = tl.load(V + page * (PAGE * D) + d[:, None] * PAGE + t[None, :])
+            acc = tl.dot(v.to(tl.float16), p.to(tl.float16), acc * decay[None, :])
+        else:
+            v = tl.load(V + page * (PAGE * D) + rows[:, None] * D + d[None, :])
+            acc = tl.dot(tl.trans(v), p.to(tl.bfloat16), acc * decay[None, :])
     total = _final_sum(l, N, True)
     if SPLIT:
         part_row = (b.to(tl.int64) * tl.num_programs(2) + part) * H + head
@@ -164,22 +221,9 @@ def _join_kernel(PART_O, PART_M, PART_L, LENGTH, O, LSE, max_parts, H: tl.conste
 
 
 @triton.jit
-def _prefill_tile(q, q_scale, k, v, k_byte, v_byte, seen, m, l, acc, NQ: tl.constexpr, MASKED: tl.constexpr):
-    """Add one tile of keys: q [NQ, D], k [D, 128], v [128, D]; ``seen`` [NQ, 128] where the tile is masked."""
-    s = tl.math.fma(tl.dot(q, k) * _power_of_two(k_byte)[None, :], q_scale[:, None], (v_byte.to(tl.float32) - 127.0)[None, :])
-    if MASKED:
-        s = tl.where(seen, s, -float("inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
-    decay = tl.math.exp2(m - m_new)
-    p = tl.math.exp2(s - m_new[:, None])
-    l = tl.math.fma(l, decay[:, None, None], _partial_sums(p * _power_of_two(254 - v_byte.to(tl.int32))[None, :], NQ, False))
-    return m_new, l, tl.dot(p.to(tl.float16), v, acc * decay[:, None])
-
-
-@triton.jit
 def _prefill_part(
-    q, q_scale, K, K_BYTE, V, V_BYTE, start, part_end, first_position, position, length,
-    G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NQ: tl.constexpr,
+    q, q_scale, K, K_BYTE, V, V_BYTE, c, start, part_end, first_position, position, length,
+    G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NQ: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """The keys of one part, for NQ queries: their maximum, sum and accumulator."""
     d = tl.arange(0, D)
@@ -189,33 +233,45 @@ def _prefill_part(
     acc = tl.zeros([NQ, D], tl.float32)
     # Every query of the block sees the whole of a tile that ends at or before its first position.
     unmasked_end = tl.minimum(part_end, tl.maximum(start, (first_position + 1) // TILE * TILE))
-    for first in range(start, unmasked_end, TILE):
+    # Scale bytes are fetched one tile ahead: no copy of single bytes can be left running, and waiting for one costs a tenth of the time.
+    if SCALED:
+        next_k_byte = tl.load(K_BYTE + tl.minimum(start + t, length - 1) * G)
+        next_v_byte = tl.load(V_BYTE + tl.minimum(start + t, length - 1) * G)
+    for first in tl.range(start, unmasked_end, TILE, num_stages=STAGES):
         j = first + t
-        k_byte = tl.load(K_BYTE + j * G)
-        v_byte = tl.load(V_BYTE + j * G)
+        k_byte = next_k_byte if SCALED else None
+        v_byte = next_v_byte if SCALED else None
+        if SCALED:
+            ahead = tl.minimum(j + TILE, length - 1)
+            next_k_byte = tl.load(K_BYTE + ahead * G)
+            next_v_byte = tl.load(V_BYTE + ahead * G)
         k = tl.load(K + j[None, :] * (G * D) + d[:, None])
         v = tl.load(V + j[:, None] * (G * D) + d[None, :])
-        m, l, acc = _prefill_tile(q, q_scale, k, v, k_byte, v_byte, position, m, l, acc, NQ, False)
+        p, m, l, decay = _weigh(tl.dot(q, k), position, q_scale, k_byte, v_byte, c, m, l, False, TILE, NQ, 1, SCALED)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     for first in tl.range(unmasked_end, part_end, TILE, num_stages=1):
         j = first + t
         inside = j < length
-        k_byte = tl.load(K_BYTE + j * G, mask=inside, other=127)
-        v_byte = tl.load(V_BYTE + j * G, mask=inside, other=127)
+        k_byte = tl.load(K_BYTE + j * G, mask=inside, other=127) if SCALED else None
+        v_byte = tl.load(V_BYTE + j * G, mask=inside, other=127) if SCALED else None
         k = tl.load(K + j[None, :] * (G * D) + d[:, None], mask=inside[None, :], other=0.0)
         v = tl.load(V + j[:, None] * (G * D) + d[None, :], mask=inside[:, None], other=0.0)
-        m, l, acc = _prefill_tile(q, q_scale, k, v, k_byte, v_byte, j[None, :] <= position[:, None], m, l, acc, NQ, True)
+        seen = j[None, :] <= position[:, None]
+        p, m, l, decay = _weigh(tl.dot(q, k), seen, q_scale, k_byte, v_byte, c, m, l, True, TILE, NQ, 1, SCALED)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     return m, _final_sum(l, NQ, False), acc
 
 
 @triton.jit
 def _prefill_kernel(
-    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, Q_START, Q_COUNT, K_START, LENGTH, O, LSE, JOINED, c,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr,
+    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, Q_START, Q_COUNT, K_START, LENGTH, O, LSE, PART_O, PART_M, PART_L, c, start,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, NQ: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program NQ consecutive queries of one head; the queries are the last Q_COUNT of LENGTH tokens (all of them, in training).
 
-    With more than one part, what is joined so far waits in JOINED (FP32, like O) while the next part runs: two accumulators would not fit
-    the registers.
+    With more than one part there is a launch for each, with the key ``start`` that it begins at.  What is joined so far waits in PART_O,
+    PART_M and PART_L for the next.
     """
     h = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
@@ -225,6 +281,10 @@ def _prefill_kernel(
     if block * NQ >= count:
         return
     length = tl.load(LENGTH + b)
+    first_position = length - count + block * NQ
+    end = tl.minimum(length, first_position + NQ)
+    if start >= end:
+        return
     k_start = tl.load(K_START + b).to(tl.int64)
     query = block * NQ + tl.arange(0, NQ)
     valid = query < count
@@ -232,71 +292,71 @@ def _prefill_kernel(
     d = tl.arange(0, D)
     row = ((tl.load(Q_START + b) + query).to(tl.int64)) * H + h
     q = tl.load(Q + row[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
-    q_scale = tl.load(Q_SCALE + row, mask=valid, other=0.0) * c
+    q_scale = tl.load(Q_SCALE + row, mask=valid, other=0.0) * c if SCALED else None
     K += (k_start * G + g) * D
     V += (k_start * G + g) * D
-    K_BYTE += k_start * G + g
-    V_BYTE += k_start * G + g
-    first_position = length - count + block * NQ
-    end = tl.minimum(length, first_position + NQ)
-    if not SPLIT:
-        m, total, acc = _prefill_part(
-            q, q_scale, K, K_BYTE, V, V_BYTE, 0, end, first_position, position, length, G, D, TILE, NQ
-        )  # fmt: skip
-    else:
-        place = JOINED + row[:, None] * D + d[None, :]
-        m = tl.full([NQ], -float("inf"), tl.float32)
-        total = tl.zeros([NQ], tl.float32)
-        for start in tl.range(0, end, PART, num_stages=1):
-            part_m, part_total, acc = _prefill_part(
-                q, q_scale, K, K_BYTE, V, V_BYTE, start, tl.minimum(end, start + PART), first_position, position, length, G, D, TILE, NQ
-            )  # fmt: skip
-            if start > 0:
-                before = tl.load(place, mask=valid[:, None], other=0.0)
-                joined, joined_m, joined_total = _join(before, m, total, acc, part_m, part_total, 1)
-                reached = position >= start  # an earlier query sees none of this part's keys
-                acc = tl.where(reached[:, None], joined, before)
-                part_m = tl.where(reached, joined_m, m)
-                part_total = tl.where(reached, joined_total, total)
-            tl.debug_barrier()  # the thread that reads an element need not be the one that writes it
-            tl.store(place, acc, mask=valid[:, None])
-            tl.debug_barrier()
-            m = part_m
-            total = part_total
-        acc = tl.load(place, mask=valid[:, None], other=0.0)
-    tl.store(O + row[:, None] * D + d[None, :], (acc * (1.0 / total)[:, None]).to(tl.bfloat16), mask=valid[:, None])
+    if SCALED:
+        K_BYTE += k_start * G + g
+        V_BYTE += k_start * G + g
+    m, total, acc = _prefill_part(
+        q, q_scale, K, K_BYTE, V, V_BYTE, c, start, tl.minimum(end, start + PART), first_position, position, length,
+        G, D, TILE, NQ, STAGES, SCALED,
+    )  # fmt: skip
+    place = row[:, None] * D + d[None, :]
+    if SPLIT:
+        if start > 0:
+            before = tl.load(PART_O + place, mask=valid[:, None], other=0.0)
+            before_m = tl.load(PART_M + row, mask=valid, other=0.0)
+            before_total = tl.load(PART_L + row, mask=valid, other=1.0)
+            joined, joined_m, joined_total = _join(before, before_m, before_total, acc, m, total, 1)
+            reached = position >= start  # an earlier query sees none of this part's keys
+            acc = tl.where(reached[:, None], joined, before)
+            m = tl.where(reached, joined_m, before_m)
+            total = tl.where(reached, joined_total, before_total)
+        if end > start + PART:
+            tl.store(PART_O + place, acc, mask=valid[:, None])
+            tl.store(PART_M + row, m, mask=valid)
+            tl.store(PART_L + row, total, mask=valid)
+            return
+    tl.store(O + place, (acc * (1.0 / total)[:, None]).to(tl.bfloat16), mask=valid[:, None])
     tl.store(LSE + row, m + tl.math.log2(total), mask=valid)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKeys:
-    """K and V pages of one layer (layouts at the top of the file)."""
+    """K and V pages of one layer (layouts at the top of the file); the BF16 form has no bytes."""
 
     keys: torch.Tensor
-    key_bytes: torch.Tensor
+    key_bytes: torch.Tensor | None
     values: torch.Tensor
-    value_bytes: torch.Tensor
+    value_bytes: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class PackedKeys:
-    """K and V of packed sequences (layouts at the top of the file)."""
+    """K and V of packed sequences (layouts at the top of the file); the BF16 form has no bytes."""
 
     keys: torch.Tensor
-    key_bytes: torch.Tensor
+    key_bytes: torch.Tensor | None
     values: torch.Tensor
-    value_bytes: torch.Tensor
+    value_bytes: torch.Tensor | None
 
 
 def decode_attention(
-    queries: torch.Tensor, query_scales: torch.Tensor, pages: PagedKeys, table: torch.Tensor, lengths: torch.Tensor, max_length: int
+    queries: torch.Tensor,
+    query_scales: torch.Tensor | None,
+    pages: PagedKeys,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    max_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H]; block table int32 [B, pages], lengths int32 [B], at most max_length.
+    """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H], or BF16; table int32 [B, pages], lengths int32 [B], at most max_length.
 
     -> output BF16 [B, H, D] and log-sum-exp (base 2) FP32 [B, H].  The launch depends on B and max_length alone, so it can be captured.
     """
     batch, heads, dim = queries.shape
     kv_heads = pages.keys.shape[1]
+    form = _form(queries, query_scales, pages)
     _check_shape(heads, kv_heads, dim)
     parts = triton.cdiv(max_length, PART)
     output = torch.empty((batch, heads, dim), dtype=torch.bfloat16, device=queries.device)
@@ -308,7 +368,8 @@ def decode_attention(
     _decode_kernel[(kv_heads, batch, parts)](
         queries, query_scales, pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table, lengths, output, log_sum_exp,
         part_output, part_max, part_sum, math.log2(math.e) / dim**0.5, table.stride(0),
-        heads, kv_heads, dim, TILE, PART, _COLUMNS, parts > 1, num_warps=4, num_stages=5, enable_fp_fusion=False,
+        heads, kv_heads, dim, TILE, form.tile, PART, _COLUMNS, form.decode_stages, parts > 1, form.scaled,
+        num_warps=4, num_stages=form.decode_stages, maxnreg=form.decode_registers, enable_fp_fusion=False,
     )  # fmt: skip
     if parts > 1:
         _join_kernel[(heads, batch)](
@@ -319,7 +380,7 @@ def decode_attention(
 
 def prefill_attention(
     queries: torch.Tensor,
-    query_scales: torch.Tensor,
+    query_scales: torch.Tensor | None,
     keys: PackedKeys,
     query_starts: torch.Tensor,
     query_counts: torch.Tensor,
@@ -328,24 +389,41 @@ def prefill_attention(
     max_count: int,
     max_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed queries, E4M3 [T, H, D] with FP32 scales [T, H]: of sequence b the last query_counts[b] of lengths[b] tokens.
+    """Packed queries, E4M3 [T, H, D] with FP32 scales [T, H], or BF16: of sequence b the last query_counts[b] of lengths[b] tokens.
 
     query_starts and key_starts (int32 [B]) say where a sequence's queries and keys begin in their packed tensors.
     -> output BF16 [T, H, D] and log-sum-exp (base 2) FP32 [T, H].
     """
     tokens, heads, dim = queries.shape
     kv_heads = keys.keys.shape[1]
+    form = _form(queries, query_scales, keys)
     _check_shape(heads, kv_heads, dim)
     split = max_length > PART
     output = torch.empty((tokens, heads, dim), dtype=torch.bfloat16, device=queries.device)
     log_sum_exp = torch.empty((tokens, heads), dtype=torch.float32, device=queries.device)
-    joined = torch.empty((tokens, heads, dim), dtype=torch.float32, device=queries.device) if split else log_sum_exp
-    _prefill_kernel[(heads, triton.cdiv(max_count, _QUERIES), lengths.numel())](
-        queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes, query_starts, query_counts, key_starts, lengths,
-        output, log_sum_exp, joined, math.log2(math.e) / dim**0.5, heads, kv_heads, dim, TILE, PART, _QUERIES, split,
-        num_warps=4, num_stages=2, enable_fp_fusion=False,
-    )  # fmt: skip
+    part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused with one part
+    if split:
+        part_output = torch.empty((tokens, heads, dim), dtype=torch.float32, device=queries.device)
+        part_max, part_sum = torch.empty((2, tokens, heads), dtype=torch.float32, device=queries.device)
+    for start in range(0, max_length, PART):
+        _prefill_kernel[(heads, triton.cdiv(max_count, form.queries), lengths.numel())](
+            queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes, query_starts, query_counts, key_starts,
+            lengths, output, log_sum_exp, part_output, part_max, part_sum, math.log2(math.e) / dim**0.5, start,
+            heads, kv_heads, dim, form.tile, PART, form.queries, form.prefill_stages, split, form.scaled,
+            num_warps=form.prefill_warps, num_stages=form.prefill_stages, enable_fp_fusion=False,
+        )  # fmt: skip
     return output, log_sum_exp
+
+
+def _form(queries: torch.Tensor, query_scales: torch.Tensor | None, keys: PagedKeys | PackedKeys) -> Form:
+    form = BF16 if queries.dtype == torch.bfloat16 else FP8
+    missing = {x is None for x in (query_scales, keys.key_bytes, keys.value_bytes)}
+    if missing != {not form.scaled} or keys.keys.dtype != queries.dtype:
+        raise ValueError(
+            f"queries of {queries.dtype} over keys of {keys.keys.dtype}: attention on Hopper takes E4M3 with scales and bytes, or BF16 "
+            "without"
+        )
+    return form
 
 
 def _check_shape(heads: int, kv_heads: int, dim: int) -> None:

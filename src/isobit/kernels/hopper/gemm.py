@@ -1,54 +1,114 @@
-"""The FP8 GEMM of the linears on Hopper, through a library: DeepGEMM where it is installed, cuBLASLt otherwise.
+"""The GEMMs on Hopper, through a library where one is exact: FP8 blocks for the linears, BF16 for lm_head and for layers in BF16.
 
-    Y[m, n] = sum over blocks k of  (sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128, k]        BF16 out, FP32 in between
+    Y[m, n] = sum over blocks k of  (sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128, k]        FP32 in between
 
-DeepGEMM promotes each 128-long block to FP32 in ascending order of K without a split of K, so a row's bits do not depend on M.  With
-power-of-two scales cuBLASLt gives the same bits for every shape and M tried, where scaling is exact; with FP32 scales its rows change
-with M (seen: 4096 x 12288, M = 3 against 1024), so it is refused there.  tests/gpu/test_gemm.py holds all of this.
+A row's bits may not depend on M.  What holds that, in order of preference (tests/gpu/test_gemm.py measures all of it):
 
-DeepGEMM is the faster at every decode size.  It compiles each kernel at its first use with nvcc (DG_JIT_CACHE_DIR keeps them); without
-nvcc or the package, `F.scaled_mm` takes over.
+    deep_gemm    promotes each 128-long block to FP32 in ascending order of K and never splits K; the fastest at every decode size.
+                 Compiles each kernel at its first use with nvcc (DG_JIT_CACHE_DIR keeps them).
+    scaled_mm    cuBLASLt, FP8 with power-of-two scales only: the same bits as DeepGEMM for every shape and M tried, since scaling is exact.
+                 With FP32 scales its rows change with M (seen: 4096 x 12288, M = 3 against 1024), and cuBLAS's BF16 rows do too.
+    triton       ``isobit.kernels.hopper.triton_gemm``: needs nothing, takes every size; the same bits as DeepGEMM in FP8 and in BF16.
+
+A choice may depend on what is installed and on N and K, never on M.
 """
 
 import importlib.util
+import os
 import shutil
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from isobit.errors import ConfigError
 from isobit.kernels.hopper.quantise import QuantRows
+from isobit.kernels.hopper.triton_gemm import triton_gemm_bf16, triton_gemm_e4m3
 from isobit.precision.formats import ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
-BackEnd = Literal["deep_gemm", "scaled_mm"]
+BackEnd = Literal["deep_gemm", "scaled_mm", "triton"]
+
+_WHOLE = 64  # DeepGEMM's BF16 tiles: other sizes go to Triton
 
 
 @cache
-def gemm_back_end(scales: ScaleKind) -> BackEnd:
-    """The library that multiplies: DeepGEMM if the package and nvcc are there.  Raises ConfigError where the other would not be exact."""
-    if importlib.util.find_spec("deep_gemm") is not None and shutil.which("nvcc") is not None:
-        return "deep_gemm"
-    if scales == "fp32":
-        raise ConfigError(
-            "precision.scales = 'fp32' needs DeepGEMM and nvcc on this GPU, because cuBLASLt's rows would depend on the batch: "
-            "install isobit[hopper] and CUDA's compiler, or use the default 'power_of_two'"
-        )
-    return "scaled_mm"
-
-
-def gemm_e4m3(a: QuantRows, b: QuantTensor, back_end: BackEnd) -> torch.Tensor:
-    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks -> A B^T, BF16 [M, N]."""
-    assert b.granularity == "128x128"
-    if back_end == "deep_gemm":
+def why_not_deep_gemm() -> str | None:
+    """None if DeepGEMM can be used, else what is missing."""
+    if importlib.util.find_spec("deep_gemm") is None:
+        return "DeepGEMM is not installed (pip install 'isobit[hopper]')"
+    if find_nvcc() is None:
+        return "DeepGEMM needs CUDA's compiler: there is no nvcc under CUDA_HOME, on the PATH or in /usr/local/cuda"
+    try:
         import deep_gemm  # pyright: ignore[reportMissingImports]
+    except Exception as error:
+        return f"DeepGEMM does not load: {type(error).__name__}: {error}"
+    return None if hasattr(deep_gemm, "bf16_gemm_nt") else "this DeepGEMM is another release (isobit[hopper] names the one that works)"
 
-        out = torch.empty((a.values.shape[0], b.values.shape[0]), dtype=torch.bfloat16, device=a.values.device)
-        deep_gemm.fp8_gemm_nt((a.values, a.scales), (b.values, b.scales), out)
-        return out
-    return _scaled_mm(a, b)
+
+def find_nvcc() -> str | None:
+    """Where DeepGEMM's own search would find the compiler."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is not None:
+        return shutil.which("nvcc", path=str(Path(home) / "bin"))
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def gemm_back_end(scales: ScaleKind) -> BackEnd:
+    """What multiplies FP8 blocks with scales of this kind."""
+    if why_not_deep_gemm() is None:
+        return "deep_gemm"
+    return "scaled_mm" if scales == "power_of_two" else "triton"
+
+
+def bf16_back_end() -> Literal["deep_gemm", "triton"]:
+    """What multiplies BF16 matrices."""
+    return "deep_gemm" if why_not_deep_gemm() is None else "triton"
+
+
+def describe_back_ends() -> dict[str, str]:
+    """Operation -> the library that runs it and, where that is a fallback, why."""
+    missing = why_not_deep_gemm()
+    if missing is None:
+        return dict.fromkeys(("FP8 GEMM, power-of-two scales", "FP8 GEMM, FP32 scales", "BF16 GEMM and lm_head"), "DeepGEMM")
+    return {
+        "FP8 GEMM, power-of-two scales": f"cuBLASLt, same bits, slower at small batches: {missing}",
+        "FP8 GEMM, FP32 scales": f"Triton, slower: {missing}",
+        "BF16 GEMM and lm_head": f"Triton, slower: {missing}",
+    }
+
+
+def gemm_e4m3(a: QuantRows, b: QuantTensor, scales: ScaleKind, back_end: BackEnd | None = None) -> torch.Tensor:
+    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks, scales of one kind -> A B^T, BF16 [M, N]."""
+    assert b.granularity == "128x128"
+    back_end = back_end or gemm_back_end(scales)
+    if back_end == "triton":
+        return triton_gemm_e4m3(a, b)
+    if back_end == "scaled_mm":
+        assert scales == "power_of_two", "cuBLASLt's rows would depend on the batch"
+        return _scaled_mm(a, b)
+    import deep_gemm  # pyright: ignore[reportMissingImports]
+
+    out = torch.empty((a.values.shape[0], b.values.shape[0]), dtype=torch.bfloat16, device=a.values.device)
+    deep_gemm.fp8_gemm_nt((a.values, a.scales), (b.values, b.scales), out)
+    return out
+
+
+def gemm_bf16(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype = torch.bfloat16, back_end: Literal["deep_gemm", "triton"] | None = None
+) -> torch.Tensor:
+    """A BF16 [M, K], B BF16 [N, K], both contiguous -> A B^T in ``dtype``, BF16 or FP32 [M, N]."""
+    assert a.dtype == b.dtype == torch.bfloat16
+    assert all(x.is_contiguous() for x in (a, b))
+    n, k = b.shape
+    if (back_end or bf16_back_end()) == "triton" or n % _WHOLE or k % _WHOLE:
+        return triton_gemm_bf16(a, b, dtype)
+    import deep_gemm  # pyright: ignore[reportMissingImports]
+
+    out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
+    deep_gemm.bf16_gemm_nt(a, b, out)
+    return out
 
 
 def _scaled_mm(a: QuantRows, b: QuantTensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
     quantise_rows        [M, K] BF16                      -> values, scales
     rms_norm_quantise    h + x, then RMSNorm              -> new h, values, scales (and the norm itself where asked for)
     swiglu_quantise      silu(gate) * up                  -> values, scales
+    swiglu               silu(gate) * up                  -> BF16, for a layer that stays in BF16
 
 Every input of a quantiser is rounded to BF16 first, as it is on the CPU.  amax is the maximum of the magnitudes' bits as integers: a NaN
 is larger than any number, so a group that is not finite is found without a comparison that a NaN could pass.  A row's sum of squares is
@@ -46,20 +47,33 @@ class QuantRows:
 
 
 @triton.jit
-def quantise_groups(x, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """[GROUPS * 128] FP32 -> E4M3 [GROUPS * 128] and FP32 scales [GROUPS]."""
-    x = tl.reshape(x, [GROUPS, 128])
-    bits = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), FLOOR_BITS)
+def magnitude_bits(x):
+    """|x| of FP32 numbers as integers, which are ordered as the numbers are, a NaN above all."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def to_e4m3(x, amax_bits, POWER_OF_TWO: tl.constexpr):
+    """FP32 x, and its groups' largest ``magnitude_bits`` in a shape that broadcasts to x -> E4M3 like x, FP32 scales like the bits."""
+    bits = tl.maximum(amax_bits, FLOOR_BITS)
     bad = bits >= _INF_BITS
     if POWER_OF_TWO:
         exponent = ((bits + _ROUND_UP_ABOVE_1_75) >> 23) - 8
         scale = (exponent << 23).to(tl.float32, bitcast=True)
-        y = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        y = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
         scale = tl.div_rn(bits.to(tl.float32, bitcast=True), MAX)
-        y = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    y = tl.where(bad[:, None], float("nan"), tl.clamp(y, -MAX, MAX))
-    return tl.reshape(y.to(tl.float8e4nv), [GROUPS * 128]), tl.where(bad, float("nan"), scale)
+        y = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    y = tl.where(bad, float("nan"), tl.clamp(y, -MAX, MAX))
+    return y.to(tl.float8e4nv), tl.where(bad, float("nan"), scale)
+
+
+@triton.jit
+def quantise_groups(x, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """[GROUPS * 128] FP32 -> E4M3 [GROUPS * 128] and FP32 scales [GROUPS]."""
+    x = tl.reshape(x, [GROUPS, 128])
+    values, scales = to_e4m3(x, tl.max(magnitude_bits(x), 1, keep_dims=True), POWER_OF_TWO)
+    return tl.reshape(values, [GROUPS * 128]), tl.reshape(scales, [GROUPS])
 
 
 @triton.jit
@@ -103,17 +117,34 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _swiglu_kernel(GATE_UP, VALUES, SCALES, scale_stride, C: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _gated(gate, up):
+    """BF16 silu(gate) * up."""
+    gate = gate.to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
+    """One program WIDTH columns of one row: gate [row, column], up [row, C + column]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < C
+    gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
+    up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
+    tl.store(OUT + row * C + column, _gated(gate, up), mask=inside)
+
+
+@triton.jit
+def _swiglu_quantise_kernel(GATE_UP, VALUES, SCALES, scale_stride, C: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """One program GROUPS groups of one row: gate [row, column], up [row, C + column]."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
     group = first + tl.arange(0, GROUPS)
     inside = column < C
-    gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0).to(tl.float32)
-    y = (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16).to(tl.float32)
-    values, scales = quantise_groups(y, GROUPS, POWER_OF_TWO)
+    gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
+    up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
+    values, scales = quantise_groups(_gated(gate, up).to(tl.float32), GROUPS, POWER_OF_TWO)
     tl.store(VALUES + row * C + column, values, mask=inside)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < C // 128)
 
@@ -160,7 +191,7 @@ def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -
     out = QuantRows.empty(rows, columns, gate_up.device)
     groups = min(8, triton.next_power_of_2(columns // BLOCK))
     grid = (rows, triton.cdiv(columns, groups * BLOCK))
-    _swiglu_kernel[grid](
+    _swiglu_quantise_kernel[grid](
         gate_up,
         out.values,
         out.scales,
@@ -171,4 +202,13 @@ def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -
         num_warps=4,
         enable_fp_fusion=False,
     )
+    return out
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """[M, 2 C] BF16, gate before up -> silu(gate) * up, [M, C] BF16: what ``swiglu_quantise`` quantises."""
+    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, columns), dtype=torch.bfloat16, device=gate_up.device)
+    width = min(1024, triton.next_power_of_2(columns))
+    _swiglu_kernel[(rows, triton.cdiv(columns, width))](gate_up, out, columns, width, num_warps=4, enable_fp_fusion=False)
     return out

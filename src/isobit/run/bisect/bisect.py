@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isobit.config.schema import PrecisionConfig, TrainingConfig
+from isobit.config.schema import Device, PrecisionConfig, TrainingConfig
 from isobit.models.checkpoint import load_policy
 from isobit.models.policy import Policy
 from isobit.rollout.engine import Engine
 from isobit.run.bisect.checksums import token_keys
 from isobit.run.bisect.difference import Checksums, Extremes, SiteDifference, first_difference
 from isobit.run.bisect.observer import Keep, ObservedRunner, TokenObserver, observe_packing
+from isobit.run.device import choose_device
 from isobit.run.model import model_folder
 from isobit.run.scenarios import Scenario, Workload, engine_scenarios, packings
 from isobit.run.verify import ScenarioResult, VerifyOptions, VerifyResult, generate_samples, random_workload, verify_policy
@@ -131,12 +132,14 @@ def bisect(
     options: VerifyOptions | None = None,
     on_scenario: Callable[[ScenarioResult], None] | None = None,
     on_trace: Callable[[str], None] | None = None,
+    device: Device = "cpu",
 ) -> BisectResult:
     """Verify a Hugging Face folder, or ``starter``, then observe the first scenario that differs; where none does, all of them.
 
     ``on_trace`` is called with the name of each scenario about to be observed.  Raises as ``isobit.run.verify.verify`` does.
     """
-    return bisect_policy(load_policy(model_folder(folder), precision), options or VerifyOptions(), on_scenario, on_trace)
+    policy = load_policy(model_folder(folder), precision, choose_device(device))
+    return bisect_policy(policy, options or VerifyOptions(), on_scenario, on_trace)
 
 
 def bisect_policy(

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from isobit.kernels.kv_cache import PAGE_TOKENS
 from isobit.kernels.trace import observing
 from isobit.models.policy import Policy
 from isobit.records import PackedBatch
@@ -65,7 +64,7 @@ class ObservedRunner(PolicyRunner):
     def __init__(self, policy: Policy, num_pages: int, observer: TokenObserver) -> None:
         super().__init__(policy, num_pages)
         self._observer = observer
-        self._keys = torch.zeros(num_pages * PAGE_TOKENS, dtype=torch.int64)  # by slot
+        self._keys = torch.zeros(num_pages * self.page_tokens, dtype=torch.int64)  # by slot
         self._key_of_hidden: dict[int, int] = {}
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -82,11 +81,11 @@ class ObservedRunner(PolicyRunner):
         with self._observer.tokens(_NONE, keys):
             return super().logits(hidden)
 
-    def copy_page(self, source: int, target: int) -> None:
-        """As ``PolicyRunner.copy_page``, and the keys with it."""
-        super().copy_page(source, target)
-        pages = self._keys.view(-1, PAGE_TOKENS)
-        pages[target] = pages[source]
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """As ``PolicyRunner.copy_pages``, and the keys with them."""
+        super().copy_pages(sources, targets)
+        pages = self._keys.view(-1, self.page_tokens)
+        pages[targets] = pages[sources]
 
     def _write_keys(self, batch: ForwardBatch) -> torch.Tensor:
         """The keys of the new tokens, from their pages and lengths: ``batch.positions`` is among what may be wrong."""
@@ -96,8 +95,8 @@ class ObservedRunner(PolicyRunner):
         starts = counts.cumsum(0) - counts
         positions = torch.arange(int(counts.sum())) + (first - starts).repeat_interleave(counts)
         last_cached = (first - 1).clamp(min=0)
-        page = paged.block_table.gather(1, (last_cached // PAGE_TOKENS)[:, None])[:, 0]
-        before = self._keys[page * PAGE_TOKENS + last_cached % PAGE_TOKENS].masked_fill(first == 0, 0)
+        page = paged.block_table.gather(1, (last_cached // self.page_tokens)[:, None])[:, 0]
+        before = self._keys[page * self.page_tokens + last_cached % self.page_tokens].masked_fill(first == 0, 0)
         self._keys[paged.slots] = keys = token_keys(batch.token_ids, positions, counts, before)
         return keys
 

@@ -1,0 +1,1 @@
+"""The parts of ``benchmarks/rollout.py``: the same work given to two engines, the floor under both, and the table."""

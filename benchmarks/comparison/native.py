@@ -1,0 +1,77 @@
+"""Isobit's own engine through its public interface; log-probabilities are recorded in the timed run, since it cannot do without them."""
+
+import importlib.metadata
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from comparison.card import measure_card, versions
+from comparison.cases import CASES, MAX_SEQUENCES, WARM_UP_TOKENS, Case, random_prompts
+from comparison.rows import RowWriter, card_memory_gib
+from isobit.config.schema import PrecisionConfig, RolloutConfig
+from isobit.models.policy import Policy, random_policy
+from isobit.models.shapes import model_shape
+from isobit.records import Prompt, SamplingParams
+from isobit.rollout.engine import Engine
+from isobit.rollout.request import Request
+
+
+def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_at: float) -> None:
+    """Time each case once, after a run of the same prompts with a few new tokens; ``started_at`` is when the process began."""
+    before_card = perf_counter()
+    card = measure_card()
+    started_at += perf_counter() - before_card
+    writer = RowWriter(out, "native", mode, shape, card, native_versions())
+    policy, engine = start(mode, shape)
+    startup = perf_counter() - started_at
+    print(f"first token {startup:.1f} s after the start of the process", flush=True)
+    for name in cases:
+        case = CASES[name]
+        prompts = random_prompts(case, policy.config.vocab_size)
+        warm_up = generate(engine, prompts, min(WARM_UP_TOKENS, case.new_tokens))
+        seconds = generate(engine, prompts, case.new_tokens)
+        writer.write(
+            case=name,
+            logprobs=True,
+            seconds=seconds,
+            tokens_per_s=case.counted_tokens / seconds,
+            startup_s=startup,
+            warm_up_s=warm_up,
+            memory_gib=card_memory_gib(),
+            torch_peak_gib=torch.cuda.max_memory_allocated() / 2**30,
+            stats=asdict(engine.stats),
+        )
+
+
+def start(mode: str, shape: str) -> tuple[Policy, Engine]:
+    """Random weights made on the card, an engine over them, and its first token."""
+    policy = random_policy(model_shape(shape), PrecisionConfig.model_validate(mode), seed=0, device="cuda", trainable=False)
+    engine = Engine(policy, RolloutConfig(max_sequences=MAX_SEQUENCES, max_batched_tokens=16384, kv_memory_gib=None), None, seed=0)
+    generate(engine, random_prompts(Case(1, 16, 1), policy.config.vocab_size), 1)
+    return policy, engine
+
+
+def generate(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+    """Seconds until all completions are on the host, log-probabilities included."""
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0)
+    requests = [Request(Prompt(f"bench/{i}", "", tuple(ids)), 0, 1, sampling) for i, ids in enumerate(prompts)]
+    began = perf_counter()
+    completions = engine.generate(requests)
+    seconds = perf_counter() - began
+    for (completion,) in completions:
+        assert len(completion.token_ids) == len(completion.logprobs) == new_tokens
+        assert all(map(math.isfinite, completion.logprobs))
+    return seconds
+
+
+def native_versions() -> dict[str, str]:
+    """torch, triton and DeepGEMM."""
+    try:
+        deep_gemm = importlib.metadata.version("sgl-deep-gemm")
+    except importlib.metadata.PackageNotFoundError:
+        deep_gemm = "not installed"
+    return versions() | {"sgl-deep-gemm": deep_gemm}

@@ -1,0 +1,42 @@
+"""Publishing a weight on a GPU: FP32 master -> BF16 -> E4M3 in 128x128 blocks, in place and in one pass over the master.
+
+The bytes are those of ``isobit.kernels.quantise.quantise_blocks(master.bfloat16())``.  A program holds its block in registers, so the
+master is read once: 4 bytes in and 1 byte out a weight, at the card's bandwidth.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.kernels.hopper.quantise import magnitude_bits, to_e4m3
+from isobit.precision.formats import BLOCK, ScaleKind
+from isobit.precision.quant_tensor import QuantTensor
+
+
+@triton.jit
+def _publish_kernel(MASTER, VALUES, SCALES, K: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """One program a block; neighbours share rows of the matrix."""
+    block = tl.program_id(0)
+    first_row = (block // (K // 128)).to(tl.int64) * 128
+    row = first_row + tl.arange(0, 128)
+    column = block % (K // 128) * 128 + tl.arange(0, 128)
+    place = row[:, None] * K + column[None, :]
+    x = tl.load(MASTER + place).to(tl.bfloat16).to(tl.float32)
+    amax = tl.max(tl.max(magnitude_bits(x), 1, keep_dims=True), 0, keep_dims=True)
+    values, scale = to_e4m3(x, amax, POWER_OF_TWO)
+    tl.store(VALUES + place, values)
+    tl.store(SCALES + block + tl.zeros([1, 1], tl.int32), scale)
+
+
+def publish_blocks(master: torch.Tensor, out: QuantTensor, scales: ScaleKind = "power_of_two") -> None:
+    """Overwrite ``out`` with the quantisation of master, FP32 [N, K], both sizes multiples of 128."""
+    rows, columns = master.shape
+    assert out.granularity == "128x128"
+    assert out.values.shape == master.shape
+    assert master.dtype == torch.float32
+    assert all(x.is_contiguous() for x in (master, out.values, out.scales))
+    grid = (rows // BLOCK * (columns // BLOCK),)
+    _publish_kernel[grid](master.detach(), out.values, out.scales, columns, scales == "power_of_two", num_warps=8)

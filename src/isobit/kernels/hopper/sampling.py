@@ -1,0 +1,167 @@
+"""Drawing tokens on a GPU from FP32 logits: one read of the logits, and bits that depend on a row, its key and its position alone.
+
+The draw is Gumbel-max in two stages.  With S_c the log-sum-exp of the x of chunk c and independent Gumbel noise g,
+
+    c* = argmax_c S_c + g_(V + c)        v* = argmax over v in c* of x_v + g_v
+
+gives v with probability exp(S_c - L) exp(x_v - S_c) = p_v.  So noise is made for the chunks and for one chunk's entries, not for the
+vocabulary.  g_i comes from output i of the sample's generator at that position (``isobit.kernels.noise``), in FP32: with u the uniform
+of 53 bits, -log(u) is -log1p(-(1 - u)), which keeps its relative precision where it is small, and there alone a draw is decided.
+Temperature 0 takes the largest logit, the lowest id among equals.
+
+Chunks, L and log-probabilities are those of ``isobit.kernels.hopper.log_prob``.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from isobit.kernels.hopper.log_prob import (
+    CHUNK,
+    chunk_stats,
+    combine,
+    inverse_temperature,
+    log_probs_at,
+    log_softmax,
+    log_sums_and_entropies,
+)
+from isobit.kernels.sampling import draw, truncate
+
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
+_UNIT = tl.constexpr(2.0**-53)
+_BELOW_1 = tl.constexpr(1 - 2.0**-24)  # a complement that rounds to 1 would make the noise infinite
+_TRUNCATED_ROWS = 16
+"""Rows of a block that is sorted: always as many, because a library may choose its algorithm by the number of rows."""
+
+
+@triton.jit
+def _splitmix64(seed, index):
+    """Output number ``index`` + 1 of the generator, all uint64."""
+    bits = seed + (index + 1) * _GOLDEN
+    bits ^= bits >> 30
+    bits *= _MULTIPLIER_1
+    bits ^= bits >> 27
+    bits *= _MULTIPLIER_2
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
+def _gumbel(seed, index):
+    """Gumbel noise -log(-log u) in FP32."""
+    odd = (_splitmix64(seed, index.to(tl.uint64)) >> 11) | 1  # u is odd * 2^-53
+    complement = ((1 << 53) - odd).to(tl.float32) * _UNIT
+    return -tl.log(-libdevice.log1p(-tl.minimum(complement, _BELOW_1)))
+
+
+@triton.jit
+def _draw_kernel(
+    LOGITS, ROW, TEMPERATURE, KEY, POSITION, STATS, TOKEN, LOG_PROB,
+    V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """One program a sample: its chunk, then its token."""
+    n = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(TEMPERATURE + n)
+    inverse = inverse_temperature(temperature)
+    logits = LOGITS + tl.load(ROW + n).to(tl.int64) * V
+    seed = _splitmix64(tl.load(KEY + n).to(tl.uint64), tl.load(POSITION + n).to(tl.uint64))
+    m, s, log_sum, _ = combine(STATS, n, CHUNKS, PADDED)
+    score = m
+    if temperature > 0:
+        score += tl.log(s) + _gumbel(seed, V + tl.arange(0, PADDED))
+    column = tl.argmax(score, 0) * CHUNK + tl.arange(0, CHUNK)
+    score = tl.load(logits + column, mask=column < V, other=-float("inf")) * inverse
+    if temperature > 0:
+        score += _gumbel(seed, column)
+    token = tl.argmax(score, 0) + tl.min(column, 0)
+    token = tl.where(log_sum == log_sum, token, 0)  # no comparison says where a row with a NaN would end up
+    tl.store(TOKEN + n, token.to(tl.int64))
+    tl.store(LOG_PROB + n, tl.load(logits + token) * inverse - log_sum)
+
+
+def sample_tokens(logits: Tensor, rows: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token a sample from the full vocabulary.  Nothing waits for the device: it can be captured in a graph.
+
+    Args:
+        logits: FP32 [R, V].
+        rows: int32 [N], the row of each sample.
+        temperatures: FP32 [N]; 0 is greedy, its log-probability taken at temperature 1.
+        keys: int64 [N].
+        positions: int64 [N].
+
+    Returns:
+        Tokens int64 [N] and their log-probabilities FP32 [N].  A row with a NaN or an infinity gives token 0 with log-probability NaN.
+    """
+    stats = chunk_stats(logits, rows, temperatures)
+    tokens, log_probs = torch.empty_like(keys), torch.empty_like(temperatures)
+    vocab_size, chunks = logits.shape[1], stats.shape[2]
+    _draw_kernel[(rows.numel(),)](
+        logits, rows, temperatures, keys, positions, stats, tokens, log_probs,
+        vocab_size, CHUNK, chunks, triton.next_power_of_2(chunks), num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return tokens, log_probs
+
+
+def sample_truncated(
+    logits: Tensor, rows: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sample_tokens`` where some samples truncate their distribution (``isobit.kernels.sampling.truncate``).
+
+    A sample without a filter, or greedy, gets what ``sample_tokens`` gives it, whatever its neighbours do.
+
+    Args:
+        logits: FP32 [R, V].
+        rows: int32 [N].
+        temperatures: FP32 [N].
+        keys: int64 [N].
+        positions: int64 [N].
+        top_k: int64 [N]; 0 is off.
+        top_p: FP64 [N]; 1 is off.
+        min_p: FP64 [N]; 0 is off.
+
+    Returns:
+        Tokens int64 [N], log-probabilities over the full vocabulary and under the truncated distribution, FP32 [N].
+    """
+    tokens, log_probs = sample_tokens(logits, rows, temperatures, keys, positions)
+    log_sums, _ = log_sums_and_entropies(logits, temperatures, rows)
+    samples = rows.numel()
+    order = torch.arange(-(-samples // _TRUNCATED_ROWS) * _TRUNCATED_ROWS, device=logits.device) % samples  # the last block is filled up
+    blocks = [
+        _draw_truncated(logits, *(x[block] for x in (rows, temperatures, log_sums, keys, positions, top_k, top_p, min_p)))
+        for block in order.split(_TRUNCATED_ROWS)
+    ]
+    drawn, full, truncated = (torch.cat(parts)[:samples] for parts in zip(*blocks, strict=True))
+    truncates = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    return (
+        torch.where(truncates, drawn, tokens),
+        torch.where(truncates, full, log_probs),
+        torch.where(truncates, truncated, log_probs),
+    )
+
+
+def _draw_truncated(
+    logits: Tensor,
+    rows: Tensor,
+    temperatures: Tensor,
+    log_sums: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    picked = logits.index_select(0, rows)
+    finite = ~log_sums.isnan()
+    # A row that is not finite is drawn from as if it were flat, so that no index leaves the vocabulary; its log-probabilities stay NaN.
+    log_probs = log_softmax(picked, temperatures, log_sums).where(finite[:, None], 0.0)
+    truncated = truncate(log_probs, top_k, top_p, min_p)
+    tokens = draw(truncated, keys, positions)
+    chosen = truncated.gather(1, tokens[:, None])[:, 0].where(finite, torch.nan)
+    return tokens, log_probs_at(picked, tokens, temperatures, log_sums), chosen

@@ -1,0 +1,143 @@
+"""The decoder on a Hopper GPU: the function of ``isobit.models.decoder`` in fewer, fused operations.
+
+    each layer:  h, a = add_norm(h, x)      residual, RMSNorm and quantisation in one kernel (x: what the layer before has to add)
+                 q                          rotary positions, norms of Q and K, quantisation and the write of K and V in one kernel
+                 x    = o_proj(attention)
+                 h, a = add_norm(h, x)
+                 x    = down_proj(swiglu(gate_up_proj(a)))
+
+The residual stream and everything between operators is BF16, rounded where the CPU rounds.  Rollout and training call this one
+function; what differs is the ``HopperAttend`` that the caller brings: pages or packed sequences.  Each result is shown to
+``observe`` under the CPU's names, except the rotated Q and K, which exist in registers only; what exists only quantised is made once
+more for an observer.
+"""
+
+from typing import Protocol
+
+import torch
+
+from isobit.errors import ConfigError
+from isobit.kernels.device import hopper_has_heads
+from isobit.kernels.hopper.gemm import gemm_bf16, gemm_e4m3
+from isobit.kernels.hopper.qkv import QkvTransform
+from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, rms_norm_quantise, swiglu, swiglu_quantise
+from isobit.kernels.linear import LinearWeight
+from isobit.kernels.trace import is_observed, observe
+from isobit.models.config import ModelConfig
+from isobit.models.policy import Policy, PublishedWeights
+from isobit.precision.flow import PrecisionFlow
+from isobit.precision.formats import Side
+from isobit.precision.quant_tensor import QuantTensor
+
+LinearInput = QuantRows | torch.Tensor
+"""What a linear reads: E4M3 in 1x128 groups, or BF16 [T, K]."""
+
+
+class HopperAttend(Protocol):
+    """Attention of one layer: the fused rows of Q, K and V, BF16 [T, (H + 2 G) D] -> BF16 [T, H D]."""
+
+    def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
+        """Attend in one layer."""
+        ...
+
+
+def check_supported(config: ModelConfig, flow: PrecisionFlow) -> None:
+    """Raises ConfigError for a model or a flow that the Hopper kernels do not compute."""
+    if flow.training.activations == "fp32":
+        raise ConfigError(
+            "precision 'fp32' is the reference for the CPU; on a GPU choose fp8, fp8-linear, bf16 or fp8-rollout, or device 'cpu'"
+        )
+    if not hopper_has_heads(config.num_heads, config.num_kv_heads, config.head_dim):
+        raise ConfigError(
+            f"{config.num_heads} query heads of {config.head_dim} over {config.num_kv_heads} KV heads: attention on Hopper takes head "
+            "sizes 64 and 128 and 1 to 16 query heads a KV head; use device 'cpu'"
+        )
+
+
+def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions: torch.Tensor, attend: HopperAttend) -> torch.Tensor:
+    """token_ids and positions int64 [T] -> hidden states BF16 [T, hidden], final norm applied.  No gradients."""
+    weights = policy.weights(side)
+    forward = _Forward(policy, weights)
+    h = observe(weights.plain["embed_tokens.weight"].index_select(0, token_ids), "embed_tokens")
+    x: torch.Tensor | None = None
+    for layer in range(policy.config.num_layers):
+        path = f"layers.{layer}"
+        h, a = forward.add_norm(h, x, f"{path}.input_norm", f"{path}.qkv_proj", f"layers.{layer - 1}.mlp_residual")
+        qkv = forward.linear(f"{path}.qkv_proj", a)
+        out = observe(attend(layer, qkv, forward.transform(path)), path, "attention")
+        x = forward.linear(f"{path}.o_proj", forward.quantise(f"{path}.o_proj", out))
+        h, a = forward.add_norm(h, x, f"{path}.post_attention_norm", f"{path}.gate_up_proj", f"{path}.attention_residual")
+        gate_up = forward.linear(f"{path}.gate_up_proj", a)
+        x = forward.linear(f"{path}.down_proj", forward.activation(path, gate_up))
+    return forward.last_norm(h, x, f"layers.{policy.config.num_layers - 1}.mlp_residual")
+
+
+class _Forward:
+    """One forward pass over the weights of a side."""
+
+    def __init__(self, policy: Policy, weights: PublishedWeights) -> None:
+        self.config, self.weights, self.rope = policy.config, weights, policy.rope
+
+    def add_norm(self, h: torch.Tensor, x: torch.Tensor | None, norm: str, linear: str, residual: str) -> tuple[torch.Tensor, LinearInput]:
+        """-> the new residual stream, and its norm as ``linear`` reads it."""
+        site = self.weights.linears[linear].site
+        scales = site.scales if site.forward == "e4m3" else None
+        weight, keep = self.weights.plain[f"{norm}.weight"], scales is None or is_observed()
+        h, normed, quantised = rms_norm_quantise(h, x, weight, self.config.rms_epsilon, scales, keep)
+        if x is not None:
+            observe(h, residual)
+        if normed is not None:
+            observe(normed, norm)
+        read = normed if quantised is None else quantised
+        assert read is not None
+        return h, read
+
+    def last_norm(self, h: torch.Tensor, x: torch.Tensor | None, residual: str) -> torch.Tensor:
+        h, normed, _ = rms_norm_quantise(h, x, self.weights.plain["norm.weight"], self.config.rms_epsilon, scales=None, keep=True)
+        observe(h, residual)
+        assert normed is not None
+        return observe(normed, "norm")
+
+    def linear(self, path: str, a: LinearInput) -> torch.Tensor:
+        """Without its bias, which the next kernel adds."""
+        weight = self.weights.linears[path]
+        if isinstance(a, QuantRows):
+            observe(a.values, path, "input", scales=a.scales)
+        else:
+            observe(a, path, "input")
+        return observe(_product(a, weight), path)
+
+    def quantise(self, linear: str, x: torch.Tensor) -> LinearInput:
+        site = self.weights.linears[linear].site
+        return quantise_rows(x, site.scales) if site.forward == "e4m3" else x
+
+    def activation(self, path: str, gate_up: torch.Tensor) -> LinearInput:
+        site = self.weights.linears[f"{path}.down_proj"].site
+        if site.forward != "e4m3":
+            return observe(swiglu(gate_up), path, "activation")
+        if is_observed():
+            observe(swiglu(gate_up), path, "activation")
+        return swiglu_quantise(gate_up, site.scales)
+
+    def transform(self, path: str) -> QkvTransform:
+        config, plain = self.config, self.weights.plain
+        return QkvTransform(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self.rope.cos,
+            self.rope.sin,
+            config.rms_epsilon,
+            plain[f"{path}.q_norm.weight"] if config.qk_norm else None,
+            plain[f"{path}.k_norm.weight"] if config.qk_norm else None,
+            self.weights.linears[f"{path}.qkv_proj"].bias,
+        )
+
+
+def _product(a: LinearInput, weight: LinearWeight) -> torch.Tensor:
+    """BF16 [T, N]."""
+    if isinstance(a, QuantRows):
+        assert isinstance(weight.matrix, QuantTensor)
+        return gemm_e4m3(a, weight.matrix, weight.site.scales)
+    assert isinstance(weight.matrix, torch.Tensor)
+    return gemm_bf16(a, weight.matrix)

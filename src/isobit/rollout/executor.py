@@ -1,0 +1,91 @@
+"""One step of the engine over a ModelRunner: a forward, then a token for every sample that is up to date, known at once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isobit.rollout.batch import build_batch
+from isobit.rollout.progress import EngineStats
+from isobit.rollout.runner import ModelRunner
+from isobit.rollout.sampler import sample_tokens
+from isobit.rollout.scheduler import Plan, Scheduler
+from isobit.rollout.sequence import Sample, SharedPrompt
+
+Ready = Sequence[tuple[Sample, Tensor]]
+"""Samples to draw a token for, each with the final hidden state [hidden] of its last one."""
+
+
+class DirectExecutor:
+    """Carries out plans and waits for every result: no token is ever in flight."""
+
+    def __init__(self, runner: ModelRunner, stats: EngineStats) -> None:
+        self._runner = runner
+        self._stats = stats
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """As the runner does it."""
+        self._runner.copy_pages(sources, targets)
+
+    def settle(self) -> bool:
+        """Nothing is in flight."""
+        return False
+
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """The runner knows no samples."""
+
+    def step(self, scheduler: Scheduler, version: int) -> None:
+        """One forward, and one token for every sample that is up to date then.  Nothing of it counts if weights change meanwhile."""
+        plan = scheduler.plan()
+        decoded: Ready = []
+        if plan:
+            hidden = self._runner.forward(build_batch(plan, self._runner.page_tokens))
+            if self._runner.version != version:
+                return  # published during the forward: its result belongs to no version of the weights
+            scheduler.advance(plan)
+            ends = torch.tensor([count for _, count in plan]).cumsum(0) - 1
+            decoded = take_ready(plan, hidden, ends.tolist())
+        fresh = scheduler.start()
+        assert plan or scheduler.running, "an engine with work to do always finds some"
+        self._draw([*decoded, *fresh], version)
+        scheduler.remove_finished()
+
+    def _draw(self, ready: Ready, version: int) -> None:
+        if not ready:
+            return
+        samples = [sample for sample, _ in ready]
+        hidden, rows = distinct_rows(ready)
+        drawn = sample_tokens(self._runner.logits(hidden), rows, samples)
+        for sample, token_id, logprob in zip(samples, drawn.token_ids, drawn.logprobs, strict=True):
+            sample.accept(token_id, logprob, version)
+        if drawn.truncated_logprobs is not None:
+            for sample, logprob in zip(samples, drawn.truncated_logprobs, strict=True):
+                sample.truncated_logprobs.append(logprob)
+        self._stats.generated_tokens += len(samples)
+
+
+def take_ready(plan: Plan, hidden: Tensor, rows: Sequence[int]) -> Ready:
+    """Give finished prompts their last hidden state; the samples that are up to date now, each with its own.
+
+    ``rows[i]``: the row of ``hidden`` that belongs to the last token of sequence ``i`` of the plan.
+    """
+    ready: list[tuple[Sample, Tensor]] = []
+    for (sequence, _), row in zip(plan, rows, strict=True):
+        if sequence.remaining > 0:
+            continue
+        if isinstance(sequence, SharedPrompt):
+            sequence.last_hidden = hidden[row].clone()  # a view would keep the whole forward alive
+        elif isinstance(sequence, Sample):
+            ready.append((sequence, hidden[row]))
+    return ready
+
+
+def distinct_rows(ready: Ready) -> tuple[Tensor, list[int]]:
+    """The hidden states [R, hidden] that occur, and for each sample the row of its own: samples of a prompt, side by side, share one."""
+    distinct: list[Tensor] = []
+    rows: list[int] = []
+    for _, hidden in ready:
+        if not distinct or hidden is not distinct[-1]:
+            distinct.append(hidden)
+        rows.append(len(distinct) - 1)
+    return torch.stack(distinct), rows

@@ -1,0 +1,35 @@
+"""The device that a command computes on, chosen once and said where it is not the one that the machine suggests."""
+
+import sys
+
+import torch
+
+from isobit.config.schema import Device
+from isobit.errors import ConfigError
+from isobit.kernels.device import hopper_problem
+
+
+def choose_device(wanted: Device) -> torch.device:
+    """``auto`` is a Hopper GPU where there is one, else the CPU, with a line where a GPU is left unused.
+
+    Raises ConfigError for ``cuda`` where no GPU can be used.
+    """
+    if wanted == "cpu":
+        return torch.device("cpu")
+    problem = hopper_problem()
+    if problem is None:
+        return torch.device("cuda")
+    if wanted == "cuda":
+        raise ConfigError(f"device = 'cuda', but {problem}; use device 'cpu'")
+    if torch.cuda.is_available():
+        print(f"isobit: computing on the CPU, because {problem}", file=sys.stderr)
+    return torch.device("cpu")
+
+
+def training_device(wanted: Device) -> torch.device:
+    """The device of a run that trains: the CPU, because the GPU kernels have no backward yet.  Raises ConfigError for ``cuda``."""
+    if wanted == "cuda":
+        raise ConfigError("device = 'cuda': training on a GPU is not built yet (rollout, eval and verify are); use device 'cpu'")
+    if wanted == "auto" and hopper_problem() is None:
+        print("isobit: training on the CPU: the GPU kernels have no backward yet", file=sys.stderr)
+    return torch.device("cpu")

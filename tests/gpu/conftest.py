@@ -1,0 +1,29 @@
+"""Small models whose shapes use every kernel, on the GPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from isobit.config.schema import PrecisionConfig, Preset
+from isobit.models.config import ModelConfig
+from isobit.models.policy import Policy, random_policy
+from isobit.precision.formats import ScaleKind
+
+QWEN3 = ModelConfig("qwen3", 1000, 512, 768, 3, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
+QWEN2 = ModelConfig("qwen2", 1000, 512, 768, 3, 16, 1, 64, 1024, 1e-6, 1e6, tied_embeddings=True)
+SHAPES = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": replace(QWEN3, family="llama", num_heads=4, num_kv_heads=4)}
+
+
+@pytest.fixture(params=list(SHAPES))
+def shape(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make_policy() -> Callable[..., Policy]:
+    def make(shape: str, preset: Preset, scales: ScaleKind = "power_of_two", trainable: bool = True) -> Policy:
+        precision = PrecisionConfig(preset=preset, scales=scales, last_layers_bf16=1 if shape == "llama" else 0)
+        return random_policy(SHAPES[shape], precision, 0, "cuda", trainable)
+
+    return make

@@ -1,0 +1,187 @@
+"""A fault planted in one GPU kernel, on one side, is named by ``verify --bisect``: its layer and its operation."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from isobit.config.schema import TrainingConfig
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from isobit.kernels.hopper import gemm, packed_attention, paged_attention, token_log_probs
+from isobit.kernels.hopper.attention import PagedKeys
+from isobit.kernels.hopper.qkv import Queries
+from isobit.kernels.hopper.quantise import QuantRows
+from isobit.models import hopper_decoder
+from isobit.models.policy import Policy
+from isobit.rollout import gpu_sampling
+from isobit.rollout.engine import Engine
+from isobit.run.bisect.bisect import trace_scenario
+from isobit.run.scenarios import build_workload, engine_scenarios
+from isobit.training.trainer import Trainer
+
+Side = Literal["rollout", "training"]
+MakePolicy = Callable[..., Policy]
+LAYER = 1
+
+
+@dataclass
+class Where:
+    """Which side and layer runs now, and how often the planted function was called in that layer."""
+
+    side: Side | None = None
+    layer: int | None = None
+    calls: int = 0
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> Where:
+    now = Where()
+
+    @contextmanager
+    def on(side: Side) -> Iterator[None]:
+        now.side = side
+        yield
+        now.side = None
+
+    def wrap_side(owner: type, name: str, side: Side) -> None:
+        exact = getattr(owner, name)
+
+        def wrapped(self: Any, *arguments: Any) -> Any:
+            with on(side):
+                return exact(self, *arguments)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    def wrap_layer(name: str, layer_of: Callable[..., int | None]) -> None:
+        exact = getattr(hopper_decoder._Forward, name)
+
+        def wrapped(self: Any, *arguments: Any) -> Any:
+            layer = layer_of(*arguments)
+            if layer != now.layer:
+                now.layer, now.calls = layer, 0
+            return exact(self, *arguments)
+
+        monkeypatch.setattr(hopper_decoder._Forward, name, wrapped)
+
+    wrap_side(Engine, "generate", "rollout")
+    wrap_side(Trainer, "log_probs", "training")
+    wrap_layer("add_norm", lambda h, x, norm, *_: int(norm.split(".")[1]))
+    wrap_layer("last_norm", lambda *_: None)
+    return now
+
+
+def nudge(tensor: torch.Tensor) -> None:
+    """Every third row, by the last bit."""
+    bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    bits[::3] ^= 1 << 16 if tensor.element_size() == 4 and tensor.ndim == 2 else 1
+
+
+def first(result: Any) -> torch.Tensor:
+    return result[0]
+
+
+def quantised_norm(result: tuple[Any, Any, QuantRows]) -> torch.Tensor:
+    return result[2].values
+
+
+def queries(result: Any) -> torch.Tensor:
+    found = result if isinstance(result, Queries) else result[0]
+    return found.values
+
+
+def itself(result: Any) -> torch.Tensor:
+    return result.values if isinstance(result, QuantRows) else result
+
+
+PAIR = {"rollout": paged_attention, "training": packed_attention}
+FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]] = {
+    "norm and quantise": (hopper_decoder, "rms_norm_quantise", 0, quantised_norm, "layers.1.qkv_proj.input", "quantiser"),
+    "GEMM": (hopper_decoder, "gemm_e4m3", 1, itself, "layers.1.o_proj", "GEMM"),
+    "quantise": (hopper_decoder, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
+    "SwiGLU": (hopper_decoder, "swiglu_quantise", 0, itself, "layers.1.down_proj.input", "quantiser"),
+    "encode": (PAIR, {"rollout": "encode_paged", "training": "encode_packed"}, 0, queries, "layers.1.attention.q", "quantiser"),
+    "prefill": (PAIR, "prefill_attention", 0, first, "layers.1.attention", "attention"),
+    "head": ({"rollout": gemm, "training": token_log_probs}, "gemm_bf16", 0, itself, "lm_head", "head"),
+}
+"""By kernel: whose function (of each side), which of its calls in the layer, what of its result, the site, and the kind of operation."""
+
+
+def trace(make_policy: MakePolicy, scenario: str) -> Any:
+    trainer = Trainer(make_policy("qwen3", "fp8"), TrainingConfig(), total_updates=1)
+    workload = build_workload(1000, 1024, prompts=5, samples=2, max_new_tokens=6, seed=0, page_tokens=128)
+    (chosen,) = [one for one in engine_scenarios(workload) if one.name == scenario]
+    return trace_scenario(chosen, workload, trainer, seed=0).parting
+
+
+@pytest.mark.parametrize("side", ["rollout", "training"])
+@pytest.mark.parametrize("kernel", FAULTS)
+def test_the_kernel_is_named(kernel: str, side: Side, where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, call, part, site, kind = FAULTS[kernel]
+    layer = LAYER if site.startswith("layers") else None
+    owner, name = owner[side] if isinstance(owner, dict) else owner, name[side] if isinstance(name, dict) else name
+    exact = getattr(owner, name)
+
+    def planted(*arguments: Any, **options: Any) -> Any:
+        result = exact(*arguments, **options)
+        if (where.side, where.layer) == (side, layer):
+            if layer is None or where.calls == call:
+                nudge(part(result))
+            where.calls += 1
+        return result
+
+    monkeypatch.setattr(owner, name, planted)
+    parting = trace(make_policy, "few pages, small chunks, temperature 0.7")
+    assert parting is not None and (parting.difference.site, parting.kind) == (site, kind)
+
+
+def test_decode_attention_is_named(where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = paged_attention.decode_attention
+
+    def planted(*arguments: Any) -> Any:
+        result = exact(*arguments)
+        if where.layer == LAYER:
+            nudge(result[0])
+        return result
+
+    monkeypatch.setattr(paged_attention, "decode_attention", planted)
+    parting = trace(make_policy, "roomy")
+    assert parting is not None and parting.difference.site == "layers.1.attention"
+
+
+def test_a_page_write_is_named(where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = paged_attention.encode_paged
+
+    def planted(qkv: Any, transform: Any, positions: Any, slots: torch.Tensor, pages: PagedKeys) -> Any:
+        result = exact(qkv, transform, positions, slots, pages)
+        if where.layer == LAYER:
+            page, offset = divmod(int(slots[0]), 128)
+            assert pages.value_bytes is not None
+            pages.value_bytes[page, 0, offset] += 1
+        return result
+
+    monkeypatch.setattr(paged_attention, "encode_paged", planted)
+    parting = trace(make_policy, "roomy")
+    assert parting is not None and (parting.difference.site, parting.kind) == ("layers.1.kv_cache.v", "KV write")
+
+
+def test_the_sampler_is_named(where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = gpu_sampling.sample_tokens
+
+    def planted(*arguments: Any) -> Any:
+        tokens, log_probs = exact(*arguments)
+        log_probs[0] += 1e-3
+        return tokens, log_probs
+
+    monkeypatch.setattr(gpu_sampling, "sample_tokens", planted)
+    parting = trace(make_policy, "roomy")
+    assert parting is not None and parting.difference.site == "log_prob"
+
+
+def test_nothing_parts_without_a_fault(make_policy: MakePolicy) -> None:
+    assert trace(make_policy, "roomy") is None

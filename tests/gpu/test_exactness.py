@@ -1,0 +1,79 @@
+"""On a GPU too, what the engine records is what the training forward computes: graphs, chunks, sharing, preemption."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from isobit.config.schema import Preset, RolloutConfig
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from isobit.models.policy import Policy
+from isobit.records import Prompt, SamplingParams
+from isobit.rollout.engine import Engine
+from isobit.rollout.request import Request
+from isobit.run.verify import VerifyOptions, VerifyResult, verify_policy
+
+MakePolicy = Callable[..., Policy]
+
+OPTIONS = VerifyOptions(prompts=10, samples=3, max_new_tokens=24)
+
+
+def check(policy: Policy) -> VerifyResult:
+    return verify_policy(policy, OPTIONS)
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16"])
+def test_no_log_probability_differs(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
+    result = check(make_policy(shape, preset))
+    assert result.comparison.tokens_differing == 0
+    assert result.missing == () and result.comparison.tokens_compared > 10_000
+
+
+def test_fp32_scales_are_exact_too(make_policy: MakePolicy) -> None:
+    assert check(make_policy("qwen3", "fp8", scales="fp32")).exit_code == 0
+
+
+def test_a_flow_with_two_functions_differs(make_policy: MakePolicy) -> None:
+    result = check(make_policy("qwen3", "fp8-rollout"))
+    assert result.comparison.tokens_differing > result.comparison.tokens_compared // 2
+
+
+def requests(samples: int, **sampling: float) -> list[Request]:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [tuple(torch.randint(1000, (n,), generator=generator).tolist()) for n in (5, 130, 300, 64)]
+    params = SamplingParams(40, **sampling)  # type: ignore[arg-type]
+    return [Request(Prompt(f"p{i}", "", ids), 0, samples, params) for i, ids in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9, "temperature": 1.3}])
+def test_a_sample_does_not_depend_on_how_it_was_scheduled(sampling: dict[str, float], make_policy: MakePolicy) -> None:
+    policy = make_policy("qwen3", "fp8", trainable=False)
+    settings = [{}, {"max_sequences": 3}, {"kv_pages": 9, "max_batched_tokens": 70}, {"max_batched_tokens": 33, "max_sequences": 7}]
+    made = [Engine(policy, RolloutConfig(**one), None, seed=1).generate(requests(4, **sampling)) for one in settings]  # type: ignore[arg-type]
+    assert all(other == made[0] for other in made[1:])
+    alone = [Engine(policy, RolloutConfig(), None, seed=1).generate([one])[0] for one in requests(4, **sampling)]
+    assert alone == made[0]
+
+
+def test_samples_of_a_prompt_differ_and_repeat_with_their_seed(make_policy: MakePolicy) -> None:
+    policy = make_policy("qwen3", "fp8", trainable=False)
+    first, again, other = (Engine(policy, RolloutConfig(), None, seed).generate(requests(4)) for seed in (0, 0, 1))
+    assert first == again and first != other
+    assert len({completion.token_ids for group in first for completion in group}) == 16
+
+
+def test_new_weights_are_read_without_another_capture(make_policy: MakePolicy) -> None:
+    policy = make_policy("qwen3", "fp8")
+    engine = Engine(policy, RolloutConfig(), None, seed=0)
+    before = engine.generate(requests(2))
+    with torch.no_grad():
+        for master in policy.parameters():
+            master.mul_(1.5)
+    policy.publish()
+    after = engine.generate(requests(2))
+    fresh = Engine(policy, RolloutConfig(), None, seed=0).generate(requests(2))
+    assert after == fresh and after != before
+    assert {completion.weights_version for group in after for completion in group} == {2}

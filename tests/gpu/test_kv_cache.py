@@ -1,0 +1,44 @@
+"""Copying pages on a Hopper GPU: every layer of both formats, and no other page."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from isobit.config.schema import PrecisionConfig
+from isobit.precision.flow import DecoderShape, LinearShape, build_flow
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from isobit.kernels.hopper.kv_cache import HopperKvCache
+
+LAYERS = DecoderShape(5, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_layers: int = 5
+    num_kv_heads: int = 3
+    head_dim: int = 64
+
+
+def tensors(cache: HopperKvCache) -> list[torch.Tensor]:
+    """Bytes of every tensor of every layer."""
+    every = (x for pages in cache.layers for x in (pages.keys, pages.key_bytes, pages.values, pages.value_bytes))
+    return [x.view(torch.uint8) for x in every if x is not None]
+
+
+@pytest.mark.parametrize("options", [{}, {"first_layers_bf16": 1, "last_layers_bf16": 2}])
+@pytest.mark.parametrize("pairs", [[], [(3, 0)], [(3, 0), (3, 7), (5, 6), (1, 8)]])
+def test_pages_are_copied_in_every_layer(pairs: list[tuple[int, int]], options: dict[str, int]) -> None:
+    flow = build_flow(PrecisionConfig.model_validate({"preset": "fp8", **options}), LAYERS)
+    cache = HopperKvCache(Shape(), flow, 9, torch.zeros(1).cuda().device)
+    for x in tensors(cache):
+        x.copy_(torch.randint(0, 256, x.shape))
+    expected = [x.clone() for x in tensors(cache)]
+    for x in expected:
+        for source, target in pairs:
+            x[target] = x[source]
+    cache.copy_pages([source for source, _ in pairs], [target for _, target in pairs])
+    assert all(torch.equal(x, y) for x, y in zip(tensors(cache), expected, strict=True))
