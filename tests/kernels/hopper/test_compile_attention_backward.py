@@ -1,0 +1,87 @@
+"""The backward of attention compiles for sm_90 ahead of time, without a GPU: asynchronous tensor-core products, and nothing that spills."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: kernels are not compiled ahead of time")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from isobit.kernels.hopper import attention_backward  # noqa: E402
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+MOST_SHARED = 227 * 1024
+POINTERS = {
+    **dict.fromkeys(("O", "DO", "DQ", "DK", "DV", "Q_OUT", "K_OUT", "V_OUT", "DO_OUT"), "*bf16"),
+    **dict.fromkeys(("Q_SCALE", "LSE", "STATS"), "*fp32"),
+    **dict.fromkeys(("K_BYTE", "V_BYTE"), "*u8"),
+    **dict.fromkeys(("START", "LENGTH", "PADDED_START"), "*i32"),
+    **dict.fromkeys(("c", "scale"), "fp32"),
+    "padded_tokens": "i32",
+}
+
+
+def compile_for_hopper(source: type, kernel: Any, types: dict[str, str], constants: dict[str, Any], tmp_path: Path) -> tuple[Any, str, int]:
+    """-> the compiled kernel, its SASS, and the bytes of stack of a thread."""
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: (POINTERS | types | dict.fromkeys(constants, "constexpr"))[name] for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    ast = source(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(ast, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    sass, usage = (
+        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout for flag in ("-sass", "-res-usage")
+    )
+    return compiled, sass, max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
+
+
+def tiles(rows: int, dim: int) -> str:
+    return f"tensordesc<bf16[{rows}, {dim}],{attention_backward.SWIZZLED!r}>"
+
+
+def assert_asynchronous(compiled: Any, sass: str) -> None:
+    """Where registers run short, the compiler waits for every product before it issues the next one."""
+    products, waits = sass.count("HGMMA"), sass.count("WARPGROUP.DEPBAR")
+    assert products >= 64 and waits <= products // 4
+    assert "HMMA" not in sass.replace("HGMMA", "") and "UTMALDG" in sass
+    assert compiled.asm["ptx"].count("setmaxnreg") > 4
+    assert compiled.metadata.shared <= MOST_SHARED
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_keys(dim: int, group: int, tmp_path: Path) -> None:
+    block = tiles(attention_backward.GROUP.value, dim)
+    stats = f"tensordesc<fp32[{attention_backward.BLOCK.value}],{attention_backward.FLAT!r}>"
+    types = dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), block) | {"stats_desc": stats}
+    constants = {"H": 2 * group, "G": 2, "D": dim, "STAGES": attention_backward.KEY_STAGES}
+    compiled, sass, stack = compile_for_hopper(GluonASTSource, attention_backward._keys_kernel, types, constants, tmp_path)
+    assert_asynchronous(compiled, sass)
+    assert stack <= 64  # outside the loop
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_queries(dim: int, tmp_path: Path) -> None:
+    group, block = (tiles(rows.value, dim) for rows in (attention_backward.GROUP, attention_backward.BLOCK))
+    types = {"q_desc": group, "do_desc": group, "k_desc": block, "v_desc": block}
+    constants = {"H": 32, "G": 8, "D": dim, "STAGES": attention_backward.QUERY_STAGES}
+    compiled, sass, stack = compile_for_hopper(GluonASTSource, attention_backward._queries_kernel, types, constants, tmp_path)
+    assert_asynchronous(compiled, sass)
+    assert stack == 0
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_prepare(dim: int, e4m3: bool, tmp_path: Path) -> None:
+    qk, v = ("*fp8e4nv", "*fp16") if e4m3 else ("*bf16", "*bf16")
+    types = {"Q": qk, "K": qk, "V": v}
+    constants: dict[str, Any] = {"H": 32, "G": 8, "D": dim} | ({} if e4m3 else dict.fromkeys(("Q_SCALE", "K_BYTE", "V_BYTE")))
+    _, sass, stack = compile_for_hopper(ASTSource, attention_backward._prepare_kernel, types, constants, tmp_path)
+    assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
