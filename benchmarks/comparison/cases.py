@@ -27,8 +27,9 @@ CASES = {
 MODES = ("bf16", "fp8-linear", "fp8")
 """BF16; FP8 linears; FP8 linears, KV cache and attention."""
 MAX_SEQUENCES = 256
-WARM_UP_TOKENS = 4
-"""New tokens of the run of the same prompts that goes before the timed one."""
+WARM_UP_TOKENS = 16
+"""New tokens of the run of the same prompts that goes before the timed one: prompts come in over eight forwards of 16,384 tokens, so that
+all of them are decoded together at the end, as in the timed run, and every batch size on the way has been captured."""
 
 
 def random_prompts(case: Case, vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.errors import NonFiniteError
+from isobit.errors import ConfigError, NonFiniteError
 from isobit.records import Completion
 from isobit.rollout.pages import pages_for
 from isobit.rollout.progress import Progress
@@ -245,3 +245,15 @@ def test_progress_is_reported_after_every_step():
 
 def test_no_requests_give_no_completions():
     assert make_engine()[0].generate([]) == []
+
+
+def test_a_gpu_without_memory_names_the_keys_that_lower_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nMore lines")
+
+    engine, model = make_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", forward)
+        with pytest.raises(ConfigError, match=r"Tried to allocate 3\.00 GiB\.\): lower rollout\.kv_memory"):
+            engine.generate([request(0, 5)])
+    assert engine.generate([request(0, 5)]), "the engine goes on"

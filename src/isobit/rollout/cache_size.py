@@ -4,6 +4,9 @@ On a CPU the memory is 2 GiB unless the configuration names another figure.  On 
 forward and the loss of a packed batch take beside the cache; the weights are there already.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from isobit.config.schema import RolloutConfig
@@ -56,6 +59,18 @@ def _free_on_gpu(policy: Policy, config: RolloutConfig) -> int:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(policy.device)
     return free - forward_bytes(policy.config, config) - _GPU_RESERVE
+
+
+@contextmanager
+def out_of_memory_named() -> Iterator[None]:
+    """Turn the GPU's out-of-memory into a ConfigError that names the keys which lower what an engine takes."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU's memory does not hold the rollout ({str(error).splitlines()[0]}): lower rollout.kv_memory_gib, "
+            "rollout.max_batched_tokens or rollout.max_sequences, or end what else runs on the GPU"
+        ) from error
 
 
 def forward_bytes(shape: ModelConfig, config: RolloutConfig) -> int:

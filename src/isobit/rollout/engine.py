@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from isobit.config.schema import RolloutConfig
 from isobit.models.policy import Policy
 from isobit.records import Completion
-from isobit.rollout.cache_size import choose_num_pages
+from isobit.rollout.cache_size import choose_num_pages, out_of_memory_named
 from isobit.rollout.executor import DirectExecutor
 from isobit.rollout.pages import PageAllocator, pages_for
 from isobit.rollout.pipeline import PipelinedExecutor
@@ -55,7 +55,8 @@ class Engine:
         self._config = config
         self._tokenizer = tokenizer
         self._seed = seed
-        self._runner = make_runner(policy, num_pages) if make_runner else default_runner(policy, num_pages, config.max_sequences)
+        with out_of_memory_named():
+            self._runner = make_runner(policy, num_pages) if make_runner else default_runner(policy, num_pages, config.max_sequences)
         self._limits = Limits(
             policy.config.max_positions, policy.config.vocab_size, num_pages, self._runner.page_tokens, tokenizer is not None
         )
@@ -73,13 +74,15 @@ class Engine:
         Raises:
             RequestError: before anything runs, if a request can never be served.
             NonFiniteError: if the model's output holds a NaN or an infinity.
+            ConfigError: if the GPU has not the memory.
         """
         self.check(requests)
         self.stats = EngineStats()
         groups = self._make_samples(requests)
         samples = [sample for group in groups for sample in group]
         try:
-            self._run(samples, progress)
+            with out_of_memory_named():
+                self._run(samples, progress)
         except BaseException:
             self._runner.clear()  # samples are left half done; and a NaN left in a page would poison whoever is given the page next
             raise

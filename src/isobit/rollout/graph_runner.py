@@ -8,15 +8,18 @@ contexts, whose attention runs in more parts.  Where a sample has a filter (top-
 Drawn tokens travel to the host behind the step that made them; ``PendingTokens`` waits for them.
 """
 
+import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from isobit.kernels.hopper.attention import PART
+from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
 from isobit.kernels.hopper.kv_cache import HopperKvCache
 from isobit.kernels.hopper.paged_attention import DecodeAttention, PagedAttention
 from isobit.kernels.hopper.sampling import sample_tokens
@@ -75,6 +78,7 @@ class GraphRunner:
 
     def __init__(self, policy: Policy, num_pages: int, max_sequences: int) -> None:
         hopper_decoder.check_supported(policy.config, policy.flow)
+        _name_fallbacks()
         self._policy = policy
         self._cache = HopperKvCache(policy.config, policy.flow, num_pages + 1, policy.device)  # the last page is for padding
         self.page_tokens = self._cache.page_tokens
@@ -162,14 +166,26 @@ class GraphRunner:
         return self._graphs[key]
 
     def _capture(self, size: int, max_length: int, filtered: bool) -> _CapturedStep:
-        """Run the step once on padding alone, which compiles and loads its kernels, then capture it."""
+        """Run the step once on padding alone, which compiles and loads its kernels, then capture it.
+
+        ``torch.cuda.graph`` would also collect garbage and give all cached memory back, and the next prompts would wait for gigabytes of
+        it to be allocated again.
+        """
         rows = self._rows[:size]
         rows.fill_(self._state.padding)
         self._step(rows, max_length, filtered)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = self._step(rows, max_length, filtered)
+        collects = gc.isenabled()
+        gc.disable()  # a collection could free GPU memory in the middle of the capture
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._pool)
+                outputs = self._step(rows, max_length, filtered)
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         return _CapturedStep(graph, outputs)
 
     def _step(self, rows: Tensor, max_length: int, filtered: bool) -> tuple[Tensor, ...]:
@@ -184,6 +200,14 @@ class GraphRunner:
         drawn = sample_tokens(logits, index, state.temperatures[rows], state.keys[rows], batch.positions + 1)
         state.append(rows, drawn[0])
         return drawn
+
+
+@cache
+def _name_fallbacks() -> None:
+    """Once a process: which libraries stand in for DeepGEMM, and why."""
+    if why_not_deep_gemm() is not None:
+        for operation, library in describe_back_ends().items():
+            print(f"isobit: {operation}: {library}", file=sys.stderr)
 
 
 def graph_sizes(max_sequences: int) -> list[int]:

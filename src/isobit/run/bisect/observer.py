@@ -55,7 +55,7 @@ class TokenObserver:
         first = self._seen.get(name, 0)
         self._seen[name] = last = first + values.shape[0]
         keys = self._head_keys if name == _HEAD else self._keys
-        self._keep(name, keys[first:last], values, scales)
+        self._keep(name, keys[first:last], values.cpu(), None if scales is None else scales.cpu())
 
 
 class ObservedRunner(PolicyRunner):

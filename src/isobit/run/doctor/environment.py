@@ -15,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 from safetensors.torch import load_file, save_file
 
 import isobit
+from isobit.kernels.device import hopper_problem
 from isobit.run.doctor.finding import Caution, Check, Fault
 from isobit.run.doctor.quantisers import bits_of
 from isobit.run.machine import gib, openmp_libraries, processor_name, read_memory, usable_cores
@@ -155,9 +156,8 @@ def _gpu() -> str:
         if Path("/proc/driver/nvidia/version").is_file():
             raise Caution(f"the machine has an NVIDIA driver, but torch {torch.__version__} cannot use it; everything runs on the CPU")
         return "none; everything runs on the CPU"
-    index = torch.cuda.current_device()
-    major, minor = torch.cuda.get_device_capability(index)
-    name = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
-    if (major, minor) != (9, 0):
-        return f"{name}: not used, as kernels are made for Hopper (9.0); everything runs on the CPU"
-    return f"{name}: Hopper, for which kernels are coming; in this version everything runs on the CPU"
+    problem = hopper_problem()
+    if problem is not None:
+        return f"not used: {problem}; everything runs on the CPU"
+    free, total = torch.cuda.mem_get_info()
+    return f"{torch.cuda.get_device_name()}: Hopper, {gib(free)} free of {gib(total)}; rollout, evaluation and verify run on it"

@@ -9,8 +9,10 @@ import torch
 
 from isobit.config.schema import PrecisionConfig
 from isobit.errors import ConfigError
+from isobit.kernels.device import hopper_problem
 from isobit.run.doctor.environment import environment_checks, extras
 from isobit.run.doctor.finding import Check, Fault, Finding, Status
+from isobit.run.doctor.gpu import gpu_checks
 from isobit.run.doctor.kernels import kernel_checks
 from isobit.run.doctor.quantisers import quantiser_checks
 from isobit.run.machine import usable_cores
@@ -70,6 +72,7 @@ def _checks(directory: Path) -> list[Check]:
         *environment_checks(directory),
         *quantiser_checks(),
         *kernel_checks(threads),
+        *gpu_checks(),
         Check(
             "starter model, fp8", _verify_starter, "rollout and training part: `isobit verify starter --bisect` names the first operation"
         ),
@@ -92,6 +95,8 @@ def _runs_here(findings: list[Finding]) -> Iterator[str]:
         yield "nothing should run here before the failures above are mended"
     else:
         yield "rollout, training, evaluation and verify: on the CPU, in fp32, bf16, fp8-rollout, fp8-linear and fp8"
+        if hopper_problem() is None:
+            yield "rollout, evaluation and verify: on the GPU too, and there by default, in bf16, fp8-rollout, fp8-linear and fp8"
     for extra, lacking in extras().items():
         if extra != _DEVELOPMENT and (extra != _HOPPER or torch.cuda.is_available()):
             yield f"not installed: {', '.join(lacking)}; pip install 'isobit[{extra}]'"

@@ -1,0 +1,57 @@
+"""The choice of the device: a Hopper GPU, the CPU with a line that says why, or a refusal."""
+
+import pytest
+import torch
+
+from isobit.config.schema import Device
+from isobit.errors import ConfigError
+from isobit.kernels.device import hopper_has_heads
+from isobit.run.device import choose_device, training_device
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted", "chosen"),
+    [((9, 0), "auto", "cuda"), ((9, 0), "cuda", "cuda"), ((9, 0), "cpu", "cpu"), (None, "auto", "cpu"), ((8, 0), "auto", "cpu")],
+)
+def test_the_device(capability: tuple[int, int] | None, wanted: Device, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, capability)
+    assert choose_device(wanted).type == chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"), [(None, "sees no NVIDIA GPU"), ((10, 0), r"NVIDIA Test is sm_100.*Hopper \(sm_90\) only")]
+)
+def test_a_gpu_that_cannot_be_used_is_refused_by_name(
+    capability: tuple[int, int] | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, capability)
+    with pytest.raises(ConfigError, match=reason):
+        choose_device("cuda")
+
+
+def test_an_unused_gpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu(monkeypatch, (8, 0))
+    choose_device("auto")
+    assert "computing on the CPU, because NVIDIA Test is sm_80" in capsys.readouterr().err
+
+
+def test_training_says_that_it_leaves_the_gpu_unused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu(monkeypatch, (9, 0))
+    assert training_device("auto").type == "cpu"
+    assert "training on the CPU" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="not built yet"):
+        training_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("heads", "fits"), [((32, 8, 128), True), ((16, 1, 64), True), ((32, 1, 128), False), ((8, 8, 96), False), ((9, 4, 64), False)]
+)
+def test_heads_that_hopper_computes(heads: tuple[int, int, int], fits: bool) -> None:
+    assert hopper_has_heads(*heads) is fits
