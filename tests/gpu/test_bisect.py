@@ -59,7 +59,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Where:
         monkeypatch.setattr(owner, name, wrapped)
 
     def wrap_layer(name: str, layer_of: Callable[..., int | None]) -> None:
-        exact = getattr(hopper_decoder._Forward, name)
+        exact = getattr(hopper_decoder.Forward, name)
 
         def wrapped(self: Any, *arguments: Any) -> Any:
             layer = layer_of(*arguments)
@@ -67,12 +67,12 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Where:
                 now.layer, now.calls = layer, 0
             return exact(self, *arguments)
 
-        monkeypatch.setattr(hopper_decoder._Forward, name, wrapped)
+        monkeypatch.setattr(hopper_decoder.Forward, name, wrapped)
 
     wrap_side(Engine, "generate", "rollout")
     wrap_side(Trainer, "log_probs", "training")
-    wrap_layer("add_norm", lambda h, x, norm, *_: int(norm.split(".")[1]))
-    wrap_layer("last_norm", lambda *_: None)
+    wrap_layer("enter", lambda layer, *_: layer)
+    wrap_layer("leave", lambda *_: None)
     return now
 
 

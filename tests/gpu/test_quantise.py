@@ -56,6 +56,9 @@ def test_rms_norm_quantises_its_own_rounded_output_and_rows_do_not_depend_on_the
     new, norm, quantised = rms_norm_quantise(h, x, weight, 1e-6, keep=True)
     assert norm is not None and quantised is not None
     assert torch.equal(new, h + x)
+    _, nothing, without = rms_norm_quantise(h, x, weight, 1e-6)  # rollout does not keep the norm, training does
+    assert nothing is None and without is not None and torch.equal(without.scales, quantised.scales)
+    assert torch.equal(without.values.view(torch.uint8), quantised.values.view(torch.uint8))
     assert_same(quantised, norm, "power_of_two")
     exact = torch.nn.functional.rms_norm(new.double(), (columns,), weight.double(), 1e-6)
     yardstick = torch.nn.functional.rms_norm(new, (columns,), weight, 1e-6).double()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -59,17 +60,19 @@ def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Prese
     assert estimate.size("KV pages") == storage_bytes(tensor for layer in cache.layers for tensor in (layer.values, layer.bytes))
 
 
-def test_masters_gradients_and_moments_are_exact() -> None:
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_masters_gradients_and_moments_are_exact(moments: Literal["fp32", "bf16"]) -> None:
     policy = random_policy(QWEN3, PrecisionConfig(), seed=0)
-    trainer = Trainer(policy, TrainingConfig(), total_updates=1)
+    training = TrainingConfig(moments=moments)
+    trainer = Trainer(policy, training, total_updates=1)
     for master in policy.parameters():
         master.grad = torch.ones_like(master)
     trainer._step(1.0, 1e-3)
-    estimate = estimate_memory(QWEN3, policy.flow, RolloutConfig(), TrainingConfig(), 64)
+    estimate = estimate_memory(QWEN3, policy.flow, RolloutConfig(), training, 64)
     assert estimate.size("masters") == storage_bytes(policy.parameters())
     assert estimate.size("gradients") == storage_bytes(master.grad for master in policy.parameters() if master.grad is not None)
-    moments = [tensor for name, tensor in trainer.moments().items() if not name.endswith(".step")]
-    assert estimate.size("optimiser moments") == storage_bytes(moments)
+    held = [tensor for name, tensor in trainer.moments().items() if not name.endswith(".step")]
+    assert estimate.size("optimiser moments") == storage_bytes(held)
 
 
 @pytest.mark.parametrize("shape", [QWEN3, QWEN2], ids=["qwen3", "qwen2"])

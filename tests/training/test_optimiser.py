@@ -61,6 +61,21 @@ def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
         torch.testing.assert_close(parameter.detach().double(), x, rtol=1e-6, atol=1e-7)
 
 
+def test_bf16_moments_follow_fp32_ones_and_their_rounding_is_the_seeds() -> None:
+    def train(moments: str, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        target, parameter = torch.randn(64, 64, generator=generator), torch.nn.Parameter(torch.zeros(64, 64))
+        optimiser = build_optimiser([parameter], config(moments=moments, learning_rate=0.01), seed)
+        for _ in range(300):
+            parameter.grad = parameter.detach() - target + 0.1 * torch.randn(64, 64, generator=generator)
+            optimiser.step()
+        return parameter.detach() - target
+
+    wide, narrow, again, other = train("fp32"), train("bf16"), train("bf16"), train("bf16", seed=1)
+    assert float(narrow.norm() / wide.norm()) == pytest.approx(1, abs=0.05)
+    assert torch.equal(narrow, again) and not torch.equal(narrow, other)
+
+
 def test_gradients_are_scaled_together_down_to_the_largest_norm() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])

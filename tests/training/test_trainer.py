@@ -88,6 +88,28 @@ def test_training_twice_gives_the_same_bits(preset: str, make_trainer: MakeTrain
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_going_on_from_what_was_stored_gives_the_same_bits(
+    moments: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
+) -> None:
+    straight, stopped = (make_trainer(moments=moments) for _ in range(2))
+    groups = [make_groups(straight, seed=step) for step in range(4)]
+
+    def train(trainer: Trainer, steps: range) -> None:
+        for step in steps:
+            trainer.update(batches_of(groups[step], 128), GRPO)
+
+    train(straight, range(4))
+    train(stopped, range(2))
+    resumed = make_trainer(moments=moments)
+    resumed.policy.restore(snapshot(stopped.policy), stopped.policy.version)
+    resumed.restore(stopped.counters(), {name: tensor.clone() for name, tensor in stopped.moments().items()})
+    train(resumed, range(2, 4))
+    assert all(torch.equal(master, resumed.policy.masters[name]) for name, master in straight.policy.masters.items())
+    kinds = {str(tensor.dtype) for name, tensor in resumed.moments().items() if not name.endswith(".step")}
+    assert kinds == {"torch.float32" if moments == "fp32" else "torch.bfloat16"}
+
+
 def test_an_update_moves_every_master_and_publishes(make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot) -> None:
     trainer = make_trainer()
     before, version = snapshot(trainer.policy), trainer.policy.version

@@ -151,6 +151,8 @@ class OptimisationConfig(Strict):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Format of AdamW's moments; in BF16, for a policy that fills the memory, they are rounded stochastically and take half of it."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=3, ge=0)
     """Stop after that many optimiser steps in a row were skipped because loss or gradient norm was not finite."""

@@ -52,6 +52,10 @@ def packed_hidden_states(policy: Policy, token_ids: torch.Tensor, positions: tor
     from isobit.models import hopper_decoder
 
     token_ids, positions = token_ids.to(policy.device), positions.to(policy.device)
+    if torch.is_grad_enabled():
+        from isobit.models import hopper_training
+
+        return hopper_training.packed_hidden_states(policy, token_ids, positions, lengths, recompute=False)
     attend = packed_attention.PackedAttention(policy.flow.training, lengths, positions)
     return hopper_decoder.hidden_states(policy, "training", token_ids, positions, attend)
 

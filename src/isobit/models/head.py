@@ -23,12 +23,16 @@ def token_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] and entropies [N].
 
-    The log-probabilities are differentiable on a CPU; on a GPU there is no backward yet.  Where logits are not finite, the CPU raises
-    NonFiniteError and the GPU, which nobody waits for, gives NaN.
+    The log-probabilities are differentiable.  Where logits are not finite, the CPU raises NonFiniteError and the GPU, which nobody waits
+    for, gives NaN.
     """
     weight = policy.weights(side).plain["head"]
     if hidden.is_cuda:
-        from isobit.kernels.hopper.token_log_probs import token_log_probs as on_gpu
+        from isobit.kernels.hopper.token_log_probs import token_log_probs as without_gradients
 
-        return on_gpu(hidden, weight, targets, temperatures)
+        if torch.is_grad_enabled():
+            from isobit.models import hopper_training
+
+            return hopper_training.token_log_probs(policy, hidden, targets, temperatures)
+        return without_gradients(hidden, weight, targets, temperatures)
     return cpu.token_log_probs(hidden, policy.masters[policy.head_name], weight, targets, temperatures)

@@ -12,6 +12,7 @@ function; what differs is the ``HopperAttend`` that the caller brings: pages or 
 more for an observer.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, rms_norm_qu
 from isobit.kernels.linear import LinearWeight
 from isobit.kernels.trace import is_observed, observe
 from isobit.models.config import ModelConfig
-from isobit.models.policy import Policy, PublishedWeights
+from isobit.models.policy import Policy
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.formats import Side
 from isobit.precision.quant_tensor import QuantTensor
@@ -56,71 +57,78 @@ def check_supported(config: ModelConfig, flow: PrecisionFlow) -> None:
 
 def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions: torch.Tensor, attend: HopperAttend) -> torch.Tensor:
     """token_ids and positions int64 [T] -> hidden states BF16 [T, hidden], final norm applied.  No gradients."""
-    weights = policy.weights(side)
-    forward = _Forward(policy, weights)
-    h = observe(weights.plain["embed_tokens.weight"].index_select(0, token_ids), "embed_tokens")
-    x: torch.Tensor | None = None
+    forward = Forward(policy, side)
+    h, x = forward.embed(token_ids), None
     for layer in range(policy.config.num_layers):
+        h, a = forward.enter(layer, h, x)
+        result = forward.layer(layer, h, a, attend)
+        h, x = result.h_mid, result.x
+    return forward.leave(h, x)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """A norm of the residual stream: as the next linear reads it, and in BF16 where somebody wants that too."""
+
+    read: LinearInput
+    value: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """What a layer made on its way; all BF16 [T, ...]."""
+
+    h: torch.Tensor
+    """The residual stream that its first norm reads."""
+    a: Normed
+    qkv: torch.Tensor
+    out: torch.Tensor
+    """Of attention, [T, H D]."""
+    h_mid: torch.Tensor
+    """The residual stream that its second norm reads."""
+    b: Normed
+    gate_up: torch.Tensor
+    x: torch.Tensor
+    """What it has to add to ``h_mid``."""
+
+
+class Forward:
+    """One forward pass over the weights of a side; ``keep_norms`` makes the norms in BF16 too, which the backward wants."""
+
+    def __init__(self, policy: Policy, side: Side, keep_norms: bool = False) -> None:
+        self.config, self.weights, self.rope = policy.config, policy.weights(side), policy.rope
+        self._keep_norms = keep_norms
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream at its start."""
+        return observe(self.weights.plain["embed_tokens.weight"].index_select(0, token_ids), "embed_tokens")
+
+    def enter(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, Normed]:
+        """Add what the layer before left to add; -> the residual stream and its norm, as ``layer`` takes them."""
         path = f"layers.{layer}"
-        h, a = forward.add_norm(h, x, f"{path}.input_norm", f"{path}.qkv_proj", f"layers.{layer - 1}.mlp_residual")
-        qkv = forward.linear(f"{path}.qkv_proj", a)
-        out = observe(attend(layer, qkv, forward.transform(path)), path, "attention")
-        x = forward.linear(f"{path}.o_proj", forward.quantise(f"{path}.o_proj", out))
-        h, a = forward.add_norm(h, x, f"{path}.post_attention_norm", f"{path}.gate_up_proj", f"{path}.attention_residual")
-        gate_up = forward.linear(f"{path}.gate_up_proj", a)
-        x = forward.linear(f"{path}.down_proj", forward.activation(path, gate_up))
-    return forward.last_norm(h, x, f"layers.{policy.config.num_layers - 1}.mlp_residual")
+        return self._add_norm(h, x, f"{path}.input_norm", f"{path}.qkv_proj", f"layers.{layer - 1}.mlp_residual")
 
+    def layer(self, layer: int, h: torch.Tensor, a: Normed, attend: HopperAttend) -> LayerResult:
+        """A layer from its first norm to what its MLP has to add."""
+        path = f"layers.{layer}"
+        qkv = self._linear(f"{path}.qkv_proj", a.read)
+        out = observe(attend(layer, qkv, self.transform(layer)), path, "attention")
+        x = self._linear(f"{path}.o_proj", self._quantise(f"{path}.o_proj", out))
+        h_mid, b = self._add_norm(h, x, f"{path}.post_attention_norm", f"{path}.gate_up_proj", f"{path}.attention_residual")
+        gate_up = self._linear(f"{path}.gate_up_proj", b.read)
+        x = self._linear(f"{path}.down_proj", self._activation(path, gate_up))
+        return LayerResult(h, a, qkv, out, h_mid, b, gate_up, x)
 
-class _Forward:
-    """One forward pass over the weights of a side."""
-
-    def __init__(self, policy: Policy, weights: PublishedWeights) -> None:
-        self.config, self.weights, self.rope = policy.config, weights, policy.rope
-
-    def add_norm(self, h: torch.Tensor, x: torch.Tensor | None, norm: str, linear: str, residual: str) -> tuple[torch.Tensor, LinearInput]:
-        """-> the new residual stream, and its norm as ``linear`` reads it."""
-        site = self.weights.linears[linear].site
-        scales = site.scales if site.forward == "e4m3" else None
-        weight, keep = self.weights.plain[f"{norm}.weight"], scales is None or is_observed()
-        h, normed, quantised = rms_norm_quantise(h, x, weight, self.config.rms_epsilon, scales, keep)
-        if x is not None:
-            observe(h, residual)
-        if normed is not None:
-            observe(normed, norm)
-        read = normed if quantised is None else quantised
-        assert read is not None
-        return h, read
-
-    def last_norm(self, h: torch.Tensor, x: torch.Tensor | None, residual: str) -> torch.Tensor:
+    def leave(self, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> the residual stream at its end, and the final norm of it."""
         h, normed, _ = rms_norm_quantise(h, x, self.weights.plain["norm.weight"], self.config.rms_epsilon, scales=None, keep=True)
-        observe(h, residual)
+        observe(h, f"layers.{self.config.num_layers - 1}.mlp_residual")
         assert normed is not None
-        return observe(normed, "norm")
+        return h, observe(normed, "norm")
 
-    def linear(self, path: str, a: LinearInput) -> torch.Tensor:
-        """Without its bias, which the next kernel adds."""
-        weight = self.weights.linears[path]
-        if isinstance(a, QuantRows):
-            observe(a.values, path, "input", scales=a.scales)
-        else:
-            observe(a, path, "input")
-        return observe(_product(a, weight), path)
-
-    def quantise(self, linear: str, x: torch.Tensor) -> LinearInput:
-        site = self.weights.linears[linear].site
-        return quantise_rows(x, site.scales) if site.forward == "e4m3" else x
-
-    def activation(self, path: str, gate_up: torch.Tensor) -> LinearInput:
-        site = self.weights.linears[f"{path}.down_proj"].site
-        if site.forward != "e4m3":
-            return observe(swiglu(gate_up), path, "activation")
-        if is_observed():
-            observe(swiglu(gate_up), path, "activation")
-        return swiglu_quantise(gate_up, site.scales)
-
-    def transform(self, path: str) -> QkvTransform:
-        config, plain = self.config, self.weights.plain
+    def transform(self, layer: int) -> QkvTransform:
+        """What the kernel between the qkv GEMM and attention needs of a layer."""
+        config, plain, path = self.config, self.weights.plain, f"layers.{layer}"
         return QkvTransform(
             config.num_heads,
             config.num_kv_heads,
@@ -132,6 +140,41 @@ class _Forward:
             plain[f"{path}.k_norm.weight"] if config.qk_norm else None,
             self.weights.linears[f"{path}.qkv_proj"].bias,
         )
+
+    def _add_norm(self, h: torch.Tensor, x: torch.Tensor | None, norm: str, linear: str, residual: str) -> tuple[torch.Tensor, Normed]:
+        """-> the new residual stream, and its norm as ``linear`` reads it."""
+        site = self.weights.linears[linear].site
+        scales = site.scales if site.forward == "e4m3" else None
+        weight, keep = self.weights.plain[f"{norm}.weight"], scales is None or self._keep_norms or is_observed()
+        h, normed, quantised = rms_norm_quantise(h, x, weight, self.config.rms_epsilon, scales, keep)
+        if x is not None:
+            observe(h, residual)
+        if normed is not None:
+            observe(normed, norm)
+        read = normed if quantised is None else quantised
+        assert read is not None
+        return h, Normed(read, normed)
+
+    def _linear(self, path: str, a: LinearInput) -> torch.Tensor:
+        """Without its bias, which the next kernel adds."""
+        weight = self.weights.linears[path]
+        if isinstance(a, QuantRows):
+            observe(a.values, path, "input", scales=a.scales)
+        else:
+            observe(a, path, "input")
+        return observe(_product(a, weight), path)
+
+    def _quantise(self, linear: str, x: torch.Tensor) -> LinearInput:
+        site = self.weights.linears[linear].site
+        return quantise_rows(x, site.scales) if site.forward == "e4m3" else x
+
+    def _activation(self, path: str, gate_up: torch.Tensor) -> LinearInput:
+        site = self.weights.linears[f"{path}.down_proj"].site
+        if site.forward != "e4m3":
+            return observe(swiglu(gate_up), path, "activation")
+        if is_observed():
+            observe(swiglu(gate_up), path, "activation")
+        return swiglu_quantise(gate_up, site.scales)
 
 
 def _product(a: LinearInput, weight: LinearWeight) -> torch.Tensor:

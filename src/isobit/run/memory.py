@@ -6,7 +6,7 @@ sequence.  Sums run over layers.
 
     masters             4 P                                         FP32
     gradients           4 P                                         during the training of a step
-    optimiser moments   8 P                                         AdamW's two, FP32
+    optimiser moments   8 P, or 4 P                                 AdamW's two, FP32 or BF16
     published weights   the matrices in each side's format, once where the sides agree: N K + N K / 4096 in E4M3, else 2 or 4 N K;
                         the rest, and lm_head on its grid once more, in the activations' format; the rotary table
     KV pages            pages * 2 * 64 G (D f + 1)                  a byte of scale a vector
@@ -106,7 +106,7 @@ def estimate_memory(
         (
             MemoryItem("masters", 4 * parameters, _MODEL),
             MemoryItem("gradients", 4 * parameters, _MODEL),
-            MemoryItem("optimiser moments", 8 * parameters, _MODEL),
+            MemoryItem("optimiser moments", 2 * DTYPES[training.moments].itemsize * parameters, _MODEL),
             MemoryItem("published weights", published_bytes(shape, flow), _MODEL),
             MemoryItem("KV pages", num_pages_for(shape, flow, rollout) * KvCache.page_bytes(shape, flow), pages_key),
             MemoryItem("activations", activation_bytes(shape, flow, tokens), microbatch),

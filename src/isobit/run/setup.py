@@ -66,7 +66,7 @@ def prepare(config: RunConfig) -> Run:
         engine.check(requests)
         check_fits(requests, model.context)
     training = config.training
-    trainer = Trainer(model.policy, training, training.steps * training.updates_per_batch * training.epochs)
+    trainer = Trainer(model.policy, training, training.steps * training.updates_per_batch * training.epochs, config.seed)
     sampler = PromptSampler(prompts, training.prompts_per_step, config.seed, config.data.shuffle)
     return Run(config, model, engine, trainer, algorithm, reward, sampler, sampling, evaluator, dropped)
 

@@ -1,15 +1,18 @@
 """AdamW over the FP32 masters, the clip of the gradient's norm, and the learning rate of each update.
 
 AdamW is torch's (decoupled weight decay, arXiv 1711.05101), in its fused form: the fastest on a CPU as well, and it repeats its bits.
-Only matrices decay: norms and biases have no scale to be held down.
+With BF16 moments, which torch would round to nearest and so freeze, it is ``isobit.kernels.adamw``.  Only matrices decay: norms and biases
+have no scale to be held down.
 """
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from isobit.config.schema import TrainingConfig
+from isobit.kernels.adamw import adamw_step
 
 
 def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> float:
@@ -27,19 +30,51 @@ def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> fl
     return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def build_optimiser(masters: Iterable[torch.nn.Parameter], config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over the masters; the trainer sets the learning rate before each step."""
+class CompactAdamW(torch.optim.Optimizer):
+    """AdamW with BF16 moments, rounded stochastically; noise is keyed by (seed, step, tensor, element), the state laid out as torch's."""
+
+    def __init__(self, groups: list[dict[str, Any]], seed: int, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._seed = seed
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (no closure is ever given)
+        """One update of every master that has a gradient."""
+        numbered = enumerate((group, master) for group in self.param_groups for master in group["params"])
+        for number, (group, master) in numbered:
+            if master.grad is None:
+                continue
+            state = self.state[master]
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(master, dtype=torch.bfloat16) for _ in range(2))
+            state["step"] += 1
+            adamw_step(
+                master,
+                master.grad,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                rate=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                epsilon=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=int(state["step"]),
+                clip=1.0,
+                noise=(self._seed, number),
+            )
+
+
+def build_optimiser(masters: Iterable[torch.nn.Parameter], config: TrainingConfig, seed: int = 0) -> torch.optim.AdamW | CompactAdamW:
+    """AdamW over the masters; the trainer sets the learning rate before each step.  ``seed`` is that of the rounding of BF16 moments."""
     masters = list(masters)
     matrices = [master for master in masters if master.dim() >= 2]
     vectors = [master for master in masters if master.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
+    groups, betas = [group for group in groups if group["params"]], (config.beta1, config.beta2)
+    if config.moments == "bf16":
+        return CompactAdamW(groups, seed, config.learning_rate, betas, config.adam_epsilon)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
@@ -51,6 +86,10 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
 def gradient_norm(masters: Iterable[torch.nn.Parameter]) -> float:
     """The 2-norm of all gradients together, before clipping."""
     gradients = [master.grad for master in masters if master.grad is not None]
+    if gradients and gradients[0].is_cuda:
+        from isobit.kernels.hopper import norm  # one order of summation, in FP64
+
+        return norm.gradient_norm(gradients)
     return float(torch.nn.utils.get_total_norm(gradients))
 
 

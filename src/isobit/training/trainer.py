@@ -21,7 +21,7 @@ from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy
 from isobit.records import PackedBatch
 from isobit.training.comparison import Comparison
-from isobit.training.optimiser import build_optimiser, clip_gradients, gradient_norm, learning_rate, set_learning_rate
+from isobit.training.optimiser import CompactAdamW, build_optimiser, clip_gradients, gradient_norm, learning_rate, set_learning_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,12 @@ class _Totals:
 class Trainer:
     """Trains a policy in place: ``policy.masters`` change, ``policy.publish`` makes both sides read the new weights."""
 
-    def __init__(self, policy: Policy, config: TrainingConfig, total_updates: int) -> None:
-        """``total_updates`` is the number of optimiser steps of the whole run: the length of the schedule."""
+    def __init__(self, policy: Policy, config: TrainingConfig, total_updates: int, seed: int = 0) -> None:
+        """``total_updates`` is the number of optimiser steps of the whole run: the length of the schedule; ``seed`` is the run's."""
         self.policy = policy
         self.config = config
         self.total_updates = total_updates
+        self._seed = seed
         self.updates = 0
         """Optimiser steps attempted so far."""
         self._skipped_in_a_row = 0
@@ -92,9 +93,9 @@ class Trainer:
         """False from an optimiser step's first change of a master to its publication, and for ever if it was cut off there."""
 
     @cached_property
-    def _optimiser(self) -> torch.optim.AdamW:
+    def _optimiser(self) -> torch.optim.AdamW | CompactAdamW:
         """Made when it is first needed: a policy without masters has log-probabilities too."""
-        return build_optimiser(self.policy.masters.values(), self.config)
+        return build_optimiser(self.policy.masters.values(), self.config, self._seed)
 
     def counters(self) -> dict[str, int]:
         """Where the schedule and the count of skipped steps stand, for ``restore``."""

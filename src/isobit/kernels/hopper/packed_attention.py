@@ -1,5 +1,7 @@
 """Attention of the training forward on Hopper: causal within each sequence of a packed batch, over K and V laid end to end."""
 
+from dataclasses import dataclass
+
 import torch
 
 from isobit.kernels.heads import Heads
@@ -13,8 +15,25 @@ from isobit.precision.formats import DTYPES, Format
 _ONE = 127  # the E8M0 byte of the scale 1
 
 
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What attention of a layer read and made: its backward starts from that."""
+
+    queries: Queries
+    keys: PackedKeys
+    output: torch.Tensor
+    """BF16 [T, H, D]"""
+    log_sum_exp: torch.Tensor
+    """FP32 [T, H], base 2"""
+
+
 class PackedAttention:
-    """A ``HopperAttend`` for packed sequences of the given lengths; the same object serves all layers."""
+    """A ``HopperAttend`` for packed sequences of the given lengths; the same object serves all layers.
+
+    ``last`` is what it did when it was last called, for who wants to take it back.
+    """
+
+    last: Attended
 
     def __init__(self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor) -> None:
         """``positions`` int64 [T], on the GPU."""
@@ -30,8 +49,26 @@ class PackedAttention:
         if is_observed():
             observe_heads(layer, query_heads(queries), *_key_heads(keys, format))
         starts, lengths, longest = self._starts, self._lengths, self._longest
-        out, _ = prefill_attention(queries.values, queries.scales, keys, starts, lengths, starts, lengths, longest, longest)
+        out, lse = prefill_attention(queries.values, queries.scales, keys, starts, lengths, starts, lengths, longest, longest)
+        self.last = Attended(queries, keys, out, lse)
         return out.view(qkv.shape[0], -1)
+
+    def backward(self, attended: Attended, d_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradient of one layer: d_output BF16 [T, H D] -> dq [T, H, D], dk and dv [T, G, D]."""
+        from isobit.kernels.hopper.attention_backward import attention_backward  # Gluon, which the forward does without
+
+        queries, keys, output = attended.queries, attended.keys, attended.output
+        return attention_backward(
+            queries.values,
+            queries.scales,
+            keys,
+            output,
+            attended.log_sum_exp,
+            d_output.view_as(output),
+            self._starts,
+            self._lengths,
+            self._longest,
+        )
 
 
 def query_heads(queries: Queries) -> Heads:

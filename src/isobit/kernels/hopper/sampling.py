@@ -31,11 +31,9 @@ from isobit.kernels.hopper.log_prob import (
     log_softmax,
     log_sums_and_entropies,
 )
+from isobit.kernels.hopper.noise import splitmix64
 from isobit.kernels.sampling import draw, truncate
 
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
 _UNIT = tl.constexpr(2.0**-53)
 _BELOW_1 = tl.constexpr(1 - 2.0**-24)  # a complement that rounds to 1 would make the noise infinite
 _TRUNCATED_ROWS = 16
@@ -43,20 +41,9 @@ _TRUNCATED_ROWS = 16
 
 
 @triton.jit
-def _splitmix64(seed, index):
-    """Output number ``index`` + 1 of the generator, all uint64."""
-    bits = seed + (index + 1) * _GOLDEN
-    bits ^= bits >> 30
-    bits *= _MULTIPLIER_1
-    bits ^= bits >> 27
-    bits *= _MULTIPLIER_2
-    return bits ^ (bits >> 31)
-
-
-@triton.jit
 def _gumbel(seed, index):
     """Gumbel noise -log(-log u) in FP32."""
-    odd = (_splitmix64(seed, index.to(tl.uint64)) >> 11) | 1  # u is odd * 2^-53
+    odd = (splitmix64(seed, index.to(tl.uint64)) >> 11) | 1  # u is odd * 2^-53
     complement = ((1 << 53) - odd).to(tl.float32) * _UNIT
     return -tl.log(-libdevice.log1p(-tl.minimum(complement, _BELOW_1)))
 
@@ -71,7 +58,7 @@ def _draw_kernel(
     temperature = tl.load(TEMPERATURE + n)
     inverse = inverse_temperature(temperature)
     logits = LOGITS + tl.load(ROW + n).to(tl.int64) * V
-    seed = _splitmix64(tl.load(KEY + n).to(tl.uint64), tl.load(POSITION + n).to(tl.uint64))
+    seed = splitmix64(tl.load(KEY + n).to(tl.uint64), tl.load(POSITION + n).to(tl.uint64))
     m, s, log_sum, _ = combine(STATS, n, CHUNKS, PADDED)
     score = m
     if temperature > 0:

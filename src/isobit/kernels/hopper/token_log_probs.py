@@ -1,19 +1,33 @@
-"""lm_head and log-probability on a GPU: the logits of a batch never exist all at once.
+"""lm_head and log-probability on a GPU: the logits of a batch never exist all at once, neither forward nor backward.
 
     logits = H W^T (BF16 operands, FP32 out, rows free of the batch)      log p and entropy as in ``isobit.kernels.hopper.log_prob``
+    d logits = g (onehot(target) - p) / temperature, rounded to BF16      dH = d logits W      dW += d logits^T H
 
-Rows are taken in parts of about a gigabyte of logits.  A part's size changes no bit: the product's rows do not depend on the batch, nor
-does anything after it.  The sampler takes the same two steps, so a token's log-probability has the bits it was sampled with.
+Rows are taken in parts.  In the forward a part is about a gigabyte of logits, and its size changes no bit: the product's rows do not depend
+on the batch, nor does anything after it.  The sampler takes the same two steps, so a token's log-probability has the bits it was sampled
+with.  The backward computes a part's logits and L again, by the same kernels, and adds the parts to the head's gradient one by one.  Its
+parts take 2 GiB, 4 bytes a logit and 2 for its gradient: each part reads and writes the head's gradient, 5 GB for 151,936 x 4096, so that
+small ones would cost more than their products.
 """
 
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
 import torch
+import triton
+import triton.language as tl
 
 from isobit.kernels.hopper.gemm import gemm_bf16
-from isobit.kernels.hopper.log_prob import log_probs_at, log_sums_and_entropies
+from isobit.kernels.hopper.linear_backward import wgrad_bf16
+from isobit.kernels.hopper.log_prob import inverse_temperature, log_probs_at, log_sum_exp, log_sums_and_entropies
 from isobit.kernels.trace import observe
 
 _LOGITS = 1 << 28
+_BACKWARD_BYTES = 2 << 30
+_BYTES_A_LOGIT = 6
 _TILE = 128
+_WIDTH = 2048
 
 
 def token_log_probs(
@@ -21,9 +35,9 @@ def token_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden BF16 [N, C], head BF16 [V, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] and entropies [N].
 
-    Both are NaN for a row whose logits hold a NaN or an infinity.  Forward only.
+    Both are NaN for a row whose logits hold a NaN or an infinity.
     """
-    rows = max(1, _LOGITS // weight.shape[0] // _TILE) * _TILE
+    rows = _rows(_LOGITS, weight)
     log_probs, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
@@ -31,3 +45,77 @@ def token_log_probs(
         log_sums, entropies[part] = log_sums_and_entropies(logits, temperatures[part])
         log_probs[part] = log_probs_at(logits, targets[part], temperatures[part], log_sums)
     return log_probs, entropies
+
+
+def token_log_probs_backward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    d_log_probs: torch.Tensor,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    """Add the head's gradient to ``grad`` and return that of ``hidden``; the same bits every time at the same sizes.
+
+    Args:
+        hidden: BF16 [N, C].
+        weight: BF16 [V, C].
+        targets: int64 [N].
+        temperatures: FP32 [N].
+        d_log_probs: FP32 [N], the loss's gradient by each log-probability; the entropies have none.
+        grad: FP32 [V, C].
+
+    Returns:
+        BF16 [N, C].  NaN where the logits are not finite.
+    """
+    rows = _rows(_BACKWARD_BYTES // _BYTES_A_LOGIT, weight)
+    d_hidden = torch.empty_like(hidden)
+    for first in range(0, hidden.shape[0], rows):
+        part = slice(first, first + rows)
+        d_logits = _part_gradients(hidden[part], weight, targets[part], temperatures[part], d_log_probs[part])
+        # FP32 out: cuBLAS may cut so long a sum in pieces, and would add those of a BF16 product in BF16
+        d_hidden[part] = torch.mm(d_logits, weight, out_dtype=torch.float32)
+        wgrad_bf16(d_logits, hidden[part], grad)
+    return d_hidden
+
+
+def _rows(logits: int, weight: torch.Tensor) -> int:
+    """Rows of a part that holds so many logits: whole tiles of the GEMM."""
+    return max(1, logits // weight.shape[0] // _TILE) * _TILE
+
+
+def _part_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, d_log_probs: torch.Tensor
+) -> torch.Tensor:
+    """-> d logits BF16 [N, V]; the FP32 logits are gone when this returns."""
+    logits = gemm_bf16(hidden, weight, torch.float32)
+    return logit_gradients(logits, targets, temperatures, log_sum_exp(logits, temperatures), d_log_probs)
+
+
+def logit_gradients(
+    logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, log_sums: torch.Tensor, d_log_probs: torch.Tensor
+) -> torch.Tensor:
+    """FP32 logits [N, V] and their L [N], int64 targets [N], FP32 temperatures and d log-probabilities [N] -> d logits, BF16 [N, V]."""
+    rows, vocab_size = logits.shape
+    assert logits.is_contiguous()
+    out = torch.empty(logits.shape, dtype=torch.bfloat16, device=logits.device)
+    grid = (rows * triton.cdiv(vocab_size, _WIDTH),)
+    _gradient_kernel[grid](
+        logits, targets, temperatures, log_sums, d_log_probs, out, vocab_size, _WIDTH, num_warps=4, enable_fp_fusion=False
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gradient_kernel(LOGITS, TARGET, TEMPERATURE, LOG_SUM, D_LOG_PROB, OUT, V: tl.constexpr, WIDTH: tl.constexpr):
+    """One program WIDTH entries of a row."""
+    pieces: tl.constexpr = (V + WIDTH - 1) // WIDTH
+    n = (tl.program_id(0) // pieces).to(tl.int64)
+    column = tl.program_id(0) % pieces * WIDTH + tl.arange(0, WIDTH)
+    inside = column < V
+    inverse = inverse_temperature(tl.load(TEMPERATURE + n))
+    scaled = tl.load(D_LOG_PROB + n) * inverse
+    x = tl.load(LOGITS + n * V + column, mask=inside, other=0.0) * inverse
+    p = tl.exp(x - tl.load(LOG_SUM + n))
+    onehot = (column == tl.load(TARGET + n)).to(tl.float32)
+    tl.store(OUT + n * V + column, ((onehot - p) * scaled).to(tl.bfloat16), mask=inside)

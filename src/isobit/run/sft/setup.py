@@ -71,7 +71,7 @@ def prepare_sft(config: SftConfig) -> SftRun:
     by_id = {example.prompt.id: example for example in train}
     sampler = PromptSampler(prompts, config.training.prompts_per_step, config.seed, config.data.shuffle)
     training = TrainingConfig.model_validate(config.training.model_dump())  # the keys about sampled groups are not read
-    trainer = Trainer(model.policy, training, training.steps)
+    trainer = Trainer(model.policy, training, training.steps, config.seed)
     return SftRun(config, model, trainer, by_id, sampler, sets, evaluator, dropped)
 
 

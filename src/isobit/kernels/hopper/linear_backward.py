@@ -1,0 +1,97 @@
+"""DGrad and WGrad of a linear on a GPU.
+
+    DGrad   dX = dY W          E4M3: dY in 1x128 groups along N; W's 128x128 blocks are the forward's own, their bytes transposed
+    WGrad   dW += dY^T X       E4M3: both operands in groups of 128 tokens (``token_groups``), transposed
+            dW[n, k] += sum over token groups t of  (sum_j dY^T[n, tj] X^T[k, tj]) * scale_y[n, t] * scale_x[k, t]
+
+FP8 tensor cores read both operands along the contraction, so W is transposed a layer at a time, here, rather than stored twice.
+dW is the FP32 gradient of the master: each call adds one finished sum to every element.  No bit of the backward has to agree with a
+rollout, so cuBLAS does what it is fastest at; every result repeats at fixed shapes.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from isobit.kernels.hopper.gemm import gemm_e4m3, why_not_deep_gemm
+from isobit.kernels.hopper.quantise import QuantRows
+from isobit.precision.formats import BLOCK, ScaleKind
+from isobit.precision.quant_tensor import QuantTensor
+
+
+@triton.jit
+def _transpose_kernel(VALUES, SCALES, OUT_VALUES, OUT_SCALES, N: tl.constexpr, K: tl.constexpr):
+    """One program a block and its scale; bytes as integers, since nothing is computed with them."""
+    block_n = tl.program_id(1)
+    block_k = tl.program_id(0)
+    n = block_n.to(tl.int64) * 128 + tl.arange(0, 128)
+    k = block_k.to(tl.int64) * 128 + tl.arange(0, 128)
+    values = tl.load(VALUES + n[:, None] * K + k[None, :])
+    tl.store(OUT_VALUES + k[:, None] * N + n[None, :], tl.trans(values))
+    tl.store(OUT_SCALES + block_k * (N // 128) + block_n, tl.load(SCALES + block_n * (K // 128) + block_k))
+
+
+def transpose_blocks(weight: QuantTensor) -> QuantTensor:
+    """A weight [N, K] in 128x128 blocks -> its transpose [K, N], the same bytes and scales."""
+    assert weight.granularity == "128x128"
+    assert weight.values.is_contiguous()
+    assert weight.scales.is_contiguous()
+    n, k = weight.values.shape
+    out = QuantTensor.empty_blocks(k, n, weight.values.device)
+    _transpose_kernel[(k // BLOCK, n // BLOCK)](
+        weight.values.view(torch.uint8), weight.scales, out.values.view(torch.uint8), out.scales, n, k, num_warps=4
+    )
+    return out
+
+
+def dgrad(dy: QuantRows, weight: QuantTensor, scales: ScaleKind) -> torch.Tensor:
+    """dY [M, N] in 1x128 groups, W [N, K] in 128x128 blocks, scales of one kind -> dX = dY W, BF16 [M, K]."""
+    return gemm_e4m3(dy, transpose_blocks(weight), scales)
+
+
+def dgrad_bf16(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dY [M, N], W [N, K], both BF16 -> dX = dY W, BF16 [M, K]."""
+    return torch.mm(dy, weight)
+
+
+def wgrad(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: Literal["deep_gemm", "scaled_mm"] | None = None) -> None:
+    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens: grad, FP32 [N, K], contiguous, += dY^T X.
+
+    DeepGEMM adds to ``grad`` itself; cuBLASLt makes the product first, which costs the room of a second ``grad``.
+    """
+    assert grad.dtype == torch.float32
+    assert grad.is_contiguous()
+    assert grad.shape == (dy_t.values.shape[0], x_t.values.shape[0])
+    if (back_end or ("deep_gemm" if why_not_deep_gemm() is None else "scaled_mm")) == "scaled_mm":
+        grad += _scaled_mm(dy_t, x_t)
+        return
+    import deep_gemm  # pyright: ignore[reportMissingImports]
+
+    left, right = (dy_t.values, dy_t.scales), (x_t.values, x_t.scales)
+    deep_gemm.fp8_gemm_nt(left, right, grad, c=grad, recipe=(1, 1, BLOCK))
+
+
+def wgrad_bf16(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
+    """dY [T, N] and X [T, K], BF16: grad, FP32 [N, K], += dY^T X, added up in FP32 and never rounded to BF16."""
+    torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
+
+
+def _scaled_mm(a: QuantRows, b: QuantRows) -> torch.Tensor:
+    """A [N, Tp], B [K, Tp], both in 1x128 groups -> A B^T, FP32 [N, K]."""
+    return F.scaled_mm(
+        a.values,
+        b.values.t(),
+        scale_a=a.scales,
+        scale_recipe_a=F.ScalingType.BlockWise1x128,
+        scale_b=b.scales,
+        scale_recipe_b=F.ScalingType.BlockWise1x128,
+        swizzle_a=F.SwizzleType.NO_SWIZZLE,
+        swizzle_b=F.SwizzleType.NO_SWIZZLE,
+        output_dtype=torch.float32,
+    )

@@ -1,0 +1,167 @@
+"""The backward of ``isobit.kernels.hopper.qkv``, from attention's gradients to the qkv GEMM's, in one kernel.
+
+    g = BF16(dq1 cos + dq2 sin | dq2 cos - dq1 sin)         Q and K: the rotation by the negative angle
+    n = x / sqrt(mean(x^2) + eps),  x = BF16(qkv + bias)    Q and K, in models that have these norms
+    s = g w
+    d = BF16((s - n mean(s n)) / rms)                       dw += sum over tokens and heads of g n
+    d = dv                                                  V
+    dbias += sum over tokens of d                           in models that have a bias
+
+Straight-through: the quantisation passes gradients on as they are.  Rounding is that of ``isobit.kernels.rope``, ``rms_norm`` and
+``linear``; without norms the bits of d are theirs, with norms they differ where a sum of D numbers rounds to another number.
+One program takes N tokens and up to HEADS heads of one kind, so a token's rows depend on no other token.  It leaves its sums over
+tokens to ``add_block_sums``: no atomics, and one order for every number of tokens.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.kernels.hopper.block_sums import add_block_sums
+from isobit.kernels.hopper.qkv import QkvTransform, _load, _sum_of_squares
+
+N = 32  # tokens of a program
+HEADS = 8  # heads of a program
+WARPS = 8
+
+
+@triton.jit
+def _back_through_norm(QKV, BIAS, NORM, g1, g2, t, inside, first, epsilon, WIDTH: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr):
+    """Gradients behind the norm of the head that begins at column ``first`` -> before it, in FP32, and the terms of the weight's."""
+    j = tl.arange(0, HALF)
+    x1 = _load(QKV, BIAS, t, inside, first + j, WIDTH)
+    x2 = _load(QKV, BIAS, t, inside, first + HALF + j, WIDTH)
+    root = tl.sqrt_rn(_sum_of_squares(x1, x2, N, HALF) / (2 * HALF) + epsilon)
+    inverse = tl.div_rn(tl.full([N], 1.0, tl.float32), root)[:, None]
+    n1 = x1 * inverse
+    n2 = x2 * inverse
+    s1 = g1 * tl.load(NORM + j).to(tl.float32)[None, :]
+    s2 = g2 * tl.load(NORM + HALF + j).to(tl.float32)[None, :]
+    mean = (tl.sum(s1 * n1 + s2 * n2, 1) / (2 * HALF))[:, None]
+    return (s1 - n1 * mean) * inverse, (s2 - n2 * mean) * inverse, g1 * n1, g2 * n2
+
+
+@triton.jit
+def _store_half(D_QKV, BIAS_SUMS, block, t, inside, column, d, WIDTH: tl.constexpr):
+    """BF16 [N, columns] to the given columns of tokens t, and their sums over the tokens."""
+    tl.store(D_QKV + t[:, None] * WIDTH + column[None, :], d, mask=inside[:, None])
+    if BIAS_SUMS is not None:
+        tl.store(BIAS_SUMS + block * WIDTH + column, tl.sum(d.to(tl.float32), 0))
+
+
+@triton.jit
+def _rotated_heads(
+    D_HEADS, QKV, BIAS, NORM, COS, SIN, POSITION, D_QKV, NORM_SUMS, BIAS_SUMS, tokens, epsilon, unit, units, first_head,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Up to HEADS of the COUNT heads of Q or of K, which stand in qkv from ``first_head`` on."""
+    block = tl.program_id(0).to(tl.int64)
+    t = block * N + tl.arange(0, N)
+    inside = t < tokens
+    j = tl.arange(0, HALF)
+    angle = tl.load(POSITION + t, mask=inside, other=0)[:, None] * HALF + j[None, :]
+    cos = tl.load(COS + angle)
+    sin = tl.load(SIN + angle)
+    sum1 = tl.zeros([N, HALF], tl.float32)
+    sum2 = tl.zeros([N, HALF], tl.float32)
+    for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, COUNT), num_stages=1):
+        at = D_HEADS + (t * COUNT + head)[:, None] * (2 * HALF) + j[None, :]
+        y1 = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
+        y2 = tl.load(at + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
+        d1 = (y1 * cos + y2 * sin).to(tl.bfloat16)
+        d2 = (y2 * cos - y1 * sin).to(tl.bfloat16)
+        column = (first_head + head) * (2 * HALF) + j
+        if NORM is not None:
+            g1 = d1.to(tl.float32)
+            g2 = d2.to(tl.float32)
+            x1, x2, term1, term2 = _back_through_norm(
+                QKV, BIAS, NORM, g1, g2, t, inside, (first_head + head) * (2 * HALF), epsilon, WIDTH, N, HALF
+            )
+            d1 = x1.to(tl.bfloat16)
+            d2 = x2.to(tl.bfloat16)
+            sum1 += term1
+            sum2 += term2
+        _store_half(D_QKV, BIAS_SUMS, block, t, inside, column, d1, WIDTH)
+        _store_half(D_QKV, BIAS_SUMS, block, t, inside, column + HALF, d2, WIDTH)
+    if NORM is not None:
+        sums = NORM_SUMS + (block * units + unit) * (2 * HALF) + j
+        tl.store(sums, tl.sum(sum1, 0))
+        tl.store(sums + HALF, tl.sum(sum2, 0))
+
+
+@triton.jit
+def _value_heads(
+    DV, D_QKV, BIAS_SUMS, tokens, unit, first_head,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Up to HEADS of the COUNT heads of V."""
+    block = tl.program_id(0).to(tl.int64)
+    t = block * N + tl.arange(0, N)
+    inside = t < tokens
+    d = tl.arange(0, D)
+    for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, COUNT), num_stages=1):
+        dv = tl.load(DV + (t * COUNT + head)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+        _store_half(D_QKV, BIAS_SUMS, block, t, inside, (first_head + head) * D + d, dv, WIDTH)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _qkv_kernel(
+    DQ, DK, DV, QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, D_QKV, Q_SUMS, K_SUMS, BIAS_SUMS, tokens, epsilon,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """One program N tokens and up to HEADS heads of Q, of K or of V."""
+    WIDTH: tl.constexpr = (H + 2 * G) * D
+    QUERY_UNITS: tl.constexpr = (H + HEADS - 1) // HEADS
+    KEY_UNITS: tl.constexpr = (G + HEADS - 1) // HEADS
+    unit = tl.program_id(1)
+    if unit < QUERY_UNITS:
+        _rotated_heads(
+            DQ, QKV, BIAS, Q_NORM, COS, SIN, POSITION, D_QKV, Q_SUMS, BIAS_SUMS, tokens, epsilon, unit, QUERY_UNITS, 0,
+            H, WIDTH, D // 2, N, HEADS,
+        )  # fmt: skip
+    elif unit < QUERY_UNITS + KEY_UNITS:
+        _rotated_heads(
+            DK, QKV, BIAS, K_NORM, COS, SIN, POSITION, D_QKV, K_SUMS, BIAS_SUMS, tokens, epsilon, unit - QUERY_UNITS, KEY_UNITS, H,
+            G, WIDTH, D // 2, N, HEADS,
+        )  # fmt: skip
+    else:
+        _value_heads(DV, D_QKV, BIAS_SUMS, tokens, unit - QUERY_UNITS - KEY_UNITS, H + G, G, WIDTH, D, N, HEADS)
+
+
+def qkv_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    qkv: torch.Tensor,
+    transform: QkvTransform,
+    positions: torch.Tensor,
+    q_norm_grad: torch.Tensor | None,
+    k_norm_grad: torch.Tensor | None,
+    bias_grad: torch.Tensor | None,
+) -> torch.Tensor:
+    """BF16 dq [T, H, D], dk and dv [T, G, D], and the forward's qkv, transform and positions -> BF16 d_qkv [T, (H + 2G) D], all contiguous.
+
+    Gradients of the norms, FP32 [D], and of the bias, FP32 [(H + 2G) D], are added to; each is given exactly if the transform has
+    that weight.
+    """
+    tokens, heads, kv_heads, dim = qkv.shape[0], transform.num_heads, transform.num_kv_heads, transform.head_dim
+    d_qkv = torch.empty_like(qkv)
+    if not tokens:
+        return d_qkv
+    blocks, query_units, key_units = (triton.cdiv(n, unit) for n, unit in ((tokens, N), (heads, HEADS), (kv_heads, HEADS)))
+
+    def sums(grad: torch.Tensor | None, units: int) -> torch.Tensor | None:
+        return None if grad is None else torch.empty((blocks * units, grad.numel()), dtype=torch.float32, device=qkv.device)
+
+    parts = ((q_norm_grad, sums(q_norm_grad, query_units)), (k_norm_grad, sums(k_norm_grad, key_units)), (bias_grad, sums(bias_grad, 1)))
+    _qkv_kernel[(blocks, query_units + 2 * key_units)](
+        dq, dk, dv, qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos, transform.sin, positions, d_qkv,
+        *(part for _, part in parts), tokens, transform.epsilon, heads, kv_heads, dim, N, HEADS, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    for grad, part in parts:
+        if grad is not None and part is not None:
+            add_block_sums(part, grad)
+    return d_qkv

@@ -1,0 +1,77 @@
+"""The training forward with gradients, on a GPU: the bits of the one without, and gradients near those of the CPU, the same every time."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from isobit.config.schema import PrecisionConfig, Preset
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from isobit.models import decoder, head, hopper_training
+from isobit.models.policy import Policy
+
+LENGTHS = (5, 130, 1, 300, 64)
+MakePolicy = Callable[..., Policy]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1000, (sum(LENGTHS),), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    return ids, positions, torch.randint(1000, (sum(LENGTHS),), generator=generator), torch.randn(sum(LENGTHS), generator=generator)
+
+
+def log_probs_of(policy: Policy, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    device = policy.device
+    return head.token_log_probs(policy, "training", hidden, targets.to(device), torch.ones(targets.numel(), device=device))[0]
+
+
+def gradients(policy: Policy, recompute: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities, and the gradients of their weighted sum by master, all on the host."""
+    ids, positions, targets, weights = batch()
+    if policy.device.type == "cpu":
+        hidden = decoder.packed_hidden_states(policy, ids, positions, LENGTHS)
+    else:
+        hidden = hopper_training.packed_hidden_states(policy, ids.cuda(), positions.cuda(), LENGTHS, recompute)
+    log_probs = log_probs_of(policy, hidden, targets)
+    (log_probs * weights.to(policy.device) / 100).sum().backward()
+    found = {name: master.grad.cpu() for name, master in policy.masters.items() if master.grad is not None}
+    for master in policy.parameters():
+        master.grad = None
+    return log_probs.detach().cpu(), found
+
+
+def on_cpu(policy: Policy, precision: PrecisionConfig) -> Policy:
+    return Policy(policy.config, precision, {name: master.detach().cpu() for name, master in policy.masters.items()})
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16"])
+def test_gradients_against_the_cpus(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
+    policy = make_policy(shape, preset)
+    log_probs, ours = gradients(policy)
+    precision = PrecisionConfig(preset=preset, last_layers_bf16=1 if shape == "llama" else 0)
+    exact_log_probs, exact = gradients(on_cpu(policy, precision))
+    assert (log_probs - exact_log_probs).abs().mean() < 0.02
+    assert ours.keys() == exact.keys() == policy.masters.keys()
+    worst = min((float(torch.cosine_similarity(ours[n].flatten().double(), g.flatten().double(), 0)), n) for n, g in exact.items())
+    print(f"{shape} {preset}: smallest cosine {worst[0]:.5f} ({worst[1]})")
+    assert worst[0] > 0.99
+
+
+@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+def test_the_forward_has_the_same_bits_with_gradients_and_without(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
+    policy = make_policy(shape, preset)
+    ids, positions, targets, _ = batch()
+    with torch.no_grad():
+        plain = log_probs_of(policy, decoder.packed_hidden_states(policy, ids, positions, LENGTHS), targets).cpu()
+    assert torch.equal(gradients(policy)[0], plain)
+
+
+@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+def test_gradients_repeat_their_bits_also_when_layers_are_computed_again(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
+    policy = make_policy(shape, preset)
+    (_, first), (_, second), (_, recomputed) = (gradients(policy, recompute) for recompute in (False, False, True))
+    assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], recomputed[name]) for name in first)
