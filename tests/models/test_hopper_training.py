@@ -117,7 +117,6 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (hopper_decoder, "gemm_bf16", product),
         (hopper_decoder, "swiglu", swiglu_forward),
         (hopper_training, "swiglu", swiglu_forward),
-        (packed_attention, "to_device", lambda x, device: x),
         (packed_attention, "encode_packed", encode),
         (packed_attention, "prefill_attention", prefill),
         (attention_kernel, "attention_backward", attention_backward),

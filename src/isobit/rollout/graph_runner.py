@@ -211,14 +211,13 @@ def _name_fallbacks() -> None:
 
 
 def graph_sizes(max_sequences: int) -> list[int]:
-    """The batch sizes that are captured: small ones close together, then ever wider, so that padding stays below an eighth or so."""
-    sizes, size, step = [1, 2, 4], 8, 8
-    while size < max_sequences:
-        sizes.append(size)
-        if size >= 8 * step:
-            step *= 2
-        size += step
-    return [s for s in sizes if s < max_sequences] + [max_sequences]
+    """The batch sizes that are captured: powers of two up to 32, then multiples of 64.
+
+    Padding costs next to nothing: a decode step waits for weights and for K and V, and a padded row has one key.  Every size costs a
+    capture, and seconds of compilation on a machine that has not seen it.
+    """
+    sizes = [1, 2, 4, 8, 16, 32, *range(64, max_sequences, 64)]
+    return [size for size in sizes if size < max_sequences] + [max_sequences]
 
 
 def _parts(longest: int) -> int:

@@ -19,6 +19,7 @@ import triton.language as tl
 from isobit.errors import ConfigError
 from isobit.kernels.heads import Heads
 from isobit.kernels.hopper.attention import TILE, PagedKeys
+from isobit.kernels.hopper.transfer import to_device
 from isobit.kernels.kv_cache import KvShape
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.formats import DTYPES, E4M3, E8M0_BIAS, Format
@@ -50,7 +51,8 @@ class HopperKvCache:
         """Copy each source page to its target, in every layer.  The targets are all different, and none of them is a source."""
         if not sources:
             return
-        pairs = torch.tensor([list(sources), list(targets)], dtype=torch.int32).to(next(iter(self._arenas.values())).values.device)
+        device = next(iter(self._arenas.values())).values.device
+        pairs = to_device(torch.tensor([list(sources), list(targets)], dtype=torch.int32), device)
         for arena in self._arenas.values():
             arena.copy(pairs)
 
