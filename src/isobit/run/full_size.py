@@ -62,7 +62,7 @@ def verify_shape(
     config = model_shape(shape)
     if options.max_new_tokens >= min(options.longest, config.max_positions):
         raise ConfigError(f"max_new_tokens is {options.max_new_tokens}; sequences of {options.longest} tokens leave no room for prompts")
-    where = choose_device(device)
+    where = choose_device(device, config, precision)
     masters = random_masters(config, options.seed, where)
     policy = Policy(
         config, precision, with_outliers(masters, config) if options.outliers else masters, where, trainable=where.type == "cpu"

@@ -9,12 +9,13 @@ from isobit.config.schema import GenerationConfig, JsonlData
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row, load_rows
 from isobit.errors import ConfigError
+from isobit.models.checkpoint import read_config
 from isobit.records import Group
 from isobit.rollout.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
 from isobit.run.device import choose_device
-from isobit.run.model import load_model
+from isobit.run.model import load_model, model_folder
 
 
 def rollout_folder(
@@ -34,7 +35,7 @@ def rollout_folder(
     rollout = settings.rollout
     if samples > 1 and rollout.temperature == 0:
         raise ConfigError(f"{samples} samples at temperature 0 would all be the same; set a temperature above 0, or 1 sample")
-    device = choose_device(settings.device)
+    device = choose_device(settings.device, read_config(model_folder(folder)), settings.precision)
     model = load_model(
         folder, settings.precision, device, trainable=device.type == "cpu"
     )  # the CPU's decoder names masters in every forward

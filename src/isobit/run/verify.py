@@ -17,7 +17,7 @@ from typing import Any
 
 from isobit.config.schema import Device, PrecisionConfig, TrainingConfig
 from isobit.errors import ConfigError
-from isobit.models.checkpoint import load_policy
+from isobit.models.checkpoint import load_policy, read_config
 from isobit.models.policy import Policy
 from isobit.records import Group, PackedBatch
 from isobit.rollout.engine import Engine
@@ -106,7 +106,8 @@ def verify(
     Raises CheckpointError for a folder that cannot be loaded, ConfigError for a context too small for the options, NonFiniteError
     where the model's output is not finite: nothing could be compared then.
     """
-    policy = load_policy(model_folder(folder), precision, choose_device(device))
+    folder = model_folder(folder)
+    policy = load_policy(folder, precision, choose_device(device, read_config(folder), precision))
     return verify_policy(policy, options or VerifyOptions(), on_scenario)
 
 

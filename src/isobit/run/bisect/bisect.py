@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.config.schema import Device, PrecisionConfig, TrainingConfig
-from isobit.models.checkpoint import load_policy
+from isobit.models.checkpoint import load_policy, read_config
 from isobit.models.policy import Policy
 from isobit.rollout.engine import Engine
 from isobit.run.bisect.checksums import token_keys
@@ -138,7 +138,8 @@ def bisect(
 
     ``on_trace`` is called with the name of each scenario about to be observed.  Raises as ``isobit.run.verify.verify`` does.
     """
-    policy = load_policy(model_folder(folder), precision, choose_device(device))
+    folder = model_folder(folder)
+    policy = load_policy(folder, precision, choose_device(device, read_config(folder), precision))
     return bisect_policy(policy, options or VerifyOptions(), on_scenario, on_trace)
 
 
