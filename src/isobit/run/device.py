@@ -34,8 +34,8 @@ def _model_problem(config: ModelConfig, precision: PrecisionConfig) -> str | Non
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     if not hopper_has_heads(*heads):
         return (
-            f"the model has {heads[0]} query heads of {heads[2]} over {heads[1]} KV heads, and attention on the GPU takes head sizes 64 and "
-            "128 and 1 to 16 query heads a KV head"
+            f"the model has {heads[0]} query heads of {heads[2]} over {heads[1]} KV heads, and attention on the GPU takes head sizes 64 "
+            "and 128 and 1 to 16 query heads a KV head"
         )
     return None
 
