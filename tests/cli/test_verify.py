@@ -4,6 +4,7 @@ import pytest
 
 import isobit.run.verify
 from isobit.cli.main import main
+from isobit.models.config import ModelConfig
 
 SMALL = ["--prompts", "4", "--samples", "2", "--max-new-tokens", "4", "--threads", "1"]
 
@@ -68,3 +69,25 @@ def test_bisect_as_json_is_one_object_with_the_counts(capsys):
     first = result["bisect"]["first_difference"]
     assert (first["site"], first["operation"]) == ("layers.0.qkv_proj.input", "quantiser")
     assert first["tokens_differing"] == first["tokens_compared"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--shape", "nope"], "the shape 'nope' is not known"),
+        (["--shape=qwen3-8b", "--bisect"], "--bisect takes a FOLDER"),
+        (["--shape", "qwen3-8b", "--device", "tpu"], "device"),
+        (["--shape", "qwen3-8b", "--longest", "100"], "leave no room for prompts"),
+    ],
+)
+def test_a_shape_is_checked_by_name(words, expected, capsys):
+    assert main(["verify", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_small_shape_is_verified_with_outliers(capsys, monkeypatch):
+    config = ModelConfig("qwen2", 128, 128, 128, 2, 4, 2, 32, 1024, 1e-6, 10000.0, tied_embeddings=True)
+    monkeypatch.setattr("isobit.run.full_size.model_shape", lambda name: config)
+    sizes = ["--prompts", "4", "--samples", "2", "--max-new-tokens", "8", "--longest", "200", "--outliers"]
+    main(["verify", "--shape", "tiny", "--device", "cpu", *sizes, "--json"])
+    assert json.loads(capsys.readouterr().out)["tokens_differing"] == 0

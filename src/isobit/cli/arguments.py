@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="Strict")
 
 
-def folder_parser(command: str, description: str, tables: str, folder_optional: bool = False) -> ArgumentParser:
-    """A parser with FOLDER, --precision, --seed and --threads; ``tables`` names those whose keys may be set as well."""
+def folder_parser(command: str, description: str, tables: str, with_folder: bool = True) -> ArgumentParser:
+    """A parser with FOLDER (or without), --precision, --seed and --threads; ``tables`` names those whose keys may be set as well."""
     parser = ArgumentParser(
         prog=f"isobit {command}",
         description=description,
@@ -19,12 +19,8 @@ def folder_parser(command: str, description: str, tables: str, folder_optional: 
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        nargs="?" if folder_optional else None,
-        help="a Hugging Face model folder, or `starter` for the shipped model",
-    )
+    if with_folder:
+        parser.add_argument("folder", metavar="FOLDER", help="a Hugging Face model folder, or `starter` for the shipped model")
     parser.add_argument("--precision", metavar="NAME", default="fp8", help="fp32, bf16, fp8-rollout, fp8-linear or fp8 (default)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn; by default 0")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads; by default torch's choice")

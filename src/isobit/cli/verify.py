@@ -35,9 +35,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _verify(arguments: Sequence[str]) -> int:
-    options, overrides = _parser().parse_known_args(arguments)
-    if (options.folder is None) == (options.shape is None):
-        raise ConfigError("name what to verify: a model FOLDER, or --shape NAME for random weights; not both")
+    has_shape = any(word.partition("=")[0] == "--shape" for word in arguments)
+    options, overrides = _parser(with_folder=not has_shape).parse_known_args(arguments)
 
     from isobit.config.schema import VerifyConfig
 
@@ -112,13 +111,13 @@ def _print_result(result: "VerifyResult") -> None:
         print(f"not proved: {missing}", file=sys.stderr)
 
 
-def _parser() -> ArgumentParser:
+def _parser(with_folder: bool) -> ArgumentParser:
     parser = folder_parser(
         "verify",
         "Generate ragged batches with preemption, chunking and prefix sharing, and compare every recorded log-probability\n"
         "with the training forward, bit for bit.  Exits 1 on any difference, 2 where something could not be compared.",
         "precision and device",
-        folder_optional=True,
+        with_folder,
     )
     parser.add_argument("--prompts", type=positive, metavar="N", help="random prompts")
     parser.add_argument("--samples", type=positive, metavar="N", help="completions of each prompt")
