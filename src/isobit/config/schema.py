@@ -114,8 +114,8 @@ class RolloutConfig(Strict):
     stop_strings: tuple[str, ...] = ()
     max_sequences: int = Field(default=256, gt=0)
     """Sequences decoded at once."""
-    max_batched_tokens: int = Field(default=2048, gt=0)
-    """Tokens of one forward: decoding sequences first, the rest of it for chunks of prompts."""
+    max_batched_tokens: int | None = Field(default=None, gt=0)
+    """Tokens of one forward: decoding sequences first, the rest for chunks of prompts.  By default 2048 on a CPU and 16384 on a GPU."""
     kv_pages: int | None = Field(default=None, gt=0)
     """Pages of the KV cache, of 64 tokens on a CPU and 128 on a GPU; by default as many as ``max_sequences`` of full length need,
     within ``kv_memory_gib``."""

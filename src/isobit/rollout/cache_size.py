@@ -19,8 +19,14 @@ from isobit.rollout.pages import pages_for
 
 _GIB = 1 << 30
 _CPU_GIB = 2.0
+_CPU_TOKENS, _GPU_TOKENS = 2048, 16384
 _GPU_RESERVE = 4 * _GIB
 """Captured graphs, kernels, a chunk of the trainer's logits, gaps between blocks of the allocator."""
+
+
+def batched_tokens(config: RolloutConfig, on_gpu: bool) -> int:
+    """Tokens of one forward: ``max_batched_tokens``, or what keeps the device busy."""
+    return config.max_batched_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)
 
 
 def choose_num_pages(policy: Policy, config: RolloutConfig) -> int:
@@ -55,7 +61,7 @@ def _num_pages(shape: ModelConfig, config: RolloutConfig, page_tokens: int, page
 
 
 def _free_on_gpu(policy: Policy, config: RolloutConfig) -> int:
-    """Bytes, after what a forward over ``max_batched_tokens`` and the logits of ``max_sequences`` take."""
+    """Bytes, after what a forward over all its tokens and the logits of ``max_sequences`` take."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(policy.device)
     return free - forward_bytes(policy.config, config) - _GPU_RESERVE
@@ -74,12 +80,13 @@ def out_of_memory_named() -> Iterator[None]:
 
 
 def forward_bytes(shape: ModelConfig, config: RolloutConfig) -> int:
-    """What the largest forward of the engine takes beside weights and cache.
+    """What the largest forward of the engine takes on a GPU, beside weights and cache.
 
     A token: the residual stream twice, a norm and an output of a linear in BF16, the MLP's gate and up in BF16 and their product
     quantised, Q, K and V before and after.  Then the keys of a prompt chunk laid end to end, and logits with what sampling keeps of them.
     """
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     token = 8 * shape.hidden_size + 6 * shape.intermediate_size + 12 * qkv
-    keys = 4 * shape.num_kv_heads * shape.head_dim * (config.max_batched_tokens + shape.max_positions)
-    return token * config.max_batched_tokens + keys + 3 * 4 * shape.vocab_size * config.max_sequences
+    tokens = batched_tokens(config, on_gpu=True)
+    keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)
+    return token * tokens + keys + 3 * 4 * shape.vocab_size * config.max_sequences

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from isobit.config.schema import RolloutConfig
 from isobit.models.policy import Policy
 from isobit.records import Completion
-from isobit.rollout.cache_size import choose_num_pages, out_of_memory_named
+from isobit.rollout.cache_size import batched_tokens, choose_num_pages, out_of_memory_named
 from isobit.rollout.executor import DirectExecutor
 from isobit.rollout.pages import PageAllocator, pages_for
 from isobit.rollout.pipeline import PipelinedExecutor
@@ -53,6 +53,7 @@ class Engine:
         num_pages = choose_num_pages(policy, config)
         self.stats = EngineStats()
         self._config = config
+        self._batched_tokens = batched_tokens(config, on_gpu=policy.device.type != "cpu")
         self._tokenizer = tokenizer
         self._seed = seed
         with out_of_memory_named():
@@ -101,7 +102,7 @@ class Engine:
         started_at = perf_counter()
         allocator = PageAllocator(self._limits.num_pages, self._limits.page_tokens)
         executor = self._make_executor()
-        scheduler = Scheduler(samples, allocator, executor, self._config.max_sequences, self._config.max_batched_tokens, self.stats)
+        scheduler = Scheduler(samples, allocator, executor, self._config.max_sequences, self._batched_tokens, self.stats)
         version = self._runner.version
         while not scheduler.is_done:
             if self._runner.version != version:

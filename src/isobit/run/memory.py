@@ -34,7 +34,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.policy import master_shapes
 from isobit.precision.flow import LinearShape, PrecisionFlow, Site
 from isobit.precision.formats import BLOCK, DTYPES
-from isobit.rollout.cache_size import num_pages_for
+from isobit.rollout.cache_size import batched_tokens, num_pages_for
 from isobit.run.machine import gib
 
 MARGIN = 1.2
@@ -110,7 +110,7 @@ def estimate_memory(
             MemoryItem("published weights", published_bytes(shape, flow), _MODEL),
             MemoryItem("KV pages", num_pages_for(shape, flow, rollout) * KvCache.page_bytes(shape, flow), pages_key),
             MemoryItem("activations", activation_bytes(shape, flow, tokens), microbatch),
-            MemoryItem("GEMM workspace", gemm_bytes(shape, max(tokens, rollout.max_batched_tokens)), microbatch, passing=True),
+            MemoryItem("GEMM workspace", gemm_bytes(shape, max(tokens, batched_tokens(rollout, on_gpu=False))), microbatch, passing=True),
             MemoryItem("attention workspace", attention_bytes(shape, longest), "rollout.max_new_tokens", passing=True),
             MemoryItem("logits chunk", _logits_bytes(shape), _MODEL, passing=True),
         )
