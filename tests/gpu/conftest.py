@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,13 @@ from isobit.precision.formats import ScaleKind
 QWEN3 = ModelConfig("qwen3", 1000, 512, 768, 3, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
 QWEN2 = ModelConfig("qwen2", 1000, 512, 768, 3, 16, 1, 64, 1024, 1e-6, 1e6, tied_embeddings=True)
 SHAPES = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": replace(QWEN3, family="llama", num_heads=4, num_kv_heads=4)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder is marked ``gpu``."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("gpu")
 
 
 @pytest.fixture(params=list(SHAPES))
