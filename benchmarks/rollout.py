@@ -17,19 +17,9 @@ from pathlib import Path
 from time import perf_counter
 
 from comparison.cases import CASES, MODES
-from isobit.errors import IsobitError
+from comparison.command import run_command
 
 _STARTED_AT = perf_counter()  # startup counts from here: nothing heavy has been imported yet
-
-
-def main() -> int:
-    arguments = make_parser().parse_args()
-    try:
-        arguments.run(arguments)
-    except IsobitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,4 +77,4 @@ def table(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(make_parser()))

@@ -13,17 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from isobit.errors import IsobitError
-
-
-def main() -> int:
-    arguments = make_parser().parse_args()
-    try:
-        arguments.run(arguments)
-    except IsobitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+from comparison.command import run_command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -69,4 +59,4 @@ def table(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(make_parser()))

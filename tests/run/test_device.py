@@ -7,7 +7,7 @@ import torch
 
 from isobit.config.schema import Device, PrecisionConfig
 from isobit.errors import ConfigError
-from isobit.kernels.device import hopper_has_heads
+from isobit.kernels.device import heads_problem
 from isobit.models.config import ModelConfig
 from isobit.run.device import choose_device, training_device
 
@@ -77,4 +77,4 @@ def test_training_says_that_it_leaves_the_gpu_unused(monkeypatch: pytest.MonkeyP
     ("heads", "fits"), [((32, 8, 128), True), ((16, 1, 64), True), ((32, 1, 128), False), ((8, 8, 96), False), ((9, 4, 64), False)]
 )
 def test_heads_that_hopper_computes(heads: tuple[int, int, int], fits: bool) -> None:
-    assert hopper_has_heads(*heads) is fits
+    assert (heads_problem(*heads) is None) is fits

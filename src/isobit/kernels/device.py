@@ -5,11 +5,18 @@ import importlib.util
 import torch
 
 _HOPPER = 9
+MOST_QUERY_HEADS = 16
+"""Of one KV head."""
 
 
-def hopper_has_heads(heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether attention on Hopper computes so many query and KV heads of that size."""
-    return dim in (64, 128) and heads % kv_heads == 0 and heads // kv_heads <= 16
+def heads_problem(heads: int, kv_heads: int, dim: int) -> str | None:
+    """Why attention on Hopper does not compute so many query and KV heads of that size, or None if it does."""
+    if dim in (64, 128) and heads % kv_heads == 0 and heads // kv_heads <= MOST_QUERY_HEADS:
+        return None
+    return (
+        f"the model has {heads} query heads of {dim} over {kv_heads} KV heads, and attention on the GPU takes head sizes 64 and 128 and "
+        f"1 to {MOST_QUERY_HEADS} query heads a KV head"
+    )
 
 
 def hopper_problem() -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def embedding(token_ids: torch.Tensor, table: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+def embedding(token_ids: torch.Tensor, table: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
     """int64 [T], table [V, hidden] -> [T, hidden] in the table's dtype."""
     if not torch.is_grad_enabled():
         return table.index_select(0, token_ids)

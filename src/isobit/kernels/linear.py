@@ -92,8 +92,8 @@ def linear_forward(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     return y.to(x.dtype)
 
 
-def linear(x: torch.Tensor, weight: LinearWeight, master: torch.Tensor, bias_master: torch.Tensor | None = None) -> torch.Tensor:
-    """``linear_forward`` whose gradients reach x, the FP32 master [N, K] and the FP32 bias [N]."""
+def linear(x: torch.Tensor, weight: LinearWeight, master: torch.Tensor | None, bias_master: torch.Tensor | None = None) -> torch.Tensor:
+    """``linear_forward`` whose gradients reach x, the FP32 master [N, K] and the FP32 bias [N], where there are any."""
     if not torch.is_grad_enabled():
         return linear_forward(x, weight)
     return _Linear.apply(x, master, bias_master, weight)  # pyright: ignore[reportReturnType]

@@ -27,7 +27,7 @@ def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> t
     return (wide * inverse * weight.float()).to(x.dtype), inverse
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, master: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, master: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     """``rms_norm_forward`` with the published weight; gradients reach x and the FP32 master [C]."""
     if not torch.is_grad_enabled():
         return rms_norm_forward(x, weight, epsilon)[0]

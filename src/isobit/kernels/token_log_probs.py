@@ -25,7 +25,7 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def token_log_probs(
-    hidden: torch.Tensor, master: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+    hidden: torch.Tensor, master: torch.Tensor | None, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [N, C], head [V, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] and entropies [N].
 

@@ -37,7 +37,7 @@ def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions
     """token_ids and positions int64 [T] -> hidden states [T, hidden], final norm applied; gradients reach the masters if they are on."""
     weights = policy.weights(side)
     forward = _Forward(policy, weights, policy.rope.rows(positions), attend)
-    h = observe(embedding(token_ids, weights.plain["embed_tokens.weight"], policy.masters["embed_tokens.weight"]), "embed_tokens")
+    h = observe(embedding(token_ids, weights.plain["embed_tokens.weight"], policy.masters.get("embed_tokens.weight")), "embed_tokens")
     for layer in range(policy.config.num_layers):
         h = observe(h + forward.attention(layer, h), "layers", layer, "attention_residual")
         h = observe(h + forward.mlp(layer, h), "layers", layer, "mlp_residual")
@@ -86,7 +86,7 @@ class _Forward:
 
     def norm(self, path: str, x: torch.Tensor) -> torch.Tensor:
         name = f"{path}.weight"
-        return observe(rms_norm(x, self.weights.plain[name], self.masters[name], self.config.rms_epsilon), path)
+        return observe(rms_norm(x, self.weights.plain[name], self.masters.get(name), self.config.rms_epsilon), path)
 
     def linear(self, path: str, x: torch.Tensor) -> torch.Tensor:
-        return observe(linear(x, self.weights.linears[path], self.masters[f"{path}.weight"], self.masters.get(f"{path}.bias")), path)
+        return observe(linear(x, self.weights.linears[path], self.masters.get(f"{path}.weight"), self.masters.get(f"{path}.bias")), path)

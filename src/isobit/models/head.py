@@ -35,4 +35,4 @@ def token_log_probs(
 
             return hopper_training.token_log_probs(policy, hidden, targets, temperatures)
         return without_gradients(hidden, weight, targets, temperatures)
-    return cpu.token_log_probs(hidden, policy.masters[policy.head_name], weight, targets, temperatures)
+    return cpu.token_log_probs(hidden, policy.masters.get(policy.head_name), weight, targets, temperatures)

@@ -17,16 +17,12 @@ from typing import Protocol
 
 import torch
 
-from isobit.errors import ConfigError
-from isobit.kernels.device import hopper_has_heads
 from isobit.kernels.hopper.gemm import gemm_bf16, gemm_e4m3
 from isobit.kernels.hopper.qkv import QkvTransform
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, rms_norm_quantise, swiglu, swiglu_quantise
 from isobit.kernels.linear import LinearWeight
 from isobit.kernels.trace import is_observed, observe
-from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy
-from isobit.precision.flow import PrecisionFlow
 from isobit.precision.formats import Side
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -40,19 +36,6 @@ class HopperAttend(Protocol):
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
         """Attend in one layer."""
         ...
-
-
-def check_supported(config: ModelConfig, flow: PrecisionFlow) -> None:
-    """Raises ConfigError for a model or a flow that the Hopper kernels do not compute."""
-    if flow.training.activations == "fp32":
-        raise ConfigError(
-            "precision 'fp32' is the reference for the CPU; on a GPU choose fp8, fp8-linear, bf16 or fp8-rollout, or device 'cpu'"
-        )
-    if not hopper_has_heads(config.num_heads, config.num_kv_heads, config.head_dim):
-        raise ConfigError(
-            f"{config.num_heads} query heads of {config.head_dim} over {config.num_kv_heads} KV heads: attention on Hopper takes head "
-            "sizes 64 and 128 and 1 to 16 query heads a KV head; use device 'cpu'"
-        )
 
 
 def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions: torch.Tensor, attend: HopperAttend) -> torch.Tensor:

@@ -18,6 +18,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from isobit.errors import ConfigError
 from isobit.kernels.hopper.attention import PART
 from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
 from isobit.kernels.hopper.kv_cache import HopperKvCache
@@ -77,7 +78,9 @@ class GraphRunner:
     """A ``PipelineRunner``: the rollout side of a policy on a GPU."""
 
     def __init__(self, policy: Policy, num_pages: int, max_sequences: int) -> None:
-        hopper_decoder.check_supported(policy.config, policy.flow)
+        problem = policy.config.hopper_problem(policy.flow.preset)
+        if problem is not None:
+            raise ConfigError(f"{problem}; use device 'cpu'")
         _name_fallbacks()
         self._policy = policy
         self._cache = HopperKvCache(policy.config, policy.flow, num_pages + 1, policy.device)  # the last page is for padding

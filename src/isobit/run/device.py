@@ -6,7 +6,7 @@ import torch
 
 from isobit.config.schema import Device, PrecisionConfig
 from isobit.errors import ConfigError
-from isobit.kernels.device import hopper_has_heads, hopper_problem
+from isobit.kernels.device import hopper_problem
 from isobit.models.config import ModelConfig
 
 
@@ -17,7 +17,7 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
     """
     if wanted == "cpu":
         return torch.device("cpu")
-    problem = hopper_problem() or _model_problem(config, precision)
+    problem = hopper_problem() or config.hopper_problem(precision.preset)
     if problem is None:
         return torch.device("cuda")
     if wanted == "cuda":
@@ -25,19 +25,6 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
     if torch.cuda.is_available():
         print(f"isobit: computing on the CPU, because {problem}", file=sys.stderr)
     return torch.device("cpu")
-
-
-def _model_problem(config: ModelConfig, precision: PrecisionConfig) -> str | None:
-    """Why the GPU's kernels do not compute a model, or None if they do."""
-    if precision.preset == "fp32":
-        return "precision 'fp32' is the CPU's reference"
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
-    if not hopper_has_heads(*heads):
-        return (
-            f"the model has {heads[0]} query heads of {heads[2]} over {heads[1]} KV heads, and attention on the GPU takes head sizes 64 "
-            "and 128 and 1 to 16 query heads a KV head"
-        )
-    return None
 
 
 def training_device(wanted: Device) -> torch.device:

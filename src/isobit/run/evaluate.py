@@ -11,16 +11,14 @@ from pathlib import Path
 from isobit.config.schema import EvaluationConfig, RolloutConfig, RunConfig
 from isobit.data.prompts import build_prompts
 from isobit.errors import ConfigError
-from isobit.models.checkpoint import read_config
 from isobit.records import Group, Prompt, SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
 from isobit.rewards.grade import GradeStats, grade
 from isobit.rollout.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
-from isobit.run.device import choose_device
 from isobit.run.eval_result import EvalResult, result_of
-from isobit.run.model import DescribedModel, LoadedModel, load_model, model_folder
+from isobit.run.model import DescribedModel, LoadedModel, load_sampling_model
 
 OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
@@ -90,8 +88,7 @@ def evaluate_folder(folder: Path, config: RunConfig, progress: OnProgress | None
     if not config.data.eval:
         raise ConfigError("data.eval names no set to evaluate on; add one, for example [data.eval.held_out]")
     reward = load_reward(config.reward.function)
-    device = choose_device(config.device, read_config(model_folder(folder)), config.precision)
-    model = load_model(folder, config.precision, device, trainable=device.type == "cpu")  # the CPU's decoder names masters in every forward
+    model = load_sampling_model(folder, config.precision, config.device)
     engine = Engine(model.policy, config.rollout, model.tokenizer, config.seed)
     evaluator = build_evaluator(config, model, engine, reward)
     return {name: result for name, (result, _) in evaluator.run(progress).items()}

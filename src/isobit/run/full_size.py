@@ -64,9 +64,7 @@ def verify_shape(
         raise ConfigError(f"max_new_tokens is {options.max_new_tokens}; sequences of {options.longest} tokens leave no room for prompts")
     where = choose_device(device, config, precision)
     masters = random_masters(config, options.seed, where)
-    policy = Policy(
-        config, precision, with_outliers(masters, config) if options.outliers else masters, where, trainable=where.type == "cpu"
-    )
+    policy = Policy(config, precision, with_outliers(masters, config) if options.outliers else masters, where, trainable=False)
     workload = ragged_workload(config.vocab_size, options, page_tokens_of(policy))
     trainer = Trainer(policy, TrainingConfig(), total_updates=1)
     result = run_scenario(_scenario(workload), workload, trainer, options.seed, _packings)

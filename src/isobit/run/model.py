@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.schema import PrecisionConfig, RolloutConfig
+from isobit.config.schema import Device, PrecisionConfig, RolloutConfig
 from isobit.data.tokenizer import load_tokenizer, stop_token_ids
 from isobit.models.checkpoint import load_policy, read_config, save_policy
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy
 from isobit.records import SamplingParams
+from isobit.run.device import choose_device
 from isobit.run.storage import replace_folder, sync
 from isobit.starter import starter_folder
 
@@ -77,6 +78,16 @@ def load_model(name: str | Path, precision: PrecisionConfig, device: torch.devic
     policy = load_policy(folder, precision, device, trainable)
     tokenizer = load_tokenizer(folder)
     return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
+
+
+def load_sampling_model(name: str | Path, precision: PrecisionConfig, wanted: Device) -> LoadedModel:
+    """``load_model`` for what samples and does not train: without masters, on the device that is wanted.
+
+    Raises ConfigError as ``isobit.run.device.choose_device`` does, too.
+    """
+    folder = model_folder(name)
+    device = choose_device(wanted, read_config(folder), precision)
+    return load_model(folder, precision, device, trainable=False)
 
 
 def describe_model(name: str | Path) -> DescribedModel:

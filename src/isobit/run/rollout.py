@@ -9,13 +9,11 @@ from isobit.config.schema import GenerationConfig, JsonlData
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row, load_rows
 from isobit.errors import ConfigError
-from isobit.models.checkpoint import read_config
 from isobit.records import Group
 from isobit.rollout.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
-from isobit.run.device import choose_device
-from isobit.run.model import load_model, model_folder
+from isobit.run.model import load_sampling_model
 
 
 def rollout_folder(
@@ -35,10 +33,7 @@ def rollout_folder(
     rollout = settings.rollout
     if samples > 1 and rollout.temperature == 0:
         raise ConfigError(f"{samples} samples at temperature 0 would all be the same; set a temperature above 0, or 1 sample")
-    device = choose_device(settings.device, read_config(model_folder(folder)), settings.precision)
-    model = load_model(
-        folder, settings.precision, device, trainable=device.type == "cpu"
-    )  # the CPU's decoder names masters in every forward
+    model = load_sampling_model(folder, settings.precision, settings.device)
     rows = load_rows(prompts) if isinstance(prompts, JsonlData) else [Row(text, {}, f"prompt {i}") for i, text in enumerate(prompts)]
     made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
     requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]

@@ -106,9 +106,13 @@ def verify(
     Raises CheckpointError for a folder that cannot be loaded, ConfigError for a context too small for the options, NonFiniteError
     where the model's output is not finite: nothing could be compared then.
     """
-    folder = model_folder(folder)
-    policy = load_policy(folder, precision, choose_device(device, read_config(folder), precision))
-    return verify_policy(policy, options or VerifyOptions(), on_scenario)
+    return verify_policy(policy_to_verify(folder, precision, device), options or VerifyOptions(), on_scenario)
+
+
+def policy_to_verify(name: Path, precision: PrecisionConfig, device: Device) -> Policy:
+    """The policy of a folder, or ``starter``, without masters.  Raises what ``verify`` raises before it compares."""
+    folder = model_folder(name)
+    return load_policy(folder, precision, choose_device(device, read_config(folder), precision), trainable=False)
 
 
 def verify_policy(policy: Policy, options: VerifyOptions, on_scenario: Callable[[ScenarioResult], None] | None = None) -> VerifyResult:

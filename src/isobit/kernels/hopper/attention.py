@@ -42,9 +42,11 @@ import torch
 import triton
 import triton.language as tl
 
+from isobit.kernels.device import MOST_QUERY_HEADS, heads_problem
+
 TILE = 128  # tokens of a page
 PART = 8192
-_COLUMNS = 16  # query heads of one decode program, padded
+_COLUMNS = MOST_QUERY_HEADS  # query heads of one decode program, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,8 +429,6 @@ def _form(queries: torch.Tensor, query_scales: torch.Tensor | None, keys: PagedK
 
 
 def _check_shape(heads: int, kv_heads: int, dim: int) -> None:
-    if dim not in (64, 128) or heads % kv_heads or heads // kv_heads > _COLUMNS:
-        raise ValueError(
-            f"{heads} query heads of {dim} over {kv_heads} KV heads: attention on Hopper takes head sizes 64 and 128 and 1 to {_COLUMNS} "
-            "query heads a KV head"
-        )
+    problem = heads_problem(heads, kv_heads, dim)
+    if problem is not None:
+        raise ValueError(problem)

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from isobit.config.schema import Device, PrecisionConfig, TrainingConfig
-from isobit.models.checkpoint import load_policy, read_config
 from isobit.models.policy import Policy
 from isobit.rollout.engine import Engine
 from isobit.run.bisect.checksums import token_keys
 from isobit.run.bisect.difference import Checksums, Extremes, SiteDifference, first_difference
 from isobit.run.bisect.observer import Keep, ObservedRunner, TokenObserver, observe_packing
-from isobit.run.device import choose_device
-from isobit.run.model import model_folder
 from isobit.run.scenarios import Scenario, Workload, engine_scenarios, packings
-from isobit.run.verify import ScenarioResult, VerifyOptions, VerifyResult, generate_samples, random_workload, verify_policy
+from isobit.run.verify import (
+    ScenarioResult,
+    VerifyOptions,
+    VerifyResult,
+    generate_samples,
+    policy_to_verify,
+    random_workload,
+    verify_policy,
+)
 from isobit.training.packing import TrainingSample, pack
 from isobit.training.trainer import Trainer
 
@@ -138,9 +143,7 @@ def bisect(
 
     ``on_trace`` is called with the name of each scenario about to be observed.  Raises as ``isobit.run.verify.verify`` does.
     """
-    folder = model_folder(folder)
-    policy = load_policy(folder, precision, choose_device(device, read_config(folder), precision))
-    return bisect_policy(policy, options or VerifyOptions(), on_scenario, on_trace)
+    return bisect_policy(policy_to_verify(folder, precision, device), options or VerifyOptions(), on_scenario, on_trace)
 
 
 def bisect_policy(

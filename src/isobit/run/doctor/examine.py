@@ -11,7 +11,7 @@ from isobit.config.schema import PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.kernels.device import hopper_problem
 from isobit.run.doctor.environment import environment_checks, extras
-from isobit.run.doctor.finding import Check, Fault, Finding, Status
+from isobit.run.doctor.finding import Check, Finding, Status, exact_detail
 from isobit.run.doctor.gpu import gpu_checks
 from isobit.run.doctor.kernels import kernel_checks
 from isobit.run.doctor.quantisers import quantiser_checks
@@ -80,13 +80,7 @@ def _checks(directory: Path) -> list[Check]:
 
 
 def _verify_starter() -> str:
-    result = verify(Path("starter"), PrecisionConfig(preset="fp8"), _SMALL)
-    compared, differing = result.comparison.tokens_compared, result.comparison.tokens_differing
-    if differing or not compared:
-        raise Fault(f"{differing:,} of {compared:,} log-probabilities differ between rollout and training")
-    if result.missing:
-        raise Fault(f"not everything happened that has to be compared: {', '.join(result.missing)}", "reinstall Isobit")
-    return f"0 of {compared:,} log-probabilities differ between rollout and training"
+    return exact_detail(verify(Path("starter"), PrecisionConfig(preset="fp8"), _SMALL))
 
 
 def _runs_here(findings: list[Finding]) -> Iterator[str]:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from isobit.run.verify import VerifyResult
+
 Status = Literal["pass", "warn", "fail"]
 
 
@@ -32,6 +34,16 @@ class Caution(Fault):
     """Raised by a check that warns."""
 
     status: Status = "warn"
+
+
+def exact_detail(result: VerifyResult) -> str:
+    """What a passing verification shows; raises Fault for one that does not pass."""
+    compared, differing = result.comparison.tokens_compared, result.comparison.tokens_differing
+    if differing or not compared:
+        raise Fault(f"{differing:,} of {compared:,} log-probabilities differ between rollout and training")
+    if result.missing:
+        raise Fault(f"not everything happened that has to be compared: {', '.join(result.missing)}", "reinstall Isobit")
+    return f"0 of {compared:,} log-probabilities differ between rollout and training"
 
 
 @dataclass(frozen=True, slots=True)

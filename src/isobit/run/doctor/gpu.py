@@ -11,7 +11,7 @@ from isobit.kernels import quantise as specification
 from isobit.kernels.device import hopper_problem
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
-from isobit.run.doctor.finding import Caution, Check, Fault
+from isobit.run.doctor.finding import Caution, Check, Fault, exact_detail
 from isobit.run.verify import VerifyOptions, verify_policy
 
 _PRESETS: tuple[Preset, ...] = ("fp8", "bf16")
@@ -56,8 +56,4 @@ def _quantiser() -> str:
 
 
 def _verify(preset: Preset) -> str:
-    result = verify_policy(random_policy(_SHAPE, PrecisionConfig(preset=preset), 0, "cuda", trainable=False), _OPTIONS)
-    compared, differing = result.comparison.tokens_compared, result.comparison.tokens_differing
-    if differing or not compared or result.missing:
-        raise Fault(f"{differing:,} of {compared:,} log-probabilities differ between rollout and training; missing: {result.missing}")
-    return f"0 of {compared:,} log-probabilities differ between rollout and training"
+    return exact_detail(verify_policy(random_policy(_SHAPE, PrecisionConfig(preset=preset), 0, "cuda", trainable=False), _OPTIONS))
