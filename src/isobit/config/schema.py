@@ -153,6 +153,11 @@ class OptimisationConfig(Strict):
     weight_decay: float = Field(default=0.0, ge=0)
     moments: Literal["fp32", "bf16"] = "fp32"
     """Format of AdamW's moments; in BF16, for a policy that fills the memory, they are rounded stochastically and take half of it."""
+    offload_moments: bool = False
+    """Keep AdamW's moments in host memory while the engine generates, which leaves a GPU more memory for the KV cache; a CPU ignores it."""
+    recompute: Literal["none", "mlp", "full"] = "none"
+    """What a GPU's backward computes again, to the same bits, instead of keeping it: nothing, the MLP of each layer, or all of each layer.
+    A CPU ignores it."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=3, ge=0)
     """Stop after that many optimiser steps in a row were skipped because loss or gradient norm was not finite."""
