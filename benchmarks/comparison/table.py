@@ -121,7 +121,7 @@ def _order(row: Row) -> tuple[object, ...]:
 
 
 def _check_cards(keys: set[Key]) -> None:
-    baselines = {(shape, case, uuid) for shape, case, engine, mode, logprobs, uuid in keys if (engine, mode, logprobs) == (*BASELINE, False)}
+    baselines = {(shape, case, uuid) for shape, case, *kind, logprobs, uuid in keys if (*kind, logprobs) == (*BASELINE, False)}
     for shape, case, engine, mode, _, uuid in sorted(keys):
         others = {other for s, c, other in baselines if (s, c) == (shape, case)}
         if engine != "floor" and others and uuid not in others:

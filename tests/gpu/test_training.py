@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.schema import PrecisionConfig, Preset, Recompute
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -29,7 +29,7 @@ def log_probs_of(policy: Policy, hidden: torch.Tensor, targets: torch.Tensor) ->
     return head.token_log_probs(policy, "training", hidden, targets.to(device), torch.ones(targets.numel(), device=device))[0]
 
 
-def gradients(policy: Policy, recompute: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(policy: Policy, recompute: Recompute = "none") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities, and the gradients of their weighted sum by master, all on the host."""
     ids, positions, targets, weights = batch()
     if policy.device.type == "cpu":
@@ -50,15 +50,17 @@ def on_cpu(policy: Policy, precision: PrecisionConfig) -> Policy:
 
 @pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16"])
 def test_gradients_against_the_cpus(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
+    """Against FP32 they are not worse than the CPU's in the same flow: the two flows' bits differ, their errors do not."""
     policy = make_policy(shape, preset)
     log_probs, ours = gradients(policy)
-    precision = PrecisionConfig(preset=preset, last_layers_bf16=1 if shape == "llama" else 0)
-    exact_log_probs, exact = gradients(on_cpu(policy, precision))
-    assert (log_probs - exact_log_probs).abs().mean() < 0.02
+    last = 1 if shape == "llama" else 0
+    cpu_log_probs, cpu = gradients(on_cpu(policy, PrecisionConfig(preset=preset, last_layers_bf16=last)))
+    _, exact = gradients(on_cpu(policy, PrecisionConfig(preset="fp32")))
+    assert (log_probs - cpu_log_probs).abs().mean() < 0.02
     assert ours.keys() == exact.keys() == policy.masters.keys()
-    worst = min((float(torch.cosine_similarity(ours[n].flatten().double(), g.flatten().double(), 0)), n) for n, g in exact.items())
-    print(f"{shape} {preset}: smallest cosine {worst[0]:.5f} ({worst[1]})")
-    assert worst[0] > 0.99
+    worst = max((float((ours[n] - g).norm() / (cpu[n] - g).norm()), n) for n, g in exact.items())
+    print(f"{shape} {preset}: largest error {worst[0]:.3f} times the CPU's ({worst[1]})")
+    assert worst[0] < 1.5
 
 
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])
@@ -73,5 +75,6 @@ def test_the_forward_has_the_same_bits_with_gradients_and_without(shape: str, pr
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])
 def test_gradients_repeat_their_bits_also_when_layers_are_computed_again(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
     policy = make_policy(shape, preset)
-    (_, first), (_, second), (_, recomputed) = (gradients(policy, recompute) for recompute in (False, False, True))
-    assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], recomputed[name]) for name in first)
+    levels: tuple[Recompute, ...] = ("none", "none", "mlp", "full")
+    (_, first), *others = (gradients(policy, level) for level in levels)
+    assert all(torch.equal(first[name], other[name]) for _, other in others for name in first)

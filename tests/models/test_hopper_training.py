@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="the modules that import the kernels need Triton")
 
-from isobit.config.schema import PrecisionConfig
+from isobit.config.schema import PrecisionConfig, Recompute
 from isobit.kernels.hopper import attention_backward as attention_kernel
 from isobit.kernels.hopper import packed_attention
 from isobit.kernels.hopper.attention import PackedKeys
@@ -157,8 +157,8 @@ def gradients(policy: Policy, hidden: torch.Tensor, d_hidden: torch.Tensor) -> d
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_of_the_cpus_decoder(family: Family, recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
+def test_gradients_are_those_of_the_cpus_decoder(family: Family, recompute: Recompute) -> None:
     policy, ids, positions, d_hidden = make(family)
     exact = gradients(policy, decoder.hidden_states(policy, "training", ids, positions, PackedAttention(policy.flow, LENGTHS)), d_hidden)
     ours = gradients(policy, hopper_training.packed_hidden_states(policy, ids, positions, LENGTHS, recompute), d_hidden)
@@ -170,13 +170,13 @@ def test_gradients_are_those_of_the_cpus_decoder(family: Family, recompute: bool
 
 def test_recomputing_changes_no_bit_and_gradients_add_up() -> None:
     policy, ids, positions, d_hidden = make("qwen3")
-    saved, again = (
-        gradients(policy, hopper_training.packed_hidden_states(policy, ids, positions, LENGTHS, recompute), d_hidden)
-        for recompute in (False, True)
+    levels: tuple[Recompute, ...] = ("none", "mlp", "full")
+    saved, *again = (
+        gradients(policy, hopper_training.packed_hidden_states(policy, ids, positions, LENGTHS, level), d_hidden) for level in levels
     )
-    assert all(torch.equal(saved[name], again[name]) for name in saved)
+    assert all(torch.equal(saved[name], one[name]) for one in again for name in saved)
     for _ in range(2):
-        hopper_training.packed_hidden_states(policy, ids, positions, LENGTHS, False).backward(d_hidden)
+        hopper_training.packed_hidden_states(policy, ids, positions, LENGTHS, "none").backward(d_hidden)
     twice = {name: master.grad for name, master in policy.masters.items() if master.grad is not None}
     assert all(torch.equal(twice[name], saved[name] + saved[name]) for name in saved)
 

@@ -9,7 +9,7 @@ from isobit.config.schema import Device, PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.kernels.device import heads_problem
 from isobit.models.config import ModelConfig
-from isobit.run.device import choose_device, training_device
+from isobit.run.device import choose_device
 
 MODEL = ModelConfig("qwen3", 128, 128, 128, 2, 8, 2, 64, 256, 1e-6, 10000.0, tied_embeddings=True)
 FP8 = PrecisionConfig(preset="fp8")
@@ -63,14 +63,6 @@ def test_what_the_gpu_does_not_compute_runs_on_the_cpu_and_says_so(
     assert f"computing on the CPU, because {reason}" in capsys.readouterr().err.replace("the model has ", "")
     with pytest.raises(ConfigError, match=reason):
         choose_device("cuda", model, precision)
-
-
-def test_training_says_that_it_leaves_the_gpu_unused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu(monkeypatch, (9, 0))
-    assert training_device("auto").type == "cpu"
-    assert "training on the CPU" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="not built yet"):
-        training_device("cuda")
 
 
 @pytest.mark.parametrize(

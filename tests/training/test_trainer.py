@@ -149,7 +149,7 @@ def test_the_first_forward_is_compared_with_what_was_recorded(make_trainer: Make
 
 
 @pytest.mark.parametrize(
-    ("factor", "reason"), [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (1e37, "the gradient norm is")]
+    ("factor", "reason"), [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (1e37, "the gradient ")]
 )
 def test_a_step_that_is_not_finite_changes_nothing(
     factor: float, reason: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
@@ -173,7 +173,7 @@ def test_a_gradient_that_is_not_finite_in_one_master_skips_the_step(make_trainer
     trainer = make_trainer()
     trainer.policy.masters["layers.1.down_proj.weight"].register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), math.nan))
     metrics = trainer.update(batches_of(make_groups(trainer), 64), GRPO)
-    assert metrics.skipped == "the gradient norm is nan"
+    assert metrics.skipped == "the gradient of layers.1.down_proj.weight is not finite"
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_training(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:

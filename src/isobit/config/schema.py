@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Preset = Literal["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
+Recompute = Literal["none", "mlp", "full"]
 
 
 class Strict(BaseModel):
@@ -155,7 +156,7 @@ class OptimisationConfig(Strict):
     """Format of AdamW's moments; in BF16, for a policy that fills the memory, they are rounded stochastically and take half of it."""
     offload_moments: bool = False
     """Keep AdamW's moments in host memory while the engine generates, which leaves a GPU more memory for the KV cache; a CPU ignores it."""
-    recompute: Literal["none", "mlp", "full"] = "none"
+    recompute: Recompute = "none"
     """What a GPU's backward computes again, to the same bits, instead of keeping it: nothing, the MLP of each layer, or all of each layer.
     A CPU ignores it."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -227,7 +228,7 @@ class RunConfig(Strict):
     """The run's directory; it must be new or empty, or with ``--resume`` the one to go on in."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
-    """``auto`` takes a Hopper GPU where there is one; training itself runs on the CPU so far."""
+    """``auto`` takes a Hopper GPU where there is one that computes the model."""
     seed: int = 0
     threads: int | None = Field(default=None, gt=0)
     """CPU threads; by default torch's choice.  Gradients repeat bit for bit at a fixed number."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from isobit.config.schema import Recompute
 from isobit.kernels.embedding import embedding
 from isobit.kernels.linear import linear
 from isobit.kernels.packed_attention import PackedAttention
@@ -44,8 +45,13 @@ def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions
     return forward.norm("norm", h)
 
 
-def packed_hidden_states(policy: Policy, token_ids: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """The training forward over whole sequences laid end to end, on the policy's device: int64 [T] each -> [T, hidden]."""
+def packed_hidden_states(
+    policy: Policy, token_ids: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...], recompute: Recompute = "none"
+) -> torch.Tensor:
+    """The training forward over whole sequences laid end to end, on the policy's device: int64 [T] each -> [T, hidden].
+
+    ``recompute`` is what a GPU's backward computes again (``isobit.models.hopper_training``); no bit depends on it.
+    """
     if policy.device.type == "cpu":
         return hidden_states(policy, "training", token_ids, positions, PackedAttention(policy.flow, lengths))
     from isobit.kernels.hopper import packed_attention
@@ -55,7 +61,7 @@ def packed_hidden_states(policy: Policy, token_ids: torch.Tensor, positions: tor
     if torch.is_grad_enabled():
         from isobit.models import hopper_training
 
-        return hopper_training.packed_hidden_states(policy, token_ids, positions, lengths, recompute=False)
+        return hopper_training.packed_hidden_states(policy, token_ids, positions, lengths, recompute)
     attend = packed_attention.PackedAttention(policy.flow.training, lengths, positions)
     return hopper_decoder.hidden_states(policy, "training", token_ids, positions, attend)
 

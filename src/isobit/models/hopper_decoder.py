@@ -97,10 +97,15 @@ class Forward:
         qkv = self._linear(f"{path}.qkv_proj", a.read)
         out = observe(attend(layer, qkv, self.transform(layer)), path, "attention")
         x = self._linear(f"{path}.o_proj", self._quantise(f"{path}.o_proj", out))
-        h_mid, b = self._add_norm(h, x, f"{path}.post_attention_norm", f"{path}.gate_up_proj", f"{path}.attention_residual")
-        gate_up = self._linear(f"{path}.gate_up_proj", b.read)
+        h_mid, b, gate_up = self.gate_up(layer, h, x)
         x = self._linear(f"{path}.down_proj", self._activation(path, gate_up))
         return LayerResult(h, a, qkv, out, h_mid, b, gate_up, x)
+
+    def gate_up(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, Normed, torch.Tensor]:
+        """The MLP's first half, of the residual stream h + x; -> that stream, its norm, and what gate and up make of it."""
+        path = f"layers.{layer}"
+        h_mid, b = self._add_norm(h, x, f"{path}.post_attention_norm", f"{path}.gate_up_proj", f"{path}.attention_residual")
+        return h_mid, b, self._linear(f"{path}.gate_up_proj", b.read)
 
     def leave(self, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """-> the residual stream at its end, and the final norm of it."""

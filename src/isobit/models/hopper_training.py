@@ -11,8 +11,9 @@ The forward is ``isobit.models.hopper_decoder``, with the same bits: nothing is 
 are BF16; those of the masters are FP32 and added up in place, one addition an element and micro-batch.  Everything has one fixed order.
 
 A layer saves what its backward reads: the inputs of its norms, of RoPE and of SwiGLU in BF16, Q, K and V as encoded, the output of
-attention, and each linear's input as WGrad wants it, quantised along the tokens (or in BF16).  With ``recompute`` it saves its residual
-stream alone and is computed once more, to the same bits, on the way back.
+attention, and each linear's input as WGrad wants it, quantised along the tokens (or in BF16).  ``recompute`` trades that memory for
+operations that are done once more, to the same bits, on the way back: ``mlp`` leaves out what is behind the second norm, half of all, and
+computes it again from the residual stream (one GEMM); ``full`` keeps the residual stream alone and computes the layer again.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from isobit.config.schema import Recompute
 from isobit.kernels.hopper import token_log_probs as head
 from isobit.kernels.hopper.embedding_backward import embedding_backward
 from isobit.kernels.hopper.linear_backward import dgrad, dgrad_bf16, wgrad, wgrad_bf16
@@ -29,7 +31,7 @@ from isobit.kernels.hopper.packed_attention import Attended, PackedAttention
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, swiglu
 from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens, swiglu_backward, swiglu_backward_quantise, swiglu_tokens
-from isobit.models.hopper_decoder import Forward, LayerResult
+from isobit.models.hopper_decoder import Forward, LayerResult, Normed
 from isobit.models.policy import Policy
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import QuantTensor
@@ -47,22 +49,37 @@ class OutputGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedMlp:
+    """What the backward of an MLP reads."""
+
+    gate_up: torch.Tensor
+    normed: WGradInput
+    """The input of gate and up."""
+    activation: WGradInput
+    """The input of down."""
+
+
+@dataclass(frozen=True, slots=True)
 class SavedLayer:
-    """What the backward of a layer reads."""
+    """What the backward of a layer reads; the MLP's part is None where it is computed again."""
 
     h: torch.Tensor
+    normed: WGradInput
+    """The input of the Q, K and V projection."""
     qkv: torch.Tensor
     attended: Attended
+    out: WGradInput
+    """The input of the output projection."""
     h_mid: torch.Tensor
-    gate_up: torch.Tensor
-    inputs: dict[str, WGradInput]
-    """By linear."""
+    mlp: SavedMlp | None
 
 
 class PackedPass:
     """One forward over packed sequences, and its backward."""
 
-    def __init__(self, policy: Policy, token_ids: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...], recompute: bool) -> None:
+    def __init__(
+        self, policy: Policy, token_ids: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...], recompute: Recompute
+    ) -> None:
         """token_ids and positions int64 [T], on the GPU."""
         self._policy, self._token_ids, self._positions, self._recompute = policy, token_ids, positions, recompute
         self._forward = Forward(policy, "training", keep_norms=True)
@@ -76,7 +93,7 @@ class PackedPass:
         for layer in range(self._policy.config.num_layers):
             h, a = self._forward.enter(layer, h, x)
             result = self._forward.layer(layer, h, a, self._attend)
-            self._saved.append(h if self._recompute else self._save(layer, result))
+            self._saved.append(h if self._recompute == "full" else self._save(layer, result))
             h, x = result.h_mid, result.x
         self._last_h, hidden = self._forward.leave(h, x)
         return hidden
@@ -100,31 +117,40 @@ class PackedPass:
     def _save(self, layer: int, result: LayerResult) -> SavedLayer:
         path = f"layers.{layer}"
         assert result.a.value is not None
-        assert result.b.value is not None
-        inputs = {
-            "qkv_proj": self._wgrad_input(f"{path}.qkv_proj", result.a.value),
-            "o_proj": self._wgrad_input(f"{path}.o_proj", result.out),
-            "gate_up_proj": self._wgrad_input(f"{path}.gate_up_proj", result.b.value),
-            "down_proj": self._activation_input(f"{path}.down_proj", result.gate_up),
-        }
-        return SavedLayer(result.h, result.qkv, self._attend.last, result.h_mid, result.gate_up, inputs)
+        normed, out = self._wgrad_input(f"{path}.qkv_proj", result.a.value), self._wgrad_input(f"{path}.o_proj", result.out)
+        mlp = None if self._recompute == "mlp" else self._save_mlp(layer, result.b, result.gate_up)
+        return SavedLayer(result.h, normed, result.qkv, self._attend.last, out, result.h_mid, mlp)
+
+    def _save_mlp(self, layer: int, b: Normed, gate_up: torch.Tensor) -> SavedMlp:
+        path = f"layers.{layer}"
+        assert b.value is not None
+        normed = self._wgrad_input(f"{path}.gate_up_proj", b.value)
+        return SavedMlp(gate_up, normed, self._activation_input(f"{path}.down_proj", gate_up))
+
+    def _mlp_again(self, layer: int, h_mid: torch.Tensor) -> SavedMlp:
+        _, b, gate_up = self._forward.gate_up(layer, h_mid, None)
+        return self._save_mlp(layer, b, gate_up)
 
     def _layer_backward(self, layer: int, saved: SavedLayer, d: torch.Tensor) -> torch.Tensor:
         """The gradient of the residual stream behind a layer -> before it."""
         path = f"layers.{layer}"
-        d_activation = self._linear_backward(f"{path}.down_proj", self._output_gradient(f"{path}.down_proj", d), saved.inputs)
-        d_gate_up = self._swiglu_backward(f"{path}.gate_up_proj", d_activation, saved.gate_up)
-        d_b = self._linear_backward(f"{path}.gate_up_proj", d_gate_up, saved.inputs)
-        d_mid = self._norm(f"{path}.post_attention_norm", d_b, saved.h_mid, d)
-        d_out = self._linear_backward(f"{path}.o_proj", self._output_gradient(f"{path}.o_proj", d_mid), saved.inputs)
+        d_mid = self._mlp_backward(layer, saved.mlp or self._mlp_again(layer, saved.h_mid), saved.h_mid, d)
+        d_out = self._linear_backward(f"{path}.o_proj", self._output_gradient(f"{path}.o_proj", d_mid), saved.out)
         d_qkv = self._qkv_backward(layer, saved, *self._attend.backward(saved.attended, d_out))
-        d_a = self._linear_backward(f"{path}.qkv_proj", self._output_gradient(f"{path}.qkv_proj", d_qkv), saved.inputs)
+        d_a = self._linear_backward(f"{path}.qkv_proj", self._output_gradient(f"{path}.qkv_proj", d_qkv), saved.normed)
         return self._norm(f"{path}.input_norm", d_a, saved.h, d_mid)
 
-    def _linear_backward(self, path: str, dy: OutputGradient, inputs: dict[str, WGradInput]) -> torch.Tensor:
+    def _mlp_backward(self, layer: int, saved: SavedMlp, h_mid: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        """The gradient of the residual stream behind an MLP -> before its norm."""
+        path = f"layers.{layer}"
+        d_activation = self._linear_backward(f"{path}.down_proj", self._output_gradient(f"{path}.down_proj", d), saved.activation)
+        d_gate_up = self._swiglu_backward(f"{path}.gate_up_proj", d_activation, saved.gate_up)
+        d_b = self._linear_backward(f"{path}.gate_up_proj", d_gate_up, saved.normed)
+        return self._norm(f"{path}.post_attention_norm", d_b, h_mid, d)
+
+    def _linear_backward(self, path: str, dy: OutputGradient, x: WGradInput) -> torch.Tensor:
         """-> d x BF16 [T, K]; the gradient of W is added to the master's."""
-        x, matrix = inputs[path.rpartition(".")[2]], self._forward.weights.linears[path].matrix
-        gradient = self._gradient(f"{path}.weight")
+        matrix, gradient = self._forward.weights.linears[path].matrix, self._gradient(f"{path}.weight")
         if isinstance(x, QuantRows):
             assert isinstance(dy.tokens, QuantRows)
             wgrad(dy.tokens, x, gradient)
@@ -188,7 +214,7 @@ def gradient_of(policy: Policy, name: str) -> torch.Tensor:
 
 
 def packed_hidden_states(
-    policy: Policy, token_ids: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...], recompute: bool
+    policy: Policy, token_ids: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...], recompute: Recompute
 ) -> torch.Tensor:
     """``isobit.models.decoder.packed_hidden_states`` on a GPU, with gradients: hidden states BF16 [T, hidden]."""
     packed = PackedPass(policy, token_ids, positions, lengths, recompute)

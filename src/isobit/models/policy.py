@@ -18,6 +18,7 @@ from isobit.kernels.grid import snap_rows
 from isobit.kernels.linear import LinearWeight
 from isobit.kernels.rope import RopeTable
 from isobit.models.config import ModelConfig, inverse_frequencies
+from isobit.models.published_change import PublishedChange
 from isobit.precision.flow import PrecisionFlow, Site, build_flow
 from isobit.precision.formats import DTYPES, Side
 
@@ -49,6 +50,8 @@ class Policy:
         self.device = torch.device(device)
         self.flow: PrecisionFlow = build_flow(precision, config.shape)
         self.masters: dict[str, torch.nn.Parameter] = {}
+        self.change = PublishedChange()
+        """What the last publication changed."""
         self.rope = RopeTable.build(inverse_frequencies(config), config.max_positions).to(self.device)
         self._sides: dict[Side, PublishedWeights] = {"rollout": PublishedWeights(), "training": PublishedWeights()}
         pairs = masters.items() if isinstance(masters, Mapping) else masters
@@ -77,6 +80,7 @@ class Policy:
 
     def publish(self) -> None:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version`` counts the publications."""
+        self.change = PublishedChange()
         for name, master in self.masters.items():
             self._publish(name, master)
         self.version += 1
@@ -106,7 +110,7 @@ class Policy:
             linears = self._sides[side].linears
             if site not in made:
                 if path in linears:
-                    linears[path].overwrite(master)
+                    self.change.overwrite(linears[path], master)
                     made[site] = linears[path]
                 else:
                     made[site] = LinearWeight.publish(site, master)

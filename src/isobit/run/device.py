@@ -25,12 +25,3 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
     if torch.cuda.is_available():
         print(f"isobit: computing on the CPU, because {problem}", file=sys.stderr)
     return torch.device("cpu")
-
-
-def training_device(wanted: Device) -> torch.device:
-    """The device of a run that trains: the CPU, because the GPU kernels have no backward yet.  Raises ConfigError for ``cuda``."""
-    if wanted == "cuda":
-        raise ConfigError("device = 'cuda': training on a GPU is not built yet (rollout, eval and verify are); use device 'cpu'")
-    if wanted == "auto" and hopper_problem() is None:
-        print("isobit: training on the CPU: the GPU kernels have no backward yet", file=sys.stderr)
-    return torch.device("cpu")

@@ -18,9 +18,8 @@ from isobit.records import SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
 from isobit.rollout.engine import Engine
 from isobit.rollout.request import Request
-from isobit.run.device import training_device
 from isobit.run.evaluate import Evaluator, build_evaluator
-from isobit.run.model import LoadedModel, load_model
+from isobit.run.model import LoadedModel, load_model_on
 from isobit.run.wandb_tracker import check_tracking
 from isobit.training.trainer import Trainer
 
@@ -56,7 +55,7 @@ def prepare(config: RunConfig) -> Run:
     reward = load_reward(config.reward.function)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = load_model(config.model, config.precision, training_device(config.device))
+    model = load_model_on(config.device, config.model, config.precision, trainable=True)
     engine = Engine(model.policy, config.rollout, model.tokenizer, config.seed)
     evaluator = build_evaluator(config, model, engine, reward)
     train = build_prompts("train", config.data.train, model.tokenizer, config.data, model.context)

@@ -1,6 +1,6 @@
 """AdamW over the FP32 masters, the clip of the gradient's norm, and the learning rate of each update.
 
-AdamW is torch's (decoupled weight decay, arXiv 1711.05101), in its fused form: the fastest on a CPU as well, and it repeats its bits.
+AdamW is torch's (decoupled weight decay, arXiv 1711.05101), in its fused form: the fastest on a CPU and on a GPU, and it repeats its bits.
 With BF16 moments, which torch would round to nearest and so freeze, it is ``isobit.kernels.adamw``.  Only matrices decay: norms and biases
 have no scale to be held down.
 """
@@ -75,6 +75,11 @@ def build_optimiser(masters: Iterable[torch.nn.Parameter], config: TrainingConfi
     if config.moments == "bf16":
         return CompactAdamW(groups, seed, config.learning_rate, betas, config.adam_epsilon)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
+
+
+def step_device(optimiser: torch.optim.Optimizer, master: torch.Tensor) -> torch.device:
+    """Where the count of a master's steps lies: torch's fused AdamW reads it on the device, ours on the host."""
+    return torch.device("cpu") if isinstance(optimiser, CompactAdamW) else master.device
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:

@@ -4,6 +4,8 @@
     then                   norm, clip, AdamW, publish         or nothing at all, if loss or norm is not finite
 
 A step that is not finite leaves masters, optimiser state and published weights as they were.
+
+The objective runs on the host, on any device: it takes a few numbers a token, and what it reports is wanted there.
 """
 
 import math
@@ -15,13 +17,21 @@ import torch
 
 from isobit.algorithms.objective import LossInputs, LossOutputs, Objective
 from isobit.config.schema import TrainingConfig
-from isobit.errors import ConfigError, NonFiniteError
+from isobit.errors import NonFiniteError
 from isobit.models.decoder import packed_hidden_states
 from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy
 from isobit.records import PackedBatch
 from isobit.training.comparison import Comparison
-from isobit.training.optimiser import CompactAdamW, build_optimiser, clip_gradients, gradient_norm, learning_rate, set_learning_rate
+from isobit.training.optimiser import (
+    CompactAdamW,
+    build_optimiser,
+    clip_gradients,
+    gradient_norm,
+    learning_rate,
+    set_learning_rate,
+    step_device,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +122,14 @@ class Trainer:
         self._optimiser.state.clear()
         for key, value in moments.items():
             name, _, kind = key.rpartition(".")
-            self._optimiser.state[self.policy.masters[name]][kind] = value.clone()
+            master = self.policy.masters[name]
+            device = step_device(self._optimiser, master) if kind == "step" else master.device
+            self._optimiser.state[master][kind] = value.to(device, copy=True)
 
     @torch.no_grad()
     def log_probs(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probabilities of the targets under the training forward and the published weights, float32 [N], on the host."""
-        return self._forward(batch)[0].cpu()
+        return self._forward(batch)[0]
 
     def update(
         self,
@@ -133,8 +145,6 @@ class Trainer:
         be skipped.
         """
         assert batches, "an update needs at least one micro-batch"
-        if self.policy.device.type != "cpu":
-            raise ConfigError("training on a GPU is not built yet: its kernels compute the forward only; load the model with device 'cpu'")
         if old_log_probs is None:
             old_log_probs = [batch.recorded_logprobs for batch in batches]
         rate = learning_rate(self.updates, self.config, self.total_updates)
@@ -150,11 +160,12 @@ class Trainer:
         return totals.metrics(norm, rate, problem)
 
     def _forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> log-probabilities of the targets and entropies of their distributions, float32 [N] each."""
+        """-> log-probabilities of the targets and entropies of their distributions, float32 [N] each, on the host."""
         device = self.policy.device
-        hidden = packed_hidden_states(self.policy, batch.token_ids, batch.positions, batch.lengths)
+        hidden = packed_hidden_states(self.policy, batch.token_ids, batch.positions, batch.lengths, self.config.recompute)
         rows = hidden.index_select(0, batch.rows.to(device))
-        log_probs, entropies = token_log_probs(self.policy, "training", rows, batch.targets.to(device), batch.temperatures.to(device))
+        found = token_log_probs(self.policy, "training", rows, batch.targets.to(device), batch.temperatures.to(device))
+        log_probs, entropies = (values.cpu() for values in found)
         if not torch.isfinite(log_probs).all():
             raise NonFiniteError("training forward: the log-probability of a sampled token is not finite")
         return log_probs, entropies
@@ -172,7 +183,14 @@ class Trainer:
                 return math.nan, f"the loss is {float(outputs.loss.detach())}"
             outputs.loss.backward()
         norm = gradient_norm(self.policy.masters.values())
-        return norm, None if math.isfinite(norm) else f"the gradient norm is {norm}"
+        return norm, None if math.isfinite(norm) else self._what_is_not_finite(norm)
+
+    def _what_is_not_finite(self, norm: float) -> str:
+        """The master nearest to the loss whose gradient holds a NaN or an infinity: the backward goes from there to all before it."""
+        for name, master in reversed(self.policy.masters.items()):
+            if master.grad is not None and not torch.isfinite(master.grad).all():
+                return f"the gradient of {name} is not finite"
+        return f"the gradient norm is {norm}"
 
     def _step(self, norm: float, rate: float) -> None:
         clip_gradients(self.policy.masters.values(), norm, self.config.max_grad_norm)
