@@ -11,7 +11,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, swiglu, swiglu_quantise
-from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens, swiglu_backward, swiglu_backward_quantise, swiglu_tokens
+from isobit.kernels.hopper.swiglu_backward import swiglu_backward, swiglu_backward_quantise
+from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens, swiglu_tokens
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 TOKENS = (1, 127, 128, 300)

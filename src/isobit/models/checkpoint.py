@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from isobit.config.schema import PrecisionConfig
 from isobit.errors import CheckpointError
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, master_shapes
+from isobit.models.tensor_file import write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,14 +76,14 @@ def save_policy(policy: Policy, folder: Path, tokenizer_from: Path | None = None
     """Write the BF16 rounding of the masters as a Hugging Face folder, with the tokenizer files of another folder if given."""
     folder.mkdir(parents=True, exist_ok=True)
     linears = policy.config.shape.linears
-    tensors: dict[str, torch.Tensor] = {}
+    masters: dict[str, torch.Tensor] = {}
     for name, parts in _checkpoint_names(policy.config).items():
-        master = policy.masters[name].detach().bfloat16()
+        master = policy.masters[name].detach()
         site = name.split(".")[-2]
         sizes = list(linears[site].parts.values()) if site in linears else [master.shape[0]]
-        for part, tensor in zip(parts, master.split(sizes), strict=True):
-            tensors[part] = tensor.contiguous()
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        masters |= zip(parts, master.split(sizes), strict=True)
+    layout = {part: torch.empty(master.shape, dtype=torch.bfloat16, device="meta") for part, master in masters.items()}
+    write_tensors(folder / WEIGHTS_FILE, layout, lambda part: masters[part].bfloat16(), {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(policy.config.to_hf(), indent=2) + "\n", encoding="utf-8")
     if tokenizer_from is not None:
         for file in _TOKENIZER_FILES:

@@ -46,6 +46,7 @@ def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions
         h, a = forward.enter(layer, h, x)
         result = forward.layer(layer, h, a, attend)
         h, x = result.h_mid, result.x
+        del a, result  # else all of it would stand beside the next layer's
     return forward.leave(h, x)[1]
 
 

@@ -30,7 +30,8 @@ from isobit.kernels.hopper.norm_backward import rms_norm_backward
 from isobit.kernels.hopper.packed_attention import Attended, PackedAttention
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, swiglu
-from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens, swiglu_backward, swiglu_backward_quantise, swiglu_tokens
+from isobit.kernels.hopper.swiglu_backward import swiglu_backward, swiglu_backward_quantise
+from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens, swiglu_tokens
 from isobit.models.hopper_decoder import Forward, LayerResult, Normed
 from isobit.models.policy import Policy
 from isobit.precision.flow import Site
@@ -93,8 +94,10 @@ class PackedPass:
         for layer in range(self._policy.config.num_layers):
             h, a = self._forward.enter(layer, h, x)
             result = self._forward.layer(layer, h, a, self._attend)
-            self._saved.append(h if self._recompute == "full" else self._save(layer, result))
+            attended = self._attend.take()
+            self._saved.append(h if self._recompute == "full" else self._save(layer, result, attended))
             h, x = result.h_mid, result.x
+            del a, result, attended  # else all of it would stand beside the next layer's
         self._last_h, hidden = self._forward.leave(h, x)
         return hidden
 
@@ -112,14 +115,15 @@ class PackedPass:
         if isinstance(saved, SavedLayer):
             return saved
         h, a = self._forward.enter(layer, saved, None)
-        return self._save(layer, self._forward.layer(layer, h, a, self._attend))
+        result = self._forward.layer(layer, h, a, self._attend)
+        return self._save(layer, result, self._attend.take())
 
-    def _save(self, layer: int, result: LayerResult) -> SavedLayer:
+    def _save(self, layer: int, result: LayerResult, attended: Attended) -> SavedLayer:
         path = f"layers.{layer}"
         assert result.a.value is not None
         normed, out = self._wgrad_input(f"{path}.qkv_proj", result.a.value), self._wgrad_input(f"{path}.o_proj", result.out)
         mlp = None if self._recompute == "mlp" else self._save_mlp(layer, result.b, result.gate_up)
-        return SavedLayer(result.h, normed, result.qkv, self._attend.last, out, result.h_mid, mlp)
+        return SavedLayer(result.h, normed, result.qkv, attended, out, result.h_mid, mlp)
 
     def _save_mlp(self, layer: int, b: Normed, gate_up: torch.Tensor) -> SavedMlp:
         path = f"layers.{layer}"

@@ -1,9 +1,9 @@
 """How much of the quantised weights a publication changed.
 
-    share = numbers that are others now / numbers        over the matrices of all linears: E4M3 bytes, or BF16 numbers where one stays in BF16
+    share = numbers that are others now / numbers        over the matrices of all linears: E4M3 bytes, or BF16 numbers where one stays BF16
 
-A step that moves every master by less than its format's spacing changes few of them: what samples and what trains is then the same function
-as before, and nothing was learnt that anybody could see.  Scales are not counted.  Counting costs a copy of one matrix at a time.
+A step that moves the masters by much less than their format's spacing changes few of them, and the function that samples and trains hardly
+at all.  Scales are not counted.  Counting costs a copy of one matrix at a time.
 """
 
 import torch

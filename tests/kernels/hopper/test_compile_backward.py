@@ -11,8 +11,9 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: kernels 
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from isobit.kernels.hopper import linear_backward, token_groups  # noqa: E402
+from isobit.kernels.hopper import linear_backward, swiglu_backward, token_groups  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTERS = {
@@ -24,16 +25,22 @@ POINTERS = {
 
 
 def compile_for_hopper(
-    kernel: Any, constants: dict[str, Any], tmp_path: Path, warps: int, types: dict[str, str] | None = None, registers: int | None = None
+    kernel: Any,
+    constants: dict[str, Any],
+    tmp_path: Path,
+    warps: int,
+    types: dict[str, str] | None = None,
+    registers: int | None = None,
+    source: type = ASTSource,
 ) -> tuple[str, str]:
     """-> PTX and SASS of a kernel that keeps everything in registers; pointers are aligned, numbers of tokens are not."""
     names = [parameter.name for parameter in kernel.params]
     known = POINTERS | (types or {}) | dict.fromkeys(constants, "constexpr")
     signature = {name: known[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    ast = source(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, "maxnreg": registers, "num_warps": warps}
+        ast, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, "maxnreg": registers, "num_warps": warps}
     )
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
@@ -78,14 +85,16 @@ def test_swiglu_tokens(power_of_two: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_swiglu_backward_quantise(power_of_two: bool, tmp_path: Path) -> None:
+    kernel = swiglu_backward._swiglu_backward_quantise_kernel
     constants = {"C": 12288, "POWER_OF_TWO": power_of_two}
-    kernel = token_groups._swiglu_backward_quantise_kernel
-    ptx, sass = compile_for_hopper(kernel, constants, tmp_path, token_groups._MANY_WARPS, registers=token_groups._REGISTERS)
-    assert_quantiser(ptx, sass, power_of_two, 12, 4, 2)
+    ptx, sass = compile_for_hopper(kernel, constants, tmp_path, swiglu_backward.WARPS, source=GluonASTSource)
+    assert count(sass, "LDG.E.128") == 24 == count(sass, "LDG")  # three inputs, 64 numbers a thread
+    assert count(sass, "STG.E.128") == 8 and count(sass, "STG.E.64") == 16 and count(sass, "STG") == 48  # 16 + 8 times scales
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and ("div.rn.f32" in ptx) == (not power_of_two)
 
 
 def test_swiglu_backward(tmp_path: Path) -> None:
-    _, sass = compile_for_hopper(token_groups._swiglu_backward_kernel, {"C": 12288, "WIDTH": 1024}, tmp_path, 4)
+    _, sass = compile_for_hopper(swiglu_backward._swiglu_backward_kernel, {"C": 12288, "WIDTH": 1024}, tmp_path, 4)
     assert count(sass, "LDG.E.128") == 3 and count(sass, "STG.E.128") == 2
 
 

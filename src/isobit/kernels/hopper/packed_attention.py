@@ -28,18 +28,14 @@ class Attended:
 
 
 class PackedAttention:
-    """A ``HopperAttend`` for packed sequences of the given lengths; the same object serves all layers.
-
-    ``last`` is what it did when it was last called, for who wants to take it back.
-    """
-
-    last: Attended
+    """A ``HopperAttend`` for packed sequences of the given lengths; the same object serves all layers."""
 
     def __init__(self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor) -> None:
         """``positions`` int64 [T], on the GPU."""
         self._formats: list[Format] = [site.forward for site in graph.sites if site.kind == "attention"]
         self._positions, self._longest = positions, max(lengths)
         ends = torch.tensor(lengths, dtype=torch.int32)
+        self._last: Attended | None = None
         self._starts, self._lengths = (to_device(x.int(), positions.device) for x in (ends.cumsum(0) - ends, ends))
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
@@ -50,8 +46,14 @@ class PackedAttention:
             observe_heads(layer, query_heads(queries), *_key_heads(keys, format))
         starts, lengths, longest = self._starts, self._lengths, self._longest
         out, lse = prefill_attention(queries.values, queries.scales, keys, starts, lengths, starts, lengths, longest, longest)
-        self.last = Attended(queries, keys, out, lse)
+        self._last = Attended(queries, keys, out, lse)
         return out.view(qkv.shape[0], -1)
+
+    def take(self) -> Attended:
+        """What the last call did, for who wants to take it back; it is not kept here, where it would live as long as the graph."""
+        attended, self._last = self._last, None
+        assert attended is not None, "the forward comes first"
+        return attended
 
     def backward(self, attended: Attended, d_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradient of one layer: d_output BF16 [T, H D] -> dq [T, H, D], dk and dv [T, G, D]."""

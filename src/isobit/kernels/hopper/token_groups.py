@@ -3,12 +3,6 @@
     quantise_tokens            x                        -> x^T in token groups
     quantise_both              x                        -> x in row groups (DGrad's operand), and x^T in token groups, from one read of x
     swiglu_tokens              silu(gate) * up          -> y^T in token groups
-    swiglu_backward_quantise   gradient of (gate, up)   -> row groups and token groups
-    swiglu_backward            gradient of (gate, up)   -> BF16, for a layer that stays in BF16
-
-With dy the gradient of y = silu(gate) * up, s = 1 / (1 + exp(-gate)) and silu = gate * s:
-
-    d gate = dy * up * (s + silu * (1 - s))        d up = dy * silu
 
 The tensor cores want both operands along the tokens, so X [T, C] becomes values [C, Tp], Tp = T rounded up to 128, and scales
 [C, Tp / 128]: a ``QuantRows`` of X^T, zeros beyond T.  The bytes are those of ``isobit.kernels.quantise.quantise_tokens``, and of
@@ -29,7 +23,7 @@ from isobit.kernels.hopper.quantise import QuantRows, _gated, magnitude_bits, to
 from isobit.precision.formats import BLOCK, ScaleKind
 
 _WARPS = 8
-_MANY_WARPS = 16  # where a thread could not hold its part of a tile otherwise: SwiGLU's gradient, and two divisions by FP32 scales
+_MANY_WARPS = 16  # where a thread could not hold its part of a tile otherwise: both copies, divided by FP32 scales
 _REGISTERS = 128  # of a thread: 16 warps a multiprocessor, two programs of 8 or one of 16
 
 
@@ -84,65 +78,16 @@ def _swiglu_tokens_kernel(GATE_UP, VALUES, SCALES, tokens, C: tl.constexpr, POWE
     _store_tokens(_gated(gate, up).to(tl.float32), VALUES, SCALES, column, C, POWER_OF_TWO)
 
 
-@triton.jit
-def _gate_gradient(dy, gate, up):
-    """FP32 each -> BF16."""
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    return (dy * up * (sigmoid + gate * sigmoid * (1.0 - sigmoid))).to(tl.bfloat16)
-
-
-@triton.jit
-def _up_gradient(dy, gate):
-    """FP32 each -> BF16."""
-    return (dy * (gate * (1.0 / (1.0 + tl.exp(-gate))))).to(tl.bfloat16)
-
-
-@triton.jit(do_not_specialize=["tokens", "scale_stride"])
-def _swiglu_backward_quantise_kernel(
-    DY, GATE_UP, ROW_VALUES, ROW_SCALES, scale_stride, TOKEN_VALUES, TOKEN_SCALES, tokens,
-    C: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-):  # fmt: skip
-    """One program a tile of d gate or of d up; the two that share dy and gate are neighbours, so that one reads them from the L2 cache."""
-    half = tl.program_id(0) % 2
-    row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-    column = tl.program_id(0) // 2 * 128 + tl.arange(0, 128)
-    inside = row < tokens
-    dy = _load_tile(DY, row, inside, column, C).to(tl.float32)
-    gate = _load_tile(GATE_UP, row, inside, column, 2 * C).to(tl.float32)
-    if half == 0:
-        up = _load_tile(GATE_UP + C, row, inside, column, 2 * C).to(tl.float32)
-        d = _gate_gradient(dy, gate, up)
-    else:
-        d = _up_gradient(dy, gate)
-    d = d.to(tl.float32)
-    group = half * (C // 128) + tl.program_id(0) // 2
-    _store_rows(d, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, 2 * C, POWER_OF_TWO)
-    _store_tokens(d, TOKEN_VALUES, TOKEN_SCALES, half * C + column, 2 * C, POWER_OF_TWO)
-
-
-@triton.jit
-def _swiglu_backward_kernel(DY, GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
-    """One program WIDTH columns of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = column < C
-    dy = tl.load(DY + row * C + column, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row * 2 * C + column, _gate_gradient(dy, gate, up), mask=inside)
-    tl.store(OUT + row * 2 * C + C + column, _up_gradient(dy, gate), mask=inside)
-
-
 def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
     """[T, C] BF16, contiguous, C a multiple of 128 -> x^T in token groups, [C, Tp]."""
-    out = _empty_tokens(x, x.shape[1])
+    out = empty_tokens(x, x.shape[1])
     _quantise(x, out, out, scales, both=False)
     return out
 
 
 def quantise_both(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> tuple[QuantRows, QuantRows]:
     """[T, C] BF16, contiguous, C a multiple of 128 -> x in row groups, [T, C], and x^T in token groups, [C, Tp]."""
-    rows, tokens = QuantRows.empty(*x.shape, x.device), _empty_tokens(x, x.shape[1])
+    rows, tokens = QuantRows.empty(*x.shape, x.device), empty_tokens(x, x.shape[1])
     _quantise(x, rows, tokens, scales, both=True)
     return rows, tokens
 
@@ -150,41 +95,18 @@ def quantise_both(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> tuple[
 def swiglu_tokens(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
     """[T, 2 C] BF16, contiguous, gate before up, C a multiple of 128 -> (silu(gate) * up)^T in token groups, [C, Tp]."""
     count, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    out = _empty_tokens(gate_up, columns)
-    _swiglu_tokens_kernel[_tiles(count, columns)](
+    out = empty_tokens(gate_up, columns)
+    _swiglu_tokens_kernel[tile_grid(count, columns)](
         gate_up, out.values, out.scales, count,
         columns, scales == "power_of_two", num_warps=_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-def swiglu_backward_quantise(dy: torch.Tensor, gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> tuple[QuantRows, QuantRows]:
-    """dy [T, C] and gate_up [T, 2 C], BF16, contiguous, C a multiple of 128 -> the gradient d of gate_up: d [T, 2 C] and d^T [2 C, Tp]."""
-    assert dy.is_contiguous()
-    count, columns = dy.shape
-    rows, tokens = QuantRows.empty(*gate_up.shape, dy.device), _empty_tokens(gate_up, 2 * columns)
-    _swiglu_backward_quantise_kernel[_tiles(count, 2 * columns)](
-        dy, gate_up, rows.values, rows.scales, rows.scales.stride(1), tokens.values, tokens.scales, count,
-        columns, scales == "power_of_two", num_warps=_MANY_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=False,
-    )  # fmt: skip
-    return rows, tokens
-
-
-def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """dy [T, C] and gate_up [T, 2 C], BF16, contiguous -> the gradient of gate_up, BF16: what ``swiglu_backward_quantise`` quantises."""
-    assert dy.is_contiguous()
-    assert gate_up.is_contiguous()
-    count, columns = dy.shape
-    out = torch.empty_like(gate_up)
-    width = min(1024, triton.next_power_of_2(columns))
-    _swiglu_backward_kernel[(count, triton.cdiv(columns, width))](dy, gate_up, out, columns, width, num_warps=4, enable_fp_fusion=False)
-    return out
-
-
 def _quantise(x: torch.Tensor, rows: QuantRows, tokens: QuantRows, scales: ScaleKind, both: bool) -> None:
     count, columns = x.shape
     power_of_two = scales == "power_of_two"
-    _quantise_kernel[_tiles(count, columns)](
+    _quantise_kernel[tile_grid(count, columns)](
         x, rows.values, rows.scales, rows.scales.stride(1), tokens.values, tokens.scales, count,
         columns, both, power_of_two, num_warps=_warps(both, power_of_two), maxnreg=_REGISTERS,
     )  # fmt: skip
@@ -194,7 +116,7 @@ def _warps(both: bool, power_of_two: bool) -> int:
     return _MANY_WARPS if both and not power_of_two else _WARPS
 
 
-def _empty_tokens(source: torch.Tensor, columns: int) -> QuantRows:
+def empty_tokens(source: torch.Tensor, columns: int) -> QuantRows:
     """Unwritten storage for a matrix [T, columns] in token groups, made from ``source`` [T, ...]."""
     assert source.dtype == torch.bfloat16
     assert source.is_contiguous()
@@ -202,7 +124,7 @@ def _empty_tokens(source: torch.Tensor, columns: int) -> QuantRows:
     return QuantRows.empty(columns, _groups(source.shape[0]) * BLOCK, source.device)
 
 
-def _tiles(tokens: int, columns: int) -> tuple[int, int]:
+def tile_grid(tokens: int, columns: int) -> tuple[int, int]:
     """The grid: neighbours share tokens."""
     return columns // BLOCK, _groups(tokens)
 

@@ -44,6 +44,7 @@ def token_log_probs(
         logits = observe(gemm_bf16(hidden[part], weight, torch.float32), "lm_head")
         log_sums, entropies[part] = log_sums_and_entropies(logits, temperatures[part])
         log_probs[part] = log_probs_at(logits, targets[part], temperatures[part], log_sums)
+        del logits  # before the next part's are made
     return log_probs, entropies
 
 
@@ -76,6 +77,7 @@ def token_log_probs_backward(
         # FP32 out: cuBLAS may cut so long a sum in pieces, and would add those of a BF16 product in BF16
         d_hidden[part] = torch.mm(d_logits, weight, out_dtype=torch.float32)
         wgrad_bf16(d_logits, hidden[part], grad)
+        del d_logits  # before the next part's are made
     return d_hidden
 
 
