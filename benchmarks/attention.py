@@ -3,6 +3,7 @@
     python benchmarks/attention.py [--out benchmarks/results/attention.json]
 
 32 query heads, 8 KV heads of 128, random data, medians, one build of the kernels: the one that tests/gpu/test_attention.py passes with.
+Beside them FlashAttention 3 as vLLM has it, in BF16 and in FP8, where vllm is importable (``attention_peer``).
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 import triton
 
+from attention_peer import peer_rows
 from isobit.kernels.hopper.attention import TILE, PackedKeys, PagedKeys, decode_attention, prefill_attention
 from isobit.precision.formats import E4M3
 
@@ -92,6 +94,9 @@ def main() -> None:
             for shape in shapes:
                 rows.append(work(form, *shape))
                 print(json.dumps(rows[-1]), flush=True)
+    for row in peer_rows(DECODE, PREFILL, seconds):  # last, since a fault of theirs may leave the card unusable
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -1,34 +1,44 @@
-"""Forward and backward of a real model's shape on one Hopper GPU, without an optimiser: this trainer beside transformers.
+"""Training of a real model's shape on one Hopper GPU, this trainer beside transformers: forward and backward, and whole optimiser steps.
 
-    python benchmarks/training.py native --precision fp8 [--shape qwen3-8b] [--length 4096] [--sequences 2] [--recompute] --out DIR
-    python benchmarks/training.py transformers [--length 4096] [--sequences 2] [--recompute] --out DIR
+    python benchmarks/training.py pass native fp8:4096x2:none bf16:4096x2:none fp8:16384x1:none [--shape qwen3-8b] --out DIR
+    python benchmarks/training.py pass transformers bf16:4096x2:none bf16:16384x1:full --out DIR
+    python benchmarks/training.py step native fp8:4096x4:mlp bf16:4096x2:mlp fp8:16384x1:full [--tokens 65536] --out DIR
+    python benchmarks/training.py step transformers bf16:4096x1:none bf16:4096x4:full --out DIR
     python benchmarks/training.py table DIR
 
-Packed sequences of one length, random tokens and weights, the loss a weighted sum of every token's log-probability; lm_head never holds
-all logits at once, on neither side.  transformers trains in BF16 with PyTorch's attention (SDPA) and, with ``--recompute``, its gradient
-checkpointing.  Model FLOPs a token are 6 P + 6 L H D layers, with P the parameters but the embedding, and L/2 keys a token.
+A case is PRECISION:LENGTHxSEQUENCES:RECOMPUTE, the sequences being those of a micro-batch; one process measures them one after the other,
+and goes on where the memory does not hold one.  Packed sequences of one length, random tokens and weights; lm_head never holds all logits
+at once, on neither side.
+
+pass    forward and backward of a micro-batch without an optimiser, gradients added to those that are there; the loss is a weighted sum of
+        every token's log-probability.  Model FLOPs a token are 6 P + 12 (L / 2) H D layers, with P the parameters but the embedding.
+step    the micro-batches of ``--tokens`` tokens or more, then clip, AdamW with BF16 moments over FP32 masters, and publication; the loss is
+        the mean of -log p.  Ours is ``Trainer.update``; what transformers does is said in ``passes/peer.py``.
 """
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from comparison.command import run_command
+from passes.cases import Case, check_peer, parse_case
+
+ENGINES = ("native", "transformers")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(required=True)
-    for name, run in (("native", native), ("transformers", peer)):
+    for name, run in (("pass", one_pass), ("step", step)):
         command = commands.add_parser(name)
+        command.add_argument("engine", choices=ENGINES)
+        command.add_argument("cases", nargs="+", type=parse_case, metavar="PRECISION:LENGTHxSEQUENCES:RECOMPUTE")
         command.add_argument("--shape", default="qwen3-8b")
-        command.add_argument("--length", type=int, default=4096)
-        command.add_argument("--sequences", type=int, default=2)
-        command.add_argument("--recompute", action="store_true")
         command.add_argument("--out", type=Path, required=True)
         command.set_defaults(run=run)
-        if name == "native":
-            command.add_argument("--precision", choices=("bf16", "fp8-linear", "fp8"), required=True)
+        if name == "step":
+            command.add_argument("--tokens", type=int, default=65536, help="of a step, at least")
     command = commands.add_parser("table")
     command.add_argument("directory", type=Path)
     command.set_defaults(run=table)
@@ -38,24 +48,33 @@ def make_parser() -> argparse.ArgumentParser:
 # What a command needs is imported when it runs: a table needs no GPU.
 
 
-def native(arguments: argparse.Namespace) -> None:
-    from passes.native import make_pass
-    from passes.timing import measure
+def one_pass(arguments: argparse.Namespace) -> None:
+    from passes import native, peer
+    from passes.timing import measure_passes
 
-    measure(lambda case: make_pass(arguments.precision, case), "native", arguments.precision, arguments)
+    make = native.make_pass if arguments.engine == "native" else peer.make_pass
+    measure_passes(make, arguments.engine, _cases(arguments), arguments.out)
 
 
-def peer(arguments: argparse.Namespace) -> None:
-    from passes.peer import make_pass
-    from passes.timing import measure
+def step(arguments: argparse.Namespace) -> None:
+    from passes import native, peer
+    from passes.timing import measure_steps
 
-    measure(make_pass, "transformers", "bf16", arguments)
+    make = native.make_step if arguments.engine == "native" else peer.make_step
+    measure_steps(make, arguments.engine, _cases(arguments), arguments.tokens, arguments.out)
 
 
 def table(arguments: argparse.Namespace) -> None:
     from passes.table import run_table
 
     run_table(arguments.directory)
+
+
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    cases = [replace(case, shape=arguments.shape) for case in arguments.cases]
+    if arguments.engine == "transformers":
+        check_peer(cases)
+    return cases
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class RowWriter:
         line = json.dumps(self._common | row)
         with self._path.open("a") as file:
             file.write(line + "\n")
-        print(json.dumps(row), flush=True)
+        print(json.dumps({"engine": self._common["engine"], "mode": self._common["mode"]} | row), flush=True)
 
 
 def read_rows(directory: Path) -> list[Row]:

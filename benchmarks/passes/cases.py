@@ -1,23 +1,36 @@
-"""What is computed: sequences of one length, laid end to end, and the FLOPs that a model's shape makes of them."""
+"""What is computed: sequences of one length, laid end to end, and the FLOPs that a model's shape makes of them.
 
+A case is written PRECISION:LENGTHxSEQUENCES:RECOMPUTE, for example ``fp8:4096x2:none``: two sequences of 4,096 tokens a micro-batch.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast, get_args
 
 import torch
 
+from isobit.config.schema import Recompute
+from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
 from isobit.models.policy import master_shapes
 from isobit.models.shapes import model_shape
+
+MODES = ("bf16", "fp8-linear", "fp8")
+_PATTERN = re.compile(r"([a-z0-9-]+):(\d+)x(\d+):([a-z]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A micro-batch."""
 
-    shape: str
+    mode: str
     length: int
     sequences: int
-    recompute: bool
+    recompute: Recompute
+    shape: str = "qwen3-8b"
 
     @property
     def tokens(self) -> int:
@@ -29,15 +42,39 @@ class Case:
         """The model."""
         return model_shape(self.shape)
 
-    def token_ids(self, device: torch.device | str) -> torch.Tensor:
+    @property
+    def fields(self) -> dict[str, object]:
+        """Its part of a row."""
+        return {"length": self.length, "sequences": self.sequences, "recompute": self.recompute}
+
+    def token_ids(self) -> torch.Tensor:
         """Random tokens, int64 [sequences, length], the same on every side."""
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(self.config.vocab_size, (self.sequences, self.length), generator=generator).to(device)
+        return torch.randint(self.config.vocab_size, (self.sequences, self.length), generator=generator)
 
-    def weights(self, device: torch.device | str) -> torch.Tensor:
+    def weights(self) -> torch.Tensor:
         """What each predicted token's log-probability counts in the loss, FP32 [sequences, length - 1]."""
         generator = torch.Generator().manual_seed(1)
-        return torch.randn((self.sequences, self.length - 1), generator=generator).to(device) / self.tokens
+        return torch.randn((self.sequences, self.length - 1), generator=generator) / self.tokens
+
+
+def parse_case(text: str) -> Case:
+    """For argparse."""
+    found = _PATTERN.fullmatch(text)
+    if not (found and found[1] in MODES and found[4] in get_args(Recompute) and int(found[2]) > 1 and int(found[3]) > 0):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no case: write PRECISION:LENGTHxSEQUENCES:RECOMPUTE, as in fp8:4096x2:none, with a precision of "
+            f"{', '.join(MODES)} and recompute of {', '.join(get_args(Recompute))}"
+        )
+    return Case(found[1], int(found[2]), int(found[3]), cast(Recompute, found[4]))
+
+
+def check_peer(cases: Sequence[Case]) -> None:
+    """Raise ConfigError for a case that transformers does not compute."""
+    for case in cases:
+        if case.mode != "bf16" or case.recompute == "mlp":
+            name = f"{case.mode}:{case.length}x{case.sequences}:{case.recompute}"
+            raise ConfigError(f"{name}: transformers trains in bf16, and recomputes none or full")
 
 
 def flops(case: Case) -> float:

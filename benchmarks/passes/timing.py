@@ -1,44 +1,117 @@
-"""Timing a forward and backward: the median of several, after two that compile and warm up; and the most memory that torch held."""
+"""Timing of cases, one after the other in one process: medians after a warm-up that compiles, and the most memory that torch held.
 
-import argparse
-from collections.abc import Callable
+A case that the memory does not hold gets a row that says so, and the next one is measured.
+"""
+
+import gc
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 
 import torch
 
 from comparison.card import measure_card, versions
-from comparison.rows import RowWriter
+from comparison.native import native_versions
+from comparison.rows import Row, RowWriter
+from isobit.errors import ConfigError
+from isobit.run.turns import allocate_in_pages
 from passes.cases import Case, flops
+from passes.phases import Phases
 
 WARM_UP, REPEATS = 2, 5
+STEP_REPEATS = 3
 
 Pass = Callable[[], None]
 """One forward and backward; the gradients add up."""
+Step = Callable[[int], dict[str, float]]
+"""One optimiser step over that many micro-batches; seconds by phase."""
 
 
-def measure(make: Callable[[Case], Pass], engine: str, mode: str, arguments: argparse.Namespace) -> None:
-    """Make the pass of the case that the arguments ask for, time it and write its row."""
-    case = Case(arguments.shape, arguments.length, arguments.sequences, arguments.recompute)
-    writer = RowWriter(arguments.out, engine, mode, case.shape, measure_card(), versions())
-    one = make(case)
-    seconds = [_seconds(one) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
+def measure_passes(make: Callable[[Case], Pass], engine: str, cases: Sequence[Case], out: Path) -> None:
+    """Forward and backward of each case, without an optimiser."""
+    _measure("pass", lambda case: time_pass(case, make(case)), engine, cases, out)
+
+
+def measure_steps(make: Callable[[Case, int], Step], engine: str, cases: Sequence[Case], tokens: int, out: Path) -> None:
+    """An optimiser step of at least ``tokens`` tokens of each case."""
+    _measure("step", lambda case: time_step(case, make(case, microbatches(case, tokens)), microbatches(case, tokens)), engine, cases, out)
+
+
+def microbatches(case: Case, tokens: int) -> int:
+    """Of a step of at least so many tokens."""
+    return -(-tokens // case.tokens)
+
+
+def time_pass(case: Case, one: Pass) -> Row:
+    """The figures of a row."""
+    phases, seconds = Phases(on_gpu=torch.cuda.is_available()), []
+    for _ in range(WARM_UP + REPEATS):
+        phases.start()
+        one()
+        seconds.append(sum(phases.stop().values()))
+    seconds = seconds[WARM_UP:]
     middle = median(seconds)
-    writer.write(
-        length=case.length,
-        sequences=case.sequences,
-        recompute=case.recompute,
-        seconds=middle,
-        all_seconds=seconds,
-        tokens_per_s=case.tokens / middle,
-        model_tflop_per_s=flops(case) / middle / 1e12,
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30,
-    )
+    return {
+        "seconds": middle,
+        "all_seconds": seconds,
+        "tokens_per_s": case.tokens / middle,
+        "model_tflop_per_s": flops(case) / middle / 1e12,
+        "peak_gib": peak_gib(),
+    }
 
 
-def _seconds(one: Pass) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    one()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e-3
+def time_step(case: Case, one: Step, count: int) -> Row:
+    """The figures of a row; the warm-up is a step over one micro-batch, which makes the moments."""
+    one(1)
+    steps = [one(count) for _ in range(STEP_REPEATS)]
+    seconds = [sum(step.values()) for step in steps]
+    middle = median(seconds)
+    return {
+        "step_tokens": count * case.tokens,
+        "seconds": middle,
+        "all_seconds": seconds,
+        "phases_s": {name: median(step[name] for step in steps) for name in steps[0]},
+        "tokens_per_s": count * case.tokens / middle,
+        "model_tflop_per_s": count * flops(case) / middle / 1e12,
+        "peak_gib": peak_gib(),
+    }
+
+
+def measured(work: Callable[[], Row]) -> Row:
+    """The figures, or what stands in their place where the memory does not hold the work; either way nothing of it is left.
+
+    An engine and a trainer name what is too large for the memory in a ConfigError.
+    """
+    try:
+        row = work()
+    except (torch.OutOfMemoryError, ConfigError) as error:
+        row = {"error": "out of memory" if isinstance(error, torch.OutOfMemoryError) else "refused", "message": str(error).splitlines()[0]}
+    free_memory()
+    return row
+
+
+def free_memory() -> None:
+    """Give back what nobody holds any more, and count the peak from here."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib() -> float:
+    """The most that torch held since ``free_memory``."""
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def peer_versions() -> dict[str, str]:
+    """Of what transformers' rows depend on."""
+    return versions() | {"transformers": importlib.metadata.version("transformers")}
+
+
+def _measure(kind: str, time: Callable[[Case], Row], engine: str, cases: Sequence[Case], out: Path) -> None:
+    card, known = measure_card(), native_versions() if engine == "native" else peer_versions()
+    allocate_in_pages()
+    for case in cases:
+        row = measured(lambda case=case: time(case))
+        RowWriter(out, engine, case.mode, case.shape, card, known).write(kind=kind, **case.fields, **row)

@@ -15,7 +15,7 @@ from isobit.run.loop import train
 
 MakeConfig = Callable[..., RunConfig]
 PLACES = [
-    (checkpoint_format, "save_file"),
+    (checkpoint_format, "write_tensors"),
     (checkpoint_format, "sync"),
     (checkpoint_format, "commit_folder"),
     (storage, "sync"),

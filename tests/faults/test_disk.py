@@ -15,6 +15,7 @@ from isobit.config.schema import RunConfig
 from isobit.errors import StorageError
 from isobit.run import storage
 from isobit.run.checkpoint import format as checkpoint_format
+from isobit.run.checkpoint import space
 from isobit.run.loop import train
 
 MakeConfig = Callable[..., RunConfig]
@@ -22,8 +23,8 @@ MakeConfig = Callable[..., RunConfig]
 
 def test_too_little_space_is_said_before_anything_is_written(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
-    monkeypatch.setattr(storage, "free_bytes", lambda path: 1000)
-    with pytest.raises(StorageError, match=r"a checkpoint and the trained model needs [\d,]+ bytes, but 1,000 are free"):
+    monkeypatch.setattr(space, "free_bytes", lambda path: 1000)
+    with pytest.raises(StorageError, match=r"disk: 4.42 MiB of 0.977 KiB free.*at most 3 at once.*lower checkpoint.keep_last"):
         train(config)
     assert not config.output.exists()
 
@@ -79,23 +80,34 @@ def test_a_file_size_quota_stops_the_run_with_bytes(values: dict[str, Any], tmp_
 
 
 def test_a_small_file_system_stops_the_run_and_it_goes_on_with_more_space(
-    values: dict[str, Any], make_config: MakeConfig, outcome: Callable[[Path], dict[str, Any]], expected: dict[str, Any], tmp_path: Path
+    values: dict[str, Any],
+    make_config: MakeConfig,
+    hook: Callable[[str], None],
+    outcome: Callable[[Path], dict[str, Any]],
+    expected: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    """A tmpfs of 4 MiB, mounted in a namespace of the test's own, filled by a neighbour."""
+    """A tmpfs of 6 MiB, mounted in a namespace of the test's own; in step 5 a neighbour leaves it 1 MiB."""
+    config = make_config()
     recipe, small, kept = tmp_path / "recipe.toml", tmp_path / "small", tmp_path / "run"
     small.mkdir()
     recipe.write_text(tomli_w.dumps({**values, "output": str(small / "run")}), encoding="utf-8")
+    hook(
+        "import shutil\n"
+        f"if call == 2 * 3 + 4 * 16 + 3: hook.unlink(); open({str(small / 'neighbour')!r}, 'wb').write("
+        f"bytes(shutil.disk_usage({str(small)!r}).free - (1 << 20)))"
+    )
     script = (
-        f"mount -t tmpfs -o size=4m tmpfs {small} || exit 99; "
+        f"mount -t tmpfs -o size=6m tmpfs {small} || exit 99; "
         f"{sys.executable} -m isobit.cli.main train {recipe}; code=$?; cp -r {small}/run {kept}; exit $code"
     )
     done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False)
     if done.returncode not in (0, 2) or "unshare failed" in done.stderr:
         pytest.skip(f"no namespace of our own here: {done.stderr[-200:]}")
-    assert done.returncode == 2, "two checkpoints of 1.4 MB fit in 4 MiB, a third beside them does not"
+    assert done.returncode == 2, "two checkpoints of 1.4 MB fit, a third beside them does not"
     assert "error: the checkpoint of step 6 needs 1," in done.stderr and "are free" in done.stderr
     assert sorted(path.name for path in (kept / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
-    train(make_config(), resume=True)
+    train(config, resume=True)
     assert outcome(kept) == expected
 
 

@@ -26,10 +26,14 @@ def masters(rows: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "columns"), [(384, 512), (512, 896)])
 def test_bytes_of_the_specification(kind: ScaleKind, rows: int, columns: int) -> None:
     out = QuantTensor.empty_blocks(rows, columns, torch.device("cuda"))
+    changed = torch.empty(rows // 128, columns // 128, dtype=torch.int32, device="cuda")
     places = out.values.data_ptr(), out.scales.data_ptr()
     for master in (masters(rows, columns), torch.randn(rows, columns)):
-        publish_blocks(master.cuda(), out, kind)
+        before = out.values.view(torch.uint8).cpu()
+        publish_blocks(master.cuda(), out, kind, changed)
         expected = quantise_blocks(master.bfloat16(), kind)
         assert torch.equal(out.values.view(torch.uint8).cpu(), expected.values.view(torch.uint8))
         assert torch.equal(out.scales.view(torch.int32).cpu(), expected.scales.view(torch.int32))
+        differs = before != expected.values.view(torch.uint8)
+        assert torch.equal(changed.cpu(), differs.view(rows // 128, 128, columns // 128, 128).sum((1, 3)).int())
     assert places == (out.values.data_ptr(), out.scales.data_ptr())

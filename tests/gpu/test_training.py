@@ -17,11 +17,11 @@ LENGTHS = (5, 130, 1, 300, 64)
 MakePolicy = Callable[..., Policy]
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1000, (sum(LENGTHS),), generator=generator)
+    ids = torch.randint(vocab_size, (sum(LENGTHS),), generator=generator)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    return ids, positions, torch.randint(1000, (sum(LENGTHS),), generator=generator), torch.randn(sum(LENGTHS), generator=generator)
+    return ids, positions, torch.randint(vocab_size, (sum(LENGTHS),), generator=generator), torch.randn(sum(LENGTHS), generator=generator)
 
 
 def log_probs_of(policy: Policy, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ def log_probs_of(policy: Policy, hidden: torch.Tensor, targets: torch.Tensor) ->
 
 def gradients(policy: Policy, recompute: Recompute = "none") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities, and the gradients of their weighted sum by master, all on the host."""
-    ids, positions, targets, weights = batch()
+    ids, positions, targets, weights = batch(policy.config.vocab_size)
     if policy.device.type == "cpu":
         hidden = decoder.packed_hidden_states(policy, ids, positions, LENGTHS)
     else:
@@ -66,7 +66,7 @@ def test_gradients_against_the_cpus(shape: str, preset: Preset, make_policy: Mak
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])
 def test_the_forward_has_the_same_bits_with_gradients_and_without(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
     policy = make_policy(shape, preset)
-    ids, positions, targets, _ = batch()
+    ids, positions, targets, _ = batch(policy.config.vocab_size)
     with torch.no_grad():
         plain = log_probs_of(policy, decoder.packed_hidden_states(policy, ids, positions, LENGTHS), targets).cpu()
     assert torch.equal(gradients(policy)[0], plain)

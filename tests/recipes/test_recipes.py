@@ -129,4 +129,4 @@ def test_the_starter_recipe_has_the_shape_and_the_sizes_of_its_text() -> None:
     config = load_recipe(SftConfig, RECIPES / "starter.toml")
     assert config.from_scratch is not None
     assert config.from_scratch.max_positions == 512
-    assert (config.training.steps, config.training.prompts_per_step, config.data.shuffle) == (700, 96, False)
+    assert (config.training.steps, config.training.prompts_per_step, config.data.shuffle) == (1000, 96, False)

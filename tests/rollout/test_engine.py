@@ -1,5 +1,7 @@
 """The engine over a model that hashes what it finds in its pages, against a plain loop."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -7,13 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isobit.config.schema import RolloutConfig
 from isobit.errors import ConfigError, NonFiniteError
 from isobit.records import Completion
+from isobit.rollout.engine import Engine
 from isobit.rollout.pages import pages_for
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
 
-from .history_model import FakeConfig, FakePolicy, make_engine, plain_samples, request
+from .delayed_runner import DelayedRunner
+from .history_model import FakeConfig, FakePolicy, HistoryModel, make_engine, plain_samples, request
 
 
 def tokens_and_logprobs(groups: list[list[Completion]]) -> list[list[tuple[list[int], list[float]]]]:
@@ -257,3 +262,28 @@ def test_a_gpu_without_memory_names_the_keys_that_lower_it(monkeypatch: pytest.M
         with pytest.raises(ConfigError, match=r"Tried to allocate 3\.00 GiB\.\): lower rollout\.kv_memory"):
             engine.generate([request(0, 5)])
     assert engine.generate([request(0, 5)]), "the engine goes on"
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_what_was_released_is_made_again_with_the_same_pages_and_draws_the_same(pipelined: bool) -> None:
+    made: list[tuple[int, weakref.ref[Any]]] = []
+
+    def make(_: Any, num_pages: int) -> Any:
+        runner = DelayedRunner(HistoryModel(num_pages)) if pipelined else HistoryModel(num_pages)
+        made.append((num_pages, weakref.ref(runner)))
+        return runner
+
+    policy: Any = FakePolicy()
+    engine = Engine(policy, RolloutConfig(kv_pages=13, max_sequences=3, max_batched_tokens=37), None, 0, make)
+    requests = [request(i, 30 + 50 * i, samples=2) for i in range(3)]
+    before = engine.generate(requests)
+    gc.disable()  # nothing but the engine may hold the runner: memory that waits for a collection is not given back
+    try:
+        engine.release()
+        assert made[0][1]() is None
+    finally:
+        gc.enable()
+    engine.release()
+    engine.check(requests)
+    assert engine.generate(requests) == before
+    assert [pages for pages, _ in made] == [13, 13]

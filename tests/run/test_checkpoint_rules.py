@@ -34,6 +34,12 @@ def test_the_best_is_the_first_with_the_highest_value() -> None:
     assert best_step({2: None}) is None
 
 
+def test_to_keep_none_and_some_is_a_contradiction() -> None:
+    for more in ({"keep_every": 4}, {"keep_best": "eval/held_out/accuracy"}):
+        with pytest.raises(ValueError, match="keep_last = 0 writes no checkpoint"):
+            CheckpointConfig.model_validate({"keep_last": 0, **more})
+
+
 def test_differing_keys_are_dotted_and_hold_both_values() -> None:
     saved = {"a": {"b": 1, "c": [1, 2]}, "d": {}, "gone": 1}
     now = {"a": {"b": 2, "c": (1, 2)}, "d": {"e": 5}, "gone": 1}

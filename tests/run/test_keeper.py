@@ -1,13 +1,17 @@
 """Which checkpoints a run leaves."""
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from isobit.config.schema import RunConfig
-from isobit.errors import ConfigError
+from isobit.errors import ConfigError, RewardError
+from isobit.run import console
+from isobit.run.checkpoint import start
 from isobit.run.loop import train
 
 MakeConfig = Callable[..., RunConfig]
@@ -29,6 +33,43 @@ def test_the_checkpoints_asked_for_are_left(checkpoint: dict[str, int], left: li
     config = make_config(training={"steps": 5}, checkpoint=checkpoint)
     train(config)
     assert left_by(config) == [f"step_{step:06}" for step in left]
+
+
+def test_none_is_written_where_none_is_to_be_kept(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config(checkpoint={"keep_last": 0, "every": 1})
+    train(config)
+    assert not (config.output / "checkpoints").exists() and (config.output / "model").exists()
+    stopped = make_config(
+        write_stopping_reward(config.output.parent),
+        output=config.output.with_name("stopped"),
+        data={"eval": {}},
+        checkpoint={"keep_last": 0},
+    )
+    with pytest.raises(RewardError):
+        train(stopped)
+    assert "checkpoint: none, since checkpoint.keep_last is 0" in capsys.readouterr().out
+    assert not (stopped.output / "checkpoints").exists()
+
+
+def write_stopping_reward(folder: Path) -> str:
+    (folder / "stop.py").write_text("def reward(prompt, completion):\n    raise KeyError('answer')\n")
+    return f"{folder / 'stop.py'}:reward"
+
+
+def test_large_files_are_announced_with_their_size_and_then_the_seconds(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(training={"steps": 1})
+    train(config)
+    assert "writing" not in capsys.readouterr().out, "small ones are not worth a line"
+    monkeypatch.setattr(console, "LARGE", 0)
+    monkeypatch.setattr(start, "LARGE", 0)
+    train(config.model_copy(update={"training": config.training.model_copy(update={"steps": 2})}), resume=True)
+    printed = capsys.readouterr().out
+    assert "checking the checkpoint of step 1: 2.46 MiB" in printed
+    assert re.search(
+        r"writing the checkpoint of step 2: 2\.\d+ MiB\nwritten in \d+ s\nwriting the trained model: 4\d\d KiB\nwritten in \d+ s\n", printed
+    )
 
 
 def test_the_best_is_written_and_kept(make_config: MakeConfig, write_reward: Callable[[str], str]) -> None:

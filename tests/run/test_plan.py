@@ -1,16 +1,21 @@
 """A dry run says what a run would use, refuses what the run would refuse, and touches nothing."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from isobit.config.schema import RunConfig
 from isobit.errors import CheckpointError, ConfigError, DataError, IsobitError, RequestError, RewardError
 from isobit.models import policy
+from isobit.run import plan as planning
+from isobit.run import setup
 from isobit.run.machine import Memory
+from isobit.run.memory import MemoryEstimate
 from isobit.run.plan import describe_plan, plan_run
 from isobit.run.setup import prepare
 
@@ -29,6 +34,7 @@ def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
     assert plan.model.config == run.model.policy.config
     assert plan.training_prompts == run.sampler.state()["prompts"]
     assert plan.evaluation_problems == {name: len(prompts) for name, prompts in run.evaluator.sets.items()}
+    assert isinstance(plan.memory, MemoryEstimate)
     assert plan.memory.size("masters") == sum(4 * master.numel() for master in run.model.policy.parameters())
 
 
@@ -83,3 +89,33 @@ def test_a_used_directory_is_refused_unless_a_run_goes_on_in_it(make_config: Mak
     with pytest.raises(ConfigError, match="already holds files"):
         plan_run(config)
     plan_run(config, resume=True)
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, total: int, main_memory: int = 1 << 40) -> None:
+    for module in (planning, setup):
+        monkeypatch.setattr(module, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(setup, "device_memory", lambda: total)
+    monkeypatch.setattr(setup, "read_memory", lambda: Memory(1 << 40, main_memory))
+
+
+def test_a_run_on_a_gpu_is_planned_with_its_memory(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch, 8 << 30)
+    text = "\n".join(describe_plan(plan_run(make_config(rollout={"kv_pages": 50})), PLENTY))
+    assert re.search(r"GPU memory, of 8 GiB: +rollout +training", text)
+    assert "50 pages of 128 tokens in rollout; micro-batches of up to 102 tokens in training" in text
+    with pytest.raises(RequestError, match="2 pages of 128 tokens, and the KV cache has 1"):
+        plan_run(make_config(rollout={"max_new_tokens": 150, "kv_pages": 1}))
+
+
+def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "load_policy", None)
+    on_a_gpu(monkeypatch, 1 << 30)
+    for start in (plan_run, prepare):
+        with pytest.raises(ConfigError, match="training a micro-batch of 102 tokens would take"):
+            start(make_config())
+    on_a_gpu(monkeypatch, 8 << 30, main_memory=1000)
+    for start in (plan_run, prepare):
+        with pytest.raises(ConfigError, match=r"offload_moments puts [\d.]+ MiB into main memory, and 0\.977 KiB are free"):
+            start(make_config(training={"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 3, "offload_moments": True}))

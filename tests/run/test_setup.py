@@ -35,7 +35,7 @@ def refused(config: RunConfig, kind: type[IsobitError], match: str) -> None:
         ({"training": {"updates_per_batch": 3}}, ConfigError, "training.updates_per_batch is 3, but a step has 2 prompts"),
         ({"evaluation": {"samples": 4}}, ConfigError, "evaluation.samples is 4, but evaluation.temperature is 0"),
         ({"precision": {"modules_bf16": ["mlp"]}}, ConfigError, "names 'mlp', which the model does not have"),
-        ({"data": {"max_prompt_tokens": 8}}, DataError, "prompt held_out/0 .* has 9 tokens, more than data.max_prompt_tokens = 8"),
+        ({"data": {"max_prompt_tokens": 8}}, DataError, "prompt train/0 .* has 9 tokens, more than data.max_prompt_tokens = 8"),
         ({"reward": "no_such_module:reward"}, RewardError, "no_such_module"),
         ({"reward": "reasoning_gym"}, RewardError, "comes from no reasoning-gym task"),
         ({"model": "no/such/folder"}, CheckpointError, "no/such/folder is not a folder"),

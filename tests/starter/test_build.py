@@ -60,6 +60,6 @@ def test_the_card_tells_of_the_run_that_made_the_weights(
     assert "3 held-out problems" in capsys.readouterr().out
     card = (tmp_path / "run" / "model" / "README.md").read_text(encoding="utf-8")
     assert "1 updates of 96 answers in the `bf16` flow" in card
-    assert "A Qwen3 decoder of 869,760 parameters" in card
+    assert "A Qwen3 decoder of 870,016 parameters" in card
     assert "{" not in card
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1

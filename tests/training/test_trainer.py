@@ -148,9 +148,7 @@ def test_the_first_forward_is_compared_with_what_was_recorded(make_trainer: Make
     assert comparison.max_abs_diff == pytest.approx(0.25, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("factor", "reason"), [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (1e37, "the gradient ")]
-)
+@pytest.mark.parametrize(("factor", "reason"), [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (1e37, "the gradient ")])
 def test_a_step_that_is_not_finite_changes_nothing(
     factor: float, reason: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
 ) -> None:

@@ -121,7 +121,7 @@ class RolloutConfig(Strict):
     """Pages of the KV cache, of 64 tokens on a CPU and 128 on a GPU; by default as many as ``max_sequences`` of full length need,
     within ``kv_memory_gib``."""
     kv_memory_gib: float | None = Field(default=None, gt=0)
-    """By default 2 on a CPU, and on a GPU what is free when the engine starts."""
+    """By default 2 on a CPU, and on a GPU what is free when the engine starts, or what the plan of a training run leaves."""
 
 
 class AlgorithmConfig(Strict):
@@ -195,12 +195,18 @@ class CheckpointConfig(Strict):
 
     every: int = Field(default=10, ge=0)
     """Steps between checkpoints; 0 is only at the end or when the run is interrupted."""
-    keep_last: int = Field(default=2, gt=0)
-    """Keep that many of the newest."""
+    keep_last: int = Field(default=2, ge=0)
+    """Keep that many of the newest; 0 writes none at all, for a disk that has no room: a run that ends early then begins anew."""
     keep_every: int = Field(default=0, ge=0)
     """Also keep those of every that many steps (a multiple of ``every``); 0 keeps none for this reason."""
     keep_best: str | None = None
     """Also write and keep the one with the highest value of this evaluation figure, for example ``eval/held_out/accuracy``."""
+
+    @model_validator(mode="after")
+    def _none_or_some(self) -> "CheckpointConfig":
+        if self.keep_last == 0 and (self.keep_every or self.keep_best):
+            raise ValueError("keep_last = 0 writes no checkpoint, so that keep_every and keep_best have none to keep; leave them out")
+        return self
 
 
 class CheckConfig(Strict):

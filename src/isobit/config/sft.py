@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from isobit.config.schema import (
+    Device,
     EvaluationConfig,
     HfData,
     JsonlData,
@@ -81,6 +82,8 @@ class SftConfig(Strict):
     output: Path
     """The run's directory; it must be new or empty."""
     precision: PrecisionConfig = PrecisionConfig()
+    device: Device = "auto"
+    """``auto`` takes a Hopper GPU where there is one that computes the model."""
     seed: int = 0
     threads: int | None = Field(default=None, gt=0)
     """CPU threads; by default torch's choice.  Gradients repeat bit for bit at a fixed number."""

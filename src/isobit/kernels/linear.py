@@ -42,9 +42,22 @@ class LinearWeight:
         """The same matrix with a bias, from its master [N]."""
         return replace(self, bias=bias.detach().to(torch.float32 if self.site.forward == "fp32" else torch.bfloat16, copy=True))
 
-    def overwrite(self, master: torch.Tensor) -> None:
-        """Publish newer values of the matrix into the same tensors."""
-        _published(self.site, master.detach(), self.matrix)
+    def overwrite(self, master: torch.Tensor) -> torch.Tensor:
+        """Publish newer values of the matrix into the same tensors; -> how many numbers are others now, int64, on their device.
+
+        In E4M3 a number is its byte, and scales do not count.
+        """
+        master = master.detach()
+        if isinstance(self.matrix, QuantTensor) and master.is_cuda:
+            from isobit.kernels.hopper.publish import publish_blocks
+
+            changed = torch.empty(self.matrix.scales.shape, dtype=torch.int32, device=master.device)
+            publish_blocks(master, self.matrix, self.site.scales, changed)
+            return changed.sum()
+        made = _published(self.site, master)
+        changed = (_numbers(made) != _numbers(self.matrix)).sum()
+        self.matrix.copy_(made)  # pyright: ignore[reportArgumentType] (both of one kind: the site says which)
+        return changed
 
     def dequantised(self) -> torch.Tensor:
         """FP32 [N, K]: the matrix that the forward multiplies with."""
@@ -55,28 +68,26 @@ class LinearWeight:
         return (blocks * scales[:, None, :, None]).view_as(values)
 
 
-def _published(site: Site, master: torch.Tensor, into: QuantTensor | torch.Tensor | None = None) -> QuantTensor | torch.Tensor:
-    """The matrix that a device's GEMM reads, in new tensors or in those of ``into``."""
+def _published(site: Site, master: torch.Tensor) -> QuantTensor | torch.Tensor:
+    """The matrix that a device's GEMM reads."""
     if master.is_cuda:
-        return _published_on_gpu(site, master, into)
+        return _published_on_gpu(site, master)
     source = master if site.forward == "fp32" else master.bfloat16()
-    made = quantise_blocks(source, site.scales) if site.forward == "e4m3" else snap_rows(source)
-    if into is None:
-        return made
-    into.copy_(made)  # pyright: ignore[reportArgumentType] (both of one kind: the site says which)
-    return into
+    return quantise_blocks(source, site.scales) if site.forward == "e4m3" else snap_rows(source)
 
 
-def _published_on_gpu(site: Site, master: torch.Tensor, into: QuantTensor | torch.Tensor | None) -> QuantTensor | torch.Tensor:
+def _published_on_gpu(site: Site, master: torch.Tensor) -> QuantTensor | torch.Tensor:
     if site.forward != "e4m3":
-        assert into is None or isinstance(into, torch.Tensor)
-        return master.to(DTYPES[site.forward], copy=True) if into is None else into.copy_(master)
+        return master.to(DTYPES[site.forward], copy=True)
     from isobit.kernels.hopper.publish import publish_blocks
 
-    target = QuantTensor.empty_blocks(*master.shape, device=master.device) if into is None else into
-    assert isinstance(target, QuantTensor)
-    publish_blocks(master, target, site.scales)
-    return target
+    made = QuantTensor.empty_blocks(*master.shape, device=master.device)
+    publish_blocks(master, made, site.scales)
+    return made
+
+
+def _numbers(matrix: QuantTensor | torch.Tensor) -> torch.Tensor:
+    return matrix.values.view(torch.uint8) if isinstance(matrix, QuantTensor) else matrix
 
 
 def linear_forward(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

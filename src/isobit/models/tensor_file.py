@@ -33,13 +33,16 @@ def write_tensors(
     digest = hashlib.sha256(header)
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
         file.write(header)
-        for name in names:
-            tensor = value(name).detach()
+
+        def write(name: str, tensor: torch.Tensor) -> None:
             assert (tensor.shape, tensor.dtype) == (layout[name].shape, layout[name].dtype), f"{name} is not what the layout says"
-            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             hashed = hashing.submit(digest.update, data)
             file.write(data)
             hashed.result()
+
+        for name in names:
+            write(name, value(name))
     return digest.hexdigest()
 
 

@@ -1,7 +1,8 @@
 """How many pages the KV cache gets: what the configuration says, or what its memory holds and its sequences can need.
 
 On a CPU the memory is 2 GiB unless the configuration names another figure.  On a GPU it is what is free when the engine starts, less what a
-forward and the loss of a packed batch take beside the cache; the weights are there already.
+forward and the loss of a packed batch take beside the cache; the weights are there already.  A run that trains on the GPU sets ``kv_pages``
+from its plan instead (``isobit.run.gpu_memory``): what is free at its start is not what is free between its steps.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from isobit.rollout.pages import pages_for
 _GIB = 1 << 30
 _CPU_GIB = 2.0
 _CPU_TOKENS, _GPU_TOKENS = 2048, 16384
-_GPU_RESERVE = 4 * _GIB
+GPU_RESERVE = 4 * _GIB
 """Captured graphs, kernels, a chunk of the trainer's logits, gaps between blocks of the allocator."""
 
 
@@ -38,7 +39,7 @@ def choose_num_pages(policy: Policy, config: RolloutConfig) -> int:
     from isobit.kernels.hopper.kv_cache import HopperKvCache
 
     memory = _free_on_gpu(policy, config) if config.kv_memory_gib is None else int(config.kv_memory_gib * _GIB)
-    return _num_pages(policy.config, config, HopperKvCache.page_tokens, HopperKvCache.page_bytes(policy.config, policy.flow), memory)
+    return num_pages_within(policy.config, config, HopperKvCache.page_tokens, HopperKvCache.page_bytes(policy.config, policy.flow), memory)
 
 
 def num_pages_for(shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig) -> int:
@@ -46,11 +47,11 @@ def num_pages_for(shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig
     if config.kv_pages is not None:
         return config.kv_pages
     memory = int((config.kv_memory_gib or _CPU_GIB) * _GIB)
-    return _num_pages(shape, config, KvCache.page_tokens, KvCache.page_bytes(shape, flow), memory)
+    return num_pages_within(shape, config, KvCache.page_tokens, KvCache.page_bytes(shape, flow), memory)
 
 
-def _num_pages(shape: ModelConfig, config: RolloutConfig, page_tokens: int, page_bytes: int, memory: int) -> int:
-    """What ``max_sequences`` of the longest sequences need, as far as ``memory`` goes."""
+def num_pages_within(shape: ModelConfig, config: RolloutConfig, page_tokens: int, page_bytes: int, memory: int) -> int:
+    """What ``max_sequences`` of the longest sequences need, as far as ``memory`` goes.  Raises ConfigError where that is no page."""
     affordable = memory // page_bytes
     if affordable <= 0:
         raise ConfigError(
@@ -64,7 +65,7 @@ def _free_on_gpu(policy: Policy, config: RolloutConfig) -> int:
     """Bytes, after what a forward over all its tokens and the logits of ``max_sequences`` take."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(policy.device)
-    return free - forward_bytes(policy.config, config) - _GPU_RESERVE
+    return free - forward_bytes(policy.config, config) - GPU_RESERVE
 
 
 @contextmanager

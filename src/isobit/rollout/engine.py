@@ -8,11 +8,16 @@ is there and leave their place when they end; nobody waits for a batch to finish
 What a sample's tokens and log-probabilities are does not depend on any of that: rows of a forward do not see each other, noise is
 keyed by the sample, and K and V computed again have the bits they had.  Chunking, sharing, preemption and the sizes in
 ``RolloutConfig`` change the time a call takes, nothing else.
+
+Where a trainer shares the GPU, cache and trainer take turns in its memory: ``release`` gives the cache back until the next call.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
+
+import torch
 
 from isobit.config.schema import RolloutConfig
 from isobit.models.policy import Policy
@@ -56,15 +61,24 @@ class Engine:
         self._batched_tokens = batched_tokens(config, on_gpu=policy.device.type != "cpu")
         self._tokenizer = tokenizer
         self._seed = seed
-        with out_of_memory_named():
-            self._runner = make_runner(policy, num_pages) if make_runner else default_runner(policy, num_pages, config.max_sequences)
+        self._make_runner = partial(make_runner or partial(default_runner, max_sequences=config.max_sequences), policy, num_pages)
+        self._made: ModelRunner | PipelineRunner | None = None
         self._limits = Limits(
-            policy.config.max_positions, policy.config.vocab_size, num_pages, self._runner.page_tokens, tokenizer is not None
+            policy.config.max_positions, policy.config.vocab_size, num_pages, self._runner().page_tokens, tokenizer is not None
         )
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse, with a RequestError and before anything runs, requests that can never be served."""
         check_requests(requests, self._limits)
+
+    def release(self) -> None:
+        """Give the memory of the KV cache and of the captured graphs back to the device; the weights stay.
+
+        The next ``generate`` makes them again, at other addresses, with as many pages: its bits are those that it would have had.
+        """
+        self._made = None  # the graphs hold addresses of the cache, and go with it
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def generate(self, requests: Sequence[Request], progress: Callable[[Progress], None] | None = None) -> list[list[Completion]]:
         """The completions of each request, in the order of the requests and of their samples.
@@ -81,13 +95,21 @@ class Engine:
         self.stats = EngineStats()
         groups = self._make_samples(requests)
         samples = [sample for group in groups for sample in group]
+        runner = self._runner()
         try:
             with out_of_memory_named():
-                self._run(samples, progress)
+                self._run(runner, samples, progress)
         except BaseException:
-            self._runner.clear()  # samples are left half done; and a NaN left in a page would poison whoever is given the page next
+            runner.clear()  # samples are left half done; and a NaN left in a page would poison whoever is given the page next
             raise
         return [[sample.completion(self._tokenizer) for sample in group] for group in groups]
+
+    def _runner(self) -> ModelRunner | PipelineRunner:
+        """What runs the model, made now if it was given back or never made."""
+        if self._made is None:
+            with out_of_memory_named():
+                self._made = self._make_runner()
+        return self._made
 
     def _make_samples(self, requests: Sequence[Request]) -> list[list[Sample]]:
         lengths = [request.max_length(self._limits.context) for request in requests]
@@ -98,15 +120,15 @@ class Engine:
             groups.append([Sample(prompt, index, self._seed, length, max_pages, self._tokenizer) for index in range(request.samples)])
         return groups
 
-    def _run(self, samples: Sequence[Sample], progress: Callable[[Progress], None] | None) -> None:
+    def _run(self, runner: ModelRunner | PipelineRunner, samples: Sequence[Sample], progress: Callable[[Progress], None] | None) -> None:
         started_at = perf_counter()
         allocator = PageAllocator(self._limits.num_pages, self._limits.page_tokens)
-        executor = self._make_executor()
+        executor = self._make_executor(runner)
         scheduler = Scheduler(samples, allocator, executor, self._config.max_sequences, self._batched_tokens, self.stats)
-        version = self._runner.version
+        version = runner.version
         while not scheduler.is_done:
-            if self._runner.version != version:
-                version = self._runner.version
+            if runner.version != version:
+                version = runner.version
                 scheduler.drop_all_pages()
                 self.stats.weight_changes += 1
             executor.step(scheduler, version)
@@ -117,7 +139,7 @@ class Engine:
         executor.settle()
         assert allocator.num_free == allocator.num_pages, "a finished batch holds no pages"
 
-    def _make_executor(self) -> DirectExecutor | PipelinedExecutor:
-        if isinstance(self._runner, PipelineRunner):
-            return PipelinedExecutor(self._runner, self.stats)
-        return DirectExecutor(self._runner, self.stats)
+    def _make_executor(self, runner: ModelRunner | PipelineRunner) -> DirectExecutor | PipelinedExecutor:
+        if isinstance(runner, PipelineRunner):
+            return PipelinedExecutor(runner, self.stats)
+        return DirectExecutor(runner, self.stats)

@@ -36,7 +36,9 @@ from isobit.rollout.scheduler import Plan
 from isobit.rollout.sequence import Sample
 
 _SLOW_CAPTURE = 1.0
-"""Seconds from which a capture is worth a line: kernels were compiled."""
+"""Seconds from which a first capture is worth a line: kernels were compiled."""
+_compiled: set[tuple[object, ...]] = set()
+"""What this process has captured before, whose kernels it has: a runner that is made again captures again, but compiles nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +164,12 @@ class GraphRunner:
             started = perf_counter()
             self._graphs[key] = self._capture(size, parts * PART, filtered)
             seconds = perf_counter() - started
-            if seconds > _SLOW_CAPTURE:
+            kernels = (self._policy.config, self._policy.flow, *key)
+            if seconds > _SLOW_CAPTURE and kernels not in _compiled:
                 print(
                     f"isobit: kernels for {size} decoding sequences were compiled or loaded in {seconds:.1f} s", file=sys.stderr, flush=True
                 )
+            _compiled.add(kernels)
         return self._graphs[key]
 
     def _capture(self, size: int, max_length: int, filtered: bool) -> _CapturedStep:

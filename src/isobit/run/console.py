@@ -6,6 +6,7 @@ bar and no colour: the lines are the same.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -16,9 +17,13 @@ from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow
 from isobit.rollout.progress import Progress
 from isobit.run.eval_result import EvalResult
+from isobit.run.machine import gib
 from isobit.run.metrics import Metrics
 from isobit.run.setup import Run
 from isobit.run.summary import Summary
+
+LARGE = 1 << 30
+"""Bytes from which on writing or checking takes so long that it is announced."""
 
 
 class Report:
@@ -38,6 +43,8 @@ class Report:
         self.line(model_line(run.config.model, run.model.policy))
         self.line(f"data: {run.sampler.state()['prompts']} training prompts{dropped}; evaluation problems: {sets}")
         self.flow(run.model.policy.flow)
+        for line in run.turns.plan.describe() if run.turns else ():
+            self.line(line)
 
     def flow(self, flow: PrecisionFlow) -> None:
         """The formats of every site, the fallbacks, and whether the sides are one function."""
@@ -72,6 +79,17 @@ class Report:
         with ProgressBar(*columns, console=self._console, transient=True) as bar:
             bar.add_task(label, total=None)
             yield
+
+    @contextmanager
+    def writing(self, what: str, num_bytes: int) -> Iterator[None]:
+        """A spinner while ``what`` is written; from ``LARGE`` bytes on a line with the size before, and one with the seconds after."""
+        if num_bytes >= LARGE:
+            self.line(f"writing {what}: {gib(num_bytes)}")
+        started_at = perf_counter()
+        with self.busy(f"writing {what}"):
+            yield
+        if num_bytes >= LARGE:
+            self.line(f"written in {perf_counter() - started_at:.0f} s")
 
     def step(self, step: int, steps: int, metrics: Metrics) -> None:
         """Reward, length, entropy, differing tokens, rates and seconds of one step."""
@@ -136,6 +154,10 @@ def describe_summary(summary: Summary) -> list[str]:
         else:
             change = f"mean reward {before:.3f} -> {after:.3f}"
         lines.append(f"{name}: {change} on {figures.problems} problems")
+    lines += [
+        f"GPU memory in {phase}: {memory.peak_gib:.1f} GiB at most, {memory.planned_gib:.1f} planned"
+        for phase, memory in (summary.gpu_memory or {}).items()
+    ]
     lines += [
         f"{summary.preset}: {summary.tokens_differing:,} of {summary.tokens_compared:,} log-probabilities differ in rollout and training",
         f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, {summary.evaluation_seconds:.1f} s for evaluation",

@@ -5,6 +5,7 @@
     tensorboard/        the same figures as TensorBoard events
     completions.jsonl   a few graded completions of each step and evaluation
     rewards.jsonl       every reward that the run was given
+    budget.jsonl        changes of the tokens a micro-batch after an out-of-memory; there only if one came
     checkpoints/        the whole state after some of the steps: ``step_000010``, .. (``isobit.run.checkpoint``)
     model/              the trained policy as a Hugging Face folder, with its tokenizer
     summary.json        the figures at the end
@@ -54,6 +55,11 @@ class RunDirectory:
     def rewards(self) -> Path:
         """Rewards as they were given."""
         return self.root / "rewards.jsonl"
+
+    @property
+    def budget(self) -> Path:
+        """Changes of the tokens a micro-batch."""
+        return self.root / "budget.jsonl"
 
     @property
     def checkpoints(self) -> Path:

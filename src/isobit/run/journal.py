@@ -1,9 +1,11 @@
 """The files of a run that only grow, and how they go back to where a checkpoint was taken.
 
-A checkpoint records the size of each: ``metrics.jsonl``, ``completions.jsonl``, ``rewards.jsonl`` and the event files of TensorBoard.
+A checkpoint records the size of each: ``metrics.jsonl``, ``completions.jsonl``, ``rewards.jsonl``, ``budget.jsonl`` and the event files
+of TensorBoard.
 Everything in them up to there belongs to steps before the checkpoint, and everything after it to steps that a resumed run does again.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,11 +45,11 @@ def check_positions(directory: RunDirectory, recorded: Positions) -> None:
 def rewind(directory: RunDirectory, recorded: Positions) -> None:
     """Cut every file to its recorded size and remove those that were not there.
 
-    ``rewards.jsonl`` stays whole: what lies beyond its position are the rewards of the steps that are done again.
+    ``rewards.jsonl`` and ``budget.jsonl`` stay whole: what lies beyond their positions is wanted for the steps that are done again.
     """
     for path in _journals(directory):
         size = recorded.get(str(path.relative_to(directory.root)))
-        if path == directory.rewards:
+        if path in (directory.rewards, directory.budget):
             continue
         if size is None:
             path.unlink()
@@ -55,6 +57,21 @@ def rewind(directory: RunDirectory, recorded: Positions) -> None:
             os.truncate(path, size)
 
 
+def whole_lines(path: Path, position: int) -> list[bytes]:
+    """The lines after byte ``position``; one that a killed process left unfinished is no line, nor is anything after a damaged one."""
+    lines: list[bytes] = []
+    for line in path.read_bytes()[position:].splitlines(keepends=True):
+        try:
+            whole = line.endswith(b"\n") and isinstance(json.loads(line), dict)
+        except ValueError:
+            whole = False
+        if not whole:
+            break
+        lines.append(line)
+    return lines
+
+
 def _journals(directory: RunDirectory) -> list[Path]:
     events = sorted(directory.tensorboard.iterdir()) if directory.tensorboard.is_dir() else []
-    return [path for path in (directory.metrics, directory.completions, directory.rewards, *events) if path.is_file()]
+    files = (directory.metrics, directory.completions, directory.rewards, directory.budget, *events)
+    return [path for path in files if path.is_file()]

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.records import Group
 from isobit.rewards.grade import GradeStats
+from isobit.run.budget_record import write_change
 from isobit.run.check import check_step
 from isobit.run.checkpoint.start import Start
 from isobit.run.checkpoint.state import Boundary, take_boundary
@@ -24,6 +25,7 @@ from isobit.run.metrics import Metrics, MetricsWriter, step_metrics
 from isobit.run.setup import Run
 from isobit.run.summary import SetSummary, Summary
 from isobit.run.wandb_tracker import open_tracker
+from isobit.training.budget import BudgetChange
 from isobit.training.comparison import Comparison
 from isobit.training.step import StepMetrics
 
@@ -44,16 +46,17 @@ class RunLog:
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
         tracker = open_tracker(run.config.tracking, self.directory.root, run.config.model_dump(mode="json"))
-        self._metrics = self._files.enter_context(MetricsWriter(self.directory.metrics, self.directory.tensorboard, tracker))
+        self._metrics = self._files.enter_context(MetricsWriter(self.directory.metrics, self.directory.tensorboard, tracker, report.line))
         self._completions = self._files.enter_context(self.directory.completions.open("a", encoding="utf-8"))
         self._evaluations: dict[int, dict[str, EvalResult]] = {}
         self._comparison = Comparison()
         self._totals = {"tokens": 0, "failed": 0, "skipped": 0}
-        self._seconds = {"rollout": 0.0, "grading": 0.0, "training": 0.0, "evaluation": 0.0}
+        self._seconds = {"rollout": 0.0, "grading": 0.0, "training": 0.0, "evaluation": 0.0, "offload": 0.0}
         if start.log is not None:
             self._restore(start.log)
         self.boundary: Boundary = self._take_boundary(start.step)
         """The last moment between two steps: what a checkpoint holds."""
+        run.trainer.budget.on_change = self._budget_changed
 
     def __enter__(self) -> Self:
         return self
@@ -65,6 +68,7 @@ class RunLog:
         """The figures of one step: a line of metrics, a line on the console, a few completions."""
         seconds = self._take_seconds()
         metrics = step_metrics(groups, grades, self._run.engine.stats, trained, seconds, self._run.config.training.epochs)
+        metrics |= self._run.turns.figures() if self._run.turns else {}
         self._metrics.write(step, metrics)
         self._write_completions(step, "train", groups)
         self._comparison += trained.comparison
@@ -122,10 +126,16 @@ class RunLog:
             rollout_seconds=seconds["rollout"],
             evaluation_seconds=seconds["evaluation"],
             evaluations=sets,
+            gpu_memory=self._run.turns.summary() if self._run.turns else None,
         )
         summary.write(self.directory.summary)
         self._report.summary(summary)
         return summary
+
+    def _budget_changed(self, change: BudgetChange) -> None:
+        step = self.boundary.step + 1
+        write_change(self.directory.budget, step, change)
+        self._report.line(describe_change(step, change))
 
     def _take_boundary(self, step: int) -> Boundary:
         state = {
@@ -140,7 +150,7 @@ class RunLog:
         for step, made in state["evaluations"].items():
             self._evaluations[int(step)] = {name: EvalResult.from_json(result) for name, result in made.items()}
         self._comparison = Comparison(**state["comparison"])
-        self._totals, self._seconds = dict(state["totals"]), dict(state["seconds"])
+        self._totals, self._seconds = dict(state["totals"]), {**self._seconds, **state["seconds"]}
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()
@@ -153,6 +163,16 @@ class RunLog:
             line = completion_line(step, source, group, self._run.model.tokenizer)
             self._completions.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._completions.flush()
+
+
+def describe_change(step: int, change: BudgetChange) -> str:
+    """What an out-of-memory changed, for the console."""
+    if change.new > change.old:
+        return f"step {step}: a resumed run tries {change.new:,} tokens a micro-batch again"
+    return (
+        f"step {step}: out of memory with {change.old:,} tokens a micro-batch; the update is done again with {change.new:,}, "
+        "as is every later one"
+    )
 
 
 def completion_line(step: int, source: str, group: Group, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

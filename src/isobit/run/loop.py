@@ -35,7 +35,8 @@ def train(config: RunConfig, report: Report | None = None, resume: bool = False)
     with begin(config, resume, report.line) as start:
         with report.busy("loading"):
             run = prepare(config)
-            start.restore(run)
+            with run.training_turn(clock):
+                start.restore(run)
         report.start(run)
         rewards = start.rewards
         with Interruption() as interruption, disk_errors(config.output, "the files of the run"):
@@ -50,7 +51,7 @@ def train(config: RunConfig, report: Report | None = None, resume: bool = False)
                     with clock("grading"), report.busy("grading"):
                         grades = rewards.grade(groups, run.reward, config.reward.max_failed_fraction)
                     interruption.check()
-                    with clock("training"), report.busy("training"):
+                    with clock("training"), report.busy("training"), run.training_turn(clock):
                         trained = train_on_groups(run.trainer, groups, run.algorithm)
                     log.step(step, groups, grades, trained)
                     if evaluation_is_due(config, step):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from isobit.run.model import LoadedModel
 from isobit.run.setup import Run
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
+_GPU_LIBRARIES = ("triton", "sgl-deep-gemm")
 
 
 def manifest(run: Run) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def manifest_of(model: LoadedModel, data: Mapping[str, Any], config: Strict) -> 
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
-        **environment(),
+        **environment(policy.device),
         "machine": machine(),
         "model": {
             "folder": str(model.folder),
@@ -55,17 +56,26 @@ def manifest_of(model: LoadedModel, data: Mapping[str, Any], config: Strict) -> 
     }
 
 
-def environment() -> dict[str, Any]:
-    """What the bits of a gradient depend on beside the configuration: versions, instruction set, threads."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the bits of a gradient on a device depend on beside the configuration: versions, GPU or instruction set, threads."""
+    libraries = (*_LIBRARIES, *(_GPU_LIBRARIES if device.type == "cuda" else ()))
     return {
-        "versions": {"isobit": isobit.__version__, "python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
+        "versions": {"isobit": isobit.__version__, "python": platform.python_version(), **{name: _version(name) for name in libraries}},
         "device": {
-            "type": "cpu",
+            "type": device.type,
+            **({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
             "machine": platform.machine(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
         },
     }
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:  # a run that reads JSONL needs no datasets, for example
+        return "not installed"
 
 
 def machine() -> dict[str, Any]:

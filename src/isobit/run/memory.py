@@ -1,4 +1,4 @@
-"""An estimate of the main memory that a run takes, before anything of it exists.
+"""An estimate of the main memory that a run on the CPU takes, before anything of it exists.
 
 P parameters, C hidden size, I intermediate size, V vocabulary, D head size, H query and G KV heads, a bytes of an activation (2, or 4 in
 fp32), f bytes of a number of Q, K, V and of the cache (1, 2 or 4), T tokens of the largest micro-batch, S tokens of the longest
@@ -98,8 +98,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The estimate for sequences of at most ``longest`` tokens.  Raises ConfigError where ``rollout`` gives the cache no page."""
     parameters = sum(prod(sizes) for sizes in master_shapes(shape).values())
-    step_tokens = training.prompts_per_step * training.samples_per_prompt * longest
-    tokens = min(max(training.tokens_per_microbatch, longest), step_tokens)
+    tokens = microbatch_tokens(training, longest)
     microbatch = "training.tokens_per_microbatch"
     pages_key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
     return MemoryEstimate(
@@ -117,8 +116,17 @@ def estimate_memory(
     )
 
 
-def published_bytes(shape: ModelConfig, flow: PrecisionFlow) -> int:
-    """What both sides read, matrices that they share counted once, and the rotary table."""
+def microbatch_tokens(training: TrainingConfig, longest: int) -> int:
+    """Tokens of the largest micro-batch: a sequence is never cut, and a step has only so many."""
+    step = training.prompts_per_step * training.samples_per_prompt * longest
+    return min(max(training.tokens_per_microbatch, longest), step)
+
+
+def published_bytes(shape: ModelConfig, flow: PrecisionFlow, on_gpu: bool = False) -> int:
+    """What both sides read, matrices that they share counted once, and the rotary table.
+
+    A CPU has the head once more, on its grid.
+    """
     size = DTYPES[flow.training.activations].itemsize
     shapes = master_shapes(shape)
     plain = sum(prod(sizes) for name, sizes in shapes.items() if "_proj" not in name)
@@ -128,7 +136,8 @@ def published_bytes(shape: ModelConfig, flow: PrecisionFlow) -> int:
         for name, linear in shape.shape.linears.items()
         for site in {flow.rollout.linear(layer, name), flow.training.linear(layer, name)}
     )
-    return size * (plain + shape.vocab_size * shape.hidden_size) + linears + 4 * shape.max_positions * shape.head_dim
+    head = 0 if on_gpu else shape.vocab_size * shape.hidden_size
+    return size * (plain + head) + linears + 4 * shape.max_positions * shape.head_dim
 
 
 def activation_bytes(shape: ModelConfig, flow: PrecisionFlow, tokens: int) -> int:

@@ -8,16 +8,19 @@ finite is null.  Every line is flushed when written.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from isobit.records import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
 from isobit.training.step import StepMetrics
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Metrics = dict[str, float]
 
@@ -39,6 +42,7 @@ _TRAINING_NAMES = {
     "learning_rate": "learning_rate",
     "grad_norm": "grad_norm",
     "entropy": "entropy",
+    "weight_bytes_changed": "weight_bytes_changed",
     "ratio_mean": "ratio/mean",
     "ratio_max": "ratio/max",
     "clip_fraction_low": "clip_fraction/low",
@@ -101,21 +105,23 @@ def trained_tokens(groups: Sequence[Group]) -> int:
 
 
 class MetricsWriter:
-    """Appends figures to ``metrics.jsonl`` and a TensorBoard folder, and sends them to a tracker if there is one; a context manager."""
+    """Appends figures to ``metrics.jsonl`` and a TensorBoard folder, and sends them to a tracker if there is one; a context manager.
 
-    def __init__(self, jsonl: Path, tensorboard: Path, tracker: Tracker | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    Without the package tensorboard, which ``say`` is told, there are no events.
+    """
 
+    def __init__(self, jsonl: Path, tensorboard: Path, tracker: Tracker | None = None, say: Callable[[str], None] = print) -> None:
         self._tracker = tracker
         self._lines = jsonl.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(tensorboard))
+        self._events = _open_events(tensorboard, say)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._lines.close()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
         if self._tracker is not None:
             self._tracker.close(failed=error is not None)
 
@@ -124,8 +130,18 @@ class MetricsWriter:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._lines.flush()
-        for name, value in metrics.items():
-            self._events.add_scalar(name, value, step)
-        self._events.flush()
+        if self._events is not None:
+            for name, value in metrics.items():
+                self._events.add_scalar(name, value, step)
+            self._events.flush()
         if self._tracker is not None:
             self._tracker.write(step, metrics)
+
+
+def _open_events(folder: Path, say: Callable[[str], None]) -> "SummaryWriter | None":
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        say("note: the package tensorboard is not installed: no events are written; metrics.jsonl has every figure")
+        return None
+    return SummaryWriter(str(folder))

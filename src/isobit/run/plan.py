@@ -21,12 +21,16 @@ from isobit.records import Prompt
 from isobit.rewards.function import load_reward
 from isobit.rollout.cache_size import num_pages_for
 from isobit.rollout.request import Limits, Request, check_requests
-from isobit.run.directory import check_unused
+from isobit.run.checkpoint.format import folders_by_step
+from isobit.run.checkpoint.space import DiskPlan, plan_disk
+from isobit.run.device import choose_device
+from isobit.run.directory import RunDirectory, check_unused
 from isobit.run.evaluate import evaluation_sampling
+from isobit.run.gpu_memory import PAGE_TOKENS, GpuPlan
 from isobit.run.machine import Memory, gib
 from isobit.run.memory import MemoryEstimate, estimate_memory
 from isobit.run.model import DescribedModel, describe_model
-from isobit.run.setup import check_batch, check_best, check_fits
+from isobit.run.setup import check_batch, check_best, check_fits, one_sample_each, plan_for_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,9 @@ class Plan:
     evaluation_problems: Mapping[str, int]
     longest: int
     """Tokens of the longest sequence that training can meet."""
-    memory: MemoryEstimate
+    memory: MemoryEstimate | GpuPlan
+    """Of the device that the run would compute on."""
+    disk: DiskPlan
 
 
 def plan_run(config: RunConfig, resume: bool = False) -> Plan:
@@ -63,10 +69,21 @@ def plan_run(config: RunConfig, resume: bool = False) -> Plan:
     weight_bytes = sum(file.stat().st_size for file in weight_files(model.folder))
     sets = {name: _prompts(config, model, name) for name in config.data.eval}
     prompts, dropped = drop_evaluated(_prompts(config, model, None), sets.values())
-    longest = _check_requests(config, model, flow, prompts, sets)
-    memory = estimate_memory(model.config, flow, config.rollout, config.training, longest)
+    requests = one_sample_each(prompts, model.sampling(config.rollout))
+    longest = max(request.max_length(model.config.max_positions) for request in requests)
+    if choose_device(config.device, model.config, config.precision).type == "cuda":
+        memory = plan_for_gpu(config, model, longest)
+        pages, page_tokens = memory.pages, PAGE_TOKENS
+    else:
+        memory = estimate_memory(model.config, flow, config.rollout, config.training, longest)
+        pages, page_tokens = num_pages_for(model.config, flow, config.rollout), KvCache.page_tokens
+    _check_requests(
+        config, model, requests, sets, Limits(model.config.max_positions, model.config.vocab_size, pages, page_tokens, has_tokenizer=True)
+    )
     problems = {name: len(problems) for name, problems in sets.items()}
-    return Plan(config, model, weight_bytes, flow, len(prompts), dropped, problems, longest, memory)
+    disk = plan_disk(config, folders_by_step(RunDirectory(config.output).checkpoints))
+    disk.check()
+    return Plan(config, model, weight_bytes, flow, len(prompts), dropped, problems, longest, memory, disk)
 
 
 def describe_plan(plan: Plan, memory: Memory | None) -> list[str]:
@@ -84,7 +101,8 @@ def describe_plan(plan: Plan, memory: Memory | None) -> list[str]:
         f"steps: {training.steps} of {samples} samples, {training.updates_per_batch * training.epochs} updates each; "
         f"sequences of at most {plan.longest} tokens",
         *(f"  {line}" for line in describe_flow(plan.flow)),
-        *_describe_memory(plan.memory, memory),
+        *(plan.memory.describe() if isinstance(plan.memory, GpuPlan) else _describe_memory(plan.memory, memory)),
+        plan.disk.describe(),
         "nothing was written; leave out --dry-run to start",
     ]
 
@@ -105,17 +123,11 @@ def _prompts(config: RunConfig, model: DescribedModel, evaluation_set: str | Non
 
 
 def _check_requests(
-    config: RunConfig, model: DescribedModel, flow: PrecisionFlow, prompts: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]]
-) -> int:
-    """Refuse prompts that the engine or the context could not take; the tokens of the longest training sequence."""
-    shape = model.config
-    limits = Limits(
-        shape.max_positions, shape.vocab_size, num_pages_for(shape, flow, config.rollout), KvCache.page_tokens, has_tokenizer=True
-    )
-    sampling, evaluation = model.sampling(config.rollout), evaluation_sampling(config.evaluation, config.rollout, model)
-    training = [Request(prompt, 0, 1, sampling) for prompt in prompts]
+    config: RunConfig, model: DescribedModel, training: Sequence[Request], sets: Mapping[str, Sequence[Prompt]], limits: Limits
+) -> None:
+    """Refuse prompts that the engine or the context could not take."""
+    evaluation = evaluation_sampling(config.evaluation, config.rollout, model)
     problems = [Request(prompt, 0, config.evaluation.samples, evaluation) for name in sets for prompt in sets[name]]
     for requests in (problems, training):
         check_requests(requests, limits)
-        check_fits(requests, shape.max_positions)
-    return max(request.max_length(shape.max_positions) for request in training)
+        check_fits(requests, limits.context)

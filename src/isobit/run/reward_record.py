@@ -18,6 +18,7 @@ from typing import Any
 from isobit.records import Group
 from isobit.rewards.function import RewardFunction
 from isobit.rewards.grade import GradeStats, grade
+from isobit.run.journal import whole_lines
 
 Say = Callable[[str], None]
 
@@ -28,7 +29,7 @@ class RewardRecord:
     def __init__(self, say: Say, path: Path | None = None, position: int = 0) -> None:
         """Go on at byte ``position`` of an older record, if there is one.  Nothing is written before ``open``."""
         self._say = say
-        self._lines = deque(_whole_lines(path, position)) if path is not None and path.is_file() else deque()
+        self._lines = deque(whole_lines(path, position)) if path is not None and path.is_file() else deque()
         self._size = position
         self._unwritten: list[bytes] = []
         self._path: Path | None = None
@@ -102,17 +103,3 @@ def _replay(groups: Sequence[Group], recorded: dict[str, Any]) -> GradeStats:
     failed = sum(recorded["failures"].values())
     completions = sum(len(group.completions) for group in groups)
     return GradeStats(completions - failed, failed, recorded["failures"], recorded["first_error"])
-
-
-def _whole_lines(path: Path, position: int) -> list[bytes]:
-    """The lines after ``position``; one that a killed process left unfinished is no line, nor is anything after a damaged one."""
-    lines: list[bytes] = []
-    for line in path.read_bytes()[position:].splitlines(keepends=True):
-        try:
-            whole = line.endswith(b"\n") and isinstance(json.loads(line), dict)
-        except ValueError:
-            whole = False
-        if not whole:
-            break
-        lines.append(line)
-    return lines

@@ -4,6 +4,7 @@ The cheap refusals come first: a KL penalty is reported before any file is read.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,19 @@ from isobit.config.schema import RunConfig
 from isobit.data.prompts import build_prompts, drop_evaluated
 from isobit.data.sampler import PromptSampler
 from isobit.errors import ConfigError, DataError
-from isobit.records import SamplingParams
+from isobit.models.checkpoint import load_policy
+from isobit.precision.flow import build_flow
+from isobit.records import Prompt, SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
 from isobit.rollout.engine import Engine
 from isobit.rollout.request import Request
+from isobit.run.clock import Clock
+from isobit.run.device import choose_device
 from isobit.run.evaluate import Evaluator, build_evaluator
-from isobit.run.model import LoadedModel, load_model_on
+from isobit.run.gpu_memory import GpuPlan, device_memory, plan_gpu
+from isobit.run.machine import gib, read_memory
+from isobit.run.model import DescribedModel, LoadedModel, describe_model
+from isobit.run.turns import GpuTurns, allocate_in_pages
 from isobit.run.wandb_tracker import check_tracking
 from isobit.training.trainer import Trainer
 
@@ -39,6 +47,12 @@ class Run:
     evaluator: Evaluator
     dropped_prompts: int
     """Training prompts left out because an evaluation set holds them too."""
+    turns: GpuTurns | None
+    """Who has the GPU's memory when; None on a CPU, where engine and trainer have it together."""
+
+    def training_turn(self, clock: Clock) -> AbstractContextManager[None]:
+        """A block in which the trainer may take all the memory that it needs; the engine must not be asked for anything in it."""
+        return nullcontext() if self.turns is None else self.turns.training(clock)
 
     def next_requests(self) -> list[Request]:
         """The prompts of the next step, as the engine takes them."""
@@ -55,19 +69,49 @@ def prepare(config: RunConfig) -> Run:
     reward = load_reward(config.reward.function)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = load_model_on(config.device, config.model, config.precision, trainable=True)
-    engine = Engine(model.policy, config.rollout, model.tokenizer, config.seed)
+    described = describe_model(config.model)
+    device = choose_device(config.device, described.config, config.precision)
+    train = build_prompts("train", config.data.train, described.tokenizer, config.data, described.config.max_positions)
+    sampling = described.sampling(config.rollout)
+    rollout, plan = config.rollout, None
+    if device.type == "cuda":
+        longest = max(request.max_length(described.config.max_positions) for request in one_sample_each(train, sampling))
+        plan = plan_for_gpu(config, described, longest)
+        rollout = rollout.model_copy(update={"kv_pages": plan.pages})
+        allocate_in_pages()
+    policy = load_policy(described.folder, config.precision, device)
+    model = LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
+    engine = Engine(policy, rollout, model.tokenizer, config.seed)
     evaluator = build_evaluator(config, model, engine, reward)
-    train = build_prompts("train", config.data.train, model.tokenizer, config.data, model.context)
     prompts, dropped = drop_evaluated(train, evaluator.sets.values())
-    sampling = model.sampling(config.rollout)
-    for requests in (evaluator.requests(), [Request(prompt, 0, 1, sampling) for prompt in prompts]):
+    for requests in (evaluator.requests(), one_sample_each(prompts, sampling)):
         engine.check(requests)
         check_fits(requests, model.context)
     training = config.training
     trainer = Trainer(model.policy, training, training.steps * training.updates_per_batch * training.epochs, config.seed)
     sampler = PromptSampler(prompts, training.prompts_per_step, config.seed, config.data.shuffle)
-    return Run(config, model, engine, trainer, algorithm, reward, sampler, sampling, evaluator, dropped)
+    turns = None if plan is None else GpuTurns(plan, engine, trainer)
+    return Run(config, model, engine, trainer, algorithm, reward, sampler, sampling, evaluator, dropped, turns)
+
+
+def plan_for_gpu(config: RunConfig, model: DescribedModel, longest: int) -> GpuPlan:
+    """The plan of the machine's GPU for training sequences of at most ``longest`` tokens.
+
+    Raises ConfigError where it does not fit, and where the main memory does not hold the moments that are to go there.
+    """
+    flow, memory = build_flow(config.precision, model.config.shape), read_memory()
+    plan = plan_gpu(model.config, flow, config.rollout, config.training, longest, device_memory())
+    if memory is not None and plan.host > memory.available:
+        raise ConfigError(
+            f"training.offload_moments puts {gib(plan.host)} into main memory, and {gib(memory.available)} are free: leave it out, or set "
+            "training.moments = 'bf16'"
+        )
+    return plan
+
+
+def one_sample_each(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Request]:
+    """A request for each prompt."""
+    return [Request(prompt, 0, 1, sampling) for prompt in prompts]
 
 
 def check_fits(requests: Sequence[Request], context: int) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from isobit.errors import StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -65,11 +63,10 @@ def disk_errors(path: Path, what: str, needed: int | None = None, way_on: str = 
         yield
     except BrokenPipeError:  # of the console, not of the disk
         raise
-    except (OSError, SafetensorError) as error:
-        full = isinstance(error, SafetensorError) or error.errno in _FULL  # safetensors gives no number, only its text
+    except OSError as error:
         need = f"; needed: {needed:,} bytes" if needed is not None else ""
-        advice = f"{'free some space' if full else 'make it writable'}, then {way_on}"
-        reason = getattr(error, "strerror", None) or str(error)
+        advice = f"{'free some space' if error.errno in _FULL else 'make it writable'}, then {way_on}"
+        reason = error.strerror or str(error)
         raise StorageError(f"{what} could not be written in {path}: {reason}{need}, free: {_free_text(path)}; {advice}") from error
 
 

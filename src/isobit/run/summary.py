@@ -20,6 +20,14 @@ class SetSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """The most that a phase took of a GPU's memory."""
+
+    planned_gib: float
+    peak_gib: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """What every finished training has."""
 
@@ -60,3 +68,5 @@ class Summary(RunSummary):
     rollout_seconds: float
     evaluation_seconds: float
     evaluations: Mapping[str, SetSummary]
+    gpu_memory: Mapping[str, PhaseMemory] | None = None
+    """By phase, rollout and training, of this process; None on a CPU."""

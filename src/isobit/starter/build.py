@@ -27,7 +27,7 @@ from isobit.starter.tokenizer import BOS_ID, EOS_ID, PAD_ID, build_tokenizer
 
 CONTEXT = 512
 """Tokens that the tokenizer announces; the recipe's model holds as many."""
-BATCHES, BATCH = 700, 96
+BATCHES, BATCH = 1000, 96
 """The recipe's steps, and prompts a step."""
 SEED = 0
 PROBLEMS = Path("starter:held_out.jsonl")

@@ -48,7 +48,7 @@ def samples_of(groups: Sequence[Group], advantages: Sequence[Sequence[float | No
 def pack(samples: Sequence[TrainingSample], tokens_per_microbatch: int) -> list[PackedBatch]:
     """Samples -> micro-batches of at most ``tokens_per_microbatch`` tokens; a longer sequence gets a micro-batch of its own."""
     bins = first_fit_decreasing([sample.length for sample in samples], tokens_per_microbatch)
-    return [_lay_end_to_end([samples[index] for index in members]) for members in bins]
+    return [lay_end_to_end([samples[index] for index in members]) for members in bins]
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -65,7 +65,8 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     return bins
 
 
-def _lay_end_to_end(samples: Sequence[TrainingSample]) -> PackedBatch:
+def lay_end_to_end(samples: Sequence[TrainingSample]) -> PackedBatch:
+    """One micro-batch of the samples in their order."""
     token_ids: list[int] = []
     positions: list[int] = []
     rows: list[int] = []

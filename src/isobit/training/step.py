@@ -4,7 +4,8 @@
     parts           the groups cut into ``updates_per_batch`` parts, so that the samples of one prompt stay together
     old             log-probabilities of the policy that sampled: the recorded ones where the flow is exact; elsewhere the trainer's
                     own, taken with its forward before the first update, since those recorded belong to another function
-    updates         ``epochs`` times over the parts, one optimiser step each
+    updates         ``epochs`` times over the parts, one optimiser step each; one that runs out of memory is packed and done again
+                    (``isobit.training.out_of_memory``)
 
 Only the first update of a batch is on-policy: with more than one, every later part is learnt from with weights that have moved
 since it was sampled, which is what the ratio and its clip are for.  For the same reason recorded and trained log-probabilities are
@@ -12,7 +13,7 @@ compared before any weight has changed: over the first part in an exact flow, ov
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -21,9 +22,10 @@ import torch
 from isobit.algorithms.objective import Algorithm
 from isobit.config.schema import TrainingConfig
 from isobit.errors import ConfigError
-from isobit.records import Group, PackedBatch
+from isobit.records import Group
 from isobit.training.comparison import Comparison
-from isobit.training.packing import pack, samples_of
+from isobit.training.out_of_memory import within_memory
+from isobit.training.packing import TrainingSample, first_fit_decreasing, lay_end_to_end, pack, samples_of
 from isobit.training.trainer import Trainer, UpdateMetrics
 
 
@@ -59,25 +61,24 @@ def train_on_groups(trainer: Trainer, groups: Sequence[Group], algorithm: Algori
     """Learn from the graded completions of one step; ``trainer.config`` says into how many updates, and how often.
 
     Groups that leave nothing to train on (no two valid rewards in any group of a part) make no update.  Raises what
-    ``Trainer.update`` raises, and ConfigError if there are fewer groups than parts.
+    ``Trainer.update`` and ``within_memory`` raise, and ConfigError if there are fewer groups than parts.
     """
-    config = trainer.config
+    config, exact = trainer.config, trainer.policy.flow.exact
     advantages = [algorithm.advantages(group.rewards) for group in groups]
-    parts = _pack_parts(groups, advantages, config)
-    old_log_probs, comparison = _old_log_probs(trainer, parts)
+    parts = _cut(groups, advantages, config)
+    olds, comparison = (parts, Comparison()) if exact else _recompute(trainer, parts)
     updates: list[UpdateMetrics] = []
     for _ in range(config.epochs):
-        for batches, old in zip(parts, old_log_probs, strict=True):
-            compare = trainer.policy.flow.exact and not updates
-            updates.append(trainer.update(batches, algorithm, old, compare))
-    if trainer.policy.flow.exact and updates:
+        for samples, old in zip(parts, olds, strict=True):
+            updates.append(_update(trainer, samples, old, algorithm, compare=exact and not updates))
+    if exact and updates:
         comparison = updates[0].comparison
-    samples = sum(len(batch.lengths) for batches in parts for batch in batches)
+    num_samples = sum(map(len, parts))
     return StepMetrics(
         updates=tuple(updates),
         comparison=comparison,
-        samples=samples,
-        excluded_samples=sum(len(group.completions) for group in groups) - samples,
+        samples=num_samples,
+        excluded_samples=sum(len(group.completions) for group in groups) - num_samples,
         groups=len(groups),
         level_groups=sum(_is_level(group) for group in advantages),
     )
@@ -89,30 +90,57 @@ def cut_by_prompt(num_groups: int, num_parts: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
-def _pack_parts(groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], config: TrainingConfig) -> list[list[PackedBatch]]:
-    """The micro-batches of each part that has any."""
+def _cut(groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], config: TrainingConfig) -> list[list[TrainingSample]]:
+    """The samples of each part that has any."""
     if config.updates_per_batch > len(groups):
         raise ConfigError(
             f"training.updates_per_batch is {config.updates_per_batch}, but a step has {len(groups)} prompts; a part needs at least one: "
             "lower it, or raise training.prompts_per_step"
         )
     parts = [
-        pack(samples_of([groups[g] for g in part], [advantages[g] for g in part]), config.tokens_per_microbatch)
+        samples_of([groups[g] for g in part], [advantages[g] for g in part])
         for part in cut_by_prompt(len(groups), config.updates_per_batch)
     ]
-    return [batches for batches in parts if batches]
+    return [samples for samples in parts if samples]
 
 
-def _old_log_probs(trainer: Trainer, parts: Sequence[Sequence[PackedBatch]]) -> tuple[list[list[torch.Tensor]], Comparison]:
-    """Log-probabilities of the sampling policy for each part, and, where they had to be recomputed, how they differ from those recorded."""
-    if trainer.policy.flow.exact:
-        return [[batch.recorded_logprobs for batch in batches] for batches in parts], Comparison()
-    recomputed = [[trainer.log_probs(batch) for batch in batches] for batches in parts]
+def _update(
+    trainer: Trainer, samples: Sequence[TrainingSample], old: Sequence[TrainingSample], algorithm: Algorithm, compare: bool
+) -> UpdateMetrics:
+    """One optimiser step; ``old`` are the samples with the log-probabilities that the ratio is taken to."""
+
+    def attempt(tokens: int) -> UpdateMetrics:
+        batches = pack(samples, tokens)
+        old_batches = batches if old is samples else pack(old, tokens)
+        return trainer.update(batches, algorithm, [batch.recorded_logprobs for batch in old_batches], compare)
+
+    return within_memory(trainer, [sample.length for sample in samples], attempt)
+
+
+def _recompute(trainer: Trainer, parts: Sequence[Sequence[TrainingSample]]) -> tuple[list[list[TrainingSample]], Comparison]:
+    """The samples with log-probabilities by the trainer's forward, and how those differ from the recorded ones."""
+    recomputed: list[list[TrainingSample]] = []
     comparison = Comparison()
-    for batches, tensors in zip(parts, recomputed, strict=True):
-        for batch, log_probs in zip(batches, tensors, strict=True):
-            comparison += Comparison.of(batch.recorded_logprobs, log_probs)
+    for samples in parts:
+        lengths = [sample.length for sample in samples]
+        recomputed.append(within_memory(trainer, lengths, lambda tokens, samples=samples: _forward(trainer, samples, tokens)))
+        comparison += Comparison.of(_log_probs_of(samples), _log_probs_of(recomputed[-1]))
     return recomputed, comparison
+
+
+def _forward(trainer: Trainer, samples: Sequence[TrainingSample], tokens: int) -> list[TrainingSample]:
+    """The samples with the trainer's log-probabilities, which do not depend on how they are packed."""
+    found = list(samples)
+    for members in first_fit_decreasing([sample.length for sample in samples], tokens):
+        log_probs = trainer.log_probs(lay_end_to_end([samples[index] for index in members]))
+        counts = [len(samples[index].completion_ids) for index in members]
+        for index, values in zip(members, log_probs.split(counts), strict=True):
+            found[index] = replace(samples[index], logprobs=tuple(values.tolist()))
+    return found
+
+
+def _log_probs_of(samples: Sequence[TrainingSample]) -> torch.Tensor:
+    return torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float32)
 
 
 def _is_level(advantages: Sequence[float | None]) -> bool:

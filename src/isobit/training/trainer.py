@@ -22,6 +22,7 @@ from isobit.models.decoder import packed_hidden_states
 from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy
 from isobit.records import PackedBatch
+from isobit.training.budget import MicrobatchBudget
 from isobit.training.comparison import Comparison
 from isobit.training.optimiser import (
     CompactAdamW,
@@ -45,6 +46,7 @@ class UpdateMetrics:
     entropy: float  # mean over those tokens, nats
     objective: dict[str, float]  # the objective's own metrics: means and maxima over the tokens
     comparison: Comparison
+    weight_bytes_changed: float  # share of the linears' published bytes that are others now; of numbers where they are BF16
     skipped: str | None = None
 
     def scalars(self) -> dict[str, float]:
@@ -55,6 +57,7 @@ class UpdateMetrics:
             "learning_rate": self.learning_rate,
             "response_tokens": self.tokens,
             "entropy": self.entropy,
+            "weight_bytes_changed": self.weight_bytes_changed,
             **self.objective,
         }
 
@@ -82,9 +85,9 @@ class _Totals:
         if self.compare:
             self.comparison += Comparison.of(batch.recorded_logprobs, log_probs.detach())
 
-    def metrics(self, norm: float, rate: float, skipped: str | None) -> UpdateMetrics:
-        means = {name: value / self.tokens for name, value in self.sums.items()}
-        return UpdateMetrics(self.loss, norm, rate, self.tokens, self.entropy / self.tokens, means | self.maxima, self.comparison, skipped)
+    def metrics(self, norm: float, rate: float, changed: float, skipped: str | None) -> UpdateMetrics:
+        objective = {name: value / self.tokens for name, value in self.sums.items()} | self.maxima
+        return UpdateMetrics(self.loss, norm, rate, self.tokens, self.entropy / self.tokens, objective, self.comparison, changed, skipped)
 
 
 class Trainer:
@@ -97,7 +100,8 @@ class Trainer:
         self.total_updates = total_updates
         self._seed = seed
         self.updates = 0
-        """Optimiser steps attempted so far."""
+        """Optimiser steps taken or skipped so far."""
+        self.budget = MicrobatchBudget(config.tokens_per_microbatch)
         self._skipped_in_a_row = 0
         self.is_whole = True
         """False from an optimiser step's first change of a master to its publication, and for ever if it was cut off there."""
@@ -148,7 +152,6 @@ class Trainer:
         if old_log_probs is None:
             old_log_probs = [batch.recorded_logprobs for batch in batches]
         rate = learning_rate(self.updates, self.config, self.total_updates)
-        self.updates += 1
         totals = _Totals(compare)
         try:
             norm, problem = self._gradients(batches, objective, old_log_probs, totals)
@@ -156,8 +159,9 @@ class Trainer:
                 self._step(norm, rate)
         finally:
             self._optimiser.zero_grad()
+        self.updates += 1
         self._count_skip(problem)
-        return totals.metrics(norm, rate, problem)
+        return totals.metrics(norm, rate, 0.0 if problem else self.policy.change.share, problem)
 
     def _forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """-> log-probabilities of the targets and entropies of their distributions, float32 [N] each, on the host."""

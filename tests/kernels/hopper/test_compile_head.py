@@ -21,6 +21,7 @@ POINTERS = {
         ("LOGITS", "TEMPERATURE", "STATS", "LOG_SUM", "ENTROPY", "LOG_PROB", "MASTER", "SCALES", "A_SCALE", "B_SCALE"), "*fp32"
     ),
     **dict.fromkeys(("KEY", "POSITION", "TOKEN"), "*i64"),
+    "CHANGED": "*i32",
     **dict.fromkeys(("m", "n", "k", "a_scale_stride"), "i32"),
     "VALUES": "*fp8e4nv",
     "GATE_UP": "*bf16",
@@ -67,9 +68,10 @@ def test_draw(size: int, tmp_path: Path) -> None:
     assert stack == 0 and "LDG.E.128" in sass
 
 
+@pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("power_of_two", [True, False])
-def test_publish(power_of_two: bool, tmp_path: Path) -> None:
-    constants = {"K": 4096, "POWER_OF_TWO": power_of_two}
+def test_publish(power_of_two: bool, counted: bool, tmp_path: Path) -> None:
+    constants = {"K": 4096, "POWER_OF_TWO": power_of_two} | ({} if counted else {"CHANGED": None})
     _, sass, stack = compile_for_hopper(publish._publish_kernel, constants, tmp_path, num_warps=8)
     assert stack == 0 and "LDG.E.128" in sass
 

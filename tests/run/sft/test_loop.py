@@ -17,7 +17,7 @@ from isobit.config.sft import SftConfig
 from isobit.errors import CheckpointError, ConfigError, DataError, Interrupted, IsobitError, NonFiniteError
 from isobit.run.model import load_model
 from isobit.run.sft.loop import sft
-from isobit.run.sft.setup import prepare_sft
+from isobit.run.sft.setup import pack_examples, prepare_sft
 from isobit.starter.tasks import problems, question, worked_out
 
 MakeConfig = Callable[..., SftConfig]
@@ -85,7 +85,7 @@ def test_the_directory_holds_what_the_run_did(make_config: MakeConfig, capsys: p
 
 def test_only_completions_are_learnt_and_compared(make_config: MakeConfig) -> None:
     run = prepare_sft(make_config())
-    batches = run.next_batches()
+    batches = pack_examples(run.next_examples(), 4096)
     examples = run.sampler.state()["cursor"]
     learnt = sum(batch.targets.numel() for batch in batches)
     assert examples == 4
@@ -172,3 +172,11 @@ def test_a_signal_stops_after_the_step_and_keeps_its_weights(make_config: MakeCo
     assert [line["step"] for line in lines(config.output / "metrics.jsonl")] == [0, 1, 2]
     assert (config.output / "model" / "model.safetensors").exists()
     assert not (config.output / "summary.json").exists()
+
+
+@pytest.mark.parametrize("start", [{}, {"from_scratch": {"hidden_size": 128, "intermediate_size": 128, "num_layers": 1, "num_heads": 2}}])
+def test_the_device_is_that_of_the_configuration(make_config: MakeConfig, start: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isobit.run.device.hopper_problem", lambda: "there is none here")
+    with pytest.raises(ConfigError, match="device = 'cuda', but there is none here"):
+        prepare_sft(make_config(device="cuda", **start))
+    assert prepare_sft(make_config(device="auto", **start)).model.policy.device.type == "cpu"

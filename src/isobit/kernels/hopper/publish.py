@@ -1,7 +1,8 @@
 """Publishing a weight on a GPU: FP32 master -> BF16 -> E4M3 in 128x128 blocks, in place and in one pass over the master.
 
 The bytes are those of ``isobit.kernels.quantise.quantise_blocks(master.bfloat16())``.  A program holds its block in registers, so the
-master is read once: 4 bytes in and 1 byte out a weight, at the card's bandwidth.
+master is read once: 4 bytes in and 1 byte out a weight, at the card's bandwidth.  Where it is asked how many bytes become others, it reads
+the old ones too.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
@@ -17,7 +18,7 @@ from isobit.precision.quant_tensor import QuantTensor
 
 
 @triton.jit
-def _publish_kernel(MASTER, VALUES, SCALES, K: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _publish_kernel(MASTER, VALUES, SCALES, CHANGED, K: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """One program a block; neighbours share rows of the matrix."""
     block = tl.program_id(0)
     first_row = (block // (K // 128)).to(tl.int64) * 128
@@ -27,16 +28,23 @@ def _publish_kernel(MASTER, VALUES, SCALES, K: tl.constexpr, POWER_OF_TWO: tl.co
     x = tl.load(MASTER + place).to(tl.bfloat16).to(tl.float32)
     amax = tl.max(tl.max(magnitude_bits(x), 1, keep_dims=True), 0, keep_dims=True)
     values, scale = to_e4m3(x, amax, POWER_OF_TWO)
+    if CHANGED is not None:
+        before = tl.load(VALUES + place).to(tl.uint8, bitcast=True)
+        differs = (before != values.to(tl.uint8, bitcast=True)).to(tl.int32)
+        tl.store(CHANGED + block, tl.sum(tl.sum(differs, 1), 0))
     tl.store(VALUES + place, values)
     tl.store(SCALES + block + tl.zeros([1, 1], tl.int32), scale)
 
 
-def publish_blocks(master: torch.Tensor, out: QuantTensor, scales: ScaleKind = "power_of_two") -> None:
-    """Overwrite ``out`` with the quantisation of master, FP32 [N, K], both sizes multiples of 128."""
+def publish_blocks(master: torch.Tensor, out: QuantTensor, scales: ScaleKind = "power_of_two", changed: torch.Tensor | None = None) -> None:
+    """Overwrite ``out`` with the quantisation of master, FP32 [N, K], both sizes multiples of 128.
+
+    ``changed``, int32 [N / 128, K / 128], is given how many bytes of each block are others now.
+    """
     rows, columns = master.shape
     assert out.granularity == "128x128"
     assert out.values.shape == master.shape
     assert master.dtype == torch.float32
     assert all(x.is_contiguous() for x in (master, out.values, out.scales))
     grid = (rows // BLOCK * (columns // BLOCK),)
-    _publish_kernel[grid](master.detach(), out.values, out.scales, columns, scales == "power_of_two", num_warps=8)
+    _publish_kernel[grid](master.detach(), out.values, out.scales, changed, columns, scales == "power_of_two", num_warps=8)

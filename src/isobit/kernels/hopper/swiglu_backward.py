@@ -10,8 +10,9 @@ of a multiprocessor, which then loads, computes and stores in turn instead of at
 
 So a program, in Gluon, takes its tile in strips.  Strips of 32 tokens are loaded and computed, leave as row groups, and wait in shared
 memory in BF16; strips of 32 columns are then read from there across and leave as token groups.  A thread holds 16 numbers at a time, and
-three programs share a multiprocessor, so that each hides behind the others.  The rows of shared memory are padded by 8 bytes every 16
-rows: the 8 threads that read a column's 128 tokens find them in different banks.
+three programs share a multiprocessor, so that each hides behind the others.  The rows of shared memory are padded by 16 bytes every 16
+rows: the 8 threads that read a column's 128 tokens find them in different banks, and vectors of 16 bytes stay aligned, which Triton does
+not check.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
@@ -32,7 +33,7 @@ WARPS = 8
 STRIP = gl.constexpr(32)
 BY_ROW = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 BY_COLUMN = gl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
-PADDED = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[16 * 128, 4]], [128, 128], [1, 0]))
+PADDED = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[16 * 128, 8]], [128, 128], [1, 0]))
 
 
 @triton.jit

@@ -9,7 +9,8 @@
 
 Writing: into the hidden ``.step_000010.partial``, the manifest last, every file and the folder synced, then renamed, and the folder
 above synced.  A process killed at any point leaves a hidden folder, which nobody reads and the next run removes.  Reading: nothing is
-used whose bytes are not those of the manifest; safetensors itself does not notice a flipped bit.
+used whose bytes are not those of the manifest; safetensors itself does not notice a flipped bit.  Tensors go from their device to the
+disk and back one by one.
 """
 
 import hashlib
@@ -21,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isobit.errors import CheckpointError
+from isobit.models.tensor_file import TensorFile, write_tensors
 from isobit.run.storage import check_free, commit_folder, disk_errors, sync
 
 FORMAT = 1
@@ -61,9 +62,9 @@ class Checkpoint:
     state: Mapping[str, Any]
     manifest: Mapping[str, Any]
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The masters and the optimiser's state."""
-        return load_file(self.folder / MASTERS), load_file(self.folder / OPTIMISER)
+    def tensors(self) -> tuple[TensorFile, TensorFile]:
+        """The masters and the optimiser's state, read as they are asked for."""
+        return TensorFile(self.folder / MASTERS), TensorFile(self.folder / OPTIMISER)
 
 
 def folder_name(step: int) -> str:
@@ -75,6 +76,12 @@ def step_of(folder: Path) -> int | None:
     """The step in a checkpoint folder's name; None for anything else, links included."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match and folder.is_dir() and not folder.is_symlink() else None
+
+
+def folders_by_step(parent: Path) -> dict[int, Path]:
+    """The checkpoints in a folder, damaged or not, in no order; none where there is no such folder."""
+    folders = parent.iterdir() if parent.is_dir() else ()
+    return {step: folder for folder in folders if (step := step_of(folder)) is not None}
 
 
 def write_checkpoint(parent: Path, snapshot: Snapshot) -> Path:
@@ -95,13 +102,17 @@ def write_checkpoint(parent: Path, snapshot: Snapshot) -> Path:
 
 
 def _write_files(partial: Path, snapshot: Snapshot) -> None:
-    save_file({name: tensor.detach() for name, tensor in snapshot.masters.items()}, partial / MASTERS)
-    save_file(dict(snapshot.moments), partial / OPTIMISER)
-    (partial / STATE).write_text(json.dumps(snapshot.state, allow_nan=False), encoding="utf-8")
+    state = json.dumps(snapshot.state, allow_nan=False).encode()
+    (partial / STATE).write_bytes(state)
+    digests = {
+        MASTERS: write_tensors(partial / MASTERS, snapshot.masters, snapshot.masters.__getitem__),
+        OPTIMISER: write_tensors(partial / OPTIMISER, snapshot.moments, snapshot.moments.__getitem__),
+        STATE: hashlib.sha256(state).hexdigest(),
+    }
     files = {}
-    for name in (MASTERS, OPTIMISER, STATE):
+    for name, digest in digests.items():
         sync(partial / name)
-        files[name] = {"bytes": (partial / name).stat().st_size, "sha256": _file_sha256(partial / name)}
+        files[name] = {"bytes": (partial / name).stat().st_size, "sha256": digest}
     content = {"format": FORMAT, "step": snapshot.step, **snapshot.description, "files": files}
     text = json.dumps({**content, "sha256": _json_sha256(content)}, indent=2, allow_nan=False)
     (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")

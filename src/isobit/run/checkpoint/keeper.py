@@ -1,6 +1,7 @@
 """Writes the checkpoints of a run when they are due, and when the run ends before its time.
 
-Due is one every n steps, after the last step, and where an evaluation was the best so far (``keep_best``).  Before its time, a run ends by
+Due is one every n steps, after the last step, and where an evaluation was the best so far (``keep_best``); none with ``keep_last = 0``.
+Before its time, a run ends by
 
     SIGTERM, Ctrl-C     the last moment between two steps is written, if it is not on the disk already
     an error            the same, and the policy as a model folder, as far as either can still be written
@@ -33,7 +34,8 @@ class CheckpointKeeper:
         self._on_disk = start.step  # step 0 needs no checkpoint: it is a function of the configuration
 
     def __enter__(self) -> Self:
-        apply_retention(self._directory.checkpoints, self._config)  # the run may have been killed before it came to it
+        if self._config.keep_last:
+            apply_retention(self._directory.checkpoints, self._config)  # the run may have been killed before it came to it
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -58,7 +60,8 @@ class CheckpointKeeper:
 
     def save_model(self) -> None:
         """The policy as a Hugging Face folder; an older one is replaced as a whole."""
-        with disk_errors(self._directory.root, "the trained model"), self._report.busy("writing the model"):
+        num_bytes = 2 * sum(master.numel() for master in self._run.model.policy.parameters())
+        with disk_errors(self._directory.root, "the trained model"), self._report.writing("the trained model", num_bytes):
             write_model(self._run.model, self._directory.model)
 
     def _save_what_stands(self) -> None:
@@ -67,12 +70,13 @@ class CheckpointKeeper:
 
     def _save(self) -> None:
         boundary = self._log.boundary
-        if boundary.step == self._on_disk:
+        if boundary.step == self._on_disk or self._config.keep_last == 0:
             return
         with disk_errors(self._directory.root, "the files of the run"):
             sync_journals(self._directory)
-        with self._report.busy("writing a checkpoint"):
-            write_checkpoint(self._directory.checkpoints, snapshot(boundary, self._run))
+        content = snapshot(boundary, self._run)
+        with self._report.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
+            write_checkpoint(self._directory.checkpoints, content)
         self._on_disk = boundary.step
         apply_retention(self._directory.checkpoints, self._config)
 
@@ -85,5 +89,5 @@ class CheckpointKeeper:
 
     def _where(self) -> str:
         if self._on_disk == 0:
-            return "none, no step was finished"
+            return "none, no step was finished" if self._config.keep_last else "none, since checkpoint.keep_last is 0"
         return str(self._directory.checkpoints / folder_name(self._on_disk))

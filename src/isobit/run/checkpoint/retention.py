@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isobit.config.schema import CheckpointConfig
 from isobit.errors import CheckpointError
-from isobit.run.checkpoint.format import folder_name, read_manifest, step_of
+from isobit.run.checkpoint.format import folder_name, folders_by_step, read_manifest
 
 
 def steps_to_keep(figures: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
@@ -30,8 +30,7 @@ def best_step(figures: Mapping[int, float | None]) -> int | None:
 
 def apply_retention(parent: Path, config: CheckpointConfig) -> None:
     """Remove the checkpoints in ``parent`` that need not stay."""
-    folders = parent.iterdir() if parent.is_dir() else ()
-    figures = {step: _figure(folder, config.keep_best) for folder in folders if (step := step_of(folder)) is not None}
+    figures = {step: _figure(folder, config.keep_best) for step, folder in folders_by_step(parent).items()}
     for step in sorted(figures.keys() - steps_to_keep(figures, config)):
         hidden = parent / f".{folder_name(step)}.deleted"
         shutil.rmtree(hidden, ignore_errors=True)

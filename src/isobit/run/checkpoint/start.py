@@ -16,21 +16,23 @@ import torch
 
 from isobit.config.schema import RunConfig
 from isobit.errors import CheckpointError, ConfigError
+from isobit.run.budget_record import drop_torn_line, read_changes
 from isobit.run.checkpoint import state
 from isobit.run.checkpoint.compatible import check_compatible
-from isobit.run.checkpoint.format import Checkpoint, folder_name, read_checkpoint, step_of
+from isobit.run.checkpoint.format import Checkpoint, folder_name, folders_by_step, read_checkpoint, step_of
+from isobit.run.checkpoint.space import plan_disk
+from isobit.run.console import LARGE
 from isobit.run.directory import RunDirectory, check_unused, is_empty, write_json
 from isobit.run.journal import check_positions, rewind
 from isobit.run.lock import locked
+from isobit.run.machine import gib
 from isobit.run.manifest import environment, manifest
 from isobit.run.reward_record import RewardRecord
 from isobit.run.setup import Run
-from isobit.run.storage import check_free, disk_errors
+from isobit.run.storage import disk_errors
 
 Say = Callable[[str], None]
 """Prints a line."""
-_BYTES_A_PARAMETER = 14
-"""FP32 master and two moments, and the model in BF16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +65,18 @@ class Start:
         return self.log is not None and str(self.step) in self.log["evaluations"]
 
     def restore(self, run: Run) -> None:
-        """Put a prepared run where it stood, on the threads that it had."""
+        """Put a prepared run where it stood, on the threads that it had; what is recorded of the steps after that comes again."""
         if self.old_manifest is not None:
             _same_threads(run.config, self.old_manifest, self._say)
         if self.checkpoint is not None:
             state.restore(self.checkpoint, run)
-            for line in _differences(self.checkpoint.manifest["environment"], environment()):
+            for line in _differences(self.checkpoint.manifest["environment"], environment(run.model.policy.device)):
                 self._say(f"note: {line}: the bits may not be those of a run that was never interrupted")
+        run.trainer.budget.changes += read_changes(self.directory.budget, self._position(self.directory.budget))
 
     def open(self, run: Run) -> None:
-        """Make the directory, or take an old one back to where the run stands; from now on files are written.
-
-        Raises StorageError at once where not even one checkpoint and the trained model would fit on the disk.
-        """
+        """Make the directory, or take an old one back to where the run stands; from now on files are written."""
         root = self.directory.root
-        parameters = sum(master.numel() for master in run.model.policy.parameters())
-        check_free(root, _BYTES_A_PARAMETER * parameters, "a checkpoint and the trained model")
         with disk_errors(root, "the run's directory"):
             if self.old_manifest is None:
                 root.mkdir(parents=True, exist_ok=True)
@@ -88,10 +86,15 @@ class Start:
             else:
                 _tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
-                resumed = {"step": self.step, **environment(), "changed": dict(self.changed or {})}
+                drop_torn_line(self.directory.budget)
+                resumed = {"step": self.step, **environment(run.model.policy.device), "changed": dict(self.changed or {})}
                 history = [*self.old_manifest.get("resumed", []), resumed]
                 write_json(self.directory.manifest, {**self.old_manifest, "config": run.config.model_dump(mode="json"), "resumed": history})
             self.rewards.open(self.directory.rewards)
+
+    def _position(self, path: Path) -> int:
+        """Bytes of a file of the run at the checkpoint."""
+        return self.checkpoint.state["files"].get(path.name, 0) if self.checkpoint else 0
 
 
 @contextmanager
@@ -99,7 +102,8 @@ def begin(config: RunConfig, resume: bool, say: Say) -> Iterator[Start]:
     """Find out where the run begins; nothing is written or moved before ``Start.open``.
 
     Raises ConfigError for a directory that is used (without ``resume``), holds no run, or is in use by another process, and for a
-    configuration that is not the run's; CheckpointError where no checkpoint of several can be used.
+    configuration that is not the run's; CheckpointError where no checkpoint of several can be used; StorageError for a disk without
+    room for what the run will write.
     """
     directory = RunDirectory(config.output)
     with ExitStack() as lock:
@@ -107,6 +111,7 @@ def begin(config: RunConfig, resume: bool, say: Say) -> Iterator[Start]:
             check_unused(directory.root)
             if resume:
                 say(f"nothing to resume in {directory.root}: this is a new run")
+            plan_disk(config).check()
             yield Start(directory, RewardRecord(say), lock, say)
             return
         with disk_errors(directory.root, "the lock"):
@@ -115,6 +120,7 @@ def begin(config: RunConfig, resume: bool, say: Say) -> Iterator[Start]:
         old = _read_manifest(directory, checkpoint)
         step = checkpoint.step if checkpoint else 0
         changed = check_compatible(old["config"], config.model_dump(mode="json"), step)
+        plan_disk(config, [done for done in folders_by_step(directory.checkpoints) if done <= step]).check()
         position = checkpoint.state["files"].get(directory.rewards.name, 0) if checkpoint else 0
         rewards = RewardRecord(say, directory.rewards, position)
         say(
@@ -127,12 +133,14 @@ def begin(config: RunConfig, resume: bool, say: Say) -> Iterator[Start]:
 def newest_usable(directory: RunDirectory, say: Say) -> Checkpoint | None:
     """The newest checkpoint whose bytes are right, None where there never was one.  Raises CheckpointError if there are only others."""
     folders = sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []
-    steps = {step: folder for folder in folders if (step := step_of(folder)) is not None}
+    steps = folders_by_step(directory.checkpoints)
     others = [folder.name for folder in folders if step_of(folder) is None and not _is_ours(folder)]
     if others:
         say(f"ignored in {directory.checkpoints}: {', '.join(others)} (no checkpoint)")
     problems: list[str] = []
     for step in sorted(steps, reverse=True):
+        if (size := sum(file.stat().st_size for file in steps[step].iterdir())) >= LARGE:
+            say(f"checking the checkpoint of step {step}: {gib(size)}")
         try:
             checkpoint = read_checkpoint(steps[step])
             check_positions(directory, checkpoint.state["files"])

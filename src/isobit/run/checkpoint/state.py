@@ -3,6 +3,7 @@
     tensors    FP32 masters, AdamW's moments
     counters   the trainer's updates and skipped steps, the version of the weights
     cursors    the sampler's epoch and place, and the size of every file that grows (``isobit.run.journal``)
+    budget     the tokens a micro-batch, as far as out-of-memories have lowered them
     log        evaluations so far, totals and seconds of the summary
 
 The counters and cursors are taken after every step and every evaluation, the tensors only when a checkpoint is written: a step that is
@@ -10,7 +11,7 @@ abandoned has moved the cursors, but no tensor.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from isobit.errors import CheckpointError, DataError
 from isobit.run.checkpoint.format import Checkpoint, Snapshot
 from isobit.run.manifest import environment
 from isobit.run.setup import Run
+from isobit.training.budget import BudgetChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ def take_boundary(step: int, run: Run, log: Mapping[str, Any], positions: Mappin
         "step": step,
         "weights_version": run.model.policy.version,
         "trainer": run.trainer.counters(),
+        "budget": [asdict(change) for change in run.trainer.budget.changes],
         "sampler": run.sampler.state(),
         "prompts_sha256": run.sampler.fingerprint,
         "files": dict(positions),
@@ -57,7 +60,7 @@ def snapshot(boundary: Boundary, run: Run) -> Snapshot:
     assert holds(boundary, run), "the weights have moved since the boundary was taken"
     description = {
         "config": run.config.model_dump(mode="json"),
-        "environment": environment(),
+        "environment": environment(run.model.policy.device),
         "evaluation": boundary.evaluation,
     }
     return Snapshot(boundary.step, run.model.policy.masters, run.trainer.moments(), boundary.state, description)
@@ -74,17 +77,18 @@ def restore(checkpoint: Checkpoint, run: Run) -> None:
             f"the training prompts are not those of {checkpoint.folder}: ids, tokens or columns differ; resume with the same data files"
         )
     masters, moments = checkpoint.tensors()
-    _check_shapes(checkpoint, run.model.policy.masters, masters)
+    _check_shapes(checkpoint, run.model.policy.masters, masters.shapes())
     run.model.policy.restore(masters, state["weights_version"])
     run.trainer.restore(state["trainer"], moments)
+    run.trainer.budget.changes = [BudgetChange(**change) for change in state.get("budget", [])]
     run.sampler.restore(state["sampler"])
 
 
-def _check_shapes(checkpoint: Checkpoint, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def _check_shapes(checkpoint: Checkpoint, masters: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]]) -> None:
+    expected = {name: tuple(master.shape) for name, master in masters.items()}
     for name in sorted(expected.keys() | found.keys()):
-        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, found)]
-        if shapes[0] != shapes[1]:
+        if expected.get(name) != found.get(name):
             raise CheckpointError(
-                f"{checkpoint.folder}: {name} has the shape {shapes[1]}, but the model in the folder `model` has {shapes[0]}: "
-                "it is not the model that this run began with"
+                f"{checkpoint.folder}: {name} has the shape {found.get(name)}, but the model in the folder `model` has "
+                f"{expected.get(name)}: it is not the model that this run began with"
             )

@@ -7,7 +7,7 @@ from isobit.records import Group
 from isobit.run.eval_result import EvalResult
 from isobit.run.evaluate import OnProgress
 from isobit.run.metrics import Metrics
-from isobit.run.sft.setup import SftRun
+from isobit.run.sft.setup import SftRun, pack_examples
 from isobit.training.supervised import mean_loss
 
 
@@ -33,5 +33,6 @@ def measure(run: SftRun, progress: OnProgress | None = None) -> dict[str, HeldOu
     figures = {}
     for name, examples in run.sets.items():
         result, groups = graded.get(name, (None, []))
-        figures[name] = HeldOut(len(examples), mean_loss(run.trainer, run.pack(examples)), result, groups)
+        batches = pack_examples(examples, run.trainer.budget.at(run.trainer.updates))
+        figures[name] = HeldOut(len(examples), mean_loss(run.trainer, batches), result, groups)
     return figures

@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from isobit.records import PackedBatch
+from isobit.data.examples import Example
 from isobit.run.clock import Clock
 from isobit.run.console import Report, describe_result, model_line
 from isobit.run.directory import RunDirectory, create_directory, write_json
-from isobit.run.log import SAMPLES_KEPT, completion_line
+from isobit.run.log import SAMPLES_KEPT, completion_line, describe_change
 from isobit.run.manifest import manifest_of
 from isobit.run.metrics import Metrics, MetricsWriter
 from isobit.run.model import write_model
@@ -30,11 +30,12 @@ class SftLog:
         write_json(self.directory.manifest, manifest_of(run.model, data_figures(run), run.config))
         self._files = ExitStack()
         tracker = open_tracker(run.config.tracking, self.directory.root, run.config.model_dump(mode="json"))
-        self._metrics = self._files.enter_context(MetricsWriter(self.directory.metrics, self.directory.tensorboard, tracker))
+        self._metrics = self._files.enter_context(MetricsWriter(self.directory.metrics, self.directory.tensorboard, tracker, report.line))
         self._completions = self._files.enter_context(self.directory.completions.open("a", encoding="utf-8"))
         self._evaluations: list[Mapping[str, HeldOut]] = []
-        self._seconds = {"training": 0.0, "evaluation": 0.0}
+        self._seconds = {"training": 0.0, "evaluation": 0.0, "offload": 0.0}
         self._tokens = self._skipped = 0
+        run.trainer.budget.on_change = lambda change: report.line(describe_change(run.trainer.updates + 1, change))
 
     def __enter__(self) -> Self:
         return self
@@ -45,15 +46,17 @@ class SftLog:
             write_model(self._run.model, self.directory.model)
             self._report.line(f"stopped early: the weights of the last optimiser step are in {self.directory.model}")
 
-    def step(self, step: int, batches: Sequence[PackedBatch], update: UpdateMetrics) -> None:
+    def step(self, step: int, examples: Sequence[Example], update: UpdateMetrics) -> None:
         """The figures of one step: a line of metrics and a line on the console."""
-        seconds = self._take_seconds()["training"]
+        spent = self._take_seconds()
+        seconds = spent["training"]
         metrics = {
             **update.scalars(),
             "updates/skipped": int(update.skipped is not None),
-            "time/training_s": seconds,
-            "tokens_per_s/training": sum(batch.token_ids.numel() for batch in batches) / seconds,
+            **{f"time/{name}_s": value for name, value in spent.items()},
+            "tokens_per_s/training": sum(example.tokens for example in examples) / seconds,
         }
+        metrics |= self._run.turns.figures() if self._run.turns else {}
         self._metrics.write(step, metrics)
         self._tokens += update.tokens
         self._skipped += update.skipped is not None
@@ -120,6 +123,8 @@ def announce(run: SftRun, report: Report) -> None:
     report.line(model_line("from scratch" if config.from_scratch else config.model, run.model.policy))
     report.line(f"data: {figures['training_examples']} examples{dropped}, each seen {passes:.2g} times; held out: {sets}")
     report.flow(run.model.policy.flow)
+    for line in run.turns.plan.describe() if run.turns else ():
+        report.line(line)
 
 
 def data_figures(run: SftRun) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from isobit.run.sft.log import SftLog, announce
 from isobit.run.sft.setup import SftRun, prepare_sft
 from isobit.run.sft.summary import SftSummary
 from isobit.run.storage import disk_errors
-from isobit.training.supervised import SupervisedObjective
 
 
 def sft(config: SftConfig, report: Report | None = None) -> SftSummary:
@@ -34,10 +33,10 @@ def sft(config: SftConfig, report: Report | None = None) -> SftSummary:
         with SftLog(run, report, clock) as log:
             log.evaluation(0, held_out)
             for step in range(1, config.training.steps + 1):
-                with clock("training"), report.busy("training"):
-                    batches = run.next_batches()
-                    update = run.trainer.update(batches, SupervisedObjective())
-                log.step(step, batches, update)
+                with clock("training"), report.busy("training"), run.training_turn(clock):
+                    examples = run.next_examples()
+                    update = run.learn(examples)
+                log.step(step, examples, update)
                 interruption.check()
                 if evaluation_is_due(config, step):
                     log.evaluation(step, evaluate(run, report, clock, interruption))

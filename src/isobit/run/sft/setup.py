@@ -1,11 +1,12 @@
 """Everything a run of supervised fine-tuning needs, made and checked before its directory exists.  Nothing is written."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from isobit.config.schema import TrainingConfig
+from isobit.config.schema import RolloutConfig, TrainingConfig
 from isobit.config.sft import ExampleSource, ModelShape, SftConfig
 from isobit.data.examples import Example, build_examples
 from isobit.data.prompts import drop_evaluated
@@ -18,13 +19,18 @@ from isobit.precision.formats import BLOCK
 from isobit.records import PackedBatch
 from isobit.rewards.function import load_reward
 from isobit.rollout.engine import Engine
+from isobit.run.clock import Clock
+from isobit.run.device import choose_device
 from isobit.run.directory import check_unused
 from isobit.run.evaluate import Evaluator, evaluation_sampling
-from isobit.run.model import LoadedModel, load_model, model_folder
+from isobit.run.gpu_memory import device_memory, plan_gpu
+from isobit.run.model import LoadedModel, load_model_on, model_folder
 from isobit.run.setup import check_fits
+from isobit.run.turns import GpuTurns
 from isobit.run.wandb_tracker import check_tracking
-from isobit.training.supervised import pack_pairs
-from isobit.training.trainer import Trainer
+from isobit.training.out_of_memory import within_memory
+from isobit.training.supervised import SupervisedObjective, pack_pairs
+from isobit.training.trainer import Trainer, UpdateMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +49,29 @@ class SftRun:
     """Completes and grades their prompts, where a reward is configured."""
     dropped_examples: int
     """Training examples left out because an evaluation set holds their prompt too."""
+    turns: GpuTurns | None
+    """Who has the GPU's memory when; None on a CPU."""
 
-    def next_batches(self) -> list[PackedBatch]:
-        """The micro-batches of the next step."""
-        return self.pack([self.examples[prompt.id] for prompt, _ in self.sampler.next()])
+    def training_turn(self, clock: Clock) -> AbstractContextManager[None]:
+        """As ``isobit.run.setup.Run.training_turn``."""
+        return nullcontext() if self.turns is None else self.turns.training(clock)
 
-    def pack(self, examples: Sequence[Example]) -> list[PackedBatch]:
-        """Examples -> micro-batches."""
-        pairs = [(example.prompt.token_ids, example.completion_ids) for example in examples]
-        return pack_pairs(pairs, self.config.training.tokens_per_microbatch)
+    def next_examples(self) -> list[Example]:
+        """Those of the next step."""
+        return [self.examples[prompt.id] for prompt, _ in self.sampler.next()]
+
+    def learn(self, examples: Sequence[Example]) -> UpdateMetrics:
+        """One optimiser step."""
+
+        def attempt(tokens: int) -> UpdateMetrics:
+            return self.trainer.update(pack_examples(examples, tokens), SupervisedObjective())
+
+        return within_memory(self.trainer, [example.tokens for example in examples], attempt)
+
+
+def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> list[PackedBatch]:
+    """Examples -> micro-batches."""
+    return pack_pairs([(example.prompt.token_ids, example.completion_ids) for example in examples], tokens_per_microbatch)
 
 
 def prepare_sft(config: SftConfig) -> SftRun:
@@ -67,21 +87,28 @@ def prepare_sft(config: SftConfig) -> SftRun:
     train = _examples("train", config.data.train, model, config)
     held_out = [[example.prompt for example in examples] for examples in sets.values()]
     prompts, dropped = drop_evaluated([example.prompt for example in train], held_out)
-    evaluator = _build_evaluator(config, model, sets)
+    training = TrainingConfig.model_validate(config.training.model_dump())  # the keys about sampled groups are not read
+    rollout, plan = config.rollout, None
+    if model.policy.device.type == "cuda":
+        longest = max(example.tokens for example in train)
+        plan = plan_gpu(model.policy.config, model.policy.flow, rollout, training, longest, device_memory())
+        rollout = rollout.model_copy(update={"kv_pages": plan.pages})
+    evaluator = _build_evaluator(config, rollout, model, sets)
     by_id = {example.prompt.id: example for example in train}
     sampler = PromptSampler(prompts, config.training.prompts_per_step, config.seed, config.data.shuffle)
-    training = TrainingConfig.model_validate(config.training.model_dump())  # the keys about sampled groups are not read
     trainer = Trainer(model.policy, training, training.steps, config.seed)
-    return SftRun(config, model, trainer, by_id, sampler, sets, evaluator, dropped)
+    turns = None if plan is None else GpuTurns(plan, evaluator.engine if evaluator else None, trainer)
+    return SftRun(config, model, trainer, by_id, sampler, sets, evaluator, dropped, turns)
 
 
 def load_start(config: SftConfig) -> LoadedModel:
-    """The model to start from: a folder's weights, or random ones with the folder's tokenizer."""
+    """The model to start from, on its device: a folder's weights, or random ones with the folder's tokenizer."""
     if config.from_scratch is None:
-        return load_model(config.model, config.precision)
+        return load_model_on(config.device, config.model, config.precision, trainable=True)
     folder = model_folder(config.model)
     tokenizer = load_tokenizer(folder)
-    policy = random_policy(decoder_of(config.from_scratch, len(tokenizer)), config.precision, config.seed)
+    shape = decoder_of(config.from_scratch, len(tokenizer))
+    policy = random_policy(shape, config.precision, config.seed, choose_device(config.device, shape, config.precision))
     return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
 
 
@@ -122,13 +149,15 @@ def _examples(name: str, source: ExampleSource, model: LoadedModel, config: SftC
     return examples
 
 
-def _build_evaluator(config: SftConfig, model: LoadedModel, sets: Mapping[str, Sequence[Example]]) -> Evaluator | None:
+def _build_evaluator(
+    config: SftConfig, rollout: RolloutConfig, model: LoadedModel, sets: Mapping[str, Sequence[Example]]
+) -> Evaluator | None:
     if config.reward is None:
         return None
     reward = load_reward(config.reward.function)
     sampling = evaluation_sampling(config.evaluation, config.rollout, model)
     prompts = {name: [example.prompt for example in examples] for name, examples in sets.items()}
-    engine = Engine(model.policy, config.rollout, model.tokenizer, config.seed)
+    engine = Engine(model.policy, rollout, model.tokenizer, config.seed)
     evaluator = Evaluator(engine, prompts, sampling, config.evaluation.samples, reward, config.reward.max_failed_fraction)
     engine.check(evaluator.requests())
     check_fits(evaluator.requests(), model.context)

@@ -1,0 +1,1 @@
+"""Learning curves: the parts of ``benchmarks/learning.py``."""

@@ -1,0 +1,48 @@
+"""Supervised steps from random weights: the trainer and the objective of ``isobit sft``, a packed micro-batch a step."""
+
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+
+from curves.setting import device, make_writer, peak_gib, shape_named
+from curves.text import batches, read_pairs
+from isobit.config.schema import PrecisionConfig, TrainingConfig
+from isobit.models.policy import random_policy
+from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
+from isobit.training.trainer import Trainer
+
+SEED = 0
+TOKENS = {"tiny": 2048}
+TOKENS_OF_A_STEP = 16384
+LEARNING_RATE = 3e-4
+WARM_UP = 20
+
+
+def run(shape: str, precision: str, steps: int, learning_rate: float | None, text: Path, out: Path) -> None:
+    """A row a step, and one at the end with the loss of the held-out rows.  Flows see the same batches and start from the same weights."""
+    writer = make_writer(out, "sft", precision, shape)
+    tokens = TOKENS.get(shape, TOKENS_OF_A_STEP)
+    config = TrainingConfig(
+        steps=steps,
+        tokens_per_microbatch=tokens,
+        learning_rate=learning_rate or LEARNING_RATE,
+        schedule="cosine",
+        warmup_steps=min(WARM_UP, steps - 1),
+    )
+    policy = random_policy(shape_named(shape), PrecisionConfig.model_validate(precision), SEED, device())
+    trainer = Trainer(policy, config, steps, SEED)
+    for step, pairs in enumerate(islice(batches(read_pairs(text / "train.jsonl"), tokens, SEED), steps), 1):
+        started_at = perf_counter()
+        update = trainer.update(pack_pairs(pairs, tokens), SupervisedObjective())
+        writer.write(
+            step=step,
+            loss=update.loss,
+            tokens=update.tokens,
+            grad_norm=update.grad_norm,
+            learning_rate=update.learning_rate,
+            weight_bytes_changed=update.weight_bytes_changed,
+            skipped=update.skipped,
+            seconds=perf_counter() - started_at,
+        )
+    held_out = mean_loss(trainer, pack_pairs(read_pairs(text / "held_out.jsonl"), tokens))
+    writer.write(step=steps, held_out_loss=held_out, peak_gib=peak_gib())

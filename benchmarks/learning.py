@@ -1,0 +1,68 @@
+"""Whether a model of a real shape learns on a GPU: supervised on text in two flows, and by reinforcement learning with nothing differing.
+
+    python benchmarks/learning.py text DIR                                    a CPU with reasoning-gym: DIR/train.jsonl, DIR/held_out.jsonl
+    python benchmarks/learning.py sft --precision fp8 --text DIR --out RESULTS
+    python benchmarks/learning.py rl --shape qwen3-0.6b --steps 20 --out RESULTS
+    python benchmarks/learning.py table RESULTS
+
+Weights are random at the start.  ``--shape tiny`` runs everything on a CPU in a minute, for a look at the machinery.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from comparison.command import run_command
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("text")
+    command.add_argument("directory", type=Path)
+    command.set_defaults(run=text)
+    for name, run, steps in (("sft", sft, 200), ("rl", rl, 20)):
+        command = commands.add_parser(name)
+        command.add_argument("--precision", choices=("bf16", "fp8-linear", "fp8"), default="fp8")
+        command.add_argument("--shape", default="qwen3-0.6b")
+        command.add_argument("--steps", type=int, default=steps)
+        command.add_argument("--learning-rate", type=float)
+        command.add_argument("--out", type=Path, required=True)
+        command.set_defaults(run=run)
+        if name == "sft":
+            command.add_argument("--text", type=Path, required=True)
+    command = commands.add_parser("table")
+    command.add_argument("directory", type=Path)
+    command.set_defaults(run=table)
+    return parser
+
+
+# What a command needs is imported when it runs: reasoning-gym is not everywhere, and a table needs no GPU.
+
+
+def text(arguments: argparse.Namespace) -> None:
+    from curves.text import write_text
+
+    write_text(arguments.directory)
+
+
+def sft(arguments: argparse.Namespace) -> None:
+    from curves.supervised import run
+
+    run(arguments.shape, arguments.precision, arguments.steps, arguments.learning_rate, arguments.text, arguments.out)
+
+
+def rl(arguments: argparse.Namespace) -> None:
+    from curves.reinforcement import run
+
+    run(arguments.shape, arguments.precision, arguments.steps, arguments.learning_rate, arguments.out)
+
+
+def table(arguments: argparse.Namespace) -> None:
+    from curves.table import run_table
+
+    run_table(arguments.directory)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(make_parser()))

@@ -1,0 +1,125 @@
+"""Where every GiB of a GPU goes when it trains a real model's shape: planned anywhere, and measured beside the plan on the card.
+
+    python benchmarks/memory.py plan [--shape qwen3-8b] [--gib 139.8]
+    python benchmarks/memory.py measure --precision fp8 --recompute full --tokens 16384 --length 16384 [--kv-memory-gib 50] --out DIR
+
+plan     the tables of docs/memory.md: BF16 moments, micro-batches of 4,096 and 16,384 tokens in sequences of as many.
+measure  a rollout with the planned KV cache and an update over two full micro-batches, by turns, as a run makes them (``passes/turns.py``);
+         a plan that does not fit is refused.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import get_args
+
+from comparison.command import run_command
+from isobit.config.schema import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.models.shapes import model_shape
+from isobit.precision.flow import build_flow
+from isobit.rollout.cache_size import forward_bytes
+from isobit.run.gpu_memory import RESERVE, largest_microbatch, training_bytes, weight_bytes
+
+GIB = 1 << 30
+H200_GIB = 139.8
+PRECISIONS = ("fp8", "bf16")
+TOKENS = (4096, 16384)
+LEVELS: tuple[Recompute, ...] = get_args(Recompute)
+WEIGHTS = ("masters", "published weights", "optimiser moments", "gradients")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(required=True)
+    plan = commands.add_parser("plan")
+    plan.add_argument("--gib", type=float, default=H200_GIB, help="memory of the card")
+    plan.set_defaults(run=print_plan)
+    command = commands.add_parser("measure")
+    command.add_argument("--precision", choices=("bf16", "fp8-linear", "fp8"), required=True)
+    command.add_argument("--recompute", choices=LEVELS, required=True)
+    command.add_argument("--tokens", type=int, required=True, help="of a micro-batch")
+    command.add_argument("--length", type=int, required=True, help="of a sequence")
+    command.add_argument("--offload-moments", action="store_true")
+    command.add_argument("--kv-memory-gib", type=float, help="of the KV cache; by default all that is left")
+    command.add_argument("--out", type=Path, required=True)
+    command.set_defaults(run=measure)
+    for one in (plan, command):
+        one.add_argument("--shape", default="qwen3-8b")
+    return parser
+
+
+def print_plan(arguments: argparse.Namespace) -> None:
+    tables = training_table(arguments.shape, arguments.gib), rollout_table(arguments.shape, arguments.gib)
+    print("\n\n".join((*tables, tokens_table(arguments.shape, arguments.gib))))
+
+
+def training_table(shape: str, gib: float) -> str:
+    """The training phase, GiB."""
+    config = model_shape(shape)
+    lines = []
+    for precision in PRECISIONS:
+        flow = build_flow(PrecisionConfig.model_validate(precision), config.shape)
+        for tokens in TOKENS:
+            for recompute in LEVELS:
+                parts = training_bytes(config, flow, _training(recompute, tokens), tokens)
+                (passing,) = parts.keys() - {*WEIGHTS, "saved activations"}
+                together = sum(parts.values())
+                cells = [parts[name] for name in (*WEIGHTS, "saved activations", passing)]
+                fits = "yes" if together + RESERVE <= gib * GIB else "no"
+                lines.append([f"`{precision}`", f"{tokens:,}", f"`{recompute}`", *map(_gib, cells), passing, f"**{_gib(together)}**", fits])
+    head = ["precision", "tokens", "recompute", *WEIGHTS, "saved activations", "what passes", "which is", "together", f"fits {gib} GiB"]
+    return _table(head, lines, figures={*range(3, 9), 10})
+
+
+def rollout_table(shape: str, gib: float) -> str:
+    """The rollout phase, GiB: the KV cache gets what is left."""
+    config, rollout = model_shape(shape), RolloutConfig()
+    lines = []
+    for precision in PRECISIONS:
+        weights = weight_bytes(config, build_flow(PrecisionConfig.model_validate(precision), config.shape), TrainingConfig(moments="bf16"))
+        for place in ("GPU", "host"):
+            parts = [weights["masters"], weights["published weights"], weights["optimiser moments"] if place == "GPU" else 0]
+            parts += [forward_bytes(config, rollout), RESERVE]
+            lines.append([f"`{precision}`", place, *(_gib(part) for part in parts), f"**{_gib(int(gib * GIB) - sum(parts))}**"])
+    head = ["precision", "moments on the", "masters", "published weights", "optimiser moments", "forward and logits", "reserve"]
+    return _table([*head, "left for the KV cache"], lines, figures=set(range(2, 8)))
+
+
+def tokens_table(shape: str, gib: float) -> str:
+    """The largest micro-batches, tokens."""
+    config = model_shape(shape)
+    lines = []
+    for precision in PRECISIONS:
+        flow = build_flow(PrecisionConfig.model_validate(precision), config.shape)
+        most = [largest_microbatch(config, flow, _training(recompute, 1), int(gib * GIB)) for recompute in LEVELS]
+        lines.append([f"`{precision}`", *(f"{tokens:,}" for tokens in most)])
+    return _table(["precision", *(f"`{recompute}`" for recompute in LEVELS)], lines, figures=set(range(1, 4)))
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    from comparison.card import measure_card, versions
+    from comparison.rows import RowWriter
+    from passes.cases import Case
+    from passes.turns import two_steps
+
+    sequences = max(1, arguments.tokens // arguments.length)
+    case = Case(arguments.precision, arguments.length, sequences, arguments.recompute, arguments.shape)
+    writer = RowWriter(arguments.out, "native", case.mode, case.shape, measure_card(), versions())
+    writer.write(**case.fields, **two_steps(case, arguments.offload_moments, arguments.kv_memory_gib))
+
+
+def _training(recompute: Recompute, tokens: int) -> TrainingConfig:
+    return TrainingConfig(moments="bf16", recompute=recompute, tokens_per_microbatch=tokens)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def _table(head: list[str], lines: list[list[str]], figures: set[int]) -> str:
+    rule = ["---:" if column in figures else "---" for column in range(len(head))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(make_parser()))

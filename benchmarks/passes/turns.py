@@ -1,0 +1,84 @@
+"""Two steps as a run on a GPU makes them, engine and trainer by turns, and what each phase takes beside what was planned.
+
+A rollout with the planned KV cache: prompts of the case's length, and more short ones than fit a batch.  Then an update over two full
+micro-batches, with BF16 moments.  The second step, which has moments from its beginning, is the one that counts.
+"""
+
+import sys
+from collections.abc import Iterable
+
+import torch
+
+from comparison.rows import Row
+from isobit.config.schema import PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.models.policy import random_policy
+from isobit.precision.flow import build_flow
+from isobit.records import PackedBatch, Prompt, SamplingParams
+from isobit.rollout.engine import Engine
+from isobit.rollout.request import Request
+from isobit.run.clock import Clock
+from isobit.run.gpu_memory import device_memory, plan_gpu
+from isobit.run.turns import GpuTurns, allocate_in_pages
+from isobit.training.packing import TrainingSample, pack
+from isobit.training.supervised import SupervisedObjective
+from isobit.training.trainer import Trainer
+from passes.cases import Case
+
+NEW_TOKENS = 8
+SHORT, LONG, SAMPLES = (80, 64), 2, 4  # prompts and their tokens, long prompts, samples of each
+_GIB = 1 << 30
+
+
+def two_steps(case: Case, offload_moments: bool, kv_memory_gib: float | None = None, device: str = "cuda") -> Row:
+    """GiB by phase and part, planned and measured, and the seconds of the second step.  Raises ConfigError for a plan that does not fit."""
+    rollout = RolloutConfig(max_new_tokens=NEW_TOKENS, kv_memory_gib=kv_memory_gib)
+    training = TrainingConfig(moments="bf16", recompute=case.recompute, tokens_per_microbatch=case.tokens, offload_moments=offload_moments)
+    precision = PrecisionConfig.model_validate(case.mode)
+    flow = build_flow(precision, case.config.shape)
+    plan = plan_gpu(case.config, flow, rollout, training, case.length, device_memory())
+    print("\n".join(plan.describe()), file=sys.stderr, flush=True)
+    allocate_in_pages()
+    policy = random_policy(case.config, precision, seed=0, device=device)
+    engine = Engine(policy, rollout.model_copy(update={"kv_pages": plan.pages}), None, seed=0)
+    trainer, batches = Trainer(policy, training, total_updates=1000), _batches(case)
+    turns, clock = GpuTurns(plan, engine, trainer), Clock()
+    seconds: dict[str, float] = {}
+    reserved: dict[str, int] = {}
+    for step in range(2):
+        with clock("rollout"):
+            engine.generate(_requests(case, step))
+        reserved["rollout"] = torch.cuda.max_memory_reserved()
+        with clock("training"), turns.training(clock):
+            metrics = trainer.update(batches, SupervisedObjective())
+            reserved["training"] = torch.cuda.max_memory_reserved()
+        assert metrics.skipped is None, metrics.skipped
+        seconds = clock.take()
+    return {
+        "offload_moments": offload_moments,
+        "total_gib": plan.total / _GIB,
+        "planned_gib": _in_gib(plan.peaks.items()),
+        "peak_gib": {phase: turns.figures()[f"memory/{phase}_peak_gib"] for phase in plan.peaks},
+        "reserved_gib": _in_gib(reserved.items()),
+        "rollout_parts_gib": _in_gib(plan.rollout.items()),
+        "training_parts_gib": _in_gib(plan.training.items()),
+        "kv_pages": plan.pages,
+        "seconds": seconds,
+    }
+
+
+def _batches(case: Case) -> list[PackedBatch]:
+    ids = case.token_ids().tolist()
+    samples = [TrainingSample((first,), tuple(rest), (0.0,) * len(rest), 1.0, 1.0) for first, *rest in ids * 2]
+    return pack(samples, case.tokens)
+
+
+def _requests(case: Case, step: int) -> list[Request]:
+    generator = torch.Generator().manual_seed(step)
+    longest = case.length - NEW_TOKENS
+    lengths = [longest] * LONG + [min(SHORT[1], longest)] * SHORT[0]
+    prompts = [tuple(torch.randint(case.config.vocab_size, (n,), generator=generator).tolist()) for n in lengths]
+    return [Request(Prompt(f"p{i}", "", ids), step, SAMPLES, SamplingParams(NEW_TOKENS)) for i, ids in enumerate(prompts)]
+
+
+def _in_gib(sizes: Iterable[tuple[str, int]]) -> dict[str, float]:
+    return {name: size / _GIB for name, size in sizes}

@@ -1,0 +1,126 @@
+"""Isobit's whole step on one card, as ``isobit train`` does it: engine and trainer take turns in its memory, and share the weights.
+
+Before the timed step: an update over made-up completions of full length, a micro-batch and a little more, so that the moments are there
+and every kernel is compiled; and a rollout of a few tokens.  That the engine makes its KV cache and captures its graphs again after the
+trainer's turn is part of the rollout, as in a run; that the moments come from the host and go back, where they do, of the training phase.
+Rewards are random.  In an exact flow the recorded log-probabilities are the old ones, so there is no second forward; the trainer compares
+each of them with its own.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+from comparison.card import measure_card
+from comparison.native import native_versions
+from comparison.rows import Row, RowWriter
+from isobit.algorithms.registry import build_algorithm
+from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.models.config import ModelConfig
+from isobit.models.policy import random_policy
+from isobit.models.shapes import model_shape
+from isobit.precision.flow import build_flow
+from isobit.records import Completion, Group, Prompt, SamplingParams
+from isobit.rollout.engine import Engine
+from isobit.rollout.request import Request
+from isobit.run.gpu_memory import device_memory, plan_gpu
+from isobit.run.turns import GpuTurns, allocate_in_pages
+from isobit.training.step import StepMetrics, train_on_groups
+from isobit.training.trainer import Trainer
+from passes.phases import Phases, watch
+from passes.timing import measured
+from rl_steps.cases import CASES, WARM_UP_TOKENS, Case
+
+LEARNING_RATE = 5e-5
+"""Far above what a run takes: a step then changes several percent of the random weights' E4M3 bytes."""
+ROLLOUT = RolloutConfig(max_sequences=256, max_batched_tokens=16384)
+_MADE_UP_LOG_PROB = -12.0
+
+
+def run_native(mode: str, shape: str, names: Sequence[str], settings: dict[str, Any], out: Path) -> None:
+    """One timed step of each case; ``settings`` are keys of ``training`` beside those that the benchmark fixes."""
+    writer = RowWriter(out, "native", mode, shape, measure_card(), native_versions())
+    loop = Loop(mode, model_shape(shape), settings, longest=max(CASES[name].length for name in names))
+    for name in names:
+        row = measured(lambda name=name: loop.time(CASES[name]))
+        writer.write(kind="rl", part="whole", case=name, **settings, **row)
+
+
+class Loop:
+    """A policy, its engine and its trainer, for sequences of at most ``longest`` tokens."""
+
+    def __init__(self, mode: str, shape: ModelConfig, settings: dict[str, Any], longest: int, device: str = "cuda") -> None:
+        precision = PrecisionConfig.model_validate(mode)
+        training = TrainingConfig.model_validate({"moments": "bf16", "learning_rate": LEARNING_RATE, **settings})
+        rollout, plan = ROLLOUT, None
+        if device != "cpu":
+            plan = plan_gpu(shape, build_flow(precision, shape.shape), rollout, training, longest, device_memory())
+            print("\n".join(plan.describe()), flush=True)
+            rollout = rollout.model_copy(update={"kv_pages": plan.pages})
+            allocate_in_pages()
+        self._policy = random_policy(shape, precision, seed=0, device=device)
+        assert self._policy.flow.exact
+        self._engine = Engine(self._policy, rollout, None, seed=0)
+        self._trainer = Trainer(self._policy, training, total_updates=1000)
+        self._turns = None if plan is None else GpuTurns(plan, self._engine, self._trainer)
+        self._algorithm = build_algorithm(AlgorithmConfig())
+        self._phases = Phases(on_gpu=device != "cpu")
+        watch(self._trainer, self._phases)
+        self._random = Random(0)  # noqa: S311 (no secret)
+        self._visit = 0
+
+    def time(self, case: Case) -> Row:
+        """The figures of a row."""
+        self._train([self._made_up(case)])
+        self._generate(case, WARM_UP_TOKENS)
+        with self._training_turn():  # takes the engine's memory away
+            pass
+        phases = self._phases
+        phases.start()
+        with phases("rollout"):
+            groups = self._generate(case, case.new_tokens)
+        stats = asdict(self._engine.stats)
+        step = self._train(groups)
+        seconds = phases.stop()
+        return {
+            "seconds": sum(seconds.values()),
+            "phases_s": seconds,
+            "rollout_tokens_per_s": case.sequences * case.new_tokens / seconds["rollout"],
+            "tokens_compared": step.comparison.tokens_compared,
+            "tokens_differing": step.comparison.tokens_differing,
+            "weight_bytes_changed": step.updates[0].weight_bytes_changed,
+            "microbatch_tokens_at_the_end": self._trainer.budget.at(self._trainer.updates),
+            "memory": {} if self._turns is None else {name: asdict(memory) for name, memory in self._turns.summary().items()},
+            "stats": stats,
+        }
+
+    def _training_turn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._turns is None else self._turns.training(cast(Any, self._phases))
+
+    def _train(self, groups: list[Group]) -> StepMetrics:
+        with self._training_turn():
+            step = train_on_groups(self._trainer, groups, self._algorithm)
+        assert not step.skipped_updates, step.skip_reasons
+        return step
+
+    def _generate(self, case: Case, new_tokens: int) -> list[Group]:
+        self._visit += 1
+        sampling = SamplingParams(max_new_tokens=new_tokens)
+        prompts = [Prompt(f"bench/{i}", "", tuple(ids)) for i, ids in enumerate(case.random_prompts(self._policy.config.vocab_size))]
+        completions = self._engine.generate([Request(prompt, self._visit, case.samples, sampling) for prompt in prompts])
+        assert all(len(sample.token_ids) == new_tokens for samples in completions for sample in samples)
+        return [self._graded(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
+
+    def _made_up(self, case: Case) -> Group:
+        """Completions of full length for a whole micro-batch and another one."""
+        count = min(case.sequences, self._trainer.config.tokens_per_microbatch // case.length + 2)
+        vocabulary, log_probs = range(self._policy.config.vocab_size), (_MADE_UP_LOG_PROB,) * case.new_tokens
+        prompt = Prompt("made up", "", tuple(self._random.choices(vocabulary, k=case.prompt_tokens)))
+        answers = [tuple(self._random.choices(vocabulary, k=case.new_tokens)) for _ in range(count)]
+        return self._graded(prompt, [Completion(ids, log_probs, "", "length", 1.0, self._policy.version) for ids in answers])
+
+    def _graded(self, prompt: Prompt, completions: list[Completion]) -> Group:
+        return Group(prompt, self._visit, completions, [self._random.random() for _ in completions])

@@ -1,0 +1,82 @@
+"""How much of the disk a run's checkpoints and its model take at most, worked out before it begins: no run should end on a full disk.
+
+    a checkpoint     P (4 + 2 m) bytes      P parameters: FP32 masters, two moments of m = 4 or 2 bytes (BF16)
+    the model        2 P bytes              in BF16, at the end
+
+An old checkpoint goes only once the new one is whole, so that at the last save there are the ``keep_last`` before it, the new one, those
+of ``keep_every``, and the best.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from isobit.config.schema import RunConfig
+from isobit.errors import StorageError
+from isobit.models.checkpoint import read_config
+from isobit.models.policy import master_shapes
+from isobit.precision.formats import DTYPES
+from isobit.run.machine import gib
+from isobit.run.model import model_folder
+from isobit.run.storage import free_bytes
+
+_BESIDE_TENSORS = 1 << 16
+"""Headers, counters and the manifest of a checkpoint; the configuration and the tokenizer of a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """What a run writes, apart from its logs, where at most ``checkpoints`` are on the disk at once."""
+
+    root: Path
+    checkpoint_bytes: int
+    checkpoints: int
+    on_disk: int
+    """Checkpoints that are there already."""
+    model_bytes: int
+    free: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes that must still be free."""
+        return max(self.checkpoints - self.on_disk, 0) * self.checkpoint_bytes + self.model_bytes
+
+    def describe(self) -> str:
+        """One line."""
+        parts = [f"the trained model of {gib(self.model_bytes)}"]
+        if self.checkpoints:
+            there = f", of which {self.on_disk} are there" if self.on_disk else ""
+            parts.insert(0, f"checkpoints of {gib(self.checkpoint_bytes)}, at most {self.checkpoints} at once{there}")
+        return f"disk: {gib(self.needed)} of {gib(self.free)} free in {self.root} for {' and '.join(parts)}"
+
+    def check(self) -> None:
+        """Raise StorageError where the disk has too little room."""
+        if self.needed > self.free:
+            raise StorageError(
+                f"{self.describe()}: too little; lower checkpoint.keep_last (0 writes no checkpoint at all), set checkpoint.every = 0 "
+                "(a checkpoint at the end only), free some space, or name a directory on another disk (--output PATH)"
+            )
+
+
+def plan_disk(config: RunConfig, on_disk: Collection[int] = ()) -> DiskPlan:
+    """The plan of a run that has its checkpoints of the steps ``on_disk`` already.  Raises CheckpointError as ``read_config`` does."""
+    shapes = master_shapes(read_config(model_folder(config.model)))
+    parameters = sum(prod(sizes) for sizes in shapes.values())
+    checkpoint = (4 + 2 * DTYPES[config.training.moments].itemsize) * parameters + _BESIDE_TENSORS
+    model = 2 * parameters + _BESIDE_TENSORS
+    root = config.output
+    return DiskPlan(root, checkpoint, most_at_once(config, on_disk), len(on_disk), model, free_bytes(root))
+
+
+def most_at_once(config: RunConfig, on_disk: Collection[int] = ()) -> int:
+    """Checkpoints that are on the disk together at most, while the last of the run is written and everything before is still there."""
+    rules, steps = config.checkpoint, config.training.steps
+    if rules.keep_last == 0:
+        return len(on_disk)
+    due = {steps, *(range(rules.every, steps, rules.every) if rules.every else ())}
+    evaluated = set(range(config.evaluation.every, steps, config.evaluation.every)) if config.evaluation.every else set[int]()
+    written = sorted({*on_disk, *(step for step in due if step > max(on_disk, default=0))})
+    together = {*written[-rules.keep_last - 1 :], *(step for step in written if rules.keep_every and step % rules.keep_every == 0)}
+    another = rules.keep_best is not None and not {*written, *evaluated} <= together
+    return max(len(together) + another, len(on_disk))

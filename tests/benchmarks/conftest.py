@@ -1,0 +1,29 @@
+"""The benchmarks' folder on the path, as it is for a script in it, and a card that needs no GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.models.config import ModelConfig
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TINY = ModelConfig("qwen3", 128, 128, 256, 2, 4, 2, 32, 256, 1e-6, 1e4, tied_embeddings=False)
+CARD = {"name": "a CPU", "uuid": "A", "copy_tb_per_s": 0.01}
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    pytest.importorskip("triton", reason="the card is measured with Triton")
+    return BENCHMARKS
+
+
+@pytest.fixture
+def tiny() -> ModelConfig:
+    return TINY
+
+
+@pytest.fixture
+def card() -> dict[str, Any]:
+    return CARD

@@ -1,0 +1,147 @@
+"""``benchmarks/end_to_end.py``: a small step of ours and of transformers on a CPU, vLLM's calls to a double, and the table's arithmetic."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.models.config import ModelConfig
+
+SETTINGS = {"recompute": "mlp", "tokens_per_microbatch": 64}
+
+
+@pytest.fixture
+def parts(benchmarks: Path) -> SimpleNamespace:
+    return SimpleNamespace(**{name: import_module(f"rl_steps.{name}") for name in ("cases", "native", "rollout_peer", "training_peer")})
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp8"])
+def test_our_step_is_exact_and_has_every_phase_but_a_second_forward(mode: str, parts: Any, tiny: ModelConfig) -> None:
+    case = parts.cases.Case(prompts=2, samples=3, prompt_tokens=5, new_tokens=24)
+    loop = parts.native.Loop(mode, tiny, SETTINGS, longest=case.length, device="cpu")
+    first, second = loop.time(case), loop.time(case)
+    for row in (first, second):
+        assert row["phases_s"].keys() == {"rollout", "forward", "backward", "optimiser", "publish", "other"}
+        assert sum(row["phases_s"].values()) == pytest.approx(row["seconds"])
+        assert (row["tokens_compared"], row["tokens_differing"]) == (2 * 3 * 24, 0)
+        assert row["weight_bytes_changed"] > 0.005
+        assert row["stats"]["generated_tokens"] == 2 * 3 * 24
+    assert loop._trainer.updates == 4, "a warm-up and a timed update each"
+
+
+def test_the_peers_training_phase(parts: Any, tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.training_peer, "SETTINGS", {"none": (4, 1), "full": (2,)})
+    trainer = parts.training_peer.PeerTrainer(tiny, "cpu")
+    before = [master.detach().clone() for master in trainer._optimiser._masters]
+    tried = trainer._try
+
+    def scarce(case: Any, size: int, recompute: str) -> Any:
+        if size == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return tried(case, size, recompute) | ({"tokens_per_s": 1e9} if recompute == "full" else {})
+
+    monkeypatch.setattr(trainer, "_try", scarce)
+    case = parts.cases.Case(prompts=2, samples=3, prompt_tokens=5, new_tokens=24)
+    row = trainer.time(case, None)
+    assert row["phases_s"].keys() == {"old_log_probs", "forward", "backward", "optimiser", "publish", "other"}
+    assert (row["recompute"], row["tokens_per_microbatch"], row["sequences_measured"]) == ("full", 58, 6)
+    assert [one.get("error") for one in row["tried"]] == ["out of memory", None, None]
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer._optimiser._masters, strict=True))
+    assert trainer.time(case, 3)["sequences_measured"] == 4, "whole micro-batches"
+
+
+def test_the_peers_ratio_starts_at_one_and_the_gradient_is_that_of_log_p(parts: Any, tiny: ModelConfig) -> None:
+    trainer = parts.training_peer.PeerTrainer(tiny, "cpu")
+    case = parts.cases.Case(prompts=1, samples=2, prompt_tokens=5, new_tokens=24)
+    batch, peer = trainer._batch(case, 2), trainer._peer
+    found = []
+    for old in (None, trainer._old_log_probs(batch)):
+        trainer._gradients(batch, old, 2, "none")
+        found.append([parameter.grad.float() for parameter in peer.model.parameters()])
+        peer.model.zero_grad()
+    log_probs = peer.log_probs(batch.ids, 4).view(2, 24)
+    assert torch.allclose(
+        log_probs, peer.model(batch.ids).logits.float().log_softmax(-1)[:, 4:-1].gather(2, batch.ids[:, 5:, None])[..., 0]
+    )
+    (-(log_probs * batch.advantages[:, None]).sum() / 48).backward()
+    exact = [parameter.grad.float() for parameter in peer.model.parameters()]
+    for gradients in found:
+        assert all(torch.allclose(a, b, rtol=0.05, atol=1e-5) for a, b in zip(gradients, exact, strict=True))
+
+
+class Llm:
+    """Answers with as many tokens as are asked for."""
+
+    def __init__(self, folder: str, **arguments: Any) -> None:
+        assert json.loads((Path(folder) / "config.json").read_text())["model_type"] == "qwen3"
+        assert arguments["enable_prefix_caching"] and arguments["max_model_len"] == 8448
+        self.calls: list[tuple[int, int, int]] = []
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append((0, 0, 0))
+
+    def generate(self, prompts: list[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
+        self.calls.append((len(prompts), sampling.n, sampling.max_tokens))
+        answer = SimpleNamespace(token_ids=[0] * sampling.max_tokens)
+        return [SimpleNamespace(outputs=[answer] * sampling.n) for _ in prompts]
+
+
+def test_vllm_is_asked_for_every_sample_of_every_prompt(parts: Any, card: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Llm] = []
+    vllm = ModuleType("vllm")
+    vllm.__dict__.update(__version__="0", SamplingParams=SimpleNamespace, LLM=lambda *a, **k: made.append(Llm(*a, **k)) or made[-1])
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(parts.rollout_peer, "measure_card", lambda: card)
+    monkeypatch.setattr(parts.rollout_peer, "card_memory_gib", lambda: 1.0)
+    parts.rollout_peer.run_rollouts("qwen3-8b", ["2k", "8k"], tmp_path)
+    assert made[0].calls == [(0, 0, 0), (32, 8, 16), (0, 0, 0), (32, 8, 2048), (0, 0, 0), (8, 8, 16), (0, 0, 0), (8, 8, 8192)]
+    rows = [json.loads(line) for line in (tmp_path / "vllm-bf16-qwen3-8b.jsonl").read_text().splitlines()]
+    assert [(row["part"], row["case"]) for row in rows] == [("rollout", "2k"), ("rollout", "8k")]
+
+
+def row(engine: str, mode: str, part: str, phases: dict[str, float], uuid: str = "A", case: str = "2k", **other: Any) -> dict[str, Any]:
+    place = {"shape": "qwen3-8b", "case": case, "card": {"uuid": uuid}, "kind": "rl", "part": part}
+    return {"engine": engine, "mode": mode, "phases_s": phases, "seconds": sum(phases.values())} | place | other
+
+
+def ours(mode: str, rollout: float, backward: float, **other: Any) -> dict[str, Any]:
+    counts = {"tokens_compared": 524288, "tokens_differing": 0, "weight_bytes_changed": 0.031, "memory": {"training": {"peak_gib": 120.0}}}
+    phases = {"rollout": rollout, "forward": 10.0, "backward": backward, "optimiser": 0.5, "publish": 0.1, "other": 0.4}
+    return row("native", mode, "whole", phases, **counts | other)
+
+
+def table(folder: Path, benchmarks: Path, rows: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    (folder / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    command = [sys.executable, benchmarks / "end_to_end.py", "table", folder]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((folder / "end-to-end-table.json").read_text())
+
+
+def test_the_outside_line_is_the_sum_of_two_commands_on_one_card(tmp_path: Path, benchmarks: Path) -> None:
+    training = {"old_log_probs": 20.0, "forward": 20.0, "backward": 55.0, "optimiser": 0.8, "publish": 0.2}
+    rows = [ours("fp8", 35.0, 29.0), ours("bf16", 45.0, 39.0)]
+    rows += [row("vllm", "bf16", "rollout", {"rollout": 64.0}), row("transformers", "bf16", "training", training)]
+    shown, lines = table(tmp_path, benchmarks, rows)
+    assert "| 2k | vLLM BF16 + transformers BF16 | 64.0 | 20.0 | 20.0 | 55.0 | 0.8 | 0.2 | 0.0 | 96.0 | 160.0 | 1.00 |" in shown
+    fp8 = "| 2k | isobit `fp8` | 35.0 | - | 10.0 | 29.0 | 0.5 | 0.1 | 0.4 | 40.0 | 75.0 | 2.40 | 1.25 | 2.13 | 0 of 524,288 | 3.1% | 120 |"
+    assert fp8 in shown
+    assert len(lines) == 3
+
+
+def test_halves_of_two_cards_are_not_added_up(tmp_path: Path, benchmarks: Path) -> None:
+    rows = [ours("fp8", 35.0, 29.0), row("vllm", "bf16", "rollout", {"rollout": 64.0}, uuid="B")]
+    rows += [
+        row("transformers", "bf16", "training", {"old_log_probs": 20.0, "forward": 76.0}),
+        ours("bf16", 0.0, 0.0, uuid="C") | {"error": "refused"},
+    ]
+    shown, lines = table(tmp_path, benchmarks, rows)
+    assert all(line["training_x_outside"] is None for line in lines)
+    assert "| 2k | vllm BF16, rollout alone | 64.0 | - | - | - | - | - | 0.0 | - | 64.0 | - | - | - | - | - | - |" in shown
+    assert "| 2k | isobit `bf16` | refused |" in shown

@@ -1,0 +1,79 @@
+"""``benchmarks/learning.py`` at the size of a CPU: both kinds of run, and what its table makes of their rows."""
+
+import json
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return lambda name: import_module(f"curves.{name}")
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def test_the_text_is_bytes_between_a_start_and_an_end(curves: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+é", "completion": "2"}) + "\n", encoding="utf-8")
+    ((given, learnt),) = curves("text").read_pairs(tmp_path / "train.jsonl")
+    assert (given, learnt[-1]) == ((0,), 1)
+    assert bytes(token - 2 for token in learnt[:-1]).decode() == "1+é\n2"
+
+
+def test_batches_fill_their_budget_and_go_through_all_before_they_repeat(curves: Any) -> None:
+    pairs = [((0,), [i] * 9) for i in range(10)]
+    made = list(islice(curves("text").batches(pairs, 35, seed=0), 7))
+    assert [len(batch) for batch in made] == [3] * 7
+    seen = [learnt[0] for batch in made for _, learnt in batch]
+    assert sorted(seen[:10]) == sorted(seen[10:20]) == list(range(10)) and seen[:10] != seen[10:20]
+
+
+def test_supervised_steps_and_their_row_at_the_end(curves: Any, tmp_path: Path) -> None:
+    for name in ("train", "held_out"):
+        rows = [json.dumps({"prompt": f"{i} + {i} =", "completion": str(2 * i)}) for i in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    curves("supervised").run("tiny", "fp8", 3, 1e-3, tmp_path, tmp_path / "out")
+    *steps, end = rows_of(tmp_path / "out")
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert steps[2]["loss"] < steps[0]["loss"] and end["held_out_loss"] < steps[0]["loss"]
+    assert all(row["weight_bytes_changed"] > 0.01 and row["mode"] == "fp8" for row in steps)
+
+
+def test_steps_of_reinforcement_learning_compare_every_token(curves: Any, tmp_path: Path) -> None:
+    curves("reinforcement").run("tiny", "fp8", 2, None, tmp_path)
+    first, second = rows_of(tmp_path)
+    assert first["tokens_compared"] == second["tokens_compared"] == 4 * 4 * 24
+    assert first["tokens_differing"] == second["tokens_differing"] == 0
+    assert min(first["reward_std"], second["reward_std"]) > 0
+    assert first["weight_bytes_changed"] > 0.01
+
+
+def supervised(mode: str, losses: list[float]) -> list[dict[str, Any]]:
+    common = {"engine": "sft", "shape": "tiny", "mode": mode, "card": {"uuid": "A"}}
+    steps = [common | {"step": i, "loss": loss, "seconds": 0.5, "skipped": None} for i, loss in enumerate(losses, 1)]
+    return [*steps, common | {"step": len(losses), "held_out_loss": losses[-1]}]
+
+
+def test_the_table_says_what_holds_and_what_does_not(curves: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bf16, fp8 = [4.0] * 10 + [1.0] * 10, [4.0] * 10 + [1.006] * 10
+    rl = {"engine": "rl", "shape": "tiny", "mode": "fp8", "card": {"uuid": "A"}, "loss": 0.0, "reward_mean": 0.5, "reward_std": 0.1}
+    rl |= {"tokens_compared": 5, "skipped": None, "rollout_seconds": 1.0, "training_seconds": 1.0, "peak_gib": 1.0}
+    rows = [*supervised("bf16", [9.0, 8.0]), *supervised("bf16", bf16), *supervised("fp8", fp8)]
+    rows += [rl | {"step": 1, "tokens_differing": 0, "weight_bytes_changed": 0.009}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves("table").run_table(tmp_path)
+    assert "| tiny | fp8 |" in capsys.readouterr().out
+    table = json.loads((tmp_path / "table.json").read_text())
+    reference, line = table["supervised"]
+    assert (reference["steps"], reference["near_bf16"], line["near_bf16"], line["halved"]) == (20, True, False, True)
+    assert line["above_bf16"] == pytest.approx(0.006)
+    (reinforced,) = table["reinforced"]
+    assert (reinforced["exact"], reinforced["changed_enough"], reinforced["steps"]) == (True, False, 1)

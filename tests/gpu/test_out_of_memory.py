@@ -1,0 +1,85 @@
+"""An update that runs out of the GPU's memory, which is limited for the purpose, ends with the bits of the budget that it fits with."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from isobit.algorithms.registry import build_algorithm
+from isobit.config.schema import AlgorithmConfig, Preset, TrainingConfig
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from isobit.models.policy import Policy
+from isobit.records import Completion, Group, Prompt
+from isobit.training.budget import BudgetChange, MicrobatchBudget
+from isobit.training.packing import pack, samples_of
+from isobit.training.step import train_on_groups
+from isobit.training.trainer import Trainer
+
+MakePolicy = Callable[..., Policy]
+GRPO = build_algorithm(AlgorithmConfig())
+LARGE, SMALL = 16384, 4096
+"""Tokens a micro-batch: all of a step's sequences together, and a quarter of them."""
+
+
+@pytest.fixture(autouse=True)
+def unlimited() -> Iterator[None]:
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def groups_of(trainer: Trainer) -> list[Group]:
+    """8 prompts of 4 sequences of 300 to 512 tokens, with the log-probabilities of the trainer, each computed alone."""
+    random = Random(0)
+
+    def group(number: int) -> Group:
+        ids = [tuple(random.randrange(1000) for _ in range(random.randint(250, 462))) for _ in range(4)]
+        prompt = Prompt(f"test/{number}", "", tuple(random.randrange(1000) for _ in range(50)))
+        blank = Group(prompt, 0, [Completion(tokens, (0.0,) * len(tokens), "", "stop", 1.0, 1) for tokens in ids], [0.0, 1.0, 1.0, 0.0])
+        alone = [pack(samples_of([replace(blank, completions=[one], rewards=[0.0])], [[0.0]]), 1)[0] for one in blank.completions]
+        recorded = [replace(c, logprobs=tuple(trainer.log_probs(b).tolist())) for c, b in zip(blank.completions, alone, strict=True)]
+        return replace(blank, completions=recorded)
+
+    return [group(number) for number in range(8)]
+
+
+@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+def test_a_step_without_memory_is_that_of_a_smaller_budget(preset: Preset, make_policy: MakePolicy) -> None:
+    def step(tokens: int, changes: Sequence[BudgetChange] = ()) -> tuple[dict[str, torch.Tensor], MicrobatchBudget, int]:
+        """One step of two updates -> the masters on the host, the budget, and the most bytes that torch had from the GPU."""
+        free()
+        trainer = Trainer(make_policy("qwen3", preset), TrainingConfig(tokens_per_microbatch=tokens, epochs=2, learning_rate=1e-3), 10)
+        for change in changes:
+            trainer.budget.set(change.update, change.new)
+        groups = groups_of(trainer)
+        free()
+        torch.cuda.reset_peak_memory_stats()
+        metrics = train_on_groups(trainer, groups, GRPO)
+        assert metrics.comparison.tokens_differing == 0 < metrics.comparison.tokens_compared
+        masters = {name: master.detach().cpu() for name, master in trainer.policy.masters.items()}
+        return masters, trainer.budget, torch.cuda.max_memory_reserved()
+
+    step(LARGE)  # compiles, and fills what is cached for the process
+    large, _, most = step(LARGE)
+    small, _, least = step(SMALL)
+    assert most - least > 100 << 20, "the limit below must stand between the two"
+    assert any(not torch.equal(large[name], small[name]) for name in small), "the cut must decide some bit"
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((least + (most - least) / 4) / total)
+    limited, budget, _ = step(LARGE)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert budget.changes and budget.changes[0].update == 0
+    reached = [(change.update, change.new) for change in budget.changes]  # the second update has moments, too
+    print(f"{preset}: {most >> 20} MiB with {LARGE} tokens a micro-batch, {least >> 20} with {SMALL}; limited, it came to {reached}")
+    expected, _, _ = step(LARGE, budget.changes)
+    assert all(torch.equal(limited[name], expected[name]) for name in expected)

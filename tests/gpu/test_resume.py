@@ -1,0 +1,136 @@
+"""A run on the GPU that is killed, between updates and while it writes a checkpoint, resumes to the bytes of one that never was.
+
+A small model by default; ``ISOBIT_GPU_SHAPE=qwen3-0.6b pytest tests/gpu/test_resume.py -s`` takes that shape (25 GB of disk, some minutes).
+"""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from isobit.config.schema import PrecisionConfig
+from isobit.models.checkpoint import save_policy
+from isobit.models.config import ModelConfig
+from isobit.models.policy import random_policy
+from isobit.models.shapes import model_shape
+from isobit.run.checkpoint.format import MASTERS, OPTIMISER, read_checkpoint
+from isobit.starter import starter_folder
+
+DEVICE = "cuda"
+SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
+SHAPE = os.environ.get("ISOBIT_GPU_SHAPE")
+REWARD = '''"""Rewards with spread, and a kill from within: at the fifth reward of step 3 where a file ``kill`` lies beside this one."""
+import itertools, os, signal
+from pathlib import Path
+
+calls = itertools.count()
+
+def reward(prompt, completion):
+    kill = Path(__file__).with_name("kill")
+    if next(calls) == 2 * 16 + 5 and kill.exists():
+        kill.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sum(token % 3 == 0 for token in completion.token_ids) / max(len(completion.token_ids), 1)
+'''
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Four steps of 4 x 4 samples, several micro-batches each, a checkpoint after steps 2 and 4."""
+    policy = random_policy(model_shape(SHAPE) if SHAPE else SMALL, PrecisionConfig(), 0, DEVICE)
+    save_policy(policy, tmp_path / "model", tokenizer_from=starter_folder())
+    del policy
+    gc.collect()
+    torch.cuda.empty_cache()  # the runs are processes of their own
+    (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
+    content = {
+        "model": str(tmp_path / "model"),
+        "output": str(tmp_path / "run"),
+        "device": DEVICE,
+        "data": {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 32}},
+        "reward": {"function": f"{tmp_path / 'reward.py'}:reward"},
+        "rollout": {"max_new_tokens": 64, "kv_memory_gib": 2.0},
+        "training": {
+            "steps": 4,
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "tokens_per_microbatch": 256,
+            "learning_rate": 1e-4,
+        },
+        "checkpoint": {"every": 2, "keep_last": 1},
+    }
+    path = tmp_path / "recipe.toml"
+    path.write_text(tomli_w.dumps(content), encoding="utf-8")
+    return path
+
+
+class Attempt:
+    """One process of ``isobit train --resume``."""
+
+    def __init__(self, recipe: Path, output: Path) -> None:
+        self._log, self._output = output.with_suffix(".log"), output
+        command = [sys.executable, "-m", "isobit.cli.main", "train", str(recipe), "--resume", "--output", str(output)]
+        self._started_at = time.monotonic()
+        with self._log.open("a") as file:
+            self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+    def wait(self) -> int:
+        code = self._process.wait()
+        print(f"{self._output.name}: code {code} after {time.monotonic() - self._started_at:.0f} s")
+        return code
+
+    def kill_while_writing(self, step: int) -> int:
+        """-> its code: that of the kill, or 0 if it was too fast for it."""
+        partial = self._output / "checkpoints" / f".step_{step:06}.partial"
+        while self._process.poll() is None:
+            if partial.exists():
+                self._process.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.0005)
+        return self.wait()
+
+    def finish(self) -> None:
+        assert self.wait() == 0, self._log.read_text()
+
+
+def outcome(output: Path) -> dict[str, Any]:
+    """What the run leaves, times, rates and peaks of memory aside; large files by their SHA-256, which ``read_checkpoint`` has checked."""
+    files = read_checkpoint(output / "checkpoints" / "step_000004").manifest["files"]
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    other = ("time/", "tokens_per_s/", "memory/")
+    return {
+        **{name: files[name]["sha256"] for name in (MASTERS, OPTIMISER)},
+        **{name: (output / name).read_bytes() for name in ("completions.jsonl", "rewards.jsonl", "model/model.safetensors")},
+        "metrics": [{name: value for name, value in line.items() if not name.startswith(other)} for line in metrics],
+    }
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_resumes_to_the_same_bytes(recipe: Path) -> None:
+    Attempt(recipe, recipe.with_name("whole")).finish()
+    expected = outcome(recipe.with_name("whole"))
+    for line in expected["metrics"]:
+        assert line["updates/taken"] == 1 and line["reward/std"] > 0
+        assert line["logprob_diff/tokens_compared"] > 0 == line["logprob_diff/tokens_differing"]
+
+    killed = recipe.with_name("killed")
+    (recipe.with_name("kill")).touch()
+    assert Attempt(recipe, killed).wait() == -signal.SIGKILL
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_000002"]
+    second = Attempt(recipe, killed).kill_while_writing(4)
+    assert second in (0, -signal.SIGKILL)
+    if second:
+        Attempt(recipe, killed).finish()
+    assert outcome(killed) == expected

@@ -1,0 +1,154 @@
+"""An update that runs out of memory is the update that a smaller budget would have made, and leaves nothing behind."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.algorithms.registry import build_algorithm
+from isobit.config.schema import AlgorithmConfig
+from isobit.errors import ConfigError
+from isobit.records import Group, PackedBatch
+from isobit.training.budget import BudgetChange
+from isobit.training.step import train_on_groups
+from isobit.training.trainer import Trainer
+
+GRPO = build_algorithm(AlgorithmConfig())
+MakeTrainer = Callable[..., Trainer]
+MakeGroups = Callable[..., list[Group]]
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
+
+
+class Memory:
+    """Room for micro-batches of so many tokens: a larger one fails in the forward, or in the backward once all layers have run."""
+
+    def __init__(self, tokens: int, fails_in: str = "forward") -> None:
+        self.tokens, self.fails_in = tokens, fails_in
+        self.failures = 0
+        self.held: weakref.ref[torch.Tensor] | None = None
+
+    @contextmanager
+    def of(self, trainer: Trainer) -> Iterator[None]:
+        forward = Trainer._forward
+
+        def limited(self_: Trainer, batch: PackedBatch) -> Any:
+            assert self.held is None or self.held() is None, "the failed attempt's tensors are still alive"
+            log_probs, entropies = forward(self_, batch)
+            if batch.token_ids.numel() > self.tokens:
+                self.failures += 1
+                self.held = weakref.ref(log_probs)
+                if self.fails_in == "forward" or not log_probs.requires_grad:
+                    raise torch.OutOfMemoryError(MESSAGE)
+                assert log_probs.grad_fn is not None
+                log_probs.grad_fn.register_prehook(out_of_memory)
+            return log_probs, entropies
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "_forward", limited)
+            yield
+
+
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
+def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    masters = {name: master.detach() for name, master in trainer.policy.masters.items()}
+    return {name: tensor.clone() for name, tensor in (masters | trainer.moments()).items()}
+
+
+def equal(first: Trainer, second: Trainer) -> bool:
+    one, two = state_of(first), state_of(second)
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout"])
+def test_the_result_is_that_of_the_smaller_budget(preset: str, fails_in: str, make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+    """Two steps of two updates with warm-up, so that an update counted twice would have another learning rate."""
+    small, large, limited = (make_trainer(preset, tokens_per_microbatch=n, updates_per_batch=2, warmup_steps=9) for n in (64, 128, 128))
+    memory = Memory(64, fails_in)
+    for seed in range(2):
+        groups = make_groups(small, seed=seed)
+        expected = train_on_groups(small, groups, GRPO)
+        train_on_groups(large, groups, GRPO)
+        with memory.of(limited):
+            metrics = train_on_groups(limited, groups, GRPO)
+        assert metrics == expected
+    assert memory.failures == 1
+    assert limited.budget.changes == [BudgetChange(0, 128, 64)]
+    assert equal(limited, small)
+    assert not equal(large, small), "the cut must decide some bit, or this shows nothing"
+    assert limited.updates == 4
+    assert all(master.grad is None for master in limited.policy.masters.values())
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout"])
+def test_updates_before_it_keep_their_cut_and_a_recorded_change_is_made_again(
+    preset: str, make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
+    """Out of memory in the third update of four: a trainer that is told so, and never runs out of memory, ends with the same bits."""
+    settings = {"tokens_per_microbatch": 128, "updates_per_batch": 2, "epochs": 2}
+    limited, told, plain, small = (make_trainer(preset, **(settings | more)) for more in ({}, {}, {}, {"tokens_per_microbatch": 64}))
+    groups = make_groups(limited)
+    update = Trainer.update
+
+    def third_fails_once(self: Trainer, batches: list[PackedBatch], *more: Any) -> Any:
+        if self.updates == 2 and max(batch.token_ids.numel() for batch in batches) > 64:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return update(self, batches, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "update", third_fails_once)
+        metrics = train_on_groups(limited, groups, GRPO)
+    assert limited.budget.changes == [BudgetChange(2, 128, 64)]
+    told.budget.changes = list(limited.budget.changes)
+    assert train_on_groups(told, groups, GRPO) == metrics
+    for other in (plain, small):
+        train_on_groups(other, groups, GRPO)
+    assert equal(told, limited)
+    assert not equal(limited, plain) and not equal(limited, small)
+
+
+def test_a_change_is_announced_before_anything_is_learnt_with_it(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+    trainer = make_trainer()
+    seen: list[tuple[BudgetChange, int]] = []
+    trainer.budget.on_change = lambda change: seen.append((change, trainer.policy.version))
+    with Memory(40).of(trainer):
+        train_on_groups(trainer, make_groups(trainer), GRPO)
+    assert seen == [(BudgetChange(0, 128, 64), 1), (BudgetChange(0, 64, 34), 1)]  # 34 tokens are the longest sequence
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({}, "set training.recompute = 'full' (now 'none'; the same bits), or set training.moments = 'bf16' (now 'fp32')"),
+        ({"recompute": "full", "moments": "bf16"}, "lower rollout.max_new_tokens or data.max_prompt_tokens"),
+    ],
+)
+def test_one_sequence_that_is_too_long_ends_it_with_the_keys(
+    settings: dict[str, str], advice: str, make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
+    trainer = make_trainer(**settings)
+    groups = make_groups(trainer)
+    before = state_of(trainer)
+    with Memory(8).of(trainer), pytest.raises(ConfigError) as error:
+        train_on_groups(trainer, groups, GRPO)
+    assert "CUDA out of memory, with one sequence of 34 tokens in a micro-batch" in str(error.value)
+    assert "training.tokens_per_microbatch = 128" in str(error.value)
+    assert str(error.value).endswith(advice)
+    assert trainer.is_whole and trainer.updates == 0
+    assert trainer.budget.at(0) == 128, "with more memory it may begin as it was configured"
+    assert all(torch.equal(before[name], tensor) for name, tensor in state_of(trainer).items())
+
+
+def test_within_an_optimiser_step_it_ends_too(make_trainer: MakeTrainer, make_groups: MakeGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer()
+    groups = make_groups(trainer)
+    monkeypatch.setattr(torch.optim.AdamW, "step", out_of_memory)
+    with pytest.raises(ConfigError, match="in the middle of an optimiser step, of which nothing is kept"):
+        train_on_groups(trainer, groups, GRPO)
+    assert not trainer.is_whole and trainer.budget.changes == []
