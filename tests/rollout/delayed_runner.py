@@ -10,7 +10,7 @@ import torch
 from isobit.errors import NonFiniteError
 from isobit.kernels.paged_attention import PagedBatch
 from isobit.rollout.batch import ForwardBatch, build_batch
-from isobit.rollout.executor import Ready, distinct_rows
+from isobit.rollout.ready import Ready, distinct_rows
 from isobit.rollout.runner import ModelRunner
 from isobit.rollout.sampler import sample_tokens
 from isobit.rollout.scheduler import Plan

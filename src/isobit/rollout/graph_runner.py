@@ -30,8 +30,8 @@ from isobit.models.head import head_logits
 from isobit.models.policy import Policy
 from isobit.rollout.batch import build_batch
 from isobit.rollout.device_state import DeviceState
-from isobit.rollout.executor import Ready, distinct_rows
 from isobit.rollout.gpu_sampling import DrawnOnGpu, draw, truncates
+from isobit.rollout.ready import Ready, distinct_rows
 from isobit.rollout.scheduler import Plan
 from isobit.rollout.sequence import Sample
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from math import isfinite
 
 from isobit.errors import NonFiniteError
-from isobit.rollout.executor import Ready, take_ready
 from isobit.rollout.progress import EngineStats
+from isobit.rollout.ready import Ready, take_ready
 from isobit.rollout.runner import PendingTokens, PipelineRunner
 from isobit.rollout.scheduler import Plan, Scheduler
 from isobit.rollout.sequence import Sample
