@@ -35,9 +35,9 @@ def train(recipe: str | Path | Mapping[str, Any] | RunConfig, *, resume: bool = 
     return loop.train(_configuration(RunConfig, recipe, changes), resume=resume)
 
 
-def sft(recipe: str | Path | Mapping[str, Any] | SftConfig, **changes: Any) -> SftSummary:
-    """Fine-tune a model on prompts and completions; raises as ``train`` does."""
-    return sft_loop.sft(_configuration(SftConfig, recipe, changes))
+def sft(recipe: str | Path | Mapping[str, Any] | SftConfig, *, resume: bool = False, **changes: Any) -> SftSummary:
+    """Fine-tune a model on prompts and completions; resumes and raises as ``train`` does."""
+    return sft_loop.sft(_configuration(SftConfig, recipe, changes), resume=resume)
 
 
 def evaluate(model: str | Path, recipe: str | Path | Mapping[str, Any] | RunConfig, **changes: Any) -> dict[str, EvalResult]:

@@ -200,7 +200,8 @@ class CheckpointConfig(Strict):
     keep_every: int = Field(default=0, ge=0)
     """Also keep those of every that many steps (a multiple of ``every``); 0 keeps none for this reason."""
     keep_best: str | None = None
-    """Also write and keep the one with the highest value of this evaluation figure, for example ``eval/held_out/accuracy``."""
+    """Also write and keep the one with the highest value of this evaluation figure, for example ``eval/held_out/accuracy``; of ``isobit
+    sft``'s ``eval/NAME/loss`` the lowest."""
 
     @model_validator(mode="after")
     def _none_or_some(self) -> "CheckpointConfig":

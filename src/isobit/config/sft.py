@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from isobit.config.schema import (
+    CheckpointConfig,
     Device,
     EvaluationConfig,
     HfData,
@@ -80,7 +81,7 @@ class SftConfig(Strict):
     from_scratch: ModelShape | None = None
     """Start from random weights of this shape; ``model`` then gives its tokenizer and nothing else."""
     output: Path
-    """The run's directory; it must be new or empty."""
+    """The run's directory; it must be new or empty, or with ``--resume`` the one to go on in."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where there is one that computes the model."""
@@ -96,4 +97,5 @@ class SftConfig(Strict):
     """With a reward, an evaluation also completes the held-out prompts and grades them."""
     rollout: RolloutConfig = RolloutConfig()
     """How they are completed."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()

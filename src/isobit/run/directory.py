@@ -77,7 +77,7 @@ class RunDirectory:
         return self.root / "summary.json"
 
 
-def check_unused(root: Path, resumable: bool = True) -> None:
+def check_unused(root: Path) -> None:
     """Refuse a path that a run cannot have to itself: a file, a directory with anything in it, or a place that is not writable.
 
     Writes nothing.  Raises ConfigError naming the path and the ways out.
@@ -87,9 +87,8 @@ def check_unused(root: Path, resumable: bool = True) -> None:
     if not is_empty(root):
         is_run = (root / "run.json").exists()
         raise ConfigError(
-            f"output is {str(root)!r}, which already holds files{' of a run' if is_run else ''}; "
-            f"{'go on with that run (--resume), ' if is_run and resumable else ''}"
-            f"name another directory (--output PATH), move this one away, or remove it (rm -r {root})"
+            f"output is {str(root)!r}, which already holds files{' of a run' if is_run else ''}; name another directory (--output PATH), "
+            f"{'go on with that run (--resume), ' if is_run else ''}move this one away, or remove it (rm -r {root})"
         )
     above = next(path for path in (root, *root.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):

@@ -7,7 +7,6 @@ beside the versions, the resolved configuration and the formats of every site on
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,43 +15,31 @@ from typing import Any
 import torch
 
 import isobit
-from isobit.config.schema import Strict
 from isobit.precision.compare import graph_differences
 from isobit.precision.flow import PrecisionFlow
 from isobit.run.machine import openmp_libraries, processor_name, read_memory, usable_cores
-from isobit.run.model import LoadedModel
-from isobit.run.setup import Run
+from isobit.run.training_run import TrainingRun
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
 _GPU_LIBRARIES = ("triton", "sgl-deep-gemm")
 
 
-def manifest(run: Run) -> dict[str, Any]:
+def manifest(run: TrainingRun) -> dict[str, Any]:
     """The manifest of a run that is about to start, ready for JSON."""
-    data = {
-        "training_prompts": run.sampler.state()["prompts"],
-        "dropped_prompts": run.dropped_prompts,
-        "evaluation_problems": {name: len(prompts) for name, prompts in run.evaluator.sets.items()},
-    }
-    return manifest_of(run.model, data, run.config)
-
-
-def manifest_of(model: LoadedModel, data: Mapping[str, Any], config: Strict) -> dict[str, Any]:
-    """The manifest of any training of ``model``; ``data`` counts what it learns from and is measured on."""
-    policy = model.policy
+    policy = run.model.policy
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         **environment(policy.device),
         "machine": machine(),
         "model": {
-            "folder": str(model.folder),
+            "folder": str(run.model.folder),
             "parameters": sum(master.numel() for master in policy.parameters()),
             "config": asdict(policy.config),
         },
-        "data": dict(data),
+        "data": run.data_figures(),
         "precision": precision_graph(policy.flow),
-        "config": config.model_dump(mode="json"),
+        "config": run.config.model_dump(mode="json"),
     }
 
 

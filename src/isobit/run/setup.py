@@ -6,12 +6,14 @@ The cheap refusals come first: a KL penalty is reported before any file is read.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import RunConfig
+from isobit.config.schema import RunConfig, TrainingConfig
+from isobit.config.sft import SftConfig
 from isobit.data.prompts import build_prompts, drop_evaluated
 from isobit.data.sampler import PromptSampler
 from isobit.errors import ConfigError, DataError
@@ -27,6 +29,7 @@ from isobit.run.evaluate import Evaluator, build_evaluator
 from isobit.run.gpu_memory import GpuPlan, device_memory, plan_gpu
 from isobit.run.machine import gib, read_memory
 from isobit.run.model import DescribedModel, LoadedModel, describe_model
+from isobit.run.training_run import Recipe
 from isobit.run.turns import GpuTurns, allocate_in_pages
 from isobit.run.wandb_tracker import check_tracking
 from isobit.training.trainer import Trainer
@@ -53,6 +56,19 @@ class Run:
     def training_turn(self, clock: Clock) -> AbstractContextManager[None]:
         """A block in which the trainer may take all the memory that it needs; the engine must not be asked for anything in it."""
         return nullcontext() if self.turns is None else self.turns.training(clock)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the training prompts."""
+        return self.sampler.fingerprint
+
+    def data_figures(self) -> dict[str, Any]:
+        """Prompts and problems, in numbers."""
+        return {
+            "training_prompts": self.sampler.state()["prompts"],
+            "dropped_prompts": self.dropped_prompts,
+            "evaluation_problems": {name: len(prompts) for name, prompts in self.evaluator.sets.items()},
+        }
 
     def next_requests(self) -> list[Request]:
         """The prompts of the next step, as the engine takes them."""
@@ -94,19 +110,24 @@ def prepare(config: RunConfig) -> Run:
     return Run(config, model, engine, trainer, algorithm, reward, sampler, sampling, evaluator, dropped, turns)
 
 
-def plan_for_gpu(config: RunConfig, model: DescribedModel, longest: int) -> GpuPlan:
+def plan_for_gpu(config: Recipe, model: DescribedModel, longest: int) -> GpuPlan:
     """The plan of the machine's GPU for training sequences of at most ``longest`` tokens.
 
     Raises ConfigError where it does not fit, and where the main memory does not hold the moments that are to go there.
     """
     flow, memory = build_flow(config.precision, model.config.shape), read_memory()
-    plan = plan_gpu(model.config, flow, config.rollout, config.training, longest, device_memory())
+    plan = plan_gpu(model.config, flow, config.rollout, training_config(config), longest, device_memory())
     if memory is not None and plan.host > memory.available:
         raise ConfigError(
             f"training.offload_moments puts {gib(plan.host)} into main memory, and {gib(memory.available)} are free: leave it out, or set "
             "training.moments = 'bf16'"
         )
     return plan
+
+
+def training_config(config: Recipe) -> TrainingConfig:
+    """How the trainer works; fine-tuning has no sampled groups, and their keys are not read there."""
+    return TrainingConfig.model_validate(config.training.model_dump())
 
 
 def one_sample_each(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Request]:
@@ -128,11 +149,13 @@ def check_fits(requests: Sequence[Request], context: int) -> None:
             )
 
 
-def check_best(config: RunConfig) -> None:
+def check_best(config: Recipe) -> None:
     """The figure that the best checkpoint is best by must be one that some evaluation gives.  Raises ConfigError."""
     name = config.checkpoint.keep_best
     counts = [1 << power for power in range(config.evaluation.samples.bit_length())] if config.evaluation.samples > 1 else []
-    figures = [f"eval/{name}/{figure}" for name in config.data.eval for figure in ("accuracy", *(f"pass@{k}" for k in counts))]
+    graded = ["accuracy", *(f"pass@{k}" for k in counts)] if config.reward is not None else []
+    measured = ["loss"] if isinstance(config, SftConfig) else []
+    figures = [f"eval/{name}/{figure}" for name in config.data.eval for figure in (*graded, *measured)]
     if name is not None and name not in figures:
         raise ConfigError(
             f"checkpoint.keep_best is {name!r}, which no evaluation gives; "

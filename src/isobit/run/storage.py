@@ -57,7 +57,7 @@ def check_free(path: Path, needed: int, what: str) -> None:
 
 
 @contextmanager
-def disk_errors(path: Path, what: str, needed: int | None = None, way_on: str = "go on with --resume") -> Iterator[None]:
+def disk_errors(path: Path, what: str, needed: int | None = None) -> Iterator[None]:
     """Turn a failed write below ``path`` into a StorageError with what was being written, the bytes needed and those free."""
     try:
         yield
@@ -65,7 +65,7 @@ def disk_errors(path: Path, what: str, needed: int | None = None, way_on: str = 
         raise
     except OSError as error:
         need = f"; needed: {needed:,} bytes" if needed is not None else ""
-        advice = f"{'free some space' if error.errno in _FULL else 'make it writable'}, then {way_on}"
+        advice = f"{'free some space' if error.errno in _FULL else 'make it writable'}, then go on with --resume"
         reason = error.strerror or str(error)
         raise StorageError(f"{what} could not be written in {path}: {reason}{need}, free: {_free_text(path)}; {advice}") from error
 

@@ -9,27 +9,28 @@ Before its time, a run ends by
 """
 
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from isobit.errors import Interrupted, StorageError
 from isobit.run.checkpoint.format import folder_name, write_checkpoint
-from isobit.run.checkpoint.retention import apply_retention
+from isobit.run.checkpoint.retention import apply_retention, worth
 from isobit.run.checkpoint.start import Start
 from isobit.run.checkpoint.state import holds, snapshot
 from isobit.run.console import Report
 from isobit.run.journal import sync_journals
-from isobit.run.log import RunLog
 from isobit.run.model import write_model
-from isobit.run.setup import Run
 from isobit.run.storage import disk_errors
+from isobit.run.training_log import TrainingLog
+from isobit.run.training_run import TrainingRun
 
 
 class CheckpointKeeper:
     """Entered for the steps of a run."""
 
-    def __init__(self, run: Run, start: Start, log: RunLog, report: Report) -> None:
+    def __init__(self, run: TrainingRun, start: Start, log: TrainingLog[Any], report: Report, model_when_interrupted: bool = False) -> None:
         self._run, self._log, self._report = run, log, report
         self._config = run.config.checkpoint
+        self._model_when_interrupted = model_when_interrupted
         self._directory = start.directory
         self._on_disk = start.step  # step 0 needs no checkpoint: it is a function of the configuration
 
@@ -41,13 +42,13 @@ class CheckpointKeeper:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, Interrupted):
             self._save_what_stands()
+            if self._model_when_interrupted:
+                self._save_last_weights()
             self._report.line(f"checkpoint: {self._where()}; go on with --resume")
         elif isinstance(error, Exception):
             try:
                 self._save_what_stands()
-                if self._run.trainer.is_whole:
-                    self.save_model()
-                    self._report.line(f"stopped early: the weights of the last optimiser step are in {self._directory.model}")
+                self._save_last_weights()
             except StorageError as second:
                 self._report.line(f"stopped early, and no more could be saved: {second}")
             self._report.line(f"checkpoint: {self._where()}; once the cause is gone, go on with --resume")
@@ -63,6 +64,11 @@ class CheckpointKeeper:
         num_bytes = 2 * sum(master.numel() for master in self._run.model.policy.parameters())
         with disk_errors(self._directory.root, "the trained model"), self._report.writing("the trained model", num_bytes):
             write_model(self._run.model, self._directory.model)
+
+    def _save_last_weights(self) -> None:
+        if self._run.trainer.is_whole:
+            self.save_model()
+            self._report.line(f"stopped early: the weights of the last optimiser step are in {self._directory.model}")
 
     def _save_what_stands(self) -> None:
         if holds(self._log.boundary, self._run):
@@ -84,7 +90,8 @@ class CheckpointKeeper:
         name = self._config.keep_best
         if name is None:
             return False
-        values = {done: figures[name] for done, figures in self._log.evaluation_figures().items() if done > 0 and name in figures}
+        worths = {done: worth(figures, name) for done, figures in self._log.evaluation_figures().items() if done > 0}
+        values = {done: value for done, value in worths.items() if value is not None}
         return step in values and all(value < values[step] for done, value in values.items() if done < step)
 
     def _where(self) -> str:

@@ -28,6 +28,12 @@ def best_step(figures: Mapping[int, float | None]) -> int | None:
     return max(known, key=known.__getitem__) if known else None
 
 
+def worth(figures: Mapping[str, float], name: str) -> float | None:
+    """The figure to be best by, None where it was not measured; the best has the highest, so that a loss is negated."""
+    value = figures.get(name)
+    return -value if value is not None and name.endswith("/loss") else value
+
+
 def apply_retention(parent: Path, config: CheckpointConfig) -> None:
     """Remove the checkpoints in ``parent`` that need not stay."""
     figures = {step: _figure(folder, config.keep_best) for step, folder in folders_by_step(parent).items()}
@@ -40,6 +46,6 @@ def apply_retention(parent: Path, config: CheckpointConfig) -> None:
 
 def _figure(folder: Path, name: str | None) -> float | None:
     try:
-        return read_manifest(folder)["evaluation"].get(name) if name else None
+        return worth(read_manifest(folder)["evaluation"], name) if name else None
     except CheckpointError:
         return None

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from isobit.config.schema import RunConfig
 from isobit.errors import StorageError
 from isobit.models.checkpoint import read_config
+from isobit.models.config import ModelConfig
 from isobit.models.policy import master_shapes
 from isobit.precision.formats import DTYPES
 from isobit.run.machine import gib
 from isobit.run.model import model_folder
 from isobit.run.storage import free_bytes
+from isobit.run.training_run import Recipe
 
 _BESIDE_TENSORS = 1 << 16
 """Headers, counters and the manifest of a checkpoint; the configuration and the tokenizer of a model."""
@@ -59,9 +60,12 @@ class DiskPlan:
             )
 
 
-def plan_disk(config: RunConfig, on_disk: Collection[int] = ()) -> DiskPlan:
-    """The plan of a run that has its checkpoints of the steps ``on_disk`` already.  Raises CheckpointError as ``read_config`` does."""
-    shapes = master_shapes(read_config(model_folder(config.model)))
+def plan_disk(config: Recipe, on_disk: Collection[int] = (), shape: ModelConfig | None = None) -> DiskPlan:
+    """The plan of a run that has its checkpoints of the steps ``on_disk`` already, of a model of ``shape``; by default that of the folder.
+
+    Raises CheckpointError as ``read_config`` does.
+    """
+    shapes = master_shapes(shape or read_config(model_folder(config.model)))
     parameters = sum(prod(sizes) for sizes in shapes.values())
     checkpoint = (4 + 2 * DTYPES[config.training.moments].itemsize) * parameters + _BESIDE_TENSORS
     model = 2 * parameters + _BESIDE_TENSORS
@@ -69,7 +73,7 @@ def plan_disk(config: RunConfig, on_disk: Collection[int] = ()) -> DiskPlan:
     return DiskPlan(root, checkpoint, most_at_once(config, on_disk), len(on_disk), model, free_bytes(root))
 
 
-def most_at_once(config: RunConfig, on_disk: Collection[int] = ()) -> int:
+def most_at_once(config: Recipe, on_disk: Collection[int] = ()) -> int:
     """Checkpoints that are on the disk together at most, while the last of the run is written and everything before is still there."""
     rules, steps = config.checkpoint, config.training.steps
     if rules.keep_last == 0:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from isobit.config.schema import RunConfig
 from isobit.errors import CheckpointError, ConfigError
+from isobit.models.config import ModelConfig
 from isobit.run.budget_record import drop_torn_line, read_changes
 from isobit.run.checkpoint import state
 from isobit.run.checkpoint.compatible import check_compatible
@@ -28,8 +28,8 @@ from isobit.run.lock import locked
 from isobit.run.machine import gib
 from isobit.run.manifest import environment, manifest
 from isobit.run.reward_record import RewardRecord
-from isobit.run.setup import Run
 from isobit.run.storage import disk_errors
+from isobit.run.training_run import Recipe, TrainingRun
 
 Say = Callable[[str], None]
 """Prints a line."""
@@ -64,7 +64,7 @@ class Start:
         """Whether the evaluation after ``step`` steps has been made, and is in the log."""
         return self.log is not None and str(self.step) in self.log["evaluations"]
 
-    def restore(self, run: Run) -> None:
+    def restore(self, run: TrainingRun) -> None:
         """Put a prepared run where it stood, on the threads that it had; what is recorded of the steps after that comes again."""
         if self.old_manifest is not None:
             _same_threads(run.config, self.old_manifest, self._say)
@@ -74,7 +74,7 @@ class Start:
                 self._say(f"note: {line}: the bits may not be those of a run that was never interrupted")
         run.trainer.budget.changes += read_changes(self.directory.budget, self._position(self.directory.budget))
 
-    def open(self, run: Run) -> None:
+    def open(self, run: TrainingRun) -> None:
         """Make the directory, or take an old one back to where the run stands; from now on files are written."""
         root = self.directory.root
         with disk_errors(root, "the run's directory"):
@@ -90,7 +90,8 @@ class Start:
                 resumed = {"step": self.step, **environment(run.model.policy.device), "changed": dict(self.changed or {})}
                 history = [*self.old_manifest.get("resumed", []), resumed]
                 write_json(self.directory.manifest, {**self.old_manifest, "config": run.config.model_dump(mode="json"), "resumed": history})
-            self.rewards.open(self.directory.rewards)
+            if run.config.reward is not None:
+                self.rewards.open(self.directory.rewards)
 
     def _position(self, path: Path) -> int:
         """Bytes of a file of the run at the checkpoint."""
@@ -98,8 +99,8 @@ class Start:
 
 
 @contextmanager
-def begin(config: RunConfig, resume: bool, say: Say) -> Iterator[Start]:
-    """Find out where the run begins; nothing is written or moved before ``Start.open``.
+def begin(config: Recipe, resume: bool, say: Say, shape: ModelConfig | None = None) -> Iterator[Start]:
+    """Find out where the run begins; nothing is written or moved before ``Start.open``.  ``shape`` is that of a model without a folder.
 
     Raises ConfigError for a directory that is used (without ``resume``), holds no run, or is in use by another process, and for a
     configuration that is not the run's; CheckpointError where no checkpoint of several can be used; StorageError for a disk without
@@ -111,7 +112,7 @@ def begin(config: RunConfig, resume: bool, say: Say) -> Iterator[Start]:
             check_unused(directory.root)
             if resume:
                 say(f"nothing to resume in {directory.root}: this is a new run")
-            plan_disk(config).check()
+            plan_disk(config, shape=shape).check()
             yield Start(directory, RewardRecord(say), lock, say)
             return
         with disk_errors(directory.root, "the lock"):
@@ -120,7 +121,7 @@ def begin(config: RunConfig, resume: bool, say: Say) -> Iterator[Start]:
         old = _read_manifest(directory, checkpoint)
         step = checkpoint.step if checkpoint else 0
         changed = check_compatible(old["config"], config.model_dump(mode="json"), step)
-        plan_disk(config, [done for done in folders_by_step(directory.checkpoints) if done <= step]).check()
+        plan_disk(config, [done for done in folders_by_step(directory.checkpoints) if done <= step], shape).check()
         position = checkpoint.state["files"].get(directory.rewards.name, 0) if checkpoint else 0
         rewards = RewardRecord(say, directory.rewards, position)
         say(
@@ -203,7 +204,7 @@ def _tidy(directory: RunDirectory, step: int, say: Say) -> None:
     directory.summary.unlink(missing_ok=True)
 
 
-def _same_threads(config: RunConfig, old: Mapping[str, Any], say: Say) -> None:
+def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
     """Gradients repeat at a fixed number of threads: where the configuration leaves it open, the run keeps the one it had."""
     threads = old.get("device", {}).get("threads")
     if config.threads is None and threads and threads != torch.get_num_threads():

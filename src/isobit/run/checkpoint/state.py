@@ -19,7 +19,7 @@ from torch import Tensor
 from isobit.errors import CheckpointError, DataError
 from isobit.run.checkpoint.format import Checkpoint, Snapshot
 from isobit.run.manifest import environment
-from isobit.run.setup import Run
+from isobit.run.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
 
 
@@ -35,7 +35,9 @@ class Boundary:
     """Figures of the evaluation after this step, empty without one."""
 
 
-def take_boundary(step: int, run: Run, log: Mapping[str, Any], positions: Mapping[str, int], evaluation: Mapping[str, float]) -> Boundary:
+def take_boundary(
+    step: int, run: TrainingRun, log: Mapping[str, Any], positions: Mapping[str, int], evaluation: Mapping[str, float]
+) -> Boundary:
     """The run as it stands; ``log`` is the log's own state."""
     state = {
         "step": step,
@@ -43,19 +45,19 @@ def take_boundary(step: int, run: Run, log: Mapping[str, Any], positions: Mappin
         "trainer": run.trainer.counters(),
         "budget": [asdict(change) for change in run.trainer.budget.changes],
         "sampler": run.sampler.state(),
-        "prompts_sha256": run.sampler.fingerprint,
+        "prompts_sha256": run.fingerprint,
         "files": dict(positions),
         "log": log,
     }
     return Boundary(step, state, dict(evaluation))
 
 
-def holds(boundary: Boundary, run: Run) -> bool:
+def holds(boundary: Boundary, run: TrainingRun) -> bool:
     """Whether the tensors still are those of the boundary: no optimiser step was taken, or begun, since."""
     return run.trainer.is_whole and run.model.policy.version == boundary.state["weights_version"]
 
 
-def snapshot(boundary: Boundary, run: Run) -> Snapshot:
+def snapshot(boundary: Boundary, run: TrainingRun) -> Snapshot:
     """The boundary with the tensors, which must be its own."""
     assert holds(boundary, run), "the weights have moved since the boundary was taken"
     description = {
@@ -66,13 +68,13 @@ def snapshot(boundary: Boundary, run: Run) -> Snapshot:
     return Snapshot(boundary.step, run.model.policy.masters, run.trainer.moments(), boundary.state, description)
 
 
-def restore(checkpoint: Checkpoint, run: Run) -> None:
+def restore(checkpoint: Checkpoint, run: TrainingRun) -> None:
     """Put a freshly prepared run where the checkpoint was taken.
 
     Raises CheckpointError for tensors that are not this model's, DataError for prompts that are not those of the run.
     """
     state = checkpoint.state
-    if state["prompts_sha256"] != run.sampler.fingerprint:
+    if state["prompts_sha256"] != run.fingerprint:
         raise DataError(
             f"the training prompts are not those of {checkpoint.folder}: ids, tokens or columns differ; resume with the same data files"
         )

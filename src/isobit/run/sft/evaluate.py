@@ -1,11 +1,13 @@
 """What is measured on a held-out set: the loss of its completions, and with a reward how often the policy's own are right."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 from isobit.records import Group
+from isobit.rewards.grade import grade
 from isobit.run.eval_result import EvalResult
-from isobit.run.evaluate import OnProgress
+from isobit.run.evaluate import Grading, OnProgress
 from isobit.run.metrics import Metrics
 from isobit.run.sft.setup import SftRun, pack_examples
 from isobit.training.supervised import mean_loss
@@ -19,20 +21,26 @@ class HeldOut:
     loss: float
     """Nats a completion token, over all of them together."""
     result: EvalResult | None
-    """Of the policy's own completions; None without a reward, like ``groups``, which is empty then."""
-    groups: Sequence[Group]
+    """Of the policy's own completions; None without a reward."""
 
     def scalars(self, name: str) -> Metrics:
         """The figures for the metrics file, under ``eval/NAME/``."""
         return {f"eval/{name}/loss": self.loss, **(self.result.scalars(name) if self.result else {})}
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """The record from what ``dataclasses.asdict`` and JSON made of it."""
+        result = content["result"]
+        return cls(content["examples"], content["loss"], None if result is None else EvalResult.from_json(result))
 
-def measure(run: SftRun, progress: OnProgress | None = None) -> dict[str, HeldOut]:
-    """Every held-out set under the current policy, by name."""
-    graded = run.evaluator.run(progress) if run.evaluator else {}
+
+def measure(run: SftRun, progress: OnProgress | None = None, grading: Grading = grade) -> dict[str, tuple[HeldOut, Sequence[Group]]]:
+    """Every held-out set under the current policy, by name, with the policy's own completions where a reward grades them."""
+    graded = run.evaluator.run(progress, grading) if run.evaluator else {}
+    # The budget of the update before: a resumed run knows already what the next one will change.
+    tokens = run.trainer.budget.at(run.trainer.updates - 1)
     figures = {}
-    for name, examples in run.sets.items():
+    for name, examples in run.data.sets.items():
         result, groups = graded.get(name, (None, []))
-        batches = pack_examples(examples, run.trainer.budget.at(run.trainer.updates))
-        figures[name] = HeldOut(len(examples), mean_loss(run.trainer, batches), result, groups)
+        figures[name] = HeldOut(len(examples), mean_loss(run.trainer, pack_examples(examples, tokens)), result), groups
     return figures

@@ -1,18 +1,24 @@
-"""Everything a run of supervised fine-tuning needs, made and checked before its directory exists.  Nothing is written."""
+"""Everything a run of supervised fine-tuning needs, made and checked before its directory exists.  Nothing is written.
 
+As in ``isobit.run.setup``, what can be refused without the weights is refused before they are loaded, a GPU without the memory too.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
 
 import torch
 
-from isobit.config.schema import RolloutConfig, TrainingConfig
-from isobit.config.sft import ExampleSource, ModelShape, SftConfig
-from isobit.data.examples import Example, build_examples
-from isobit.data.prompts import drop_evaluated
+from isobit.config.schema import RolloutConfig
+from isobit.config.sft import ModelShape, SftConfig
+from isobit.data.examples import Example
 from isobit.data.sampler import PromptSampler
 from isobit.data.tokenizer import load_tokenizer, stop_token_ids
-from isobit.errors import CheckpointError, ConfigError
+from isobit.errors import ConfigError
+from isobit.models.checkpoint import load_policy
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.precision.formats import BLOCK
@@ -21,12 +27,11 @@ from isobit.rewards.function import load_reward
 from isobit.rollout.engine import Engine
 from isobit.run.clock import Clock
 from isobit.run.device import choose_device
-from isobit.run.directory import check_unused
 from isobit.run.evaluate import Evaluator, evaluation_sampling
-from isobit.run.gpu_memory import device_memory, plan_gpu
-from isobit.run.model import LoadedModel, load_model_on, model_folder
-from isobit.run.setup import check_fits
-from isobit.run.turns import GpuTurns
+from isobit.run.model import DescribedModel, LoadedModel, describe_model, model_folder
+from isobit.run.setup import check_best, check_fits, plan_for_gpu, training_config
+from isobit.run.sft.data import SftData, load_data
+from isobit.run.turns import GpuTurns, allocate_in_pages
 from isobit.run.wandb_tracker import check_tracking
 from isobit.training.out_of_memory import within_memory
 from isobit.training.supervised import SupervisedObjective, pack_pairs
@@ -40,17 +45,29 @@ class SftRun:
     config: SftConfig
     model: LoadedModel
     trainer: Trainer
+    data: SftData
     examples: Mapping[str, Example]
     """Those to learn from, by the id of their prompt."""
     sampler: PromptSampler
-    sets: Mapping[str, Sequence[Example]]
-    """The held-out ones of each set."""
     evaluator: Evaluator | None
-    """Completes and grades their prompts, where a reward is configured."""
-    dropped_examples: int
-    """Training examples left out because an evaluation set holds their prompt too."""
+    """Completes and grades the held-out prompts, where a reward is configured."""
     turns: GpuTurns | None
     """Who has the GPU's memory when; None on a CPU."""
+
+    @property
+    def dropped_examples(self) -> int:
+        """Training examples left out because an evaluation set holds their prompt too."""
+        return self.data.dropped
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the training prompts and what is to be learnt behind each."""
+        completions = [self.examples[prompt.id].completion_ids for prompt in self.data.prompts]
+        return sha256(json.dumps([self.sampler.fingerprint, completions]).encode()).hexdigest()
+
+    def data_figures(self) -> dict[str, Any]:
+        """Examples, in numbers."""
+        return self.data.figures()
 
     def training_turn(self, clock: Clock) -> AbstractContextManager[None]:
         """As ``isobit.run.setup.Run.training_turn``."""
@@ -76,40 +93,52 @@ def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> li
 
 def prepare_sft(config: SftConfig) -> SftRun:
     """Load and check a run.  Raises an ``IsobitError`` that names what cannot be used; writes nothing."""
-    check_unused(config.output, resumable=False)
     check_tracking(config.tracking)
-    if config.reward is not None and not config.data.eval:
-        raise ConfigError("reward is set, but data.eval names no set whose completions it could grade; add one, or leave the reward out")
+    check_reward(config)
+    check_best(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = load_start(config)
-    sets = {name: _examples(name, source, model, config) for name, source in config.data.eval.items()}
-    train = _examples("train", config.data.train, model, config)
-    held_out = [[example.prompt for example in examples] for examples in sets.values()]
-    prompts, dropped = drop_evaluated([example.prompt for example in train], held_out)
-    training = TrainingConfig.model_validate(config.training.model_dump())  # the keys about sampled groups are not read
+    described = describe_beginning(config)
+    device = choose_device(config.device, described.config, config.precision)
+    data = load_data(config, described)
     rollout, plan = config.rollout, None
-    if model.policy.device.type == "cuda":
-        longest = max(example.tokens for example in train)
-        plan = plan_gpu(model.policy.config, model.policy.flow, rollout, training, longest, device_memory())
+    if device.type == "cuda":
+        plan = plan_for_gpu(config, described, data.longest)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
-    evaluator = _build_evaluator(config, rollout, model, sets)
-    by_id = {example.prompt.id: example for example in train}
-    sampler = PromptSampler(prompts, config.training.prompts_per_step, config.seed, config.data.shuffle)
-    trainer = Trainer(model.policy, training, training.steps, config.seed)
+        allocate_in_pages()
+    model = load_beginning(config, described, device)
+    evaluator = _build_evaluator(config, rollout, model, data)
+    by_id = {example.prompt.id: example for example in data.train}
+    sampler = PromptSampler(data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle)
+    trainer = Trainer(model.policy, training_config(config), config.training.steps, config.seed)
     turns = None if plan is None else GpuTurns(plan, evaluator.engine if evaluator else None, trainer)
-    return SftRun(config, model, trainer, by_id, sampler, sets, evaluator, dropped, turns)
+    return SftRun(config, model, trainer, data, by_id, sampler, evaluator, turns)
 
 
-def load_start(config: SftConfig) -> LoadedModel:
-    """The model to start from, on its device: a folder's weights, or random ones with the folder's tokenizer."""
+def describe_beginning(config: SftConfig) -> DescribedModel:
+    """The model to start from, without its weights: a folder's, or one of a shape of the recipe's own with the folder's tokenizer.
+
+    Raises CheckpointError for a folder, ConfigError for a shape that cannot be used.
+    """
     if config.from_scratch is None:
-        return load_model_on(config.device, config.model, config.precision, trainable=True)
+        return describe_model(config.model)
     folder = model_folder(config.model)
     tokenizer = load_tokenizer(folder)
-    shape = decoder_of(config.from_scratch, len(tokenizer))
-    policy = random_policy(shape, config.precision, config.seed, choose_device(config.device, shape, config.precision))
-    return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
+    return DescribedModel(folder, decoder_of(config.from_scratch, len(tokenizer)), tokenizer, stop_token_ids(tokenizer, folder))
+
+
+def load_beginning(config: SftConfig, described: DescribedModel, device: torch.device) -> LoadedModel:
+    """Its weights too, on their device: those of the folder, or random ones."""
+    if config.from_scratch is None:
+        policy = load_policy(described.folder, config.precision, device)
+    else:
+        policy = random_policy(described.config, config.precision, config.seed, device)
+    return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
+
+
+def scratch_shape(config: SftConfig) -> ModelConfig | None:
+    """The decoder of a model that no folder describes."""
+    return None if config.from_scratch is None else describe_beginning(config).config
 
 
 def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
@@ -138,25 +167,18 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
     )
 
 
-def _examples(name: str, source: ExampleSource, model: LoadedModel, config: SftConfig) -> list[Example]:
-    examples = build_examples(name, source, model.tokenizer, model.stop_token_ids, config.data, model.context)
-    largest = max(max((*example.prompt.token_ids, *example.completion_ids)) for example in examples)
-    if largest >= model.policy.config.vocab_size:
-        raise CheckpointError(
-            f"{model.folder}: the tokenizer gives the token {largest}, but the model knows 0 to {model.policy.config.vocab_size - 1}: the "
-            "tokenizer belongs to another model"
-        )
-    return examples
+def check_reward(config: SftConfig) -> None:
+    """Refuse a reward with nothing to grade.  Raises ConfigError."""
+    if config.reward is not None and not config.data.eval:
+        raise ConfigError("reward is set, but data.eval names no set whose completions it could grade; add one, or leave the reward out")
 
 
-def _build_evaluator(
-    config: SftConfig, rollout: RolloutConfig, model: LoadedModel, sets: Mapping[str, Sequence[Example]]
-) -> Evaluator | None:
+def _build_evaluator(config: SftConfig, rollout: RolloutConfig, model: LoadedModel, data: SftData) -> Evaluator | None:
     if config.reward is None:
         return None
     reward = load_reward(config.reward.function)
     sampling = evaluation_sampling(config.evaluation, config.rollout, model)
-    prompts = {name: [example.prompt for example in examples] for name, examples in sets.items()}
+    prompts = {name: [example.prompt for example in examples] for name, examples in data.sets.items()}
     engine = Engine(model.policy, rollout, model.tokenizer, config.seed)
     evaluator = Evaluator(engine, prompts, sampling, config.evaluation.samples, reward, config.reward.max_failed_fraction)
     engine.check(evaluator.requests())

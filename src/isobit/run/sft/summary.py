@@ -71,4 +71,6 @@ def describe_summary(summary: SftSummary) -> list[str]:
 
 def directory_files(directory: Path) -> list[str]:
     """What the run left there beside the model."""
-    return sorted(f"{path.name}/" if path.is_dir() else path.name for path in directory.iterdir() if path.name != "model")
+    return sorted(
+        f"{path.name}/" if path.is_dir() else path.name for path in directory.iterdir() if path.name != "model" and path.name[0] != "."
+    )
