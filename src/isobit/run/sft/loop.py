@@ -69,4 +69,6 @@ def evaluate(
 ) -> Mapping[str, tuple[HeldOut, Sequence[Group]]]:
     """Every held-out set under the current policy."""
     with clock("evaluation"), report.generating("evaluation") as progress:
-        return measure(run, interruption.watched(progress), rewards.grade)
+        figures = measure(run, interruption.watched(progress), rewards.grade)
+    interruption.check()
+    return figures

@@ -1,0 +1,84 @@
+"""What the plans of ``isobit train --dry-run`` and ``isobit sft --dry-run`` share: the model, the flow, the memory, the disk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from isobit.config.load import dump_config
+from isobit.kernels.kv_cache import KvCache
+from isobit.models.policy import master_shapes
+from isobit.precision.compare import describe_flow
+from isobit.precision.flow import PrecisionFlow
+from isobit.rollout.cache_size import num_pages_for
+from isobit.rollout.request import Limits
+from isobit.run.checkpoint.format import folders_by_step
+from isobit.run.checkpoint.space import DiskPlan, plan_disk
+from isobit.run.directory import RunDirectory
+from isobit.run.gpu_memory import PAGE_TOKENS, GpuPlan
+from isobit.run.machine import Memory, gib
+from isobit.run.memory import MemoryEstimate, estimate_memory
+from isobit.run.model import DescribedModel
+from isobit.run.setup import plan_for_gpu, training_config
+from isobit.run.training_run import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """What a training would use and take."""
+
+    config: Recipe
+    model: DescribedModel
+    weight_bytes: int
+    """Of the model's files; 0 where it starts from random weights."""
+    flow: PrecisionFlow
+    longest: int
+    """Tokens of the longest sequence that training can meet."""
+    memory: MemoryEstimate | GpuPlan
+    """Of the device that the run would compute on."""
+    disk: DiskPlan
+
+    def describe(self, learning: Sequence[str], memory: Memory | None) -> list[str]:
+        """The plan as text: the resolved recipe, the model, what is learnt, the precision flow, and the memory against what is free now."""
+        shape = self.model.config
+        parameters = sum(prod(sizes) for sizes in master_shapes(shape).values())
+        start = gib(self.weight_bytes) if self.weight_bytes else "from random weights"
+        return [
+            *dump_config(self.config).splitlines(),
+            "",
+            f"model {self.model.folder}: {shape.family}, {parameters:,} parameters, {shape.num_layers} layers, {start}",
+            *learning,
+            *(f"  {line}" for line in describe_flow(self.flow)),
+            *(self.memory.describe() if isinstance(self.memory, GpuPlan) else _describe_memory(self.memory, memory)),
+            self.disk.describe(),
+            "nothing was written; leave out --dry-run to start",
+        ]
+
+
+def plan_memory(
+    config: Recipe, model: DescribedModel, flow: PrecisionFlow, longest: int, on_gpu: bool
+) -> tuple[MemoryEstimate | GpuPlan, Limits]:
+    """The memory of a run, and what its engine could take.  Raises ConfigError for what does not fit a GPU."""
+    if on_gpu:
+        memory = plan_for_gpu(config, model, longest)
+        pages, page_tokens = memory.pages, PAGE_TOKENS
+    else:
+        memory = estimate_memory(model.config, flow, config.rollout, training_config(config), longest)
+        pages, page_tokens = num_pages_for(model.config, flow, config.rollout), KvCache.page_tokens
+    return memory, Limits(model.config.max_positions, model.config.vocab_size, pages, page_tokens, has_tokenizer=True)
+
+
+def plan_checkpoints(config: Recipe, model: DescribedModel) -> DiskPlan:
+    """The disk of a run, beside the checkpoints that it has.  Raises StorageError where there is too little room."""
+    disk = plan_disk(config, folders_by_step(RunDirectory(config.output).checkpoints), model.config)
+    disk.check()
+    return disk
+
+
+def _describe_memory(estimate: MemoryEstimate, memory: Memory | None) -> list[str]:
+    free = f" of {gib(memory.available)} free" if memory else ""
+    lines = [f"memory, about {gib(estimate.total)}{free}:"]
+    for item in estimate.items:
+        note = "while it lasts; only the largest counts" if item.passing else ""
+        lines.append(f"  {item.name:<22} {gib(item.size):>10}  {note}".rstrip())
+    warning = estimate.warning(memory.available) if memory else None
+    return [*lines, *([warning] if warning else [])]
