@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from isobit.errors import CheckpointError, ConfigError, DataError, Interrupted, 
 from isobit.records import PackedBatch
 from isobit.run.checkpoint import space
 from isobit.run.lock import locked
+from isobit.run.sft import evaluate
 from isobit.run.sft.loop import sft
 from isobit.starter.tasks import problems, question, worked_out
+from isobit.training import supervised
 from isobit.training.trainer import Trainer, UpdateMetrics
 
 MakeConfig = Callable[..., SftConfig]
@@ -241,6 +243,18 @@ def test_a_second_process_is_refused(make_tuning: MakeConfig) -> None:
         sft(config, resume=True)
 
 
+def test_rewards_of_repeated_evaluations_are_not_asked_for_again(make_tuning: MakeConfig, outcome: Outcome, tmp_path: Path) -> None:
+    (tmp_path / "moody.py").write_text(
+        "import random\nsource = random.SystemRandom()\ndef reward(prompt, completion):\n    return source.random()\n", encoding="utf-8"
+    )
+    config = make_tuning(reward={"function": f"{tmp_path / 'moody.py'}:reward"})
+    sft(config)
+    first = outcome(config.output)
+    shutil.rmtree(config.output / "checkpoints")  # every step is repeated
+    sft(config, resume=True)
+    assert outcome(config.output) == first
+
+
 def test_random_weights_go_on_too_and_no_reward_leaves_no_record(make_tuning: MakeConfig, outcome: Outcome, tmp_path: Path) -> None:
     start = {
         "model": str(make_tuning().model),
@@ -289,10 +303,24 @@ def little_memory(update: int, tokens: int) -> Iterator[None]:
 
 @pytest.mark.parametrize(("dies_after", "every"), [(5, 3), (6, 5)])
 def test_a_killed_run_makes_a_change_of_the_budget_again(
-    dies_after: int, every: int, make_tuning: MakeConfig, outcome: Outcome, tuned: dict[str, Any], tmp_path: Path
+    dies_after: int,
+    every: int,
+    make_tuning: MakeConfig,
+    outcome: Outcome,
+    tuned: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The memory falls short in step 5, right after an evaluation; the newest checkpoint is older than the change, or holds it."""
     settings: dict[str, Any] = {"training": {"tokens_per_microbatch": 64}, "checkpoint": {"every": every}}
+    measured_with: dict[int, set[int]] = {}
+
+    def mean_loss(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
+        measured_with.setdefault(trainer.updates, set()).add(64 if len(batches) == 1 else 32)
+        return supervised.mean_loss(trainer, batches)
+
+    monkeypatch.setattr(evaluate, "mean_loss", mean_loss)
+
     whole = make_tuning(output=tmp_path / "whole", **settings)
     with little_memory(update=4, tokens=32):
         sft(whole)
@@ -305,6 +333,7 @@ def test_a_killed_run_makes_a_change_of_the_budget_again(
         sft(config)
     sft(config, resume=True)
     assert (outcome(config.output), (config.output / "budget.jsonl").read_bytes()) == (expected, budget)
+    assert measured_with == {0: {64}, 2: {64}, 4: {64}, 6: {32}}, "the evaluation before the change knows nothing of it"
 
 
 def test_a_dry_run_says_what_it_takes_and_touches_nothing(

@@ -7,7 +7,6 @@ made: a reward that fails on everything leaves nothing behind.
 """
 
 from isobit.config.schema import RunConfig
-from isobit.config.sft import SftConfig
 from isobit.records import Group
 from isobit.run.checkpoint.keeper import CheckpointKeeper
 from isobit.run.checkpoint.start import begin
@@ -19,6 +18,7 @@ from isobit.run.reward_record import RewardRecord
 from isobit.run.setup import Run, prepare
 from isobit.run.storage import disk_errors
 from isobit.run.summary import Summary
+from isobit.run.training_run import Recipe
 from isobit.training.step import train_on_groups
 
 
@@ -76,7 +76,7 @@ def evaluate(run: Run, rewards: RewardRecord, report: Report, clock: Clock, inte
         return run.evaluator.run(interruption.watched(progress), rewards.grade)
 
 
-def evaluation_is_due(config: RunConfig | SftConfig, step: int) -> bool:
+def evaluation_is_due(config: Recipe, step: int) -> bool:
     """Before the first step, after every ``evaluation.every`` steps, and after the last."""
     every = config.evaluation.every
     return step in (0, config.training.steps) or (every > 0 and step % every == 0)
