@@ -25,7 +25,7 @@ from isobit.run.training_run import TrainingRun
 
 
 class CheckpointKeeper:
-    """Entered for the steps of a run."""
+    """Entered for the steps of a run; with ``model_when_interrupted`` a signal leaves the policy as a model folder, too."""
 
     def __init__(self, run: TrainingRun, start: Start, log: TrainingLog[Any], report: Report, model_when_interrupted: bool = False) -> None:
         self._run, self._log, self._report = run, log, report
