@@ -72,7 +72,7 @@ def plan_run(config: RunConfig, resume: bool = False) -> Plan:
     requests = one_sample_each(prompts, model.sampling(config.rollout))
     longest = max(request.max_length(model.config.max_positions) for request in requests)
     if choose_device(config.device, model.config, config.precision).type == "cuda":
-        memory = plan_for_gpu(config, model, longest)
+        memory = plan_for_gpu(model, config.precision, config.rollout, config.training, longest)
         pages, page_tokens = memory.pages, PAGE_TOKENS
     else:
         memory = estimate_memory(model.config, flow, config.rollout, config.training, longest)

@@ -7,8 +7,7 @@ from isobit.records import Group
 from isobit.run.eval_result import EvalResult
 from isobit.run.evaluate import OnProgress
 from isobit.run.metrics import Metrics
-from isobit.run.sft.setup import SftRun, pack_examples
-from isobit.training.supervised import mean_loss
+from isobit.run.sft.setup import SftRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,5 @@ def measure(run: SftRun, progress: OnProgress | None = None) -> dict[str, HeldOu
     figures = {}
     for name, examples in run.sets.items():
         result, groups = graded.get(name, (None, []))
-        batches = pack_examples(examples, run.trainer.budget.at(run.trainer.updates))
-        figures[name] = HeldOut(len(examples), mean_loss(run.trainer, batches), result, groups)
+        figures[name] = HeldOut(len(examples), run.loss_of(examples), result, groups)
     return figures

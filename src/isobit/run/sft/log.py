@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from isobit.data.examples import Example
+from isobit.run.budget_record import write_change
 from isobit.run.clock import Clock
 from isobit.run.console import Report, describe_result, model_line
 from isobit.run.directory import RunDirectory, create_directory, write_json
@@ -18,6 +19,7 @@ from isobit.run.sft.evaluate import HeldOut
 from isobit.run.sft.setup import SftRun
 from isobit.run.sft.summary import SftSummary, describe_summary, summarise_set
 from isobit.run.wandb_tracker import open_tracker
+from isobit.training.budget import BudgetChange
 from isobit.training.trainer import UpdateMetrics
 
 
@@ -35,7 +37,7 @@ class SftLog:
         self._evaluations: list[Mapping[str, HeldOut]] = []
         self._seconds = {"training": 0.0, "evaluation": 0.0, "offload": 0.0}
         self._tokens = self._skipped = 0
-        run.trainer.budget.on_change = lambda change: report.line(describe_change(run.trainer.updates + 1, change))
+        run.trainer.budget.on_change = self._budget_changed
 
     def __enter__(self) -> Self:
         return self
@@ -105,6 +107,12 @@ class SftLog:
         for line in describe_summary(summary):
             self._report.line(line)
         return summary
+
+    def _budget_changed(self, change: BudgetChange) -> None:
+        step = change.update + 1
+        write_change(self.directory.budget, step, change)
+        if change.new < change.old:  # else the run ends, with an error that says why
+            self._report.line(describe_change(step, change))
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()

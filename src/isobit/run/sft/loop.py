@@ -33,12 +33,13 @@ def sft(config: SftConfig, report: Report | None = None) -> SftSummary:
         with SftLog(run, report, clock) as log:
             log.evaluation(0, held_out)
             for step in range(1, config.training.steps + 1):
-                with clock("training"), report.busy("training"), run.training_turn(clock):
+                due = evaluation_is_due(config, step)
+                with clock("training"), report.busy("training"), run.training_turn(clock, evaluation_is_next=due):
                     examples = run.next_examples()
                     update = run.learn(examples)
                 log.step(step, examples, update)
                 interruption.check()
-                if evaluation_is_due(config, step):
+                if due:
                     log.evaluation(step, evaluate(run, report, clock, interruption))
             return log.finish()
 

@@ -13,8 +13,9 @@ from isobit.data.prompts import drop_evaluated
 from isobit.data.sampler import PromptSampler
 from isobit.data.tokenizer import load_tokenizer, stop_token_ids
 from isobit.errors import CheckpointError, ConfigError
+from isobit.models.checkpoint import load_policy
 from isobit.models.config import ModelConfig
-from isobit.models.policy import random_policy
+from isobit.models.policy import Policy, random_policy
 from isobit.precision.formats import BLOCK
 from isobit.records import PackedBatch
 from isobit.rewards.function import load_reward
@@ -23,13 +24,12 @@ from isobit.run.clock import Clock
 from isobit.run.device import choose_device
 from isobit.run.directory import check_unused
 from isobit.run.evaluate import Evaluator, evaluation_sampling
-from isobit.run.gpu_memory import device_memory, plan_gpu
-from isobit.run.model import LoadedModel, load_model_on, model_folder
-from isobit.run.setup import check_fits
-from isobit.run.turns import GpuTurns
+from isobit.run.model import DescribedModel, LoadedModel, describe_model, model_folder
+from isobit.run.setup import check_fits, plan_for_gpu
+from isobit.run.turns import GpuTurns, allocate_in_pages
 from isobit.run.wandb_tracker import check_tracking
 from isobit.training.out_of_memory import within_memory
-from isobit.training.supervised import SupervisedObjective, pack_pairs
+from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
 from isobit.training.trainer import Trainer, UpdateMetrics
 
 
@@ -52,9 +52,9 @@ class SftRun:
     turns: GpuTurns | None
     """Who has the GPU's memory when; None on a CPU."""
 
-    def training_turn(self, clock: Clock) -> AbstractContextManager[None]:
-        """As ``isobit.run.setup.Run.training_turn``."""
-        return nullcontext() if self.turns is None else self.turns.training(clock)
+    def training_turn(self, clock: Clock, evaluation_is_next: bool) -> AbstractContextManager[None]:
+        """As ``isobit.run.setup.Run.training_turn``; an evaluation is the engine's turn."""
+        return nullcontext() if self.turns is None else self.turns.training(clock, engine_is_next=evaluation_is_next)
 
     def next_examples(self) -> list[Example]:
         """Those of the next step."""
@@ -66,7 +66,13 @@ class SftRun:
         def attempt(tokens: int) -> UpdateMetrics:
             return self.trainer.update(pack_examples(examples, tokens), SupervisedObjective())
 
-        return within_memory(self.trainer, [example.tokens for example in examples], attempt)
+        return within_memory(self.trainer, [example.tokens for example in examples], attempt, shorter="leave out the longest examples")
+
+    def loss_of(self, examples: Sequence[Example]) -> float:
+        """The mean loss of examples that are not learnt from; on a GPU the engine gives its memory back for it."""
+        if self.turns is not None and self.evaluator is not None:
+            self.evaluator.engine.release()
+        return mean_loss(self.trainer, pack_examples(examples, self.trainer.budget.at(self.trainer.updates)))
 
 
 def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> list[PackedBatch]:
@@ -82,17 +88,19 @@ def prepare_sft(config: SftConfig) -> SftRun:
         raise ConfigError("reward is set, but data.eval names no set whose completions it could grade; add one, or leave the reward out")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = load_start(config)
-    sets = {name: _examples(name, source, model, config) for name, source in config.data.eval.items()}
-    train = _examples("train", config.data.train, model, config)
+    start = describe_start(config)
+    device = choose_device(config.device, start.config, config.precision)
+    sets = {name: _examples(name, source, start, config) for name, source in config.data.eval.items()}
+    train = _examples("train", config.data.train, start, config)
     held_out = [[example.prompt for example in examples] for examples in sets.values()]
     prompts, dropped = drop_evaluated([example.prompt for example in train], held_out)
-    training = TrainingConfig.model_validate(config.training.model_dump())  # the keys about sampled groups are not read
+    training = _training_config(config)
     rollout, plan = config.rollout, None
-    if model.policy.device.type == "cuda":
-        longest = max(example.tokens for example in train)
-        plan = plan_gpu(model.policy.config, model.policy.flow, rollout, training, longest, device_memory())
+    if device.type == "cuda":
+        plan = plan_for_gpu(start, config.precision, rollout, training, max(example.tokens for example in train))
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
+        allocate_in_pages()
+    model = LoadedModel(start.folder, _start_policy(config, start, device), start.tokenizer, start.stop_token_ids)
     evaluator = _build_evaluator(config, rollout, model, sets)
     by_id = {example.prompt.id: example for example in train}
     sampler = PromptSampler(prompts, config.training.prompts_per_step, config.seed, config.data.shuffle)
@@ -101,15 +109,26 @@ def prepare_sft(config: SftConfig) -> SftRun:
     return SftRun(config, model, trainer, by_id, sampler, sets, evaluator, dropped, turns)
 
 
-def load_start(config: SftConfig) -> LoadedModel:
-    """The model to start from, on its device: a folder's weights, or random ones with the folder's tokenizer."""
+def describe_start(config: SftConfig) -> DescribedModel:
+    """The model to start from, without weights: a folder's, or one of the configured shape with the folder's tokenizer."""
     if config.from_scratch is None:
-        return load_model_on(config.device, config.model, config.precision, trainable=True)
+        return describe_model(config.model)
     folder = model_folder(config.model)
     tokenizer = load_tokenizer(folder)
-    shape = decoder_of(config.from_scratch, len(tokenizer))
-    policy = random_policy(shape, config.precision, config.seed, choose_device(config.device, shape, config.precision))
-    return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
+    return DescribedModel(folder, decoder_of(config.from_scratch, len(tokenizer)), tokenizer, stop_token_ids(tokenizer, folder))
+
+
+def _training_config(config: SftConfig) -> TrainingConfig:
+    """As the trainer and the memory plan read it: a prompt has one completion, and moments stay where no engine ever generates."""
+    training = TrainingConfig.model_validate(config.training.model_dump())
+    offload = training.offload_moments and config.reward is not None
+    return training.model_copy(update={"samples_per_prompt": 1, "offload_moments": offload})
+
+
+def _start_policy(config: SftConfig, start: DescribedModel, device: torch.device) -> Policy:
+    if config.from_scratch is None:
+        return load_policy(start.folder, config.precision, device)
+    return random_policy(start.config, config.precision, config.seed, device)
 
 
 def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
@@ -138,12 +157,12 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
     )
 
 
-def _examples(name: str, source: ExampleSource, model: LoadedModel, config: SftConfig) -> list[Example]:
-    examples = build_examples(name, source, model.tokenizer, model.stop_token_ids, config.data, model.context)
+def _examples(name: str, source: ExampleSource, model: DescribedModel, config: SftConfig) -> list[Example]:
+    examples = build_examples(name, source, model.tokenizer, model.stop_token_ids, config.data, model.config.max_positions)
     largest = max(max((*example.prompt.token_ids, *example.completion_ids)) for example in examples)
-    if largest >= model.policy.config.vocab_size:
+    if largest >= model.config.vocab_size:
         raise CheckpointError(
-            f"{model.folder}: the tokenizer gives the token {largest}, but the model knows 0 to {model.policy.config.vocab_size - 1}: the "
+            f"{model.folder}: the tokenizer gives the token {largest}, but the model knows 0 to {model.config.vocab_size - 1}: the "
             "tokenizer belongs to another model"
         )
     return examples
