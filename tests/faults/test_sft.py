@@ -22,7 +22,7 @@ from isobit.errors import CheckpointError, ConfigError, DataError, Interrupted, 
 from isobit.records import PackedBatch
 from isobit.run.checkpoint import space
 from isobit.run.lock import locked
-from isobit.run.sft import evaluate
+from isobit.run.sft import setup
 from isobit.run.sft.loop import sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training import supervised
@@ -319,7 +319,7 @@ def test_a_killed_run_makes_a_change_of_the_budget_again(
         measured_with.setdefault(trainer.updates, set()).add(64 if len(batches) == 1 else 32)
         return supervised.mean_loss(trainer, batches)
 
-    monkeypatch.setattr(evaluate, "mean_loss", mean_loss)
+    monkeypatch.setattr(setup, "mean_loss", mean_loss)
 
     whole = make_tuning(output=tmp_path / "whole", **settings)
     with little_memory(update=4, tokens=32):

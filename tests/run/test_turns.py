@@ -1,7 +1,7 @@
 """A run whose engine and trainer take turns leaves what any other run leaves, and says what each turn took."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.schema import RunConfig
+from isobit.config.schema import RunConfig, TrainingConfig
 from isobit.config.sft import SftConfig
+from isobit.errors import ConfigError
+from isobit.records import PackedBatch
 from isobit.run import loop
 from isobit.run.gpu_memory import GpuPlan
 from isobit.run.loop import train
+from isobit.run.memory import microbatch_tokens
 from isobit.run.setup import Run, prepare
 from isobit.run.sft import loop as sft_loop
+from isobit.run.sft import setup as sft_setup
+from isobit.run.sft.evaluate import measure
 from isobit.run.sft.setup import SftRun, prepare_sft
 from isobit.run.turns import GpuTurns
+from isobit.training.supervised import mean_loss
+from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., RunConfig]
 GIB = 1 << 30
@@ -99,18 +106,58 @@ def test_a_resumed_run_takes_turns_from_its_first_moment(
     assert content(tmp_path / "broken") == content(tmp_path / "whole")
 
 
-def test_fine_tuning_takes_turns_too(make_config: MakeConfig, turns: list[str], tmp_path: Path) -> None:
+def supervised(make_config: MakeConfig, **sections: Any) -> SftConfig:
+    """A few examples of sums, whose completions are graded, too."""
+    base = make_config()
     examples = {"type": "jsonl", "path": "starter:train.jsonl", "completion": "answer", "limit": 4}
-    supervised = {
-        "model": make_config().model,
-        "output": tmp_path / "sft",
+    config = {
+        "model": base.model,
+        "output": base.output,
         "data": {"train": examples, "eval": {"held_out": examples | {"path": "starter:held_out.jsonl"}}},
         "reward": {"function": "isobit.starter.tasks:correct_answer"},
         "rollout": {"max_new_tokens": 8},
-        "training": {"steps": 2, "prompts_per_step": 2, "offload_moments": True},
     }
-    sft_loop.sft(SftConfig.model_validate(supervised))
-    assert turns == ["reset", "empty", "reset"] * 2
-    steps = [line for line in lines(tmp_path / "sft") if "loss" in line]
-    assert [line["memory/training_peak_gib"] for line in steps] == [2.0, 4.0]
+    return SftConfig.model_validate(config | sections)
+
+
+def test_fine_tuning_takes_turns_too(make_config: MakeConfig, turns: list[str]) -> None:
+    training = {"steps": 3, "prompts_per_step": 2, "offload_moments": True}
+    config = supervised(make_config, training=training, evaluation={"every": 2})
+    sft_loop.sft(config)
+    once = ["reset", "empty", "reset"]
+    assert turns == ["reset", "reset", *once, *once], "between steps without an evaluation nothing is moved or given back"
+    steps = [line for line in lines(config.output) if "loss" in line]
+    peaks = [(line["memory/rollout_peak_gib"], line["memory/training_peak_gib"]) for line in steps]
+    assert peaks == [(1.0, 2.0), (1.0, 3.0), (4.0, 5.0)]
     assert all(line["time/offload_s"] >= 0 for line in steps)
+
+
+def test_held_out_losses_are_measured_without_the_cache(make_config: MakeConfig, turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = supervised(make_config, evaluation={"every": 1}, training={"steps": 1, "prompts_per_step": 2})
+    run = sft_loop.prepare_sft(config)
+    assert run.evaluator is not None
+    engine, held = run.evaluator.engine, []
+
+    def watched(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
+        held.append(engine._made)
+        return mean_loss(trainer, batches)
+
+    monkeypatch.setattr(sft_setup, "mean_loss", watched)
+    assert measure(run).keys() == {"held_out"}
+    assert held == [None]
+
+
+def test_fine_tuning_is_planned_before_weights_are_read(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has one completion a prompt, and a model that does not fit is refused while the GPU is empty."""
+    asked: list[TrainingConfig] = []
+
+    def refuse(model: Any, precision: Any, rollout: Any, training: TrainingConfig, longest: int) -> GpuPlan:
+        asked.append(training)
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(sft_setup, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(sft_setup, "plan_for_gpu", refuse)
+    monkeypatch.setattr(sft_setup, "load_policy", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match="no room"):
+        prepare_sft(supervised(make_config, training={"prompts_per_step": 2}))
+    assert microbatch_tokens(asked[0], 100) == 200

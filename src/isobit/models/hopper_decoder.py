@@ -45,7 +45,7 @@ def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions
     for layer in range(policy.config.num_layers):
         h, a = forward.enter(layer, h, x)
         result = forward.layer(layer, h, a, attend)
-        h, x = result.h_mid, result.x
+        h, x = result.h_mid, forward.down(layer, result.gate_up)
         del a, result  # else all of it would stand beside the next layer's
     return forward.leave(h, x)[1]
 
@@ -72,8 +72,6 @@ class LayerResult:
     """The residual stream that its second norm reads."""
     b: Normed
     gate_up: torch.Tensor
-    x: torch.Tensor
-    """What it has to add to ``h_mid``."""
 
 
 class Forward:
@@ -93,20 +91,24 @@ class Forward:
         return self._add_norm(h, x, f"{path}.input_norm", f"{path}.qkv_proj", f"layers.{layer - 1}.mlp_residual")
 
     def layer(self, layer: int, h: torch.Tensor, a: Normed, attend: HopperAttend) -> LayerResult:
-        """A layer from its first norm to what its MLP has to add."""
+        """A layer from its first norm to what gate and up make; ``down`` ends it."""
         path = f"layers.{layer}"
         qkv = self._linear(f"{path}.qkv_proj", a.read)
         out = observe(attend(layer, qkv, self.transform(layer)), path, "attention")
         x = self._linear(f"{path}.o_proj", self._quantise(f"{path}.o_proj", out))
         h_mid, b, gate_up = self.gate_up(layer, h, x)
-        x = self._linear(f"{path}.down_proj", self._activation(path, gate_up))
-        return LayerResult(h, a, qkv, out, h_mid, b, gate_up, x)
+        return LayerResult(h, a, qkv, out, h_mid, b, gate_up)
 
     def gate_up(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, Normed, torch.Tensor]:
         """The MLP's first half, of the residual stream h + x; -> that stream, its norm, and what gate and up make of it."""
         path = f"layers.{layer}"
         h_mid, b = self._add_norm(h, x, f"{path}.post_attention_norm", f"{path}.gate_up_proj", f"{path}.attention_residual")
         return h_mid, b, self._linear(f"{path}.gate_up_proj", b.read)
+
+    def down(self, layer: int, gate_up: torch.Tensor) -> torch.Tensor:
+        """What the MLP has to add to the residual stream that it read."""
+        path = f"layers.{layer}"
+        return self._linear(f"{path}.down_proj", self._activation(path, gate_up))
 
     def leave(self, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """-> the residual stream at its end, and the final norm of it."""

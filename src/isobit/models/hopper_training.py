@@ -96,7 +96,7 @@ class PackedPass:
             result = self._forward.layer(layer, h, a, self._attend)
             attended = self._attend.take()
             self._saved.append(h if self._recompute == "full" else self._save(layer, result, attended))
-            h, x = result.h_mid, result.x
+            h, x = result.h_mid, self._forward.down(layer, result.gate_up)
             del a, result, attended  # else all of it would stand beside the next layer's
         self._last_h, hidden = self._forward.leave(h, x)
         return hidden

@@ -76,6 +76,8 @@ class Engine:
 
         The next ``generate`` makes them again, at other addresses, with as many pages: its bits are those that it would have had.
         """
+        if self._made is None:
+            return
         self._made = None  # the graphs hold addresses of the cache, and go with it
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ from isobit.rollout.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
 from isobit.run.eval_result import EvalResult, result_of
-from isobit.run.model import DescribedModel, LoadedModel, load_model_on
+from isobit.run.model import DescribedModel, LoadedModel, load_sampling_model
 
 OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
@@ -88,7 +88,7 @@ def evaluate_folder(folder: Path, config: RunConfig, progress: OnProgress | None
     if not config.data.eval:
         raise ConfigError("data.eval names no set to evaluate on; add one, for example [data.eval.held_out]")
     reward = load_reward(config.reward.function)
-    model = load_model_on(config.device, folder, config.precision, trainable=False)
+    model = load_sampling_model(folder, config.precision, config.device)
     engine = Engine(model.policy, config.rollout, model.tokenizer, config.seed)
     evaluator = build_evaluator(config, model, engine, reward)
     return {name: result for name, (result, _) in evaluator.run(progress).items()}

@@ -16,7 +16,8 @@ the largest micro-batch holds at least the longest.
     forward             ``isobit.rollout.cache_size.forward_bytes``
     activations         ``isobit.run.gpu_activations``              what the layers save, and the most that passes beside it
 
-``RESERVE`` is left free for what torch does not count (captured graphs, kernels, libraries' workspaces) and for gaps between its blocks.
+``RESERVE`` is left free for what is not planned: captured graphs, kernels, gaps between torch's blocks, and the workspaces of libraries.
+Those of cuBLAS are among what torch measures, some 32 MiB for each thread and stream: nearly all of what a tiny model takes.
 """
 
 from bisect import bisect_right
@@ -191,7 +192,7 @@ def _alternative(shape: ModelConfig, flow: PrecisionFlow, training: TrainingConf
         if most >= tokens:
             return f"{tokens:,} fit with {_settings(change, training)}"
     if most > 0:
-        return f"the most that any setting holds are {most:,}, with {_settings(changes[-1], training)}; or lower rollout.max_new_tokens"
+        return f"the most that any setting holds are {most:,}, with {_settings(changes[-1], training)}; or take shorter sequences"
     return "no setting makes this model's training fit: take a smaller model or a larger GPU"
 
 

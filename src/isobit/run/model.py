@@ -80,14 +80,14 @@ def load_model(name: str | Path, precision: PrecisionConfig, device: torch.devic
     return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
 
 
-def load_model_on(wanted: Device, name: str | Path, precision: PrecisionConfig, trainable: bool) -> LoadedModel:
-    """``load_model`` on the device that a configuration wants.
+def load_sampling_model(name: str | Path, precision: PrecisionConfig, wanted: Device) -> LoadedModel:
+    """``load_model`` for what samples and does not train: without masters, on the device that is wanted.
 
     Raises ConfigError as ``isobit.run.device.choose_device`` does, too.
     """
     folder = model_folder(name)
     device = choose_device(wanted, read_config(folder), precision)
-    return load_model(folder, precision, device, trainable)
+    return load_model(folder, precision, device, trainable=False)
 
 
 def describe_model(name: str | Path) -> DescribedModel:

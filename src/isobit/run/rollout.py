@@ -13,7 +13,7 @@ from isobit.records import Group
 from isobit.rollout.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
-from isobit.run.model import load_model_on
+from isobit.run.model import load_sampling_model
 
 
 def rollout_folder(
@@ -33,7 +33,7 @@ def rollout_folder(
     rollout = settings.rollout
     if samples > 1 and rollout.temperature == 0:
         raise ConfigError(f"{samples} samples at temperature 0 would all be the same; set a temperature above 0, or 1 sample")
-    model = load_model_on(settings.device, folder, settings.precision, trainable=False)
+    model = load_sampling_model(folder, settings.precision, settings.device)
     rows = load_rows(prompts) if isinstance(prompts, JsonlData) else [Row(text, {}, f"prompt {i}") for i, text in enumerate(prompts)]
     made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
     requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]

@@ -12,7 +12,7 @@ import torch
 
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import RunConfig, TrainingConfig
+from isobit.config.schema import PrecisionConfig, RolloutConfig, RunConfig, TrainingConfig
 from isobit.config.sft import SftConfig
 from isobit.data.prompts import build_prompts, drop_evaluated
 from isobit.data.sampler import PromptSampler
@@ -92,7 +92,7 @@ def prepare(config: RunConfig) -> Run:
     rollout, plan = config.rollout, None
     if device.type == "cuda":
         longest = max(request.max_length(described.config.max_positions) for request in one_sample_each(train, sampling))
-        plan = plan_for_gpu(config, described, longest)
+        plan = plan_for_gpu(described, config.precision, config.rollout, config.training, longest)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
         allocate_in_pages()
     policy = load_policy(described.folder, config.precision, device)
@@ -110,24 +110,21 @@ def prepare(config: RunConfig) -> Run:
     return Run(config, model, engine, trainer, algorithm, reward, sampler, sampling, evaluator, dropped, turns)
 
 
-def plan_for_gpu(config: Recipe, model: DescribedModel, longest: int) -> GpuPlan:
+def plan_for_gpu(
+    model: DescribedModel, precision: PrecisionConfig, rollout: RolloutConfig, training: TrainingConfig, longest: int
+) -> GpuPlan:
     """The plan of the machine's GPU for training sequences of at most ``longest`` tokens.
 
     Raises ConfigError where it does not fit, and where the main memory does not hold the moments that are to go there.
     """
-    flow, memory = build_flow(config.precision, model.config.shape), read_memory()
-    plan = plan_gpu(model.config, flow, config.rollout, training_config(config), longest, device_memory())
+    flow, memory = build_flow(precision, model.config.shape), read_memory()
+    plan = plan_gpu(model.config, flow, rollout, training, longest, device_memory())
     if memory is not None and plan.host > memory.available:
+        smaller = "" if training.moments == "bf16" else ", or set training.moments = 'bf16'"
         raise ConfigError(
-            f"training.offload_moments puts {gib(plan.host)} into main memory, and {gib(memory.available)} are free: leave it out, or set "
-            "training.moments = 'bf16'"
+            f"training.offload_moments puts {gib(plan.host)} into main memory, and {gib(memory.available)} are free: leave it out{smaller}"
         )
     return plan
-
-
-def training_config(config: Recipe) -> TrainingConfig:
-    """How the trainer works; fine-tuning has no sampled groups, and their keys are not read there."""
-    return TrainingConfig.model_validate(config.training.model_dump())
 
 
 def one_sample_each(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Request]:

@@ -126,7 +126,8 @@ class TrainingLog(ABC, Generic[Result]):
     def _budget_changed(self, change: BudgetChange) -> None:
         step = self.boundary.step + 1
         write_change(self.directory.budget, step, change)
-        self._report.line(describe_change(step, change))
+        if change.new < change.old:  # else the run ends, with an error that says why
+            self._report.line(describe_change(step, change))
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()
@@ -143,8 +144,6 @@ class TrainingLog(ABC, Generic[Result]):
 
 def describe_change(step: int, change: BudgetChange) -> str:
     """What an out-of-memory changed, for the console."""
-    if change.new > change.old:
-        return f"step {step}: a resumed run tries {change.new:,} tokens a micro-batch again"
     return (
         f"step {step}: out of memory with {change.old:,} tokens a micro-batch; the update is done again with {change.new:,}, "
         "as is every later one"

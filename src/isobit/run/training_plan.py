@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from isobit.config.load import dump_config
+from isobit.config.schema import TrainingConfig
 from isobit.kernels.kv_cache import KvCache
 from isobit.models.policy import master_shapes
 from isobit.precision.compare import describe_flow
@@ -18,7 +19,7 @@ from isobit.run.gpu_memory import PAGE_TOKENS, GpuPlan
 from isobit.run.machine import Memory, gib
 from isobit.run.memory import MemoryEstimate, estimate_memory
 from isobit.run.model import DescribedModel
-from isobit.run.setup import plan_for_gpu, training_config
+from isobit.run.setup import plan_for_gpu
 from isobit.run.training_run import Recipe
 
 
@@ -55,14 +56,17 @@ class TrainingPlan:
 
 
 def plan_memory(
-    config: Recipe, model: DescribedModel, flow: PrecisionFlow, longest: int, on_gpu: bool
+    config: Recipe, training: TrainingConfig, model: DescribedModel, flow: PrecisionFlow, longest: int, on_gpu: bool
 ) -> tuple[MemoryEstimate | GpuPlan, Limits]:
-    """The memory of a run, and what its engine could take.  Raises ConfigError for what does not fit a GPU."""
+    """The memory of a run whose trainer reads ``training``, and what its engine could take.
+
+    Raises ConfigError for what does not fit a GPU.
+    """
     if on_gpu:
-        memory = plan_for_gpu(config, model, longest)
+        memory = plan_for_gpu(model, config.precision, config.rollout, training, longest)
         pages, page_tokens = memory.pages, PAGE_TOKENS
     else:
-        memory = estimate_memory(model.config, flow, config.rollout, training_config(config), longest)
+        memory = estimate_memory(model.config, flow, config.rollout, training, longest)
         pages, page_tokens = num_pages_for(model.config, flow, config.rollout), KvCache.page_tokens
     return memory, Limits(model.config.max_positions, model.config.vocab_size, pages, page_tokens, has_tokenizer=True)
 

@@ -38,17 +38,23 @@ class GpuTurns:
     """The turns of one run, and the most that torch held in each kind of them."""
 
     def __init__(self, plan: GpuPlan, engine: Engine | None, trainer: Trainer) -> None:
-        """The moments go to the host between the trainer's turns if its configuration says so."""
+        """The moments go to the host for the engine's turns if the trainer's configuration says so."""
         self.plan = plan
         self._engine = engine
         self._moments = HostMoments(trainer) if trainer.config.offload_moments else None
         self._peaks = {"rollout": 0, "training": 0}
         self._latest = dict(self._peaks)
+        self._engine_is_next = True
 
     @contextmanager
-    def training(self, clock: Clock) -> Iterator[None]:
-        """The trainer's turn; ``clock`` counts the seconds in which moments travel as ``offload``."""
-        self._end("rollout")
+    def training(self, clock: Clock, engine_is_next: bool = True) -> Iterator[None]:
+        """The trainer's turn; ``clock`` counts the seconds in which moments travel as ``offload``.
+
+        Where the trainer has the next turn as well, nothing goes in between.
+        """
+        if self._engine_is_next:
+            self._end("rollout")
+        self._engine_is_next = engine_is_next
         if self._engine is not None:
             self._engine.release()
         if self._moments is not None:
@@ -57,10 +63,11 @@ class GpuTurns:
         torch.cuda.reset_peak_memory_stats()
         yield
         self._end("training")
-        if self._moments is not None:
-            with clock("offload"):
-                self._moments.to_host()
-        torch.cuda.empty_cache()
+        if engine_is_next:
+            if self._moments is not None:
+                with clock("offload"):
+                    self._moments.to_host()
+            torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     def figures(self) -> dict[str, float]:

@@ -20,13 +20,16 @@ from isobit.training.trainer import Trainer
 Result = TypeVar("Result")
 
 
-def within_memory(trainer: Trainer, lengths: Sequence[int], attempt: Callable[[int], Result]) -> Result:
+_SHORTER_SAMPLES = "lower rollout.max_new_tokens or data.max_prompt_tokens"
+
+
+def within_memory(trainer: Trainer, lengths: Sequence[int], attempt: Callable[[int], Result], shorter: str = _SHORTER_SAMPLES) -> Result:
     """``attempt`` with the tokens a micro-batch of the trainer's next update, lowered until the memory suffices.
 
-    ``lengths`` are those of the sequences it packs.  Raises ConfigError where the longest alone is too much, and where the memory ran
-    out after the optimiser had begun to change weights.
+    ``lengths`` are those of the sequences it packs, and ``shorter`` says how they get shorter.  Raises ConfigError where the longest
+    alone is too much, and where the memory ran out after the optimiser had begun to change weights.
     """
-    budget, update = trainer.budget, trainer.updates
+    budget, update, advice = trainer.budget, trainer.updates, _advice(trainer.config, shorter)
     before = budget.at(update)
     while True:
         try:
@@ -37,20 +40,20 @@ def within_memory(trainer: Trainer, lengths: Sequence[int], attempt: Callable[[i
         if trainer.policy.device.type == "cuda":
             torch.cuda.empty_cache()
         if not trainer.is_whole:
-            raise ConfigError(f"{reason}, in the middle of an optimiser step, of which nothing is kept; {_advice(trainer.config)}")
+            raise ConfigError(f"{reason}, in the middle of an optimiser step, of which nothing is kept; {advice}")
         tokens = halved(budget.at(update), lengths)
         if tokens is None:
             if budget.at(update) != before:
                 budget.set(update, before)  # nothing was learnt with less, and whoever goes on here does so with more memory
             raise ConfigError(
                 f"{reason}, with one sequence of {max(lengths):,} tokens in a micro-batch: smaller ones "
-                f"(training.tokens_per_microbatch = {trainer.config.tokens_per_microbatch:,}) cannot be made; {_advice(trainer.config)}"
+                f"(training.tokens_per_microbatch = {trainer.config.tokens_per_microbatch:,}) cannot be made; {advice}"
             )
         budget.set(update, tokens)
 
 
-def _advice(config: OptimisationConfig) -> str:
-    ways = ["lower rollout.max_new_tokens or data.max_prompt_tokens"]
+def _advice(config: OptimisationConfig, shorter: str) -> str:
+    ways = [shorter]
     if config.recompute != "full":
         ways.append(f"set training.recompute = 'full' (now {config.recompute!r}; the same bits)")
     if config.moments != "bf16":

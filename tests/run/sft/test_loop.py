@@ -15,10 +15,12 @@ from isobit.config.load import build
 from isobit.config.schema import Preset
 from isobit.config.sft import SftConfig
 from isobit.errors import CheckpointError, ConfigError, DataError, Interrupted, IsobitError, NonFiniteError
+from isobit.records import PackedBatch
 from isobit.run.model import load_model
 from isobit.run.sft.loop import sft
 from isobit.run.sft.setup import pack_examples, prepare_sft
 from isobit.starter.tasks import problems, question, worked_out
+from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., SftConfig]
 REWARD = {"function": "isobit.starter.tasks:correct_answer"}
@@ -169,7 +171,7 @@ def test_a_signal_stops_after_the_step_and_keeps_its_weights(make_config: MakeCo
     config = make_config(training={"steps": 5})
     with pytest.raises(Interrupted):
         sft(config)
-    assert [line["step"] for line in lines(config.output / "metrics.jsonl")] == [0, 1, 2]
+    assert [line["step"] for line in lines(config.output / "metrics.jsonl")] == [0, 1]
     assert (config.output / "model" / "model.safetensors").exists()
     assert not (config.output / "summary.json").exists()
 
@@ -180,3 +182,26 @@ def test_the_device_is_that_of_the_configuration(make_config: MakeConfig, start:
     with pytest.raises(ConfigError, match="device = 'cuda', but there is none here"):
         prepare_sft(make_config(device="cuda", **start))
     assert prepare_sft(make_config(device="auto", **start)).model.policy.device.type == "cpu"
+
+
+def test_an_out_of_memory_is_journalled(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update = Trainer.update
+
+    def small_memory(self: Trainer, batches: list[PackedBatch], *more: Any) -> Any:
+        if self.updates == 1 and max(len(batch.lengths) for batch in batches) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return update(self, batches, *more)
+
+    monkeypatch.setattr(Trainer, "update", small_memory)
+    most, config = 2, make_config()
+    sft(config)
+    (change,) = lines(config.output / "budget.jsonl")
+    assert (change["step"], change["update"], change["old"]) == (2, 1, 4096)
+    assert f"the update is done again with {change['new']:,}, as is every later one" in capsys.readouterr().out
+    most, config = 0, make_config(output=config.output.with_name("none"))
+    with pytest.raises(ConfigError, match=r"with one sequence of .*; leave out the longest examples, or set"):
+        sft(config)
+    assert [line["new"] for line in lines(config.output / "budget.jsonl")][-1] == 4096, "nothing was learnt with less"
+    assert "tries 4,096 tokens" not in capsys.readouterr().out, "this run is over"

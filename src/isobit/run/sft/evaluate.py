@@ -9,8 +9,7 @@ from isobit.rewards.grade import grade
 from isobit.run.eval_result import EvalResult
 from isobit.run.evaluate import Grading, OnProgress
 from isobit.run.metrics import Metrics
-from isobit.run.sft.setup import SftRun, pack_examples
-from isobit.training.supervised import mean_loss
+from isobit.run.sft.setup import SftRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,8 @@ class HeldOut:
 def measure(run: SftRun, progress: OnProgress | None = None, grading: Grading = grade) -> dict[str, tuple[HeldOut, Sequence[Group]]]:
     """Every held-out set under the current policy, by name, with the policy's own completions where a reward grades them."""
     graded = run.evaluator.run(progress, grading) if run.evaluator else {}
-    # The budget of the update before: a resumed run knows already what the next one will change.
-    tokens = run.trainer.budget.at(run.trainer.updates - 1)
     figures = {}
     for name, examples in run.data.sets.items():
         result, groups = graded.get(name, (None, []))
-        figures[name] = HeldOut(len(examples), mean_loss(run.trainer, pack_examples(examples, tokens)), result), groups
+        figures[name] = HeldOut(len(examples), run.loss_of(examples), result), groups
     return figures

@@ -38,13 +38,13 @@ def sft(config: SftConfig, report: Report | None = None, resume: bool = False) -
     with begin(config, resume, report.line, scratch_shape(config)) as start:
         with report.busy("loading"):
             run = prepare_sft(config)
-            with run.training_turn(clock) if start.step else nullcontext():
+            evaluates = not start.has_evaluated and (start.step == 0 or evaluation_is_due(config, start.step))
+            with run.training_turn(clock, evaluation_is_next=evaluates) if start.step else nullcontext():
                 start.restore(run)
         announce(run, report)
         rewards = start.rewards
         with Interruption() as interruption, disk_errors(config.output, "the files of the run"):
-            due = start.step == 0 or evaluation_is_due(config, start.step)
-            first = evaluate(run, rewards, report, clock, interruption) if due and not start.has_evaluated else None
+            first = evaluate(run, rewards, report, clock, interruption) if evaluates else None
             with (
                 SftLog(run, start, report, clock) as log,
                 CheckpointKeeper(run, start, log, report, model_when_interrupted=True) as checkpoints,
@@ -52,14 +52,16 @@ def sft(config: SftConfig, report: Report | None = None, resume: bool = False) -
                 if first is not None:
                     log.evaluation(start.step, first)
                 for step in range(start.step + 1, config.training.steps + 1):
-                    with clock("training"), report.busy("training"), run.training_turn(clock):
+                    due = evaluation_is_due(config, step)
+                    with clock("training"), report.busy("training"), run.training_turn(clock, evaluation_is_next=due):
                         examples = run.next_examples()
                         update = run.learn(examples)
                     log.step(step, examples, update)
                     interruption.check()
-                    if evaluation_is_due(config, step):
+                    if due:
                         log.evaluation(step, evaluate(run, rewards, report, clock, interruption))
                     checkpoints.save_if_due(step)
+                    interruption.check()
                 checkpoints.save_model()
                 return log.finish()
 

@@ -15,7 +15,7 @@ from isobit.run.memory import MemoryEstimate
 from isobit.run.model import DescribedModel
 from isobit.run.setup import check_best, check_fits
 from isobit.run.sft.data import SftData, load_data
-from isobit.run.sft.setup import check_reward, describe_beginning
+from isobit.run.sft.setup import check_reward, describe_start, trainer_config
 from isobit.run.training_plan import TrainingPlan, plan_checkpoints, plan_memory
 
 
@@ -36,12 +36,12 @@ def plan_sft(config: SftConfig, resume: bool = False) -> SftPlan:
         check_unused(config.output)
     check_reward(config)
     check_best(config)
-    model = describe_beginning(config)
+    model = describe_start(config)
     flow = build_flow(config.precision, model.config.shape)
     weight_bytes = 0 if config.from_scratch else sum(file.stat().st_size for file in weight_files(model.folder))
     data = load_data(config, model)
     on_gpu = choose_device(config.device, model.config, config.precision).type == "cuda"
-    memory, limits = plan_memory(config, model, flow, data.longest, on_gpu)
+    memory, limits = plan_memory(config, trainer_config(config), model, flow, data.longest, on_gpu)
     if config.reward is not None:
         load_reward(config.reward.function)
         _check_requests(config, model, data, limits)

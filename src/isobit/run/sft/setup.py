@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isobit.config.schema import RolloutConfig
+from isobit.config.schema import RolloutConfig, TrainingConfig
 from isobit.config.sft import ModelShape, SftConfig
 from isobit.data.examples import Example
 from isobit.data.sampler import PromptSampler
@@ -29,12 +29,12 @@ from isobit.run.clock import Clock
 from isobit.run.device import choose_device
 from isobit.run.evaluate import Evaluator, evaluation_sampling
 from isobit.run.model import DescribedModel, LoadedModel, describe_model, model_folder
-from isobit.run.setup import check_best, check_fits, plan_for_gpu, training_config
+from isobit.run.setup import check_best, check_fits, plan_for_gpu
 from isobit.run.sft.data import SftData, load_data
 from isobit.run.turns import GpuTurns, allocate_in_pages
 from isobit.run.wandb_tracker import check_tracking
 from isobit.training.out_of_memory import within_memory
-from isobit.training.supervised import SupervisedObjective, pack_pairs
+from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
 from isobit.training.trainer import Trainer, UpdateMetrics
 
 
@@ -69,9 +69,9 @@ class SftRun:
         """Examples, in numbers."""
         return self.data.figures()
 
-    def training_turn(self, clock: Clock) -> AbstractContextManager[None]:
-        """As ``isobit.run.setup.Run.training_turn``."""
-        return nullcontext() if self.turns is None else self.turns.training(clock)
+    def training_turn(self, clock: Clock, evaluation_is_next: bool) -> AbstractContextManager[None]:
+        """As ``isobit.run.setup.Run.training_turn``; an evaluation is the engine's turn."""
+        return nullcontext() if self.turns is None else self.turns.training(clock, engine_is_next=evaluation_is_next)
 
     def next_examples(self) -> list[Example]:
         """Those of the next step."""
@@ -83,7 +83,14 @@ class SftRun:
         def attempt(tokens: int) -> UpdateMetrics:
             return self.trainer.update(pack_examples(examples, tokens), SupervisedObjective())
 
-        return within_memory(self.trainer, [example.tokens for example in examples], attempt)
+        return within_memory(self.trainer, [example.tokens for example in examples], attempt, shorter="leave out the longest examples")
+
+    def loss_of(self, examples: Sequence[Example]) -> float:
+        """The mean loss of examples that are not learnt from; on a GPU the engine gives its memory back for it."""
+        if self.turns is not None and self.evaluator is not None:
+            self.evaluator.engine.release()
+        # The budget of the update before: a resumed run knows already what the next one will change.
+        return mean_loss(self.trainer, pack_examples(examples, self.trainer.budget.at(self.trainer.updates - 1)))
 
 
 def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> list[PackedBatch]:
@@ -98,24 +105,25 @@ def prepare_sft(config: SftConfig) -> SftRun:
     check_best(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    described = describe_beginning(config)
-    device = choose_device(config.device, described.config, config.precision)
-    data = load_data(config, described)
+    start = describe_start(config)
+    device = choose_device(config.device, start.config, config.precision)
+    data = load_data(config, start)
+    training = trainer_config(config)
     rollout, plan = config.rollout, None
     if device.type == "cuda":
-        plan = plan_for_gpu(config, described, data.longest)
+        plan = plan_for_gpu(start, config.precision, rollout, training, data.longest)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
         allocate_in_pages()
-    model = load_beginning(config, described, device)
+    model = load_start(config, start, device)
     evaluator = _build_evaluator(config, rollout, model, data)
     by_id = {example.prompt.id: example for example in data.train}
     sampler = PromptSampler(data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle)
-    trainer = Trainer(model.policy, training_config(config), config.training.steps, config.seed)
+    trainer = Trainer(model.policy, training, training.steps, config.seed)
     turns = None if plan is None else GpuTurns(plan, evaluator.engine if evaluator else None, trainer)
     return SftRun(config, model, trainer, data, by_id, sampler, evaluator, turns)
 
 
-def describe_beginning(config: SftConfig) -> DescribedModel:
+def describe_start(config: SftConfig) -> DescribedModel:
     """The model to start from, without its weights: a folder's, or one of a shape of the recipe's own with the folder's tokenizer.
 
     Raises CheckpointError for a folder, ConfigError for a shape that cannot be used.
@@ -127,7 +135,7 @@ def describe_beginning(config: SftConfig) -> DescribedModel:
     return DescribedModel(folder, decoder_of(config.from_scratch, len(tokenizer)), tokenizer, stop_token_ids(tokenizer, folder))
 
 
-def load_beginning(config: SftConfig, described: DescribedModel, device: torch.device) -> LoadedModel:
+def load_start(config: SftConfig, described: DescribedModel, device: torch.device) -> LoadedModel:
     """Its weights too, on their device: those of the folder, or random ones."""
     if config.from_scratch is None:
         policy = load_policy(described.folder, config.precision, device)
@@ -138,7 +146,7 @@ def load_beginning(config: SftConfig, described: DescribedModel, device: torch.d
 
 def scratch_shape(config: SftConfig) -> ModelConfig | None:
     """The decoder of a model that no folder describes."""
-    return None if config.from_scratch is None else describe_beginning(config).config
+    return None if config.from_scratch is None else describe_start(config).config
 
 
 def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
@@ -165,6 +173,13 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
         rope_theta=shape.rope_theta,
         tied_embeddings=shape.tied_embeddings,
     )
+
+
+def trainer_config(config: SftConfig) -> TrainingConfig:
+    """As the trainer and the memory plan read it: a prompt has one completion, and moments stay where no engine ever generates."""
+    training = TrainingConfig.model_validate(config.training.model_dump())
+    offload = training.offload_moments and config.reward is not None
+    return training.model_copy(update={"samples_per_prompt": 1, "offload_moments": offload})
 
 
 def check_reward(config: SftConfig) -> None:
