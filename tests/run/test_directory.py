@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from isobit.errors import ConfigError
-from isobit.run.directory import check_unused, create_directory, write_json
+from isobit.run.directory import check_unused, write_json
 
 
 def test_a_new_and_an_empty_directory_are_taken(tmp_path: Path) -> None:
-    assert create_directory(tmp_path / "a" / "b").root.is_dir()
-    assert create_directory(tmp_path / "a" / "b").root == tmp_path / "a" / "b"
+    (tmp_path / "empty").mkdir()
+    for root in (tmp_path / "a" / "b", tmp_path / "empty"):
+        check_unused(root)
+    assert not (tmp_path / "a").exists(), "nothing is written"
 
 
 def test_a_used_directory_is_refused_with_the_ways_out(tmp_path: Path) -> None:

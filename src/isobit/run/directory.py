@@ -100,13 +100,6 @@ def is_empty(root: Path) -> bool:
     return not root.is_dir() or all(path.name in _BEFORE_A_RUN for path in root.iterdir())
 
 
-def create_directory(root: Path) -> RunDirectory:
-    """Make the directory of a run.  Raises ConfigError as ``check_unused`` does."""
-    check_unused(root)
-    root.mkdir(parents=True, exist_ok=True)
-    return RunDirectory(root)
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file as a whole: a reader sees the old one or the new one, never a part."""
     partial = path.with_name(f".{path.name}.partial")

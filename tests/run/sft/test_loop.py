@@ -144,9 +144,9 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(
     assert not config.output.exists()
 
 
-def test_a_used_directory_is_refused_without_advice_that_does_not_apply(make_config: MakeConfig) -> None:
+def test_a_used_directory_is_refused_with_the_ways_out(make_config: MakeConfig) -> None:
     sft(make_config())
-    with pytest.raises(ConfigError, match="already holds files of a run; name another directory"):
+    with pytest.raises(ConfigError, match=r"already holds files of a run; name another directory .* go on with that run \(--resume\)"):
         sft(make_config())
 
 
