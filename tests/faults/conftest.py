@@ -1,7 +1,8 @@
 """Small runs with checkpoints, and what must come out of them whatever happened on the way."""
 
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ def reward(prompt, completion):
         exec(hook.read_text(), {"call": next(calls), "hook": hook})
     return float(completion.token_ids[0] % 3 + len(completion.token_ids) % 2)
 '''
+
+
+@pytest.fixture(autouse=True)
+def sigint_is_heard() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, which lets its children ignore it, as a run then rightly does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
