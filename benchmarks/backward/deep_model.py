@@ -12,8 +12,7 @@ from isobit.config.schema import PrecisionConfig, TrainingConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records import PackedBatch
-from isobit.training.packing import TrainingSample, pack
-from isobit.training.supervised import SupervisedObjective
+from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 
 VOCABULARY = 512
@@ -49,8 +48,7 @@ def trained_policy(size: Size, device: str) -> tuple[Policy, list[float]]:
 
 def batch_of(size: Size, number: int) -> PackedBatch:
     """Batch ``number`` of the text; every token but the first of a sequence is predicted."""
-    samples = [TrainingSample((first,), tuple(rest), (0.0,) * len(rest), 1.0, 1.0) for first, *rest in text(size, number).tolist()]
-    (batch,) = pack(samples, size.sequences * size.length)
+    (batch,) = pack_pairs([((first,), rest) for first, *rest in text(size, number).tolist()], size.sequences * size.length)
     return batch
 
 

@@ -5,8 +5,7 @@ import torch
 from isobit.config.schema import PrecisionConfig, TrainingConfig
 from isobit.models import decoder, head
 from isobit.models.policy import Policy, random_policy
-from isobit.training.packing import TrainingSample, pack
-from isobit.training.supervised import SupervisedObjective
+from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 from passes.cases import Case
 from passes.phases import Phases, watch
@@ -35,12 +34,7 @@ def make_step(case: Case, microbatches: int, device: str = "cuda") -> Step:
     """A trainer over random weights, with BF16 moments, and its step over so many micro-batches: the mean of -log p of all tokens."""
     config = TrainingConfig(moments="bf16", recompute=case.recompute)
     trainer = Trainer(_policy(case, device), config, total_updates=1000)
-    samples = [
-        TrainingSample((first,), tuple(rest), (0.0,) * len(rest), 1.0, 1.0)
-        for _ in range(microbatches)
-        for first, *rest in case.token_ids().tolist()
-    ]
-    batches = pack(samples, case.tokens)
+    batches = pack_pairs([((first,), rest) for first, *rest in case.token_ids().tolist() * microbatches], case.tokens)
     assert len(batches) == microbatches
     phases = Phases(on_gpu=device != "cpu")
     watch(trainer, phases)

@@ -19,8 +19,7 @@ from isobit.rollout.request import Request
 from isobit.run.clock import Clock
 from isobit.run.gpu_memory import device_memory, plan_gpu
 from isobit.run.turns import GpuTurns, allocate_in_pages
-from isobit.training.packing import TrainingSample, pack
-from isobit.training.supervised import SupervisedObjective
+from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 from passes.cases import Case
 
@@ -67,9 +66,7 @@ def two_steps(case: Case, offload_moments: bool, kv_memory_gib: float | None = N
 
 
 def _batches(case: Case) -> list[PackedBatch]:
-    ids = case.token_ids().tolist()
-    samples = [TrainingSample((first,), tuple(rest), (0.0,) * len(rest), 1.0, 1.0) for first, *rest in ids * 2]
-    return pack(samples, case.tokens)
+    return pack_pairs([((first,), rest) for first, *rest in case.token_ids().tolist() * 2], case.tokens)
 
 
 def _requests(case: Case, step: int) -> list[Request]:

@@ -20,8 +20,7 @@ from isobit.run.clock import Clock
 from isobit.run.gpu_memory import device_memory, plan_gpu
 from isobit.run.turns import GpuTurns
 from isobit.training.host_moments import HostMoments
-from isobit.training.packing import TrainingSample, pack
-from isobit.training.supervised import SupervisedObjective
+from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 
 MakePolicy = Callable[..., Policy]
@@ -39,11 +38,9 @@ def generate(engine: Engine, **sampling: Any) -> list[list[Completion]]:
 def update(trainer: Trainer, lengths: tuple[int, ...], seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     vocabulary = trainer.policy.config.vocab_size
-    samples = []
-    for length in lengths:
-        first, *rest = torch.randint(vocabulary, (length,), generator=generator).tolist()
-        samples.append(TrainingSample((first,), tuple(rest), (0.0,) * len(rest), 1.0, 1.0))
-    metrics = trainer.update(pack(samples, trainer.config.tokens_per_microbatch), SupervisedObjective())
+    rows = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    batches = pack_pairs([((first,), rest) for first, *rest in rows], trainer.config.tokens_per_microbatch)
+    metrics = trainer.update(batches, SupervisedObjective())
     assert metrics.skipped is None, metrics.skipped
 
 

@@ -13,7 +13,7 @@ from isobit.config.schema import RunConfig, TrainingConfig
 from isobit.config.sft import SftConfig
 from isobit.errors import ConfigError
 from isobit.records import PackedBatch
-from isobit.run import loop
+from isobit.run import loop, setup
 from isobit.run.gpu_memory import GpuPlan
 from isobit.run.loop import train
 from isobit.run.memory import microbatch_tokens
@@ -156,7 +156,7 @@ def test_fine_tuning_is_planned_before_weights_are_read(make_config: MakeConfig,
         raise ConfigError("no room")
 
     monkeypatch.setattr(sft_setup, "choose_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(sft_setup, "plan_for_gpu", refuse)
+    monkeypatch.setattr(setup, "plan_for_gpu", refuse)
     monkeypatch.setattr(sft_setup, "load_policy", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="no room"):
         prepare_sft(supervised(make_config, training={"prompts_per_step": 2}))

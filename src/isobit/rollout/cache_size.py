@@ -12,6 +12,7 @@ import torch
 
 from isobit.config.schema import RolloutConfig
 from isobit.errors import ConfigError
+from isobit.kernels.hopper.pages import PAGE_TOKENS, page_bytes
 from isobit.kernels.kv_cache import KvCache
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy
@@ -36,10 +37,8 @@ def choose_num_pages(policy: Policy, config: RolloutConfig) -> int:
         return config.kv_pages
     if policy.device.type == "cpu":
         return num_pages_for(policy.config, policy.flow, config)
-    from isobit.kernels.hopper.kv_cache import HopperKvCache
-
     memory = _free_on_gpu(policy, config) if config.kv_memory_gib is None else int(config.kv_memory_gib * _GIB)
-    return num_pages_within(policy.config, config, HopperKvCache.page_tokens, HopperKvCache.page_bytes(policy.config, policy.flow), memory)
+    return num_pages_within(policy.config, config, PAGE_TOKENS, page_bytes(policy.config, policy.flow), memory)
 
 
 def num_pages_for(shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig) -> int:

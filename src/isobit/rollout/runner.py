@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from isobit.kernels.hopper.pages import PAGE_TOKENS
 from isobit.kernels.kv_cache import KvCache
 from isobit.kernels.paged_attention import PagedAttention
 from isobit.models.decoder import hidden_states
@@ -174,8 +175,4 @@ def default_runner(policy: Policy, num_pages: int, max_sequences: int) -> ModelR
 
 def page_tokens_of(policy: Policy) -> int:
     """Tokens of a page of a policy's cache: a KV tile of its device's attention."""
-    if policy.device.type == "cpu":
-        return KvCache.page_tokens
-    from isobit.kernels.hopper.kv_cache import HopperKvCache
-
-    return HopperKvCache.page_tokens
+    return KvCache.page_tokens if policy.device.type == "cpu" else PAGE_TOKENS

@@ -31,6 +31,7 @@ import torch
 
 from isobit.config.schema import Recompute, RolloutConfig, TrainingConfig
 from isobit.errors import ConfigError
+from isobit.kernels.hopper.pages import PAGE_TOKENS, page_bytes
 from isobit.models.config import ModelConfig
 from isobit.models.policy import master_shapes
 from isobit.precision.flow import PrecisionFlow
@@ -42,7 +43,6 @@ from isobit.run.gpu_activations import passing_bytes, saved_bytes
 from isobit.run.machine import gib
 from isobit.run.memory import microbatch_tokens, published_bytes
 
-PAGE_TOKENS = 128  # of a page on a GPU (``isobit.kernels.hopper.kv_cache``, which only a machine with Triton can import)
 _MOST_TOKENS = 1 << 24
 _ROUND = 128  # tokens: the step of what is advised
 
@@ -122,12 +122,6 @@ def training_bytes(shape: ModelConfig, flow: PrecisionFlow, training: TrainingCo
         "saved activations": saved_bytes(shape, flow, training.recompute, tokens),
         largest: passing[largest],
     }
-
-
-def page_bytes(shape: ModelConfig, flow: PrecisionFlow) -> int:
-    """A page of the KV cache over all layers."""
-    formats = [DTYPES[flow.rollout.attention_format(layer)].itemsize for layer in range(shape.num_layers)]
-    return sum(2 * PAGE_TOKENS * shape.num_kv_heads * (shape.head_dim * size + (size == 1)) for size in formats)
 
 
 def device_memory() -> int:

@@ -92,9 +92,7 @@ def prepare(config: RunConfig) -> Run:
     rollout, plan = config.rollout, None
     if device.type == "cuda":
         longest = max(request.max_length(described.config.max_positions) for request in one_sample_each(train, sampling))
-        plan = plan_for_gpu(described, config.precision, config.rollout, config.training, longest)
-        rollout = rollout.model_copy(update={"kv_pages": plan.pages})
-        allocate_in_pages()
+        plan, rollout = prepare_gpu(described, config.precision, rollout, config.training, longest)
     policy = load_policy(described.folder, config.precision, device)
     model = LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
     engine = Engine(policy, rollout, model.tokenizer, config.seed)
@@ -108,6 +106,18 @@ def prepare(config: RunConfig) -> Run:
     sampler = PromptSampler(prompts, training.prompts_per_step, config.seed, config.data.shuffle)
     turns = None if plan is None else GpuTurns(plan, engine, trainer)
     return Run(config, model, engine, trainer, algorithm, reward, sampler, sampling, evaluator, dropped, turns)
+
+
+def prepare_gpu(
+    model: DescribedModel, precision: PrecisionConfig, rollout: RolloutConfig, training: TrainingConfig, longest: int
+) -> tuple[GpuPlan, RolloutConfig]:
+    """Before anything is on the GPU: set torch's allocator for turns; -> the run's plan, and ``rollout`` with the pages that it leaves.
+
+    Raises ConfigError as ``plan_for_gpu`` does.
+    """
+    plan = plan_for_gpu(model, precision, rollout, training, longest)
+    allocate_in_pages()
+    return plan, rollout.model_copy(update={"kv_pages": plan.pages})
 
 
 def plan_for_gpu(

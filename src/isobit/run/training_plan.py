@@ -6,6 +6,7 @@ from math import prod
 
 from isobit.config.load import dump_config
 from isobit.config.schema import TrainingConfig
+from isobit.kernels.hopper.pages import PAGE_TOKENS
 from isobit.kernels.kv_cache import KvCache
 from isobit.models.policy import master_shapes
 from isobit.precision.compare import describe_flow
@@ -15,7 +16,7 @@ from isobit.rollout.request import Limits
 from isobit.run.checkpoint.format import folders_by_step
 from isobit.run.checkpoint.space import DiskPlan, plan_disk
 from isobit.run.directory import RunDirectory
-from isobit.run.gpu_memory import PAGE_TOKENS, GpuPlan
+from isobit.run.gpu_memory import GpuPlan
 from isobit.run.machine import Memory, gib
 from isobit.run.memory import MemoryEstimate, estimate_memory
 from isobit.run.model import DescribedModel

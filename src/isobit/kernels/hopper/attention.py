@@ -43,8 +43,9 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.device import MOST_QUERY_HEADS, heads_problem
+from isobit.kernels.hopper.pages import PAGE_TOKENS
 
-TILE = 128  # tokens of a page
+TILE = PAGE_TOKENS
 PART = 8192
 _COLUMNS = MOST_QUERY_HEADS  # query heads of one decode program, padded
 

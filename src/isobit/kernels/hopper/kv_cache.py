@@ -16,15 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.errors import ConfigError
 from isobit.kernels.heads import Heads
-from isobit.kernels.hopper.attention import TILE, PagedKeys
+from isobit.kernels.hopper.attention import PagedKeys
+from isobit.kernels.hopper.pages import PAGE_TOKENS, page_bytes, page_formats
 from isobit.kernels.hopper.transfer import to_device
 from isobit.kernels.kv_cache import KvShape
 from isobit.precision.flow import PrecisionFlow
-from isobit.precision.formats import DTYPES, E4M3, E8M0_BIAS, Format
+from isobit.precision.formats import E4M3, E8M0_BIAS, Format
 
-PAGE_TOKENS = TILE
 _COPIED = 4096  # words of one copying program
 
 
@@ -32,20 +31,15 @@ class HopperKvCache:
     """Pages of K and V for all layers; which page belongs to whom is the scheduler's business."""
 
     page_tokens = PAGE_TOKENS
+    page_bytes = staticmethod(page_bytes)
 
     def __init__(self, shape: KvShape, flow: PrecisionFlow, num_pages: int, device: torch.device | str) -> None:
         self.num_pages = num_pages
-        self.formats = _formats(shape, flow)
+        self.formats = page_formats(shape, flow)
         self._arenas = {
             format: _Arena.zeros(self.formats.count(format), num_pages, shape, format, device) for format in dict.fromkeys(self.formats)
         }
         self.layers = [self._arenas[format].layer(self.formats[:i].count(format)) for i, format in enumerate(self.formats)]
-
-    @staticmethod
-    def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
-        """Bytes of one page over all layers, scales included."""
-        vectors = 2 * PAGE_TOKENS * shape.num_kv_heads
-        return sum(vectors * (shape.head_dim * DTYPES[format].itemsize + (format == "e4m3")) for format in _formats(shape, flow))
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy each source page to its target, in every layer.  The targets are all different, and none of them is a source."""
@@ -121,10 +115,3 @@ def _copy_kernel(ARENA, SOURCE, TARGET, pages, WORDS: tl.constexpr, N: tl.conste
     source = (first + tl.load(SOURCE + pair)) * WORDS
     target = (first + tl.load(TARGET + pair)) * WORDS
     tl.store(ARENA + target + word, tl.load(ARENA + source + word, mask=word < WORDS), mask=word < WORDS)
-
-
-def _formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
-    formats: tuple[Format, ...] = tuple(flow.rollout.attention_format(layer) for layer in range(shape.num_layers))
-    if "fp32" in formats:
-        raise ConfigError("the fp32 flow runs on the CPU: attention on a GPU takes e4m3 and bf16")
-    return formats

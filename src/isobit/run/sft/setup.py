@@ -29,9 +29,9 @@ from isobit.run.clock import Clock
 from isobit.run.device import choose_device
 from isobit.run.evaluate import Evaluator, evaluation_sampling
 from isobit.run.model import DescribedModel, LoadedModel, describe_model, model_folder
-from isobit.run.setup import check_best, check_fits, plan_for_gpu
+from isobit.run.setup import check_best, check_fits, prepare_gpu
 from isobit.run.sft.data import SftData, load_data
-from isobit.run.turns import GpuTurns, allocate_in_pages
+from isobit.run.turns import GpuTurns
 from isobit.run.wandb_tracker import check_tracking
 from isobit.training.out_of_memory import within_memory
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
@@ -111,9 +111,7 @@ def prepare_sft(config: SftConfig) -> SftRun:
     training = trainer_config(config)
     rollout, plan = config.rollout, None
     if device.type == "cuda":
-        plan = plan_for_gpu(start, config.precision, rollout, training, data.longest)
-        rollout = rollout.model_copy(update={"kv_pages": plan.pages})
-        allocate_in_pages()
+        plan, rollout = prepare_gpu(start, config.precision, rollout, training, data.longest)
     model = load_start(config, start, device)
     evaluator = _build_evaluator(config, rollout, model, data)
     by_id = {example.prompt.id: example for example in data.train}
