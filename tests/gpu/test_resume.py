@@ -1,6 +1,7 @@
 """A run on the GPU that is killed, between updates and while it writes a checkpoint, resumes to the bytes of one that never was.
 
-A small model by default; ``ISOBIT_GPU_SHAPE=qwen3-0.6b pytest tests/gpu/test_resume.py -s`` takes that shape (25 GB of disk, some minutes).
+Reinforcement learning, and fine-tuning whose evaluations take turns with it and send the moments to the host.  A small model by default;
+``ISOBIT_GPU_SHAPE=qwen3-0.6b pytest tests/gpu/test_resume.py -s`` takes that shape (25 GB of disk, some minutes).
 """
 
 import gc
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from isobit.models.policy import random_policy
 from isobit.models.shapes import model_shape
 from isobit.run.checkpoint.format import MASTERS, OPTIMISER, read_checkpoint
 from isobit.starter import starter_folder
+from isobit.starter.tasks import problems, question, worked_out
 
 DEVICE = "cuda"
 SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
@@ -76,15 +79,40 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-class Attempt:
-    """One process of ``isobit train --resume``."""
+@pytest.fixture
+def tuning(recipe: Path) -> Path:
+    """Four steps of 4 examples, evaluated before and after every 2 on 16 graded completions: the kill comes in the third evaluation."""
+    content = tomllib.loads(recipe.read_text(encoding="utf-8"))
+    rows = [{"prompt": question(p), "completion": worked_out(p), "answer": str(sum(p))} for p in problems(held_out=False)[:32]]
+    for name, part in (("train", rows[:16]), ("held_out", rows[16:])):
+        recipe.with_name(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    content["data"] = {
+        "train": {"type": "jsonl", "path": str(recipe.with_name("train.jsonl"))},
+        "eval": {"held_out": {"type": "jsonl", "path": str(recipe.with_name("held_out.jsonl"))}},
+    }
+    content["training"] = {
+        "steps": 4,
+        "prompts_per_step": 4,
+        "tokens_per_microbatch": 256,
+        "learning_rate": 1e-4,
+        "moments": "bf16",
+        "offload_moments": True,
+    }
+    content["evaluation"] = {"every": 2, "temperature": 1.0}
+    path = recipe.with_name("tuning.toml")
+    path.write_text(tomli_w.dumps(content), encoding="utf-8")
+    return path
 
-    def __init__(self, recipe: Path, output: Path) -> None:
+
+class Attempt:
+    """One process of ``isobit COMMAND --resume``."""
+
+    def __init__(self, recipe: Path, output: Path, command: str = "train") -> None:
         self._log, self._output = output.with_suffix(".log"), output
-        command = [sys.executable, "-m", "isobit.cli.main", "train", str(recipe), "--resume", "--output", str(output)]
+        arguments = [sys.executable, "-m", "isobit.cli.main", command, str(recipe), "--resume", "--output", str(output)]
         self._started_at = time.monotonic()
         with self._log.open("a") as file:
-            self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(arguments, stdout=file, stderr=subprocess.STDOUT)
 
     def wait(self) -> int:
         code = self._process.wait()
@@ -133,4 +161,18 @@ def test_a_killed_run_resumes_to_the_same_bytes(recipe: Path) -> None:
     assert second in (0, -signal.SIGKILL)
     if second:
         Attempt(recipe, killed).finish()
+    assert outcome(killed) == expected
+
+
+@pytest.mark.timeout(600)
+def test_killed_fine_tuning_resumes_to_the_same_bytes(tuning: Path) -> None:
+    Attempt(tuning, tuning.with_name("whole"), "sft").finish()
+    expected = outcome(tuning.with_name("whole"))
+    assert len(expected["rewards.jsonl"].splitlines()) == 3  # evaluations
+
+    killed = tuning.with_name("killed")
+    (tuning.with_name("kill")).touch()
+    assert Attempt(tuning, killed, "sft").wait() == -signal.SIGKILL
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_000002"]
+    Attempt(tuning, killed, "sft").finish()
     assert outcome(killed) == expected
