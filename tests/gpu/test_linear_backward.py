@@ -1,7 +1,5 @@
 """DGrad and WGrad on the GPU against FP64 over the very operands that they multiply; they repeat and add up in place."""
 
-from typing import Literal
-
 import pytest
 import torch
 
@@ -15,14 +13,14 @@ from isobit.precision.quant_tensor import QuantTensor
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.gemm import gemm_e4m3, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import WGradBackEnd, gemm_e4m3, why_not_deep_gemm
 from isobit.kernels.hopper.linear_backward import dgrad, dgrad_bf16, transpose_blocks, wgrad, wgrad_bf16
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
 from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
-BACK_ENDS: list[Literal["deep_gemm", "scaled_mm"]] = ["scaled_mm"] if why_not_deep_gemm() else ["deep_gemm", "scaled_mm"]
+BACK_ENDS: list[WGradBackEnd] = ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
 TENSOR_CORE = 2e-3  # of a norm: FP8 tensor cores keep 14 bits within a group
 BF16_ROUNDING = 3e-3  # 1.7e-3, and the above
 SHAPES = [(128, 256), (896, 384), (1536, 1024)]  # N, K: never square, since a square hides a transposed operand
@@ -77,7 +75,7 @@ def test_dgrad_against_fp64(kind: ScaleKind, n: int, k: int) -> None:
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_wgrad_adds_to_the_gradient(back_end: Literal["deep_gemm", "scaled_mm"], kind: ScaleKind, n: int, k: int) -> None:
+def test_wgrad_adds_to_the_gradient(back_end: WGradBackEnd, kind: ScaleKind, n: int, k: int) -> None:
     for tokens in (1, 128, 300, 1000):
         dy, x = quantise_tokens(bf16(tokens, n), kind), quantise_tokens(bf16(tokens, k), kind)
         exact = rows_fp64(dy) @ rows_fp64(x).t()
@@ -93,7 +91,7 @@ def test_wgrad_adds_to_the_gradient(back_end: Literal["deep_gemm", "scaled_mm"],
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_wgrad_repeats_at_a_training_shape(back_end: Literal["deep_gemm", "scaled_mm"]) -> None:
+def test_wgrad_repeats_at_a_training_shape(back_end: WGradBackEnd) -> None:
     dy, x = quantise_tokens(bf16(8000, 6144)), quantise_tokens(bf16(8000, 4096))
     first = torch.zeros(6144, 4096, device="cuda")
     wgrad(dy, x, first, back_end)
@@ -102,6 +100,26 @@ def test_wgrad_repeats_at_a_training_shape(back_end: Literal["deep_gemm", "scale
         wgrad(dy, x, again, back_end)
         assert torch.equal(again, first)
     assert relative(first, (rows_fp64(dy) @ rows_fp64(x).t())) < TENSOR_CORE
+
+
+@pytest.mark.skipif(len(BACK_ENDS) < 2, reason="needs DeepGEMM")
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (384, 2048), (1536, 1024)])  # 384: half a program's rows are outside
+def test_back_ends_of_wgrad_give_the_same_bits(n: int, k: int) -> None:
+    for tokens in (1, 300, 4000):
+        dy, x = quantise_tokens(bf16(tokens, n)), quantise_tokens(bf16(tokens, k))
+        made = [torch.zeros(n, k, device="cuda") for _ in BACK_ENDS]
+        for grad, back_end in zip(made, BACK_ENDS, strict=True):
+            wgrad(dy, x, grad, back_end)
+        assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_wgrad_keeps_a_nan_to_its_row(back_end: WGradBackEnd) -> None:
+    dy, x = bf16(300, 384), bf16(300, 256)
+    dy[200, 300] = float("nan")
+    grad = torch.zeros(384, 256, device="cuda")
+    wgrad(quantise_tokens(dy), quantise_tokens(x), grad, back_end)
+    assert grad[300].isnan().all() and grad.isnan().sum() == 256
 
 
 def test_bf16() -> None:

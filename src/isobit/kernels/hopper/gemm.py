@@ -29,6 +29,7 @@ from isobit.precision.formats import ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
 BackEnd = Literal["deep_gemm", "scaled_mm", "triton"]
+WGradBackEnd = Literal["deep_gemm", "triton"]
 
 _WHOLE = 64  # DeepGEMM's BF16 tiles: other sizes go to Triton
 
@@ -67,14 +68,21 @@ def bf16_back_end() -> Literal["deep_gemm", "triton"]:
     return "deep_gemm" if why_not_deep_gemm() is None else "triton"
 
 
+def wgrad_back_end() -> WGradBackEnd:
+    """What multiplies WGrad's operands."""
+    return "deep_gemm" if why_not_deep_gemm() is None else "triton"
+
+
 def describe_back_ends() -> dict[str, str]:
     """Operation -> the library that runs it and, where that is a fallback, why."""
     missing = why_not_deep_gemm()
     if missing is None:
-        return dict.fromkeys(("FP8 GEMM, power-of-two scales", "FP8 GEMM, FP32 scales", "BF16 GEMM and lm_head"), "DeepGEMM")
+        operations = "FP8 GEMM, power-of-two scales", "FP8 GEMM, FP32 scales", "FP8 WGrad", "BF16 GEMM and lm_head"
+        return dict.fromkeys(operations, "DeepGEMM")
     return {
         "FP8 GEMM, power-of-two scales": f"cuBLASLt, same bits, slower at small batches: {missing}",
         "FP8 GEMM, FP32 scales": f"Triton, slower: {missing}",
+        "FP8 WGrad": f"Triton: {missing}",
         "BF16 GEMM and lm_head": f"Triton, slower: {missing}",
     }
 

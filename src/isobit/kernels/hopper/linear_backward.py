@@ -12,15 +12,13 @@ rollout, so cuBLAS does what it is fastest at; every result repeats at fixed sha
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
-from typing import Literal
-
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.gemm import gemm_e4m3, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import WGradBackEnd, gemm_e4m3, wgrad_back_end
 from isobit.kernels.hopper.quantise import QuantRows
+from isobit.kernels.hopper.wgrad import wgrad_e4m3
 from isobit.precision.formats import BLOCK, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -60,16 +58,13 @@ def dgrad_bf16(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(dy, weight)
 
 
-def wgrad(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: Literal["deep_gemm", "scaled_mm"] | None = None) -> None:
-    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens: grad, FP32 [N, K], contiguous, += dY^T X.
-
-    DeepGEMM adds to ``grad`` itself; cuBLASLt makes the product first, which costs the room of a second ``grad``.
-    """
+def wgrad(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: WGradBackEnd | None = None) -> None:
+    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens: grad, FP32 [N, K], contiguous, += dY^T X."""
     assert grad.dtype == torch.float32
     assert grad.is_contiguous()
     assert grad.shape == (dy_t.values.shape[0], x_t.values.shape[0])
-    if (back_end or ("deep_gemm" if why_not_deep_gemm() is None else "scaled_mm")) == "scaled_mm":
-        grad += _scaled_mm(dy_t, x_t)
+    if (back_end or wgrad_back_end()) == "triton":
+        wgrad_e4m3(dy_t, x_t, grad)
         return
     import deep_gemm  # pyright: ignore[reportMissingImports]
 
@@ -80,18 +75,3 @@ def wgrad(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: Literal
 def wgrad_bf16(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
     """dY [T, N] and X [T, K], BF16: grad, FP32 [N, K], += dY^T X, added up in FP32 and never rounded to BF16."""
     torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
-
-
-def _scaled_mm(a: QuantRows, b: QuantRows) -> torch.Tensor:
-    """A [N, Tp], B [K, Tp], both in 1x128 groups -> A B^T, FP32 [N, K]."""
-    return F.scaled_mm(
-        a.values,
-        b.values.t(),
-        scale_a=a.scales,
-        scale_recipe_a=F.ScalingType.BlockWise1x128,
-        scale_b=b.scales,
-        scale_recipe_b=F.ScalingType.BlockWise1x128,
-        swizzle_a=F.SwizzleType.NO_SWIZZLE,
-        swizzle_b=F.SwizzleType.NO_SWIZZLE,
-        output_dtype=torch.float32,
-    )

@@ -1,4 +1,5 @@
-"""The backward of attention compiles for sm_90 ahead of time, without a GPU: asynchronous tensor-core products, and nothing that spills."""
+"""Kernels whose warps have roles (the backward of attention, WGrad) compile for sm_90 ahead of time, without a GPU: products of the tensor
+cores, tiles from the copy engine, and nothing that spills in a loop."""
 
 import re
 import subprocess
@@ -13,7 +14,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from isobit.kernels.hopper import attention_backward  # noqa: E402
+from isobit.kernels.hopper import attention_backward, wgrad  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOST_SHARED = 227 * 1024
@@ -23,7 +24,8 @@ POINTERS = {
     **dict.fromkeys(("K_BYTE", "V_BYTE"), "*u8"),
     **dict.fromkeys(("START", "LENGTH", "PADDED_START"), "*i32"),
     **dict.fromkeys(("c", "scale"), "fp32"),
-    "padded_tokens": "i32",
+    **dict.fromkeys(("padded_tokens", "groups"), "i32"),
+    "GRAD": "*fp32",
 }
 
 
@@ -85,3 +87,21 @@ def test_prepare(dim: int, e4m3: bool, tmp_path: Path) -> None:
     constants: dict[str, Any] = {"H": 32, "G": 8, "D": dim} | ({} if e4m3 else dict.fromkeys(("Q_SCALE", "K_BYTE", "V_BYTE")))
     _, sass, stack = compile_for_hopper(ASTSource, attention_backward._prepare_kernel, types, constants, tmp_path)
     assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
+
+
+@pytest.mark.parametrize(("n", "k"), [(24576, 4096), (896, 384)])
+def test_wgrad(n: int, k: int, tmp_path: Path) -> None:
+    rows, block, part = wgrad.ROWS.value, wgrad.BLOCK.value, wgrad.PART.value
+    types = {
+        **{name: f"tensordesc<fp8e4nv[{size}, {block}],{wgrad.SWIZZLED!r}>" for name, size in (("a_desc", part), ("b_desc", block))},
+        **{name: f"tensordesc<fp32[{size}],{wgrad.FLAT!r}>" for name, size in (("a_scale_desc", rows), ("b_scale_desc", block))},
+    }
+    constants = {"N": n, "K": k, "STAGES": wgrad.STAGES}
+    compiled, sass, stack = compile_for_hopper(GluonASTSource, wgrad._wgrad_kernel, types, constants, tmp_path)
+    lines = sass.splitlines()
+    products = [i for i, line in enumerate(lines) if "QGMMA.64x128x32.F32.E4M3.E4M3" in line]
+    assert len(products) == 16 and "UTMALDG" in sass  # two of a token group in each warpgroup
+    for first, last in ((products[0], products[7]), (products[8], products[15])):
+        assert not any("STL" in line or "LDL" in line for line in lines[first:last])
+    assert stack <= 64  # outside the loop
+    assert compiled.metadata.shared <= MOST_SHARED

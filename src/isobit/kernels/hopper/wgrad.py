@@ -1,0 +1,137 @@
+"""WGrad's GEMM in E4M3 where DeepGEMM is missing, with its bits where scales are powers of two: summed in FP32, added to the gradient.
+
+    grad[n, k] += sum over token groups t of  (sum_j A[n, 128 t + j] B[k, 128 t + j]) * a[n, t] * b[k, t]
+
+A = dY^T [N, Tp] and B = X^T [K, Tp] are what ``isobit.kernels.hopper.token_groups`` writes, a and b their scales.  Tensor cores hold the
+product of a group in 14 bits, so each is scaled and added up in FP32, in the order of the groups.  Unlike in the other GEMMs both operands
+have a scale a row and group: that is two operations an element, and they, not the tensor cores, are what the kernel waits for.
+
+A program holds 256 x 128 sums in two warpgroups of 128 rows, which is all that the registers have room for; a third role, one warp, fetches
+the tiles of a token group into a ring of buffers with the copy engine: `full` says that they have come, `empty` that both warpgroups are
+done with them.  A warpgroup computes the product of 64 rows at a time, 64 registers of a thread.  The finished sum is added to ``grad``.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from isobit.kernels.hopper.quantise import QuantRows
+
+ROWS = gl.constexpr(256)  # of A, of a program
+PART = gl.constexpr(64)  # of them, of a product: two of each warpgroup
+BLOCK = gl.constexpr(128)  # rows of B, and tokens of a group
+STAGES = 4  # buffers
+NEIGHBOURS = gl.constexpr(8)  # programs that follow each other share B, so many times
+SWIZZLED = gl.NVMMASharedLayout(128, 8, rank=2)  # E4M3 tiles, as the tensor cores read them
+FLAT = gl.NVMMASharedLayout(0, 32, rank=1)  # FP32 vectors
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+
+
+@gluon.jit
+def _add_product(sums, a, b, a_scale, b_scale):
+    """sums += A B^T of one token group and PART rows, times the scales."""
+    product = gl.zeros([PART, BLOCK], gl.float32, SUMS)
+    product = warpgroup_mma(a, b.permute((1, 0)), product, use_acc=False, is_async=True)
+    row = a_scale.load(gl.SliceLayout(1, SUMS))
+    product = warpgroup_mma_wait(0, deps=[product])
+    column = b_scale.load(gl.SliceLayout(0, SUMS))  # not before: 32 registers
+    return sums + product * row[:, None] * column[None, :]
+
+
+@gluon.jit
+def _consumer(a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, rows, groups, K, WHICH: gl.constexpr):
+    """One warpgroup: 2 PART rows."""
+    STAGES: gl.constexpr = b_smem.shape[0]
+    upper = gl.zeros([PART, BLOCK], gl.float32, SUMS)
+    lower = gl.zeros([PART, BLOCK], gl.float32, SUMS)
+    for group in range(groups):
+        stage = group % STAGES
+        mbarrier.wait(full.index(stage), group // STAGES & 1)
+        b = b_smem.index(stage)
+        a_scale = a_scales.index(stage)
+        b_scale = b_scales.index(stage)
+        upper = _add_product(upper, a_smem.index(stage * 4 + 2 * WHICH), b, a_scale.slice(2 * WHICH * PART, PART), b_scale)
+        lower = _add_product(lower, a_smem.index(stage * 4 + 2 * WHICH + 1), b, a_scale.slice((2 * WHICH + 1) * PART, PART), b_scale)
+        mbarrier.arrive(empty.index(stage))
+    column = first_column + gl.arange(0, BLOCK, gl.SliceLayout(0, SUMS))
+    row = first_row + 2 * WHICH * PART + gl.arange(0, PART, gl.SliceLayout(1, SUMS))
+    at = row.to(gl.int64)[:, None] * K + column[None, :]
+    inside = (row < rows)[:, None]  # whole parts: rows are a multiple of 128
+    gl.store(GRAD + at, gl.load(GRAD + at, mask=inside) + upper, mask=inside)
+    at += PART * K
+    gl.store(GRAD + at, gl.load(GRAD + at, mask=inside) + lower, mask=inside)
+
+
+@gluon.jit
+def _producer(
+    a_desc, b_desc, a_scale_desc, b_scale_desc, a_smem, b_smem, a_scales, b_scales, full, empty, first_row, first_column, rows, K, groups
+):
+    """The warp that fetches both operands and their scales, a token group at a time."""
+    STAGES: gl.constexpr = b_smem.shape[0]
+    for group in range(groups):
+        stage = group % STAGES
+        mbarrier.wait(empty.index(stage), (group // STAGES & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, (ROWS + BLOCK) * (BLOCK + 4))
+        for part in gl.static_range(4):
+            tma.async_copy_global_to_shared(a_desc, [first_row + part * PART, group * BLOCK], bar, a_smem.index(stage * 4 + part))
+        tma.async_copy_global_to_shared(b_desc, [first_column, group * BLOCK], bar, b_smem.index(stage))
+        tma.async_copy_global_to_shared(a_scale_desc, [group * rows + first_row], bar, a_scales.index(stage))
+        tma.async_copy_global_to_shared(b_scale_desc, [group * K + first_column], bar, b_scales.index(stage))
+
+
+@gluon.jit(do_not_specialize=["groups"])
+def _wgrad_kernel(a_desc, b_desc, a_scale_desc, b_scale_desc, GRAD, groups, N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr):
+    """One program ROWS x BLOCK numbers of grad."""
+    tiles: gl.constexpr = (N + ROWS - 1) // ROWS
+    pid = gl.program_id(0)
+    first_tile = pid // (NEIGHBOURS * (K // BLOCK)) * NEIGHBOURS
+    height = min(tiles - first_tile, NEIGHBOURS)
+    within = pid % (NEIGHBOURS * (K // BLOCK))
+    first_row = (first_tile + within % height) * ROWS
+    first_column = within // height * BLOCK
+    a_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 4, PART, BLOCK], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, BLOCK], b_desc.layout)
+    a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], a_scale_desc.layout)
+    b_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], b_scale_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, N, groups, K, 0)),
+            (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, N, groups, K, 1)),
+            (
+                _producer,
+                (
+                    a_desc, b_desc, a_scale_desc, b_scale_desc, a_smem, b_smem, a_scales, b_scales, full, empty,
+                    first_row, first_column, N, K, groups,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],  # registers of a thread; the first group's are what is left, 232
+    )  # fmt: skip
+
+
+def wgrad_e4m3(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> None:
+    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens, N and K multiples of 128: grad, FP32 [N, K], contiguous, += dY^T X."""
+    (n, tokens), k = dy_t.values.shape, x_t.values.shape[0]
+    assert grad.dtype == torch.float32
+    assert grad.is_contiguous()
+    assert grad.shape == (n, k)
+    a, b = (TensorDescriptor.from_tensor(x.values, [rows, BLOCK.value], SWIZZLED) for x, rows in ((dy_t, PART.value), (x_t, BLOCK.value)))
+    a_scales, b_scales = (
+        TensorDescriptor.from_tensor(x.scales.t().view(-1), [rows], FLAT) for x, rows in ((dy_t, ROWS.value), (x_t, BLOCK.value))
+    )
+    grid = (triton.cdiv(n, ROWS.value) * (k // BLOCK.value),)
+    _wgrad_kernel[grid](a, b, a_scales, b_scales, grad, tokens // BLOCK.value, n, k, STAGES, num_warps=4)
