@@ -1,6 +1,7 @@
 """A run on the GPU that is killed, between updates and while it writes a checkpoint, resumes to the bytes of one that never was.
 
-A small model by default; ``ISOBIT_GPU_SHAPE=qwen3-0.6b pytest tests/gpu/test_resume.py -s -k fp32`` takes that shape (25 GB of disk, some minutes).
+A small model by default; ``ISOBIT_GPU_SHAPE=qwen3-0.6b pytest tests/gpu/test_resume.py -s -k fp32`` takes that shape (25 GB of disk, some
+minutes).
 """
 
 import gc
