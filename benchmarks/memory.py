@@ -1,9 +1,11 @@
 """Where every GiB of a GPU goes when it trains a real model's shape: planned anywhere, and measured beside the plan on the card.
 
     python benchmarks/memory.py plan [--shape qwen3-8b] [--gib 139.8]
-    python benchmarks/memory.py measure --precision fp8 --recompute full --tokens 16384 --length 16384 [--kv-memory-gib 50] --out DIR
+    python benchmarks/memory.py measure --precision fp8 --recompute full --tokens 16384 --length 16384 [--moments fp8] \\
+        [--kv-memory-gib 50] --out DIR
 
-plan     the tables of docs/memory.md: BF16 moments, micro-batches of 4,096 and 16,384 tokens in sequences of as many.
+plan     the tables of docs/memory.md: BF16 moments where they do not say others, micro-batches of 4,096 and 16,384 tokens in sequences of
+         as many.
 measure  a rollout with the planned KV cache and an update over two full micro-batches, by turns, as a run makes them (``passes/turns.py``);
          a plan that does not fit is refused.
 """
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from comparison.command import run_command
-from isobit.config.schema import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.config.schema import Moments, PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
 from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
 from isobit.rollout.cache_size import forward_bytes
@@ -25,6 +27,7 @@ H200_GIB = 139.8
 PRECISIONS = ("fp8", "bf16")
 TOKENS = (4096, 16384)
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)
+MOMENTS: tuple[Moments, ...] = get_args(Moments)
 WEIGHTS = ("masters", "published weights", "optimiser moments", "gradients")
 
 
@@ -39,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--recompute", choices=LEVELS, required=True)
     command.add_argument("--tokens", type=int, required=True, help="of a micro-batch")
     command.add_argument("--length", type=int, required=True, help="of a sequence")
+    command.add_argument("--moments", choices=MOMENTS, default="bf16")
     command.add_argument("--offload-moments", action="store_true")
     command.add_argument("--kv-memory-gib", type=float, help="of the KV cache; by default all that is left")
     command.add_argument("--out", type=Path, required=True)
@@ -91,9 +95,11 @@ def tokens_table(shape: str, gib: float) -> str:
     lines = []
     for precision in PRECISIONS:
         flow = build_flow(PrecisionConfig.model_validate(precision), config.shape)
-        most = [largest_microbatch(config, flow, _training(recompute, 1), int(gib * GIB)) for recompute in LEVELS]
-        lines.append([f"`{precision}`", *(f"{tokens:,}" for tokens in most)])
-    return _table(["precision", *(f"`{recompute}`" for recompute in LEVELS)], lines, figures=set(range(1, 4)))
+        for moments in MOMENTS:
+            size = weight_bytes(config, flow, TrainingConfig(moments=moments))["optimiser moments"]
+            most = [largest_microbatch(config, flow, _training(recompute, 1, moments), int(gib * GIB)) for recompute in LEVELS]
+            lines.append([f"`{precision}`", f"`{moments}`", _gib(size), *(f"{tokens:,}" for tokens in most)])
+    return _table(["precision", "moments", "GiB", *(f"`{recompute}`" for recompute in LEVELS)], lines, figures=set(range(2, 6)))
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -105,11 +111,11 @@ def measure(arguments: argparse.Namespace) -> None:
     sequences = max(1, arguments.tokens // arguments.length)
     case = Case(arguments.precision, arguments.length, sequences, arguments.recompute, arguments.shape)
     writer = RowWriter(arguments.out, "native", case.mode, case.shape, measure_card(), versions())
-    writer.write(**case.fields, **two_steps(case, arguments.offload_moments, arguments.kv_memory_gib))
+    writer.write(**case.fields, **two_steps(case, arguments.moments, arguments.offload_moments, arguments.kv_memory_gib))
 
 
-def _training(recompute: Recompute, tokens: int) -> TrainingConfig:
-    return TrainingConfig(moments="bf16", recompute=recompute, tokens_per_microbatch=tokens)
+def _training(recompute: Recompute, tokens: int, moments: Moments = "bf16") -> TrainingConfig:
+    return TrainingConfig(moments=moments, recompute=recompute, tokens_per_microbatch=tokens)
 
 
 def _gib(size: int) -> str:

@@ -1,7 +1,7 @@
 """Two steps as a run on a GPU makes them, engine and trainer by turns, and what each phase takes beside what was planned.
 
 A rollout with the planned KV cache: prompts of the case's length, and more short ones than fit a batch.  Then an update over two full
-micro-batches, with BF16 moments.  The second step, which has moments from its beginning, is the one that counts.
+micro-batches.  The second step, which has moments from its beginning, is the one that counts.
 """
 
 import sys
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from comparison.rows import Row
-from isobit.config.schema import PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.config.schema import Moments, PrecisionConfig, RolloutConfig, TrainingConfig
 from isobit.models.policy import random_policy
 from isobit.precision.flow import build_flow
 from isobit.records import PackedBatch, Prompt, SamplingParams
@@ -28,10 +28,10 @@ SHORT, LONG, SAMPLES = (80, 64), 2, 4  # prompts and their tokens, long prompts,
 _GIB = 1 << 30
 
 
-def two_steps(case: Case, offload_moments: bool, kv_memory_gib: float | None = None, device: str = "cuda") -> Row:
+def two_steps(case: Case, moments: Moments, offload_moments: bool, kv_memory_gib: float | None = None, device: str = "cuda") -> Row:
     """GiB by phase and part, planned and measured, and the seconds of the second step.  Raises ConfigError for a plan that does not fit."""
     rollout = RolloutConfig(max_new_tokens=NEW_TOKENS, kv_memory_gib=kv_memory_gib)
-    training = TrainingConfig(moments="bf16", recompute=case.recompute, tokens_per_microbatch=case.tokens, offload_moments=offload_moments)
+    training = TrainingConfig(moments=moments, recompute=case.recompute, tokens_per_microbatch=case.tokens, offload_moments=offload_moments)
     precision = PrecisionConfig.model_validate(case.mode)
     flow = build_flow(precision, case.config.shape)
     plan = plan_gpu(case.config, flow, rollout, training, case.length, device_memory())
@@ -53,6 +53,7 @@ def two_steps(case: Case, offload_moments: bool, kv_memory_gib: float | None = N
         assert metrics.skipped is None, metrics.skipped
         seconds = clock.take()
     return {
+        "moments": moments,
         "offload_moments": offload_moments,
         "total_gib": plan.total / _GIB,
         "planned_gib": _in_gib(plan.peaks.items()),

@@ -77,11 +77,12 @@ def state_of(output: Path) -> str:
 
 
 @pytest.mark.timeout(60 + 20 * KILLS)
+@pytest.mark.parametrize("moments", ["fp32", "fp8"])
 def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
-    values: dict[str, Any], hook: Callable[[str], None], outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
+    moments: str, values: dict[str, Any], hook: Callable[[str], None], outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
 ) -> None:
     hook(SLOW_REWARD)
-    longer = values | {"training": values["training"] | {"steps": 18}, "checkpoint": {"every": 3}}
+    longer = values | {"training": values["training"] | {"steps": 18, "moments": moments}, "checkpoint": {"every": 3}}
     train(RunConfig.model_validate(longer | {"output": tmp_path / "uninterrupted"}))
     expected = outcome(tmp_path / "uninterrupted")
     rng = random.Random(KILLS)

@@ -1,23 +1,36 @@
 """AdamW on the GPU gives the bits of its CPU specification, for every format of the moments and every size."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from isobit.kernels import moments
 from isobit.kernels.adamw import adamw_step, noise_key, round_stochastically
 from isobit.kernels.noise import splitmix64
 
 SETTINGS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
-NOISES = [None, (2**40 + 3, 290)]
-SHAPES = [(1,), (17,), (1000, 37), (513, 1024)]
+NOISE = (2**40 + 3, 290)
+FORMATS = ["fp32", "bf16", "fp8"]
+SHAPES = [(1,), (17,), (128,), (1000, 37), (513, 1024)]
 
 
-def some_state(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Master, exp_avg and exp_avg_sq as they are before the first step, on the host."""
+def some_state(shape: tuple[int, ...], kind: str) -> list[torch.Tensor]:
+    """Master, exp_avg, exp_avg_sq and the scales that 8-bit ones have, as they are before the first step, on the host."""
     master = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
-    return [master, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)]
+    if kind != "fp8":
+        dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+        return [master, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)]
+    scales = [torch.zeros(moments.num_groups(master.numel()), dtype=torch.uint8) for _ in range(2)]
+    return [master, torch.zeros(shape, dtype=moments.FIRST), torch.zeros(shape, dtype=moments.SECOND), *scales]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """On the host, as integers: NaNs compare too, and all formats can."""
+    return x.cpu().view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()])
 
 
 def some_gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
@@ -27,47 +40,57 @@ def some_gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator) * 10.0**exponents * (torch.rand(shape, generator=generator) > 0.1)
 
 
-def take_steps(state: list[torch.Tensor], steps: range, noise: tuple[int, int] | None, gradients: list[torch.Tensor]) -> None:
-    master, exp_avg, exp_avg_sq = state
+def even_gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
+    """Of magnitudes near each other, which fall a hundredfold midway."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step)) * (1.0 if step < 4 else 0.01)
+
+
+def take_steps(state: list[torch.Tensor], steps: range, gradients: list[torch.Tensor]) -> None:
+    master, exp_avg, exp_avg_sq, *scales = state
+    noise = None if exp_avg.dtype == torch.float32 else NOISE
+    pair = (scales[0], scales[1]) if scales else None
     for step in steps:
         grad = gradients[step - 1].to(master.device)
-        adamw_step(master, grad, exp_avg, exp_avg_sq, **SETTINGS, rate=1e-3 / step, step=step, clip=1 / (1 + step % 3), noise=noise)
+        settings = SETTINGS | {"rate": 1e-3 / step, "step": step, "clip": 1 / (1 + step % 3)}
+        adamw_step(master, grad, exp_avg, exp_avg_sq, **settings, noise=noise, scales=pair)  # pyright: ignore[reportArgumentType]
         assert torch.equal(grad.cpu().view(torch.int32), gradients[step - 1].view(torch.int32))
 
 
+@pytest.mark.parametrize("gradient", [some_gradient, even_gradient])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("noise", NOISES)
-def test_bits_are_those_of_the_cpu(noise: tuple[int, int] | None, shape: tuple[int, ...]) -> None:
-    ours = some_state(shape, torch.float32 if noise is None else torch.bfloat16)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_bits_are_those_of_the_cpu(kind: str, shape: tuple[int, ...], gradient: Callable[..., torch.Tensor]) -> None:
+    ours = some_state(shape, kind)
     theirs = [x.cuda() for x in ours]
-    gradients = [some_gradient(shape, step) for step in range(1, 7)]
+    gradients = [gradient(shape, step) for step in range(1, 7)]
     for step in range(1, 7):
-        take_steps(ours, range(step, step + 1), noise, gradients)
-        take_steps(theirs, range(step, step + 1), noise, gradients)
+        take_steps(ours, range(step, step + 1), gradients)
+        take_steps(theirs, range(step, step + 1), gradients)
         for cpu, gpu in zip(ours, theirs, strict=True):
-            assert torch.equal(gpu.cpu(), cpu)
-    assert all(x.isfinite().all() for x in ours)
+            assert torch.equal(bits(gpu), bits(cpu))
+    assert all(x.float().isfinite().all() for x in ours)
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_an_element_depends_on_its_number_and_on_no_other(noise: tuple[int, int] | None) -> None:
-    dtype = torch.float32 if noise is None else torch.bfloat16
-    whole = [x.cuda() for x in some_state((1 << 22,), dtype)]
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_group_depends_on_its_number_and_on_no_other(kind: str) -> None:
+    whole = [x.cuda() for x in some_state((1 << 22,), kind)]
     again = [x.clone() for x in whole]
-    part = [x[:12345].clone() for x in whole]
+    count = 12345 if kind != "fp8" else 96 * moments.GROUP
+    part = [x.cuda() for x in some_state((count,), kind)]
+    part[0].copy_(whole[0][:count])
     gradients = [some_gradient((1 << 22,), step) for step in range(1, 4)]
-    take_steps(whole, range(1, 4), noise, gradients)
-    take_steps(again, range(1, 4), noise, gradients)
-    take_steps(part, range(1, 4), noise, [x[:12345] for x in gradients])
+    take_steps(whole, range(1, 4), gradients)
+    take_steps(again, range(1, 4), gradients)
+    take_steps(part, range(1, 4), [x[:count] for x in gradients])
     for a, b, c in zip(whole, again, part, strict=True):
-        assert torch.equal(a, b) and torch.equal(a[:12345], c)
+        assert torch.equal(bits(a), bits(b)) and torch.equal(bits(a)[: c.numel()], bits(c))
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_what_is_not_finite_is_not_hidden(noise: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_what_is_not_finite_is_not_hidden(kind: str) -> None:
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, 1.0])
-    state = [x.cuda() for x in some_state((5,), torch.float32 if noise is None else torch.bfloat16)]
-    take_steps(state, range(1, 2), noise, [bad])
+    state = [x.cuda() for x in some_state((5,), kind)]
+    take_steps(state, range(1, 2), [bad])
     master, exp_avg, exp_avg_sq = (x.cpu() for x in state)
     assert master.isnan().tolist() == [True] * 3 + [False] * 2
     assert exp_avg.isfinite().tolist() == [False] * 3 + [True] * 2
@@ -75,13 +98,46 @@ def test_what_is_not_finite_is_not_hidden(noise: tuple[int, int] | None) -> None
     assert exp_avg[0].isnan() and exp_avg_sq[0].isnan()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e30])
+def test_8_bit_moments_of_a_group_that_is_not_finite_are_nan(bad: float) -> None:
+    grad = torch.ones(300)
+    grad[130] = bad
+    ours = some_state((300,), "fp8")
+    theirs = [x.cuda() for x in ours]
+    for state in (ours, theirs):
+        take_steps(state, range(1, 2), [grad])
+    assert ours[0].isnan().nonzero().view(-1).tolist() == ([] if bad == 1e30 else [130])
+    assert torch.equal(theirs[0].cpu().isnan(), ours[0].isnan())
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(theirs[1:], ours[1:], strict=True))
+    assert ours[4][1] == moments.NOT_FINITE and (bad == 1e30 or ours[3][1] == moments.NOT_FINITE)
+    assert moments.NOT_FINITE not in (*ours[3][::2], *ours[4][::2])
+
+
 def test_more_elements_than_32_bits_count() -> None:
     size, tail = (1 << 31) + 4096, 8192
     master, grad = torch.zeros(size, device="cuda"), torch.ones(size, device="cuda")
-    moments = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    adamw_step(master, grad, *moments, **SETTINGS, rate=1.0, step=1, clip=1.0, noise=(1, 2))
+    state = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    adamw_step(master, grad, *state, **SETTINGS, rate=1.0, step=1, clip=1.0, noise=(1, 2))
     assert torch.equal(master[-tail:], master[:tail]) and master[0] < -0.99
     noise = splitmix64(torch.tensor([noise_key(1, 1, 2)]), torch.arange(size - tail, size))
-    for moment, exact, shift in zip(moments, (1 - 0.9, 1 - 0.999), (0, 16), strict=True):
+    for moment, exact, shift in zip(state, (1 - 0.9, 1 - 0.999), (0, 16), strict=True):
         rounded = round_stochastically(torch.full((tail,), exact), (noise >> shift & 0xFFFF).int())
         assert torch.equal(moment[-tail:].cpu(), rounded) and rounded.unique().numel() == 2
+
+
+def test_more_elements_than_32_bits_count_with_8_bit_moments() -> None:
+    size, tail = (1 << 31) + 4096, 8192
+    master, grad = torch.zeros(size, device="cuda"), torch.ones(size, device="cuda")
+    first, second = torch.zeros(size, dtype=moments.FIRST, device="cuda"), torch.zeros(size, dtype=moments.SECOND, device="cuda")
+    scales = [torch.zeros(moments.num_groups(size), dtype=torch.uint8, device="cuda") for _ in range(2)]
+    adamw_step(master, grad, first, second, **SETTINGS, rate=1.0, step=1, clip=1.0, noise=(1, 2), scales=(scales[0], scales[1]))
+    assert torch.equal(master[-tail:], master[:tail]) and master[0] < -0.99
+    noise = splitmix64(torch.tensor([noise_key(1, 1, 2)]), torch.arange(size - tail, size))
+    root = torch.full((tail,), 1 - 0.999).double().sqrt().float()
+    expected = (
+        moments.encode_first(torch.full((tail,), 1 - 0.9), (noise & 0xFFFF).int()),
+        moments.encode_second(root, (noise >> 16 & 0xFFFF).int()),
+    )
+    for codes, found, (rounded, scale) in zip((first, second), scales, expected, strict=True):
+        assert torch.equal(bits(codes[-tail:]), bits(rounded)) and bits(rounded).unique().numel() == 2
+        assert torch.equal(found[-len(scale) :].cpu(), scale)

@@ -76,7 +76,7 @@ def test_kernels_are_not_announced_again(make_policy: MakePolicy, capsys: pytest
     assert "compiled" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("moments", ["bf16", "fp32"])
+@pytest.mark.parametrize("moments", ["fp8", "bf16", "fp32"])
 def test_moments_on_the_host_leave_the_gpu_and_keep_their_bits(moments: str, make_policy: MakePolicy) -> None:
     config = TrainingConfig.model_validate({"moments": moments, "learning_rate": 1e-3})
     plain, moved = (Trainer(make_policy("qwen3", "fp8"), config, total_updates=4) for _ in range(2))

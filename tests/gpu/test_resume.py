@@ -1,7 +1,7 @@
 """A run on the GPU that is killed, between updates and while it writes a checkpoint, resumes to the bytes of one that never was.
 
 Reinforcement learning, and fine-tuning whose evaluations take turns with it and send the moments to the host.  A small model by default;
-``ISOBIT_GPU_SHAPE=qwen3-0.6b pytest tests/gpu/test_resume.py -s`` takes that shape (25 GB of disk, some minutes).
+``ISOBIT_GPU_SHAPE=qwen3-0.6b pytest tests/gpu/test_resume.py -s -k fp32`` takes that shape (25 GB of disk, some minutes).
 """
 
 import gc
@@ -49,8 +49,8 @@ def reward(prompt, completion):
 '''
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+@pytest.fixture(params=["fp32", "fp8"])
+def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Four steps of 4 x 4 samples, several micro-batches each, a checkpoint after steps 2 and 4."""
     policy = random_policy(model_shape(SHAPE) if SHAPE else SMALL, PrecisionConfig(), 0, DEVICE)
     save_policy(policy, tmp_path / "model", tokenizer_from=starter_folder())
@@ -71,6 +71,7 @@ def recipe(tmp_path: Path) -> Path:
             "samples_per_prompt": 4,
             "tokens_per_microbatch": 256,
             "learning_rate": 1e-4,
+            "moments": request.param,
         },
         "checkpoint": {"every": 2, "keep_last": 1},
     }

@@ -1,4 +1,4 @@
-"""AdamW against torch's in FP64, its stochastic rounding against counting, and what BF16 moments do over thousands of steps."""
+"""AdamW against torch's in FP64, its stochastic rounding against counting, and what small moments do over thousands of steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import adamw
+from isobit.kernels import adamw, moments
 from isobit.kernels.adamw import adamw_step, noise_key, round_stochastically
 
 MASK = (1 << 64) - 1
@@ -21,6 +21,15 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def zeros(like: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(like, dtype=dtype), torch.zeros_like(like, dtype=dtype)
+
+
+def eight_bits(count: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(count, dtype=moments.FIRST), torch.zeros(count, dtype=moments.SECOND)
+
+
+def scales_of(count: int) -> tuple[Tensor, Tensor]:
+    groups = moments.num_groups(count)
+    return torch.zeros(groups, dtype=torch.uint8), torch.zeros(groups, dtype=torch.uint8)
 
 
 def splitmix64_of_integers(seed: int, index: int) -> int:
@@ -76,6 +85,21 @@ def test_an_element_depends_on_its_number_and_on_no_other(noise: tuple[int, int]
     assert all(torch.equal(a, b) for a, b in zip(whole, after_two_steps(1000), strict=True))
 
 
+def test_a_group_of_8_bit_moments_depends_on_no_other(monkeypatch: pytest.MonkeyPatch):
+    start, grad = randn(1000), randn(1000, seed=1)
+
+    def after_two_steps(count: int) -> tuple[Tensor, ...]:
+        master, state, scales = start[:count].clone(), eight_bits(count), scales_of(count)
+        for step in (1, 2):
+            adamw_step(master, grad[:count].clone(), *state, **PLAIN, step=step, noise=(3, 5), scales=scales)
+        return master, *state, *(scale.repeat_interleave(moments.GROUP)[:count] for scale in scales)
+
+    whole, part = after_two_steps(1000), after_two_steps(256)
+    assert all(torch.equal(a[:256], b) for a, b in zip(whole, part, strict=True))
+    monkeypatch.setattr(adamw, "_PIECE", 2 * moments.GROUP)
+    assert all(torch.equal(a, b) for a, b in zip(whole, after_two_steps(1000), strict=True))
+
+
 def test_rounding_goes_up_as_often_as_the_distance_says():
     noise = torch.arange(1 << 16, dtype=torch.int32)
     for bits in (0x3F801234, 0x3F80FFFF, 0x3F800000, -0x407FEDCC, 0x00000001, 0x7F000001, -0x80000000):
@@ -119,6 +143,21 @@ def test_bf16_moments_are_the_rounded_fp32_ones():
         assert not torch.equal(rounded, exact.bfloat16())
 
 
+def test_8_bit_moments_are_the_rounded_fp32_ones():
+    master, grad = randn(5000), randn(5000, seed=1)
+    wide, codes, scales = zeros(master), eight_bits(5000), scales_of(5000)
+    other = master.clone()
+    adamw_step(master, grad, *wide, **PLAIN, step=1)
+    adamw_step(other, grad, *codes, **PLAIN, step=1, noise=(1, 2), scales=scales)
+    assert torch.equal(master, other)
+    noises = adamw._noise(noise_key(1, 1, 2), 0, 5000)
+    expected = moments.encode_first(wide[0], noises[0]), moments.encode_second(wide[1].double().sqrt().float(), noises[1])
+    for code, scale, (expected_code, expected_scale) in zip(codes, scales, expected, strict=True):
+        assert torch.equal(code, expected_code) and torch.equal(scale, expected_scale)
+    read = moments.decode_first(codes[0], scales[0]), moments.decode_second(codes[1], scales[1])
+    assert all(float((a - b).abs().max() / b.abs().max()) < 1 / 8 for a, b in zip(read, wide, strict=True))
+
+
 def step_fp32(master: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: int, seed: int) -> None:
     adamw_step(master, grad, *moments, **FAST, step=step)
 
@@ -134,6 +173,15 @@ def step_stochastic(master: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor]
     adamw_step(master, grad, *narrow, **FAST, step=step, noise=(seed, 0))
     for moment, rounded in zip(moments, narrow, strict=True):
         moment.copy_(rounded)
+
+
+def step_8_bits(master: Tensor, grad: Tensor, wide: tuple[Tensor, Tensor], step: int, seed: int) -> None:
+    nothing = torch.zeros_like(master, dtype=torch.int32)  # they hold what 8 bits hold: nothing is rounded here
+    first, second = moments.encode_first(wide[0], nothing), moments.encode_second(wide[1].double().sqrt().float(), nothing)
+    scales = first[1], second[1]
+    adamw_step(master, grad, first[0], second[0], **FAST, step=step, noise=(seed, 0), scales=scales)
+    wide[0].copy_(moments.decode_first(first[0], scales[0]))
+    wide[1].copy_(moments.decode_second(second[0], scales[1]))
 
 
 def descend(take_step: Callable[..., None], seed: int) -> tuple[float, float]:
@@ -165,3 +213,16 @@ def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does
         assert nearest_loss > 1.8 * loss
         assert stochastic_second == pytest.approx(second, rel=0.02)
         assert stochastic_loss == pytest.approx(loss, rel=0.02)  # seeds differ by a tenth
+
+
+def test_8_bit_moments_end_where_fp32_ones_do(monkeypatch: pytest.MonkeyPatch):
+    for seed in range(3):
+        loss, second = descend(step_fp32, seed)
+        small_loss, small_second = descend(step_8_bits, seed)
+        assert small_second == pytest.approx(second, rel=0.03)
+        assert small_loss == pytest.approx(loss, rel=0.05)
+    encode = moments.encode_second
+    monkeypatch.setattr(moments, "encode_second", lambda root, noise: encode(root, torch.full_like(noise, 1 << 15)))  # to nearest
+    loss, second = descend(step_fp32, 0)
+    nearest_loss, nearest_second = descend(step_8_bits, 0)
+    assert abs(nearest_second / second - 1) > 0.2 and abs(nearest_loss / loss - 1) > 0.2

@@ -17,6 +17,9 @@ TENSORS = {
     "layers.0.é": torch.randn(9),
     "transposed": torch.randn(4, 6).t(),
     "one": torch.randn(1, 1).bfloat16(),
+    "codes": torch.randn(7).to(torch.float8_e4m3fn),
+    "a byte": torch.tensor([5], dtype=torch.uint8),
+    "z": torch.arange(200, dtype=torch.uint8),
 }
 
 

@@ -70,6 +70,8 @@ def test_weights_are_exact(shape: str, preset: str, monkeypatch: pytest.MonkeyPa
     assert planned["masters"] == sum(master.nbytes for master in policy.parameters())
     assert planned["optimiser moments"] == planned["masters"]
     assert weight_bytes(config, policy.flow, TrainingConfig())["optimiser moments"] == 2 * planned["masters"]
+    groups = sum(-(-master.numel() // 128) for master in policy.parameters())
+    assert weight_bytes(config, policy.flow, TrainingConfig(moments="fp8"))["optimiser moments"] == planned["masters"] // 2 + 2 * groups
 
 
 @pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16", "mixed", "fp8-rollout"])
@@ -140,7 +142,12 @@ def test_the_cache_gets_what_is_left_as_far_as_it_can_use_it() -> None:
         ({"longest": 16384}, r"with .*'none'.* at most \d,\d+ fit, and a sequence, here of up to 16,384 tokens, is never cut"),
         ({"moments": "fp32"}, "'fp32' at most 1,0.. fit, .*; 4,096 fit with training.recompute = 'full'"),
         ({"moments": "fp32", "total": 120 * GIB}, "not one token fits beside weights and gradients; 4,096 fit with .*moments = 'bf16'"),
-        ({"tokens_per_microbatch": 200_000}, r"the most that any setting holds are \d+,\d+, with training.recompute = 'full'"),
+        ({"moments": "fp32", "total": 100 * GIB}, "4,096 fit with training.recompute = 'mlp' and training.moments = 'fp8'"),
+        ({"recompute": "full", "total": 102 * GIB}, "'bf16' not one token fits .*; 4,096 fit with training.moments = 'fp8'"),
+        (
+            {"tokens_per_microbatch": 200_000},
+            r"setting holds are \d+,\d+, with training.recompute = 'full' and training.moments = 'fp8'",
+        ),
         ({"total": 80 * GIB}, "no setting makes this model's training fit"),
         ({"rollout": {"kv_memory_gib": 100}}, r"take 100 GiB.*the largest rollout.kv_memory_gib that fits is [\d.]+ GiB; training.offload"),
         ({"rollout": {"kv_pages": 10**6}}, r"the largest rollout.kv_pages that fits is [\d,]+ pages"),

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.config.schema import JsonlData, RunConfig
+from isobit.config.schema import JsonlData, Moments, RunConfig
 from isobit.errors import StorageError
 from isobit.run.checkpoint.retention import steps_to_keep
 from isobit.run.checkpoint.space import DiskPlan, most_at_once, plan_disk
@@ -42,8 +43,9 @@ def test_the_best_may_be_one_more_and_none_is_none() -> None:
     assert most_at_once(config(6, keep_last=0)) == 0
 
 
-def test_the_bytes_are_those_that_a_run_writes(make_config: Callable[..., RunConfig]) -> None:
-    config = make_config(training={"moments": "bf16"})
+@pytest.mark.parametrize("moments", get_args(Moments))
+def test_the_bytes_are_those_that_a_run_writes(moments: Moments, make_config: Callable[..., RunConfig]) -> None:
+    config = make_config(training={"moments": moments})
     plan = plan_disk(config)
     train(config)
     (folder,) = (config.output / "checkpoints").iterdir()

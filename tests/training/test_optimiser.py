@@ -61,7 +61,8 @@ def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
         torch.testing.assert_close(parameter.detach().double(), x, rtol=1e-6, atol=1e-7)
 
 
-def test_bf16_moments_follow_fp32_ones_and_their_rounding_is_the_seeds() -> None:
+@pytest.mark.parametrize("small", ["bf16", "fp8"])
+def test_small_moments_follow_fp32_ones_and_their_rounding_is_the_seeds(small: str) -> None:
     def train(moments: str, seed: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         target, parameter = torch.randn(64, 64, generator=generator), torch.nn.Parameter(torch.zeros(64, 64))
@@ -71,7 +72,7 @@ def test_bf16_moments_follow_fp32_ones_and_their_rounding_is_the_seeds() -> None
             optimiser.step()
         return parameter.detach() - target
 
-    wide, narrow, again, other = train("fp32"), train("bf16"), train("bf16"), train("bf16", seed=1)
+    wide, narrow, again, other = train("fp32"), train(small), train(small), train(small, seed=1)
     assert float(narrow.norm() / wide.norm()) == pytest.approx(1, abs=0.05)
     assert torch.equal(narrow, again) and not torch.equal(narrow, other)
 

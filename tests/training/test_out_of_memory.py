@@ -125,8 +125,9 @@ def test_a_change_is_announced_before_anything_is_learnt_with_it(make_trainer: M
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        ({}, "set training.recompute = 'full' (now 'none'; the same bits), or set training.moments = 'bf16' (now 'fp32')"),
-        ({"recompute": "full", "moments": "bf16"}, "lower rollout.max_new_tokens or data.max_prompt_tokens"),
+        ({}, "set training.recompute = 'full' (now 'none'; the same bits), or set training.moments = 'bf16' or 'fp8' (now 'fp32')"),
+        ({"recompute": "full", "moments": "bf16"}, "set training.moments = 'fp8' (now 'bf16')"),
+        ({"recompute": "full", "moments": "fp8"}, "lower rollout.max_new_tokens or data.max_prompt_tokens"),
     ],
 )
 def test_one_sequence_that_is_too_long_ends_it_with_the_keys(

@@ -88,7 +88,7 @@ def test_training_twice_gives_the_same_bits(preset: str, make_trainer: MakeTrain
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
 def test_going_on_from_what_was_stored_gives_the_same_bits(
     moments: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
 ) -> None:
@@ -106,8 +106,14 @@ def test_going_on_from_what_was_stored_gives_the_same_bits(
     resumed.restore(stopped.counters(), {name: tensor.clone() for name, tensor in stopped.moments().items()})
     train(resumed, range(2, 4))
     assert all(torch.equal(master, resumed.policy.masters[name]) for name, master in straight.policy.masters.items())
-    kinds = {str(tensor.dtype) for name, tensor in resumed.moments().items() if not name.endswith(".step")}
-    assert kinds == {"torch.float32" if moments == "fp32" else "torch.bfloat16"}
+    assert all(torch.equal(value, resumed.moments()[name]) for name, value in straight.moments().items())
+    kinds = {name.rpartition(".")[2]: str(tensor.dtype).removeprefix("torch.") for name, tensor in resumed.moments().items()}
+    expected = {
+        "fp32": {"exp_avg": "float32", "exp_avg_sq": "float32"},
+        "bf16": {"exp_avg": "bfloat16", "exp_avg_sq": "bfloat16"},
+        "fp8": {"exp_avg": "float8_e4m3fn", "exp_avg_sq": "uint8", "exp_avg_scale": "uint8", "exp_avg_sq_scale": "uint8"},
+    }
+    assert kinds == {"step": "float32", **expected[moments]}
 
 
 def test_an_update_moves_every_master_and_publishes(make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot) -> None:

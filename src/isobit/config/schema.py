@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Preset = Literal["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "mlp", "full"]
+Moments = Literal["fp32", "bf16", "fp8"]
+"""From the largest to the smallest."""
 
 
 class Strict(BaseModel):
@@ -152,8 +154,9 @@ class OptimisationConfig(Strict):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    moments: Literal["fp32", "bf16"] = "fp32"
-    """Format of AdamW's moments; in BF16, for a policy that fills the memory, they are rounded stochastically and take half of it."""
+    moments: Moments = "fp32"
+    """Format of AdamW's moments: 8, 4 or 2 bytes a parameter for the two, for a policy that fills the memory.  The smaller ones are rounded
+    stochastically; ``fp8`` has a scale for 128 elements, and elements far below their group's largest move less than in the others."""
     offload_moments: bool = False
     """Keep AdamW's moments in host memory while the engine generates, which leaves a GPU more memory for the KV cache; a CPU ignores it."""
     recompute: Recompute = "none"

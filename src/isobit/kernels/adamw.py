@@ -7,14 +7,15 @@
 All in FP32, every operation rounded by itself and to nearest, so CPU and GPU give the same bits.  Decay and step are added before they are
 subtracted: at a learning rate of 1e-6 a factor 1 - rate * weight_decay of its own would be rounded to 1.
 
-The moments are FP32, or BF16 to halve their memory.  Rounding v to the nearest BF16 would freeze it: with beta2 = 0.999 it decays by a
-thousandth a step, and half a unit in BF16's last place is two to four thousandths.  So BF16 moments are rounded stochastically: up with
-the probability that makes the mean right,
+The moments are FP32, or BF16 to halve their memory, or 8-bit codes to halve it again (``isobit.kernels.moments``).  Rounding v to the
+nearest BF16 would freeze it: with beta2 = 0.999 it decays by a thousandth a step, and half a unit in BF16's last place is two to four
+thousandths.  So these moments are rounded stochastically: up with the probability that makes the mean right, in BF16
 
     stored = the upper 16 bits of (bits of the FP32 number + noise),    noise uniform in 0 .. 65535
 
 The noise is counter-based (``isobit.kernels.noise``): element e takes output e + 1 of splitmix64 seeded with a key of (seed, step, tensor),
 its lowest 16 bits for m and the next 16 for v.  So it needs no state, a resumed run draws it again, and no other tensor shares it.
+The step itself is taken with the moments as they are before they are rounded.
 """
 
 import math
@@ -23,11 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isobit.kernels import moments
 from isobit.kernels.noise import splitmix64
 
 BF16_NAN = 0x7FC0
 
-_PIECE = 1 << 17  # elements that a CPU takes at once, so that what lies between the operations stays in its cache
+_PIECE = 1 << 17  # elements that a CPU takes at once, so that what lies between the operations stays in its cache; whole groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,14 @@ def adamw_step(
     step: int,
     clip: float,
     noise: tuple[int, int] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Move a master and its moments by one step, in place; the gradient stays as it is.
 
     Args:
         master: FP32, contiguous, of any shape, like the three others.
         grad: FP32.
-        exp_avg: m, FP32 or BF16; zeros before the first step.
+        exp_avg: m, FP32 or BF16 or codes of 8 bits; zeros before the first step.
         exp_avg_sq: v, in the same format.
         rate: learning rate.
         beta1: decay of m.
@@ -82,22 +85,39 @@ def adamw_step(
         weight_decay: share of the master that a learning rate of 1 would take away in a step.
         step: 1 for the first one.
         clip: factor of the gradient; 1 leaves it as it is.
-        noise: for BF16 moments alone, and for them always: (seed, number of the tensor), int64 both.
+        noise: for moments of 16 and 8 bits alone, and for them always: (seed, number of the tensor), int64 both.
+        scales: for moments of 8 bits alone, and for them always: those of m and of v, uint8 [groups].
     """
     tensors = (master, grad, exp_avg, exp_avg_sq)
     assert all(x.is_contiguous() and x.shape == master.shape and x.device == master.device for x in tensors)
     assert master.dtype == grad.dtype == torch.float32
-    assert exp_avg.dtype == exp_avg_sq.dtype == (torch.float32 if noise is None else torch.bfloat16)
+    assert (exp_avg.dtype, exp_avg_sq.dtype) == _formats(noise is not None, scales is not None)
     factors = Factors.of(rate, beta1, beta2, epsilon, weight_decay, step, clip)
     key = None if noise is None else noise_key(noise[0], step, noise[1])
     if master.is_cuda:
-        from isobit.kernels.hopper.adamw import adamw_step as on_gpu
+        from isobit.kernels.hopper import adamw as on_gpu
 
-        on_gpu(master, grad, exp_avg, exp_avg_sq, factors, key)
+        on_gpu.adamw_step(master, grad, exp_avg, exp_avg_sq, factors, key, scales)
         return
     flat = [x.view(-1).split(_PIECE) for x in tensors]
     for number, (w, g, m, v) in enumerate(zip(*flat, strict=True)):
-        _update(w, g, m, v, factors, None if key is None else _noise(key, number * _PIECE, w.numel()))
+        if key is None:
+            _update(w, g, m, v, factors)
+            continue
+        drawn = _noise(key, number * _PIECE, w.numel())
+        if scales is None:
+            _update_16_bits(w, g, m, v, factors, drawn)
+        else:
+            groups = slice(number * _PIECE // moments.GROUP, (number + 1) * _PIECE // moments.GROUP)
+            _update_8_bits(w, g, m, v, scales[0][groups], scales[1][groups], factors, drawn)
+
+
+def _formats(noise: bool, scales: bool) -> tuple[torch.dtype, torch.dtype]:
+    """Of m and v, by what comes with them."""
+    if scales:
+        assert noise
+        return moments.FIRST, moments.SECOND
+    return (torch.bfloat16, torch.bfloat16) if noise else (torch.float32, torch.float32)
 
 
 def noise_key(seed: int, step: int, tensor: int) -> int:
@@ -118,13 +138,35 @@ def _noise(key: int, first: int, count: int) -> tuple[Tensor, Tensor]:
     return (bits & 0xFFFF).int(), (bits >> 16 & 0xFFFF).int()
 
 
-def _update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, f: Factors, noise: tuple[Tensor, Tensor] | None) -> None:
-    """One operation at a time: torch's combined ones (addcmul, lerp) round otherwise from one processor to the next."""
+def _update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, f: Factors) -> Tensor:
+    """All FP32, in place; -> sqrt(v).
+
+    One operation at a time: torch's combined ones (addcmul, lerp) round otherwise from one processor to the next.
+    """
     g = g * f.clip
-    first = (m.float() * f.beta1).add_(g * f.rest1)
-    second = (v.float() * f.beta2).add_((g * g).mul_(f.rest2))
-    root = second.double().sqrt_().float()  # torch's FP32 root on a CPU can be a unit in the last place off
-    quotient = first / root.mul_(f.root).add_(f.epsilon)
+    m.mul_(f.beta1).add_(g * f.rest1)
+    v.mul_(f.beta2).add_((g * g).mul_(f.rest2))
+    root = v.double().sqrt_().float()  # torch's FP32 root on a CPU can be a unit in the last place off
+    quotient = m / (root * f.root).add_(f.epsilon)
     w.sub_((w * f.decay).add_(quotient.mul_(f.size)))
-    m.copy_(first if noise is None else round_stochastically(first, noise[0]))
-    v.copy_(second if noise is None else round_stochastically(second, noise[1]))
+    return root
+
+
+def _update_16_bits(w: Tensor, g: Tensor, m: Tensor, v: Tensor, f: Factors, noise: tuple[Tensor, Tensor]) -> None:
+    first, second = m.float(), v.float()
+    _update(w, g, first, second, f)
+    m.copy_(round_stochastically(first, noise[0]))
+    v.copy_(round_stochastically(second, noise[1]))
+
+
+def _update_8_bits(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, m_scales: Tensor, v_scales: Tensor, f: Factors, noise: tuple[Tensor, Tensor]
+) -> None:
+    first, second = moments.decode_first(m, m_scales), moments.decode_second(v, v_scales)
+    root = _update(w, g, first, second, f)
+    for codes, scales, (new_codes, new_scales) in (
+        (m, m_scales, moments.encode_first(first, noise[0])),
+        (v, v_scales, moments.encode_second(root, noise[1])),
+    ):
+        codes.copy_(new_codes)
+        scales.copy_(new_scales)

@@ -2,7 +2,8 @@
 
     8 bytes      length of the header, little-endian
     header       JSON: name -> dtype, shape, and where its bytes begin and end behind the header; padded with spaces to 8 bytes
-    tensors      end to end, wider formats first, so that each begins at a multiple of its width, and then by name
+    tensors      end to end, by format in the order of ``_FORMATS``, the widest first, so that each begins at a multiple of its width, and
+                 then by name
 
 These are the bytes of safetensors' own ``save_file``, which copies everything to host memory before it writes the first one.  They are
 hashed on their way to the disk: what is read later is compared with what was meant, and nothing is read twice.
@@ -18,7 +19,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-_FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
+_ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
 
 
 def write_tensors(
@@ -28,7 +30,7 @@ def write_tensors(
 
     ``layout`` has tensors of the same shapes and formats, which may be on the device ``meta``; values are on any device.
     """
-    names = sorted(layout, key=lambda name: (-layout[name].element_size(), name))
+    names = sorted(layout, key=lambda name: (_ORDER[layout[name].dtype], name))
     header = _header({name: layout[name] for name in names}, metadata)
     digest = hashlib.sha256(header)
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:

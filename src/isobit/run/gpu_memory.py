@@ -10,7 +10,7 @@ P parameters, N x K the sizes of a matrix, G KV heads of D numbers, f bytes of a
 the largest micro-batch holds at least the longest.
 
     masters, gradients  4 P each                                    FP32; gradients from the first backward of a step to its end
-    moments             4 P in BF16, 8 P in FP32                    in training alone with ``training.offload_moments``
+    moments             8 P in FP32, 4 P in BF16, P (2 + 1/64) in 8 bits; in training alone with ``training.offload_moments``
     published weights   N K + N K / 4096 a matrix in E4M3, else 2 N K; 2 bytes a number of the rest; the rotary table
     KV pages            pages * 2 * 128 G (D f + 1 if f = 1)        what is left, as far as ``rollout.max_sequences`` can need it
     forward             ``isobit.rollout.cache_size.forward_bytes``
@@ -35,13 +35,13 @@ from isobit.kernels.hopper.pages import PAGE_TOKENS, page_bytes
 from isobit.models.config import ModelConfig
 from isobit.models.policy import master_shapes
 from isobit.precision.flow import PrecisionFlow
-from isobit.precision.formats import DTYPES
 from isobit.rollout.cache_size import GPU_RESERVE as RESERVE
 from isobit.rollout.cache_size import forward_bytes, num_pages_within
 from isobit.rollout.pages import pages_for
 from isobit.run.gpu_activations import passing_bytes, saved_bytes
 from isobit.run.machine import gib
 from isobit.run.memory import microbatch_tokens, published_bytes
+from isobit.training.optimiser import moment_bytes, smaller_moments
 
 _MOST_TOKENS = 1 << 24
 _ROUND = 128  # tokens: the step of what is advised
@@ -103,11 +103,11 @@ def plan_gpu(
 
 def weight_bytes(shape: ModelConfig, flow: PrecisionFlow, training: TrainingConfig) -> dict[str, int]:
     """What the policy and its optimiser hold."""
-    parameters = sum(prod(sizes) for sizes in master_shapes(shape).values())
+    masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     return {
-        "masters": 4 * parameters,
+        "masters": 4 * sum(masters),
         "published weights": published_bytes(shape, flow, on_gpu=True),
-        "optimiser moments": 2 * DTYPES[training.moments].itemsize * parameters,
+        "optimiser moments": moment_bytes(masters, training.moments),
     }
 
 
@@ -178,7 +178,7 @@ def _alternative(shape: ModelConfig, flow: PrecisionFlow, training: TrainingConf
     levels: Sequence[Recompute] = get_args(Recompute)
     changes = [
         {"recompute": level, "moments": moments}
-        for moments, level in product(dict.fromkeys((training.moments, "bf16")), levels[levels.index(training.recompute) :])
+        for moments, level in product((training.moments, *smaller_moments(training.moments)), levels[levels.index(training.recompute) :])
     ]
     most = 0
     for change in changes[1:]:

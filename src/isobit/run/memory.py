@@ -6,7 +6,7 @@ sequence.  Sums run over layers.
 
     masters             4 P                                         FP32
     gradients           4 P                                         during the training of a step
-    optimiser moments   8 P, or 4 P                                 AdamW's two, FP32 or BF16
+    optimiser moments   8 P, 4 P, or 2 P + P / 64                   AdamW's two: FP32, BF16, or 8 bits with a byte of scale for 128
     published weights   the matrices in each side's format, once where the sides agree: N K + N K / 4096 in E4M3, else 2 or 4 N K;
                         the rest, and lm_head on its grid once more, in the activations' format; the rotary table
     KV pages            pages * 2 * 64 G (D f + 1)                  a byte of scale a vector
@@ -36,6 +36,7 @@ from isobit.precision.flow import LinearShape, PrecisionFlow, Site
 from isobit.precision.formats import BLOCK, DTYPES
 from isobit.rollout.cache_size import batched_tokens, num_pages_for
 from isobit.run.machine import gib
+from isobit.training.optimiser import moment_bytes
 
 MARGIN = 1.2
 """What a process may take beyond the estimate (see above)."""
@@ -97,7 +98,8 @@ def estimate_memory(
     shape: ModelConfig, flow: PrecisionFlow, rollout: RolloutConfig, training: TrainingConfig, longest: int
 ) -> MemoryEstimate:
     """The estimate for sequences of at most ``longest`` tokens.  Raises ConfigError where ``rollout`` gives the cache no page."""
-    parameters = sum(prod(sizes) for sizes in master_shapes(shape).values())
+    masters = [prod(sizes) for sizes in master_shapes(shape).values()]
+    parameters = sum(masters)
     tokens = microbatch_tokens(training, longest)
     microbatch = "training.tokens_per_microbatch"
     pages_key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
@@ -105,7 +107,7 @@ def estimate_memory(
         (
             MemoryItem("masters", 4 * parameters, _MODEL),
             MemoryItem("gradients", 4 * parameters, _MODEL),
-            MemoryItem("optimiser moments", 2 * DTYPES[training.moments].itemsize * parameters, _MODEL),
+            MemoryItem("optimiser moments", moment_bytes(masters, training.moments), _MODEL),
             MemoryItem("published weights", published_bytes(shape, flow), _MODEL),
             MemoryItem("KV pages", num_pages_for(shape, flow, rollout) * KvCache.page_bytes(shape, flow), pages_key),
             MemoryItem("activations", activation_bytes(shape, flow, tokens), microbatch),

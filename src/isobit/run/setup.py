@@ -32,6 +32,7 @@ from isobit.run.model import DescribedModel, LoadedModel, describe_model
 from isobit.run.training_run import Recipe
 from isobit.run.turns import GpuTurns, allocate_in_pages
 from isobit.run.wandb_tracker import check_tracking
+from isobit.training.optimiser import smaller_moments
 from isobit.training.trainer import Trainer
 
 
@@ -130,9 +131,10 @@ def plan_for_gpu(
     flow, memory = build_flow(precision, model.config.shape), read_memory()
     plan = plan_gpu(model.config, flow, rollout, training, longest, device_memory())
     if memory is not None and plan.host > memory.available:
-        smaller = "" if training.moments == "bf16" else ", or set training.moments = 'bf16'"
+        smaller = smaller_moments(training.moments)
         raise ConfigError(
-            f"training.offload_moments puts {gib(plan.host)} into main memory, and {gib(memory.available)} are free: leave it out{smaller}"
+            f"training.offload_moments puts {gib(plan.host)} into main memory, and {gib(memory.available)} are free: leave it out"
+            + (f", or set training.moments = {' or '.join(map(repr, smaller))}" if smaller else "")
         )
     return plan
 

@@ -1,18 +1,20 @@
 """AdamW over the FP32 masters, the clip of the gradient's norm, and the learning rate of each update.
 
 AdamW is torch's (decoupled weight decay, arXiv 1711.05101), in its fused form: the fastest on a CPU and on a GPU, and it repeats its bits.
-With BF16 moments, which torch would round to nearest and so freeze, it is ``isobit.kernels.adamw``.  Only matrices decay: norms and biases
-have no scale to be held down.
+With BF16 moments, which torch would round to nearest and so freeze, and with 8-bit ones it is ``isobit.kernels.adamw``.  Only matrices
+decay: norms and biases have no scale to be held down.
 """
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
 
 import torch
 
-from isobit.config.schema import TrainingConfig
+from isobit.config.schema import Moments, TrainingConfig
 from isobit.kernels.adamw import adamw_step
+from isobit.kernels.moments import FIRST, SECOND, num_groups
+from isobit.precision.formats import DTYPES
 
 
 def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> float:
@@ -30,11 +32,30 @@ def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> fl
     return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-class CompactAdamW(torch.optim.Optimizer):
-    """AdamW with BF16 moments, rounded stochastically; noise is keyed by (seed, step, tensor, element), the state laid out as torch's."""
+def smaller_moments(moments: Moments) -> Sequence[Moments]:
+    """The formats of moments that take less memory."""
+    formats: Sequence[Moments] = get_args(Moments)
+    return formats[formats.index(moments) + 1 :]
 
-    def __init__(self, groups: list[dict[str, Any]], seed: int, lr: float, betas: tuple[float, float], eps: float) -> None:
+
+def moment_bytes(sizes: Iterable[int], moments: Moments) -> int:
+    """The bytes of the moments of masters with so many elements each."""
+    if moments == "fp8":
+        return sum(2 * (size + num_groups(size)) for size in sizes)
+    return 2 * DTYPES[moments].itemsize * sum(sizes)
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """AdamW with moments of 16 or 8 bits, rounded stochastically; noise is keyed by (seed, step, tensor, element).
+
+    The state is laid out as torch's; of 8-bit moments it has the scales, too.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], moments: Moments, seed: int, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._moments: Moments = moments
         self._seed = seed
 
     @torch.no_grad()
@@ -46,8 +67,7 @@ class CompactAdamW(torch.optim.Optimizer):
                 continue
             state = self.state[master]
             if not state:
-                state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(master, dtype=torch.bfloat16) for _ in range(2))
+                state.update(self._zeros(master))
             state["step"] += 1
             adamw_step(
                 master,
@@ -62,18 +82,32 @@ class CompactAdamW(torch.optim.Optimizer):
                 step=int(state["step"]),
                 clip=1.0,
                 noise=(self._seed, number),
+                scales=(state["exp_avg_scale"], state["exp_avg_sq_scale"]) if self._moments == "fp8" else None,
             )
+
+    def _zeros(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state before the first step."""
+        first, second = (FIRST, SECOND) if self._moments == "fp8" else (DTYPES[self._moments],) * 2
+        state = {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(master, dtype=first),
+            "exp_avg_sq": torch.zeros_like(master, dtype=second),
+        }
+        if self._moments == "fp8":
+            for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+                state[name] = torch.zeros(num_groups(master.numel()), dtype=torch.uint8, device=master.device)
+        return state
 
 
 def build_optimiser(masters: Iterable[torch.nn.Parameter], config: TrainingConfig, seed: int = 0) -> torch.optim.AdamW | CompactAdamW:
-    """AdamW over the masters; the trainer sets the learning rate before each step.  ``seed`` is that of the rounding of BF16 moments."""
+    """AdamW over the masters; the trainer sets the learning rate before each step.  ``seed`` is that of the rounding of moments."""
     masters = list(masters)
     matrices = [master for master in masters if master.dim() >= 2]
     vectors = [master for master in masters if master.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups, betas = [group for group in groups if group["params"]], (config.beta1, config.beta2)
-    if config.moments == "bf16":
-        return CompactAdamW(groups, seed, config.learning_rate, betas, config.adam_epsilon)
+    if config.moments != "fp32":
+        return CompactAdamW(groups, config.moments, seed, config.learning_rate, betas, config.adam_epsilon)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
 
 

@@ -116,7 +116,11 @@ class Trainer:
         return {"updates": self.updates, "skipped_in_a_row": self._skipped_in_a_row}
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """AdamW's state: ``MASTER.exp_avg`` and ``MASTER.exp_avg_sq`` (shaped as the master) and ``MASTER.step``; empty before a step."""
+        """AdamW's state, empty before a step.
+
+        ``MASTER.exp_avg`` and ``MASTER.exp_avg_sq`` (shaped as the master), ``MASTER.step``, and for 8-bit moments
+        ``MASTER.exp_avg_scale`` and ``MASTER.exp_avg_sq_scale``.
+        """
         state = self._optimiser.state
         return {f"{name}.{kind}": value for name, master in self.policy.masters.items() for kind, value in state.get(master, {}).items()}
 

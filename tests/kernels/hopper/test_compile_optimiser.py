@@ -52,6 +52,15 @@ def test_adamw(noise: bool, tmp_path: Path) -> None:
     assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "fma" not in ptx and ".ftz" not in ptx
 
 
+def test_adamw_with_8_bit_moments(tmp_path: Path) -> None:
+    codes: dict[str, str] = dict.fromkeys(("FIRST", "SECOND", "FIRST_SCALES", "SECOND_SCALES"), "*u8")
+    ptx, sass, stack = compile_for_hopper(adamw._adamw_8_bits_kernel, {"GROUPS": adamw._WIDTH // 128}, tmp_path, codes)
+    assert stack == 0 and "STL" not in sass
+    for width, reads, writes in ((".128", 4, 2), (".64", 2, 2), (".U8", 2, 2)):  # master and gradient, codes, scales
+        assert len(re.findall(rf"LDG\.E{width}", sass)) == reads and len(re.findall(rf"STG\.E{width}", sass)) == writes
+    assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "fma" not in ptx and ".ftz" not in ptx
+
+
 def test_gradient_norm(tmp_path: Path) -> None:
     constants = {"PIECE": norm._PIECE, "PROGRAMS": norm._PROGRAMS}
     _, sass, stack = compile_for_hopper(norm._squares_kernel, constants, tmp_path)

@@ -1,6 +1,6 @@
 """AdamW on a GPU: one pass over master, gradient and moments, with the bits of ``isobit.kernels.adamw``.
 
-An element costs 28 bytes with FP32 moments and 20 with BF16 ones, and the pass is as fast as the memory.  Division and square root are
+An element costs 28 bytes with FP32 moments, 20 with BF16 ones and 16 with 8-bit ones.  Division and square root are
 the rounded ones, no product is fused with a sum, and the noise is a function of the element's number: nothing depends on the launch.
 """
 
@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.adamw import BF16_NAN, Factors
+from isobit.kernels.hopper.moments import decode_first, decode_second, encode_first, encode_second
 from isobit.kernels.hopper.noise import splitmix64
+from isobit.kernels.moments import GROUP
 
 _WIDTH = 1024
 _NAN = tl.constexpr(BF16_NAN)
@@ -26,20 +28,31 @@ def _round_stochastically(x, noise):
     return tl.where(x == x, bits, _NAN).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
+@triton.jit
+def _update(w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay):
+    """-> the new master, m, v and sqrt(v), all FP32."""
+    g = g * clip
+    m = m * beta1 + g * rest1
+    v = v * beta2 + g * g * rest2
+    v_root = tl.sqrt_rn(v)
+    quotient = tl.div_rn(m, v_root * root + epsilon)
+    return w - (w * decay + quotient * size), m, v, v_root
+
+
 @triton.jit(do_not_specialize=["key"])
 def _adamw_kernel(
     MASTER, GRAD, FIRST, SECOND, n, key, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay,
     WIDTH: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
-    """One program WIDTH elements of n."""
+    """Moments in FP32, or with NOISE in BF16; one program WIDTH elements of n."""
     element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = element < n
     w = tl.load(MASTER + element, mask=inside, other=0.0)
-    g = tl.load(GRAD + element, mask=inside, other=0.0) * clip
-    m = tl.load(FIRST + element, mask=inside, other=0.0).to(tl.float32) * beta1 + g * rest1
-    v = tl.load(SECOND + element, mask=inside, other=0.0).to(tl.float32) * beta2 + g * g * rest2
-    quotient = tl.div_rn(m, tl.sqrt_rn(v) * root + epsilon)
-    tl.store(MASTER + element, w - (w * decay + quotient * size), mask=inside)
+    g = tl.load(GRAD + element, mask=inside, other=0.0)
+    m = tl.load(FIRST + element, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(SECOND + element, mask=inside, other=0.0).to(tl.float32)
+    w, m, v, _ = _update(w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay)
+    tl.store(MASTER + element, w, mask=inside)
     if NOISE:
         bits = splitmix64(key.to(tl.uint64), element.to(tl.uint64)).to(tl.uint32)
         m = _round_stochastically(m, bits & 0xFFFF)
@@ -48,13 +61,49 @@ def _adamw_kernel(
     tl.store(SECOND + element, v, mask=inside)
 
 
+@triton.jit(do_not_specialize=["key"])
+def _adamw_8_bits_kernel(
+    MASTER, GRAD, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES, n, key,
+    clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Moments in 8 bits; one program GROUPS groups of 128 elements, of n elements."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    element = group * 128 + tl.arange(0, 128)[None, :]
+    inside, begun = element < n, group * 128 < n
+    w = tl.load(MASTER + element, mask=inside, other=0.0)
+    g = tl.load(GRAD + element, mask=inside, other=0.0)
+    m_scales = tl.load(FIRST_SCALES + group, mask=begun, other=0)
+    v_scales = tl.load(SECOND_SCALES + group, mask=begun, other=0)
+    m = decode_first(tl.load(FIRST + element, mask=inside, other=0), m_scales)
+    v = decode_second(tl.load(SECOND + element, mask=inside, other=0), v_scales)
+    w, m, _, v_root = _update(w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay)
+    tl.store(MASTER + element, w, mask=inside)
+    bits = splitmix64(key.to(tl.uint64), element.to(tl.uint64)).to(tl.uint32)
+    codes, scales = encode_first(m, (bits & 0xFFFF).to(tl.int32))
+    tl.store(FIRST + element, codes, mask=inside)
+    tl.store(FIRST_SCALES + group, scales, mask=begun)
+    codes, scales = encode_second(v_root, (bits >> 16).to(tl.int32))
+    tl.store(SECOND + element, codes, mask=inside)
+    tl.store(SECOND_SCALES + group, scales, mask=begun)
+
+
 def adamw_step(
-    master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, factors: Factors, key: int | None
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    factors: Factors,
+    key: int | None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """What ``isobit.kernels.adamw.adamw_step`` says, of tensors that it has checked; ``key`` is the noise's, None for FP32 moments."""
     n, f = master.numel(), factors
-    _adamw_kernel[(triton.cdiv(n, _WIDTH),)](
-        master, grad, exp_avg, exp_avg_sq, n, 0 if key is None else key,
-        f.clip, f.beta1, f.rest1, f.beta2, f.rest2, f.root, f.epsilon, f.size, f.decay,
-        _WIDTH, key is not None, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    numbers = (f.clip, f.beta1, f.rest1, f.beta2, f.rest2, f.root, f.epsilon, f.size, f.decay)
+    grid, options = (triton.cdiv(n, _WIDTH),), {"num_warps": 4, "enable_fp_fusion": False}
+    if scales is None:
+        number = 0 if key is None else key
+        _adamw_kernel[grid](master, grad, exp_avg, exp_avg_sq, n, number, *numbers, _WIDTH, key is not None, **options)
+        return
+    codes = exp_avg.view(torch.uint8), exp_avg_sq
+    _adamw_8_bits_kernel[grid](master, grad, *codes, *scales, n, key, *numbers, _WIDTH // GROUP, **options)

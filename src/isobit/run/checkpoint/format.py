@@ -2,7 +2,8 @@
 
     step_000010/
         masters.safetensors      FP32 masters, by name
-        optimiser.safetensors    AdamW's moments and step counts: ``MASTER.exp_avg``, ``MASTER.exp_avg_sq``, ``MASTER.step``
+        optimiser.safetensors    AdamW's moments and step counts: ``MASTER.exp_avg``, ``MASTER.exp_avg_sq``, ``MASTER.step``, and of
+                                 8-bit moments the scales, ``MASTER.exp_avg_scale``, ``MASTER.exp_avg_sq_scale``
         state.json               counters and cursors (``isobit.run.checkpoint.state``)
         manifest.json            format, step, resolved configuration, versions, figures of the evaluation, and size and SHA-256
                                  of every other file; its own checksum is the last key

@@ -1,7 +1,7 @@
 """How much of the disk a run's checkpoints and its model take at most, worked out before it begins: no run should end on a full disk.
 
-    a checkpoint     P (4 + 2 m) bytes      P parameters: FP32 masters, two moments of m = 4 or 2 bytes (BF16)
-    the model        2 P bytes              in BF16, at the end
+    a checkpoint     4 P bytes and the moments'      P parameters: FP32 masters; ``isobit.training.optimiser.moment_bytes``
+    the model        2 P bytes                       in BF16, at the end
 
 An old checkpoint goes only once the new one is whole, so that at the last save there are the ``keep_last`` before it, the new one, those
 of ``keep_every``, and the best.
@@ -16,11 +16,11 @@ from isobit.errors import StorageError
 from isobit.models.checkpoint import read_config
 from isobit.models.config import ModelConfig
 from isobit.models.policy import master_shapes
-from isobit.precision.formats import DTYPES
 from isobit.run.machine import gib
 from isobit.run.model import model_folder
 from isobit.run.storage import free_bytes
 from isobit.run.training_run import Recipe
+from isobit.training.optimiser import moment_bytes
 
 _BESIDE_TENSORS = 1 << 16
 """Headers, counters and the manifest of a checkpoint; the configuration and the tokenizer of a model."""
@@ -66,9 +66,9 @@ def plan_disk(config: Recipe, on_disk: Collection[int] = (), shape: ModelConfig 
     Raises CheckpointError as ``read_config`` does.
     """
     shapes = master_shapes(shape or read_config(model_folder(config.model)))
-    parameters = sum(prod(sizes) for sizes in shapes.values())
-    checkpoint = (4 + 2 * DTYPES[config.training.moments].itemsize) * parameters + _BESIDE_TENSORS
-    model = 2 * parameters + _BESIDE_TENSORS
+    masters = [prod(sizes) for sizes in shapes.values()]
+    checkpoint = 4 * sum(masters) + moment_bytes(masters, config.training.moments) + _BESIDE_TENSORS
+    model = 2 * sum(masters) + _BESIDE_TENSORS
     root = config.output
     return DiskPlan(root, checkpoint, most_at_once(config, on_disk), len(on_disk), model, free_bytes(root))
 
