@@ -2,12 +2,16 @@
 
     python benchmarks/end_to_end.py native --precision fp8 [--cases 2k,8k] [--recompute mlp] [--tokens 16384] [--offload-moments] --out DIR
     python benchmarks/end_to_end.py rollout-vllm [--cases 2k,8k] --out DIR                       # where vllm is importable
-    python benchmarks/end_to_end.py train-transformers [--cases 2k,8k] [--sequences 64] --out DIR
+    python benchmarks/end_to_end.py train-transformers [--cases 2k,8k] [--sequences 32] --out DIR
     python benchmarks/end_to_end.py table DIR
 
 ``2k`` is 32 prompts x 8 samples of exactly 2,048 new tokens, ``8k`` 8 prompts x 8 samples of 8,192; prompts are 256 random tokens, weights
 and rewards random.  A step is rollout, the log-probabilities of the old policy where they are another function's, forward and backward of
 the whole batch, AdamW with BF16 moments over FP32 masters, and publication.  One step is timed after a warm-up, its phases by CUDA events.
+Each row may have its fastest setting, as transformers has.  What 139 GiB hold of the 8B shape, as whole sequences:
+
+    2k    fp8 --recompute none --tokens 6912     bf16 --recompute none --tokens 4608
+    8k    fp8 --recompute mlp --tokens 16896     bf16 --recompute mlp --tokens 8448
 
 The outside baseline's halves do not fit a card together and are two commands; ``table`` adds them up where both were measured on one card.
 Each command appends its rows to a file of DIR as they come, with the card's UUID.

@@ -61,7 +61,7 @@ class PeerOptimiser:
     def __init__(self, model: torch.nn.Module, config: TrainingConfig) -> None:
         self._parameters = list(model.parameters())
         self._masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self._parameters]
-        self._optimiser = build_optimiser(self._masters, config)
+        self._optimisers = [build_optimiser([master], config, seed=number) for number, master in enumerate(self._masters)]
         self._max_norm = config.max_grad_norm
 
     @torch.no_grad()
@@ -69,10 +69,10 @@ class PeerOptimiser:
         """Clip, move the masters, publish, and drop the gradients."""
         with phases("optimiser"):
             torch.nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
-            for parameter, master in zip(self._parameters, self._masters, strict=True):
+            for parameter, master, optimiser in zip(self._parameters, self._masters, self._optimisers, strict=True):
                 assert parameter.grad is not None
                 master.grad, parameter.grad = parameter.grad.float(), None
-                self._optimiser.step()  # of the only master that has a gradient
+                optimiser.step()
                 master.grad = None
         with phases("publish"):
             for parameter, master in zip(self._parameters, self._masters, strict=True):

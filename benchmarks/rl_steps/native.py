@@ -1,7 +1,8 @@
 """Isobit's whole step on one card, as ``isobit train`` does it: engine and trainer take turns in its memory, and share the weights.
 
-Before the timed step: an update over made-up completions of full length, a micro-batch and a little more, so that the moments are there
-and every kernel is compiled; and a rollout of a few tokens.  That the engine makes its KV cache and captures its graphs again after the
+Before the timed step: an update over made-up completions of full length, in micro-batches of every size that the timed one has, so that
+the moments are there and every kernel is compiled; and rollouts of a few tokens, at both ends of a sequence, since decoding behind many
+tokens is another kernel.  That the engine makes its KV cache and captures its graphs again after the
 trainer's turn is part of the rollout, as in a run; that the moments come from the host and go back, where they do, of the training phase.
 Rewards are random.  In an exact flow the recorded log-probabilities are the old ones, so there is no second forward; the trainer compares
 each of them with its own.
@@ -9,7 +10,7 @@ each of them with its own.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -75,13 +76,14 @@ class Loop:
     def time(self, case: Case) -> Row:
         """The figures of a row."""
         self._train([self._made_up(case)])
-        self._generate(case, WARM_UP_TOKENS)
+        self._generate(replace(case, new_tokens=WARM_UP_TOKENS))
+        self._generate(Case(1, case.sequences, case.length - WARM_UP_TOKENS, WARM_UP_TOKENS))
         with self._training_turn():  # takes the engine's memory away
             pass
         phases = self._phases
         phases.start()
         with phases("rollout"):
-            groups = self._generate(case, case.new_tokens)
+            groups = self._generate(case)
         stats = asdict(self._engine.stats)
         step = self._train(groups)
         seconds = phases.stop()
@@ -106,17 +108,18 @@ class Loop:
         assert not step.skipped_updates, step.skip_reasons
         return step
 
-    def _generate(self, case: Case, new_tokens: int) -> list[Group]:
+    def _generate(self, case: Case) -> list[Group]:
         self._visit += 1
-        sampling = SamplingParams(max_new_tokens=new_tokens)
+        sampling = SamplingParams(max_new_tokens=case.new_tokens)
         prompts = [Prompt(f"bench/{i}", "", tuple(ids)) for i, ids in enumerate(case.random_prompts(self._policy.config.vocab_size))]
         completions = self._engine.generate([Request(prompt, self._visit, case.samples, sampling) for prompt in prompts])
-        assert all(len(sample.token_ids) == new_tokens for samples in completions for sample in samples)
+        assert all(len(sample.token_ids) == case.new_tokens for samples in completions for sample in samples)
         return [self._graded(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
 
     def _made_up(self, case: Case) -> Group:
-        """Completions of full length for a whole micro-batch and another one."""
-        count = min(case.sequences, self._trainer.config.tokens_per_microbatch // case.length + 2)
+        """Completions of full length for a whole micro-batch and one as large as the last of the step."""
+        whole = max(1, self._trainer.config.tokens_per_microbatch // case.length)
+        count = min(case.sequences, whole + (case.sequences % whole or whole))
         vocabulary, log_probs = range(self._policy.config.vocab_size), (_MADE_UP_LOG_PROB,) * case.new_tokens
         prompt = Prompt("made up", "", tuple(self._random.choices(vocabulary, k=case.prompt_tokens)))
         answers = [tuple(self._random.choices(vocabulary, k=case.new_tokens)) for _ in range(count)]

@@ -49,7 +49,7 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], case: Case, new_tokens:
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     sampling = SamplingParams(n=case.samples, temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache(), "vLLM would find the prompts of the call before in its cache"
     began = perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     seconds = perf_counter() - began

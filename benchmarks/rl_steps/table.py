@@ -8,13 +8,14 @@ from rl_steps.cases import CASES
 
 PHASES = ("rollout", "old_log_probs", "forward", "backward", "optimiser", "publish")
 HEADER = (
-    "| case | engine | rollout s | old log-probs s | forward s | backward s | optimiser s | publish s | other s | training phase s | "
-    "step s | training x outside | training x `bf16` | step x outside | differing | bytes changed | peak GiB |"
+    "| case | engine | micro-batch | rollout s | old log-probs s | forward s | backward s | optimiser s | publish s | other s | "
+    "training phase s | step s | training x outside | training x `bf16` | step x outside | differing | bytes changed | peak GiB |"
 )
 OUTSIDE = "vLLM BF16 + transformers BF16"
 NOTE = (
-    "The training phase is all that is not rollout; `x` is how many times as fast. The outside line is the sum of two commands on one "
-    "card: its weights' way to vLLM, and vLLM's sleeping and waking, are not counted."
+    "A micro-batch is what its backward computes again, and its tokens at most. The training phase is all that is not rollout; `x` is how "
+    "many times as fast. The outside line is the sum of two commands on one card: its weights' way to vLLM, and vLLM's sleeping and "
+    "waking, are not counted."
 )
 
 
@@ -23,7 +24,7 @@ def run_table(directory: Path) -> None:
     lines = make_lines([row for row in read_rows(directory) if row.get("kind") == "rl"])
     for shape, card in dict.fromkeys((line["shape"], line["card"]["uuid"]) for line in lines):
         body = [_markdown(line) for line in lines if (line["shape"], line["card"]["uuid"]) == (shape, card)]
-        print("\n".join([f"{shape}, card {card}", "", HEADER, "|---|---|" + "---:|" * 15, *body, ""]))
+        print("\n".join([f"{shape}, card {card}", "", HEADER, "|---|---|---|" + "---:|" * 15, *body, ""]))
     print(NOTE)
     (directory / "end-to-end-table.json").write_text(json.dumps(lines, indent=2) + "\n")
 
@@ -47,7 +48,8 @@ def _joined(rows: list[Row]) -> list[Row]:
         if part == "rollout" and training is not None:
             used |= {id(rollout), id(training)}
             seconds, phases = rollout["seconds"] + training["seconds"], rollout["phases_s"] | training["phases_s"]
-            joined.append(training | {"name": OUTSIDE, "part": "whole", "seconds": seconds, "phases_s": phases, "engine": "outside"})
+            whole = {"name": OUTSIDE + _scaled(training), "engine": "outside", "part": "whole", "seconds": seconds, "phases_s": phases}
+            joined.append(training | whole)
     return [row for row in rows if id(row) not in used] + joined
 
 
@@ -70,7 +72,13 @@ def training_seconds(line: Row) -> float:
 
 
 def _name(row: Row) -> str:
-    return f"isobit `{row['mode']}`" if row["engine"] == "native" else f"{row['engine']} BF16, {row['part']} alone"
+    return f"isobit `{row['mode']}`" if row["engine"] == "native" else f"{row['engine']} BF16, {row['part']} alone{_scaled(row)}"
+
+
+def _scaled(row: Row) -> str:
+    """A remark where a part of the batch was measured for the whole."""
+    measured, all_of_them = row.get("sequences_measured"), CASES[row["case"]].sequences
+    return "" if measured in (None, all_of_them) else f" (training scaled from {measured} of {all_of_them} sequences)"
 
 
 def _place(row: Row) -> tuple[str, str, str]:
@@ -91,7 +99,8 @@ def _markdown(line: Row) -> str:
     differing = f"{line['tokens_differing']:,} of {line['tokens_compared']:,}" if "tokens_compared" in line else "-"
     changed = f"{line['weight_bytes_changed']:.1%}" if "weight_bytes_changed" in line else "-"
     peak = max((memory["peak_gib"] for memory in line.get("memory", {}).values()), default=None)
-    cells = [line["case"], line["name"], *(_figure(x, 1) for x in times), *(_figure(x, 2) for x in ratios), differing, changed]
+    microbatch = f"{line['recompute']} {line['tokens_per_microbatch']:,}" if "recompute" in line else "-"
+    cells = [line["case"], line["name"], microbatch, *(_figure(x, 1) for x in times), *(_figure(x, 2) for x in ratios), differing, changed]
     return f"| {' | '.join([*cells, _figure(peak, 0)])} |"
 
 

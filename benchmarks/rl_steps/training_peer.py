@@ -6,11 +6,12 @@
 
 The fastest setting is found by trying: micro-batches with and without recomputation, the optimiser's state being there, each timed
 once after a run that warms up; those that do not fit are out.  ``sequences`` measures a part of the batch, whose micro-batches are all
-alike, and scales the three passes to the whole of it.
+alike, and scales the three passes to the whole of it.  Nothing that happens once may be in them: before the timed step comes a small one
+with every shape of it, after which cuDNN has its plans and torch the memory.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -44,6 +45,10 @@ class Batch:
     first: int  # the position that predicts the first token of a completion
     tokens: int  # of all completions of the step: the loss is their mean
 
+    def part(self, sequences: int) -> "Batch":
+        """The first so many."""
+        return replace(self, ids=self.ids[:sequences], advantages=self.advantages[:sequences])
+
 
 def run_training(shape: str, names: Sequence[str], sequences: int | None, out: Path) -> None:
     """One timed training phase of each case."""
@@ -71,6 +76,7 @@ class PeerTrainer:
         (size, recompute), tried = self._fastest(case)
         count = case.sequences if sequences is None else min(case.sequences, ceil(sequences / size) * size)
         batch, phases = self._batch(case, count), self._phases
+        self._warm_up(batch, size, recompute)
         phases.start()
         old = self._old_log_probs(batch)
         self._gradients(batch, old, size, recompute)
@@ -85,6 +91,16 @@ class PeerTrainer:
             "tried": tried,
             "memory": {"training": {"peak_gib": peak_gib()}},
         }
+
+    def _warm_up(self, batch: Batch, size: int, recompute: Recompute) -> None:
+        """A step with every shape of the one to be timed: a full forward and the one that is left over, a micro-batch, the optimiser.
+
+        What torch then keeps of freed memory stays with it.
+        """
+        count, full = batch.ids.shape[0], _forward_sequences(batch)
+        self._old_log_probs(batch.part(full + count % full))
+        self._gradients(batch.part(size), None, size, recompute)
+        self._optimiser.step(self._phases)
 
     def _fastest(self, case: Case) -> tuple[tuple[int, Recompute], list[Row]]:
         """The setting with the most tokens a second, and what all of them did."""
@@ -121,9 +137,8 @@ class PeerTrainer:
     def _old_log_probs(self, batch: Batch) -> torch.Tensor:
         """FP32 [S, completion tokens]."""
         self._peer.recompute("none")
-        size = max(1, FORWARD_TOKENS // batch.ids.shape[1])
         with self._phases("old_log_probs"), fastest_attention():
-            found = [self._peer.log_probs(ids, batch.first) for ids in batch.ids.split(size)]
+            found = [self._peer.log_probs(ids, batch.first) for ids in batch.ids.split(_forward_sequences(batch))]
             return torch.cat(found).view(batch.ids.shape[0], -1)
 
     def _gradients(self, batch: Batch, old: torch.Tensor | None, size: int, recompute: Recompute) -> None:
@@ -138,3 +153,8 @@ class PeerTrainer:
                     loss = -(ratio * batch.advantages[part, None]).sum() / batch.tokens
                 with self._phases("backward"):
                     loss.backward()
+
+
+def _forward_sequences(batch: Batch) -> int:
+    """Of a forward without gradients, but for the last one."""
+    return max(1, FORWARD_TOKENS // batch.ids.shape[1])
