@@ -96,7 +96,7 @@ def tuning(recipe: Path) -> Path:
         "prompts_per_step": 4,
         "tokens_per_microbatch": 256,
         "learning_rate": 1e-4,
-        "moments": "bf16",
+        "moments": content["training"]["moments"],
         "offload_moments": True,
     }
     content["evaluation"] = {"every": 2, "temperature": 1.0}
