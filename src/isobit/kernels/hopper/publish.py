@@ -25,11 +25,12 @@ def _publish_kernel(MASTER, VALUES, SCALES, CHANGED, K: tl.constexpr, POWER_OF_T
     row = first_row + tl.arange(0, 128)
     column = block % (K // 128) * 128 + tl.arange(0, 128)
     place = row[:, None] * K + column[None, :]
+    if CHANGED is not None:
+        before = tl.load(VALUES + place).to(tl.uint8, bitcast=True)
     x = tl.load(MASTER + place).to(tl.bfloat16).to(tl.float32)
     amax = tl.max(tl.max(magnitude_bits(x), 1, keep_dims=True), 0, keep_dims=True)
     values, scale = to_e4m3(x, amax, POWER_OF_TWO)
     if CHANGED is not None:
-        before = tl.load(VALUES + place).to(tl.uint8, bitcast=True)
         differs = (before != values.to(tl.uint8, bitcast=True)).to(tl.int32)
         tl.store(CHANGED + block, tl.sum(tl.sum(differs, 1), 0))
     tl.store(VALUES + place, values)
