@@ -69,7 +69,7 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(importlib.sys.modules, "deep_gemm", _NoGemm)  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setattr(gemm, "gemm_back_end", lambda scales: "deep_gemm")
     monkeypatch.setattr(gemm, "bf16_back_end", lambda: "deep_gemm")
-    monkeypatch.setattr(linear_backward, "why_not_deep_gemm", lambda: None)
+    monkeypatch.setattr(linear_backward, "wgrad_back_end", lambda: "deep_gemm")
     monkeypatch.setattr(packed_attention, "to_device", lambda tensor, device: tensor.to(device))
     monkeypatch.setattr(linear, "_published", linear._published_on_gpu)
     monkeypatch.setattr(torch, "addmm", lambda grad, a, b, out_dtype=None, out=None: grad)
