@@ -169,6 +169,17 @@ def test_the_table_adds_up() -> None:
     assert lines[-1] == "  32 GiB of main memory hold the moments during rollout"
 
 
+def test_without_an_engine_training_alone_is_planned() -> None:
+    flow = build_flow(PrecisionConfig(), QWEN3_8B.shape)
+    made = plan_gpu(QWEN3_8B, flow, None, TrainingConfig(moments="bf16"), 4096, H200)
+    assert (made.rollout, made.pages, made.training) == ({}, 0, plan().training)
+    assert made.peaks.keys() == {"training"}
+    text = "\n".join(made.describe())
+    assert re.search(r"GPU memory, of 140 GiB: +training$", text, re.MULTILINE) and re.search(r"gradients +30\.5 GiB$", text, re.MULTILINE)
+    assert text.endswith("\n  micro-batches of up to 4,096 tokens in training")
+    assert "rollout" not in text and "KV" not in text
+
+
 def test_memory_of_the_device_counts_what_torch_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 140))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)
