@@ -1,7 +1,7 @@
 """Whether a model of a real shape learns on a GPU: supervised on text in two flows, and by reinforcement learning with nothing differing.
 
     python benchmarks/learning.py text DIR                                    a CPU with reasoning-gym: DIR/train.jsonl, DIR/held_out.jsonl
-    python benchmarks/learning.py sft --precision fp8 --text DIR --out RESULTS
+    python benchmarks/learning.py sft --precision fp8 --text DIR [--seed 0] --out RESULTS
     python benchmarks/learning.py rl --shape qwen3-0.6b --steps 20 --out RESULTS
     python benchmarks/learning.py table RESULTS
 
@@ -31,6 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if name == "sft":
             command.add_argument("--text", type=Path, required=True)
+            command.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text")
     command = commands.add_parser("table")
     command.add_argument("directory", type=Path)
     command.set_defaults(run=table)
@@ -49,7 +50,7 @@ def text(arguments: argparse.Namespace) -> None:
 def sft(arguments: argparse.Namespace) -> None:
     from curves.supervised import run
 
-    run(arguments.shape, arguments.precision, arguments.steps, arguments.learning_rate, arguments.text, arguments.out)
+    run(arguments.shape, arguments.precision, arguments.steps, arguments.learning_rate, arguments.seed, arguments.text, arguments.out)
 
 
 def rl(arguments: argparse.Namespace) -> None:

@@ -1,8 +1,9 @@
 """The quickstart with several seeds in `bf16` and `fp8`: greedy accuracy on the held-out problems before and after.
 
-    python benchmarks/quickstart.py [--seeds 3] [--precisions bf16 fp8] [--out benchmarks/results/quickstart.json]
+    python benchmarks/quickstart.py [--seeds 3] [--precisions bf16 fp8] [--device cpu] [--out benchmarks/results/quickstart.json]
 
-Each run is the recipe as shipped, in a process of its own, with another seed: other prompts first, other samples.
+Each run is the recipe as shipped, in a process of its own, with another seed: other prompts first, other samples.  A row is a run's
+``summary.json`` and what it ran on: the processor, or the card with its versions.
 """
 
 import argparse
@@ -12,38 +13,53 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
+from typing import Any
+
+from isobit.run.machine import processor_name
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 
 
-def run(precision: str, seed: int, directory: Path) -> dict[str, float]:
+def run(precision: str, seed: int, device: str, directory: Path) -> dict[str, Any]:
     """-> the run's summary."""
     output = directory / f"{precision}-{seed}"
-    overrides = ["--precision", precision, "--seed", str(seed), "--output", str(output)]
+    overrides = ["--precision", precision, "--seed", str(seed), "--device", device, "--output", str(output)]
     command = [sys.executable, "-m", "isobit.cli.main", "train", str(RECIPE), *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
     return json.loads((output / "summary.json").read_text())
+
+
+def describe_device(device: str) -> dict[str, Any]:
+    """What a row says of it."""
+    if device == "cpu":
+        return {"device": processor_name()}
+    from comparison.card import measure_card
+    from comparison.native import native_versions
+
+    return {"card": measure_card(), "versions": native_versions()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    results = []
+    place, results = describe_device(arguments.device), []
     print(f"{'precision':12} {'seed':>4} {'before':>7} {'after':>7} {'differing of compared':>24} {'train s':>8}")
     with tempfile.TemporaryDirectory() as directory:
         for precision in arguments.precisions:
             for seed in range(arguments.seeds):
-                summary = run(precision, seed, Path(directory))
-                results.append({"precision": precision, "seed": seed} | summary)
+                summary = run(precision, seed, arguments.device, Path(directory))
+                results.append({"precision": precision, "seed": seed} | place | summary)
                 tokens = f"{summary['tokens_differing']} of {summary['tokens_compared']}"
                 accuracy = f"{summary['accuracy_before']:7.1%} {summary['accuracy_after']:7.1%}"
                 print(f"{precision:12} {seed:4} {accuracy} {tokens:>24} {summary['train_seconds']:8.0f}", flush=True)
             after = [row["accuracy_after"] for row in results if row["precision"] == precision]
             print(f"{precision:12} mean {'':7} {mean(after):7.1%}")
     if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")
 
 

@@ -11,15 +11,17 @@ from isobit.models.policy import random_policy
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
 from isobit.training.trainer import Trainer
 
-SEED = 0
 TOKENS = {"tiny": 2048}
 TOKENS_OF_A_STEP = 16384
 LEARNING_RATE = 3e-4
 WARM_UP = 20
 
 
-def run(shape: str, precision: str, steps: int, learning_rate: float | None, text: Path, out: Path) -> None:
-    """A row a step, and one at the end with the loss of the held-out rows.  Flows see the same batches and start from the same weights."""
+def run(shape: str, precision: str, steps: int, learning_rate: float | None, seed: int, text: Path, out: Path) -> None:
+    """A row a step, and one at the end with the loss of the held-out rows.
+
+    Flows with one seed see the same batches and start from the same weights; another seed draws others.
+    """
     writer = make_writer(out, "sft", precision, shape)
     tokens = TOKENS.get(shape, TOKENS_OF_A_STEP)
     config = TrainingConfig(
@@ -29,12 +31,13 @@ def run(shape: str, precision: str, steps: int, learning_rate: float | None, tex
         schedule="cosine",
         warmup_steps=min(WARM_UP, steps - 1),
     )
-    policy = random_policy(shape_named(shape), PrecisionConfig.model_validate(precision), SEED, device())
-    trainer = Trainer(policy, config, steps, SEED)
-    for step, pairs in enumerate(islice(batches(read_pairs(text / "train.jsonl"), tokens, SEED), steps), 1):
+    policy = random_policy(shape_named(shape), PrecisionConfig.model_validate(precision), seed, device())
+    trainer = Trainer(policy, config, steps, seed)
+    for step, pairs in enumerate(islice(batches(read_pairs(text / "train.jsonl"), tokens, seed), steps), 1):
         started_at = perf_counter()
         update = trainer.update(pack_pairs(pairs, tokens), SupervisedObjective())
         writer.write(
+            seed=seed,
             step=step,
             loss=update.loss,
             tokens=update.tokens,
@@ -45,4 +48,4 @@ def run(shape: str, precision: str, steps: int, learning_rate: float | None, tex
             seconds=perf_counter() - started_at,
         )
     held_out = mean_loss(trainer, pack_pairs(read_pairs(text / "held_out.jsonl"), tokens))
-    writer.write(step=steps, held_out_loss=held_out, peak_gib=peak_gib())
+    writer.write(seed=seed, step=steps, held_out_loss=held_out, peak_gib=peak_gib())

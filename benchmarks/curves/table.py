@@ -1,7 +1,6 @@
 """What the curves of a folder show, and whether it is what they have to show."""
 
 import json
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
@@ -16,21 +15,21 @@ HALVED, NEAR, CHANGED = 0.5, 0.005, 0.01
 def run_table(directory: Path) -> None:
     """Print both tables, and write their lines to ``DIR/table.json``."""
     runs = last_runs(read_rows(directory))
-    supervised = [supervised_line(rows) for (kind, *_), rows in runs.items() if kind == "sft"]
-    reinforced = [reinforced_line(rows) for (kind, *_), rows in runs.items() if kind == "rl"]
+    supervised = [supervised_line(rows) for rows in runs if rows[0]["engine"] == "sft"]
+    reinforced = [reinforced_line(rows) for rows in runs if rows[0]["engine"] == "rl"]
     add_ratios(supervised)
     print(markdown(supervised), "", markdown(reinforced), sep="\n")
     (directory / "table.json").write_text(json.dumps({"supervised": supervised, "reinforced": reinforced}, indent=2) + "\n")
 
 
-def last_runs(rows: list[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """The rows of each kind, shape and flow, from the last first step on."""
-    runs: dict[tuple[str, str, str], list[Row]] = {}
-    for key, group in groupby(rows, key=lambda row: (row["engine"], row["shape"], row["mode"])):
-        kept = list(group)
-        starts = [i for i, row in enumerate(kept) if row["step"] == 1 and "loss" in row]
-        runs[key] = kept[starts[-1] :]
-    return runs
+def last_runs(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each run; of repeated ones (the same kind, shape, flow, seed and learning rate) the last."""
+    runs: list[list[Row]] = []
+    for row in rows:
+        if row["step"] == 1 and "loss" in row:
+            runs.append([])
+        runs[-1].append(row)
+    return list({(run[0]["engine"], *_key(run), run[0]["mode"]): run for run in runs}.values())
 
 
 def supervised_line(rows: list[Row]) -> Row:
@@ -38,7 +37,7 @@ def supervised_line(rows: list[Row]) -> Row:
     losses = [row["loss"] for row in rows if "loss" in row]
     first, last = losses[0], fmean(losses[-LAST:])
     return {
-        **_who(rows[0]),
+        **_who(rows),
         "steps": len(losses),
         "first_loss": first,
         "last_loss": last,
@@ -50,9 +49,10 @@ def supervised_line(rows: list[Row]) -> Row:
 
 
 def add_ratios(lines: list[Row]) -> None:
-    """Each line's distance from ``bf16`` of the same shape: the share by which its final loss is higher."""
+    """Each line's distance from ``bf16`` of the same shape, seed and learning rate: the share by which its final loss is higher."""
     for line in lines:
-        others = [other["last_loss"] for other in lines if (other["shape"], other["mode"]) == (line["shape"], "bf16")]
+        same = [other for other in lines if all(other[name] == line[name] for name in ("shape", "seed", "learning_rate"))]
+        others = [other["last_loss"] for other in same if other["mode"] == "bf16"]
         above = line["last_loss"] / others[0] - 1 if others else None
         line |= {"above_bf16": above, "near_bf16": None if above is None else abs(above) <= NEAR}
 
@@ -60,7 +60,7 @@ def add_ratios(lines: list[Row]) -> None:
 def reinforced_line(rows: list[Row]) -> Row:
     """Of one run."""
     return {
-        **_who(rows[0]),
+        **_who(rows),
         "steps": len(rows),
         "first_reward": rows[0]["reward_mean"],
         "last_reward": rows[-1]["reward_mean"],
@@ -85,8 +85,15 @@ def markdown(lines: list[Row]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))
 
 
-def _who(row: Row) -> Row:
-    return {"shape": row["shape"], "mode": row["mode"], "card": row["card"]["uuid"]}
+def _who(rows: list[Row]) -> Row:
+    shape, seed, learning_rate = _key(rows)
+    return {"shape": shape, "mode": rows[0]["mode"], "seed": seed, "learning_rate": learning_rate, "card": rows[0]["card"]["uuid"]}
+
+
+def _key(rows: list[Row]) -> tuple[str, int, float | None]:
+    """Shape, seed (the first rows, which do not name it, have 0) and the schedule's highest learning rate, where it is known."""
+    rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
+    return rows[0]["shape"], rows[0].get("seed", 0), max(rates, default=None)
 
 
 def _cell(value: object) -> str:

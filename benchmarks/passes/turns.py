@@ -1,16 +1,20 @@
 """Two steps as a run on a GPU makes them, engine and trainer by turns, and what each phase takes beside what was planned.
 
 A rollout with the planned KV cache: prompts of the case's length, and more short ones than fit a batch.  Then an update over two full
-micro-batches.  The second step, which has moments from its beginning, is the one that counts.
+micro-batches.  The second step, which has moments from its beginning, is the one that counts.  Where they are on the host for the
+rollout, the seconds of a turn of the trainer hold their way to the GPU and back, and each way is counted by itself too.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import cycle
 
 import torch
 
 from comparison.rows import Row
 from isobit.config.schema import Moments, PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.kernels.hopper.pages import PAGE_TOKENS
 from isobit.models.policy import random_policy
 from isobit.precision.flow import build_flow
 from isobit.records import PackedBatch, Prompt, SamplingParams
@@ -28,6 +32,24 @@ SHORT, LONG, SAMPLES = (80, 64), 2, 4  # prompts and their tokens, long prompts,
 _GIB = 1 << 30
 
 
+class BothWays(Clock):
+    """Counts the two ways of the moments apart: a turn of the trainer begins with the one and ends with the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ways = cycle(("moments to the GPU", "moments to the host"))
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """As a clock, and each ``offload`` under the way that it is."""
+        with super().__call__(name):
+            if name != "offload":
+                yield
+                return
+            with super().__call__(next(self._ways)):
+                yield
+
+
 def two_steps(case: Case, moments: Moments, offload_moments: bool, kv_memory_gib: float | None = None, device: str = "cuda") -> Row:
     """GiB by phase and part, planned and measured, and the seconds of the second step.  Raises ConfigError for a plan that does not fit."""
     rollout = RolloutConfig(max_new_tokens=NEW_TOKENS, kv_memory_gib=kv_memory_gib)
@@ -40,7 +62,7 @@ def two_steps(case: Case, moments: Moments, offload_moments: bool, kv_memory_gib
     policy = random_policy(case.config, precision, seed=0, device=device)
     engine = Engine(policy, rollout.model_copy(update={"kv_pages": plan.pages}), None, seed=0)
     trainer, batches = Trainer(policy, training, total_updates=1000), _batches(case)
-    turns, clock = GpuTurns(plan, engine, trainer), Clock()
+    turns, clock = GpuTurns(plan, engine, trainer), BothWays()
     seconds: dict[str, float] = {}
     reserved: dict[str, int] = {}
     for step in range(2):
@@ -62,6 +84,7 @@ def two_steps(case: Case, moments: Moments, offload_moments: bool, kv_memory_gib
         "rollout_parts_gib": _in_gib(plan.rollout.items()),
         "training_parts_gib": _in_gib(plan.training.items()),
         "kv_pages": plan.pages,
+        "kv_tokens": plan.pages * PAGE_TOKENS,
         "seconds": seconds,
     }
 

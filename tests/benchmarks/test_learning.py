@@ -40,11 +40,21 @@ def test_supervised_steps_and_their_row_at_the_end(curves: Any, tmp_path: Path) 
     for name in ("train", "held_out"):
         rows = [json.dumps({"prompt": f"{i} + {i} =", "completion": str(2 * i)}) for i in range(60)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    curves("supervised").run("tiny", "fp8", 3, 1e-3, tmp_path, tmp_path / "out")
+    curves("supervised").run("tiny", "fp8", 3, 1e-3, 0, tmp_path, tmp_path / "out")
     *steps, end = rows_of(tmp_path / "out")
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert steps[2]["loss"] < steps[0]["loss"] and end["held_out_loss"] < steps[0]["loss"]
     assert all(row["weight_bytes_changed"] > 0.01 and row["mode"] == "fp8" for row in steps)
+    curves("supervised").run("tiny", "fp8", 3, 1e-3, 1, tmp_path, tmp_path / "out")
+    _, _, _, _, *others, last = rows_of(tmp_path / "out")
+    assert {row["seed"] for row in (*steps, end)} == {0} and {row["seed"] for row in (*others, last)} == {1}
+    assert all(a["loss"] != b["loss"] for a, b in zip(steps, others, strict=True))
+    curves("table").run_table(tmp_path / "out")
+    table = json.loads((tmp_path / "out" / "table.json").read_text())["supervised"]
+    assert [(line["seed"], line["learning_rate"], line["held_out_loss"]) for line in table] == [
+        (0, 1e-3, end["held_out_loss"]),
+        (1, 1e-3, last["held_out_loss"]),
+    ]
 
 
 def test_steps_of_reinforcement_learning_compare_every_token(curves: Any, tmp_path: Path) -> None:
@@ -56,9 +66,10 @@ def test_steps_of_reinforcement_learning_compare_every_token(curves: Any, tmp_pa
     assert first["weight_bytes_changed"] > 0.01
 
 
-def supervised(mode: str, losses: list[float]) -> list[dict[str, Any]]:
-    common = {"engine": "sft", "shape": "tiny", "mode": mode, "card": {"uuid": "A"}}
-    steps = [common | {"step": i, "loss": loss, "seconds": 0.5, "skipped": None} for i, loss in enumerate(losses, 1)]
+def supervised(mode: str, losses: list[float], rate: float = 1e-4, **seed: int) -> list[dict[str, Any]]:
+    common = {"engine": "sft", "shape": "tiny", "mode": mode, "card": {"uuid": "A"}} | seed
+    step = {"seconds": 0.5, "skipped": None, "learning_rate": rate}
+    steps = [common | step | {"step": i, "loss": loss} for i, loss in enumerate(losses, 1)]
     return [*steps, common | {"step": len(losses), "held_out_loss": losses[-1]}]
 
 
@@ -70,10 +81,27 @@ def test_the_table_says_what_holds_and_what_does_not(curves: Any, tmp_path: Path
     rows += [rl | {"step": 1, "tokens_differing": 0, "weight_bytes_changed": 0.009}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     curves("table").run_table(tmp_path)
-    assert "| tiny | fp8 |" in capsys.readouterr().out
+    assert "| tiny | fp8 | 0 | 0.0001 |" in capsys.readouterr().out
     table = json.loads((tmp_path / "table.json").read_text())
     reference, line = table["supervised"]
     assert (reference["steps"], reference["near_bf16"], line["near_bf16"], line["halved"]) == (20, True, False, True)
     assert line["above_bf16"] == pytest.approx(0.006)
     (reinforced,) = table["reinforced"]
     assert (reinforced["exact"], reinforced["changed_enough"], reinforced["steps"]) == (True, False, 1)
+
+
+def test_runs_are_told_apart_by_seed_and_learning_rate(curves: Any, tmp_path: Path) -> None:
+    runs = [("bf16", 1.0, 1e-4, {}), ("fp8", 1.001, 1e-4, {"seed": 0}), ("bf16", 2.0, 1e-4, {"seed": 1}), ("fp8", 2.1, 1e-4, {"seed": 1})]
+    runs += [("bf16", 4.0, 3e-4, {"seed": 0}), ("fp8", 4.2, 3e-4, {"seed": 0}), ("fp8", 4.1, 3e-4, {"seed": 0})]
+    rows = [row for mode, loss, rate, seed in runs for row in supervised(mode, [9.0, *[loss] * 10], rate, **seed)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves("table").run_table(tmp_path)
+    lines = json.loads((tmp_path / "table.json").read_text())["supervised"]
+    assert [(line["mode"], line["seed"], line["learning_rate"], round(line["above_bf16"], 6)) for line in lines] == [
+        ("bf16", 0, 1e-4, 0.0),
+        ("fp8", 0, 1e-4, 0.001),
+        ("bf16", 1, 1e-4, 0.0),
+        ("fp8", 1, 1e-4, 0.05),
+        ("bf16", 0, 3e-4, 0.0),
+        ("fp8", 0, 3e-4, 0.025),
+    ]

@@ -47,4 +47,7 @@ def test_a_measurement_says_what_was_planned_beside_what_was_found(
     assert row["peak_gib"] == {"rollout": 3.0, "training": 3.0} and row["reserved_gib"] == {"rollout": 4.0, "training": 4.0}
     for phase in ("rollout", "training"):
         assert sum(row[f"{phase}_parts_gib"].values()) == pytest.approx(row["planned_gib"][phase])
-    assert ("offload" in row["seconds"]) == offload and row["seconds"]["training"] > 0
+    seconds = row["seconds"]
+    assert seconds.keys() == {"rollout", "training", *({"offload", "moments to the GPU", "moments to the host"} if offload else ())}
+    assert not offload or seconds["training"] > seconds["offload"] >= seconds["moments to the GPU"] + seconds["moments to the host"]
+    assert (row["kind"], row["kv_tokens"]) == ("memory", 128 * row["kv_pages"])

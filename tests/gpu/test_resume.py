@@ -34,18 +34,40 @@ from isobit.starter.tasks import problems, question, worked_out
 DEVICE = "cuda"
 SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
 SHAPE = os.environ.get("ISOBIT_GPU_SHAPE")
-REWARD = '''"""Rewards with spread, and a kill from within: at the fifth reward of step 3 where a file ``kill`` lies beside this one."""
+REWARD = '''"""Rewards with spread, and kills from within, each where a file of its name lies beside this one.
+
+between    at the fifth reward of step 3
+writing    while the checkpoint of step 4 is written, with its masters whole and its moments begun
+"""
 import itertools, os, signal
 from pathlib import Path
 
-calls = itertools.count()
+from isobit.run.checkpoint import format
+
+calls, write_tensors = itertools.count(), format.write_tensors
+
+def kill(name):
+    wanted = Path(__file__).with_name(name)
+    if wanted.exists():
+        wanted.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 def reward(prompt, completion):
-    kill = Path(__file__).with_name("kill")
-    if next(calls) == 2 * 16 + 5 and kill.exists():
-        kill.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
+    if next(calls) == 2 * 16 + 5:
+        kill("between")
     return sum(token % 3 == 0 for token in completion.token_ids) / max(len(completion.token_ids), 1)
+
+def write(path, tensors, tensor_of):
+    taken = itertools.count()
+
+    def of(name):
+        if path.parent.name == ".step_000004.partial" and path.name == format.OPTIMISER and next(taken) == 3:
+            kill("writing")
+        return tensor_of(name)
+
+    return write_tensors(path, tensors, of)
+
+format.write_tensors = write
 '''
 
 
@@ -120,18 +142,13 @@ class Attempt:
         print(f"{self._output.name}: code {code} after {time.monotonic() - self._started_at:.0f} s")
         return code
 
-    def kill_while_writing(self, step: int) -> int:
-        """-> its code: that of the kill, or 0 if it was too fast for it."""
-        partial = self._output / "checkpoints" / f".step_{step:06}.partial"
-        while self._process.poll() is None:
-            if partial.exists():
-                self._process.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.0005)
-        return self.wait()
-
     def finish(self) -> None:
         assert self.wait() == 0, self._log.read_text()
+
+
+def folders(output: Path) -> list[str]:
+    """Its checkpoints, and what a kill left of one."""
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
 
 
 def outcome(output: Path) -> dict[str, Any]:
@@ -155,13 +172,14 @@ def test_a_killed_run_resumes_to_the_same_bytes(recipe: Path) -> None:
         assert line["logprob_diff/tokens_compared"] > 0 == line["logprob_diff/tokens_differing"]
 
     killed = recipe.with_name("killed")
-    (recipe.with_name("kill")).touch()
+    recipe.with_name("between").touch()
     assert Attempt(recipe, killed).wait() == -signal.SIGKILL
-    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_000002"]
-    second = Attempt(recipe, killed).kill_while_writing(4)
-    assert second in (0, -signal.SIGKILL)
-    if second:
-        Attempt(recipe, killed).finish()
+    assert folders(killed) == ["step_000002"]
+    recipe.with_name("writing").touch()
+    assert Attempt(recipe, killed).wait() == -signal.SIGKILL
+    assert folders(killed) == [".step_000004.partial", "step_000002"]
+    Attempt(recipe, killed).finish()
+    assert folders(killed) == ["step_000004"]
     assert outcome(killed) == expected
 
 
@@ -172,8 +190,11 @@ def test_killed_fine_tuning_resumes_to_the_same_bytes(tuning: Path) -> None:
     assert len(expected["rewards.jsonl"].splitlines()) == 3  # evaluations
 
     killed = tuning.with_name("killed")
-    (tuning.with_name("kill")).touch()
+    tuning.with_name("between").touch()
     assert Attempt(tuning, killed, "sft").wait() == -signal.SIGKILL
-    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_000002"]
+    assert folders(killed) == ["step_000002"]
+    tuning.with_name("writing").touch()
+    assert Attempt(tuning, killed, "sft").wait() == -signal.SIGKILL
+    assert folders(killed) == [".step_000004.partial", "step_000002"]
     Attempt(tuning, killed, "sft").finish()
     assert outcome(killed) == expected

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from isobit.run.sft import loop as sft_loop
 from isobit.run.sft import setup as sft_setup
 from isobit.run.sft.evaluate import measure
 from isobit.run.sft.setup import SftRun, prepare_sft
+from isobit.run.summary import PhaseMemory
 from isobit.run.turns import GpuTurns
 from isobit.training.supervised import mean_loss
 from isobit.training.trainer import Trainer
@@ -78,11 +79,12 @@ def test_turns_change_no_bit(
     assert all(("time/offload_s" in line) == offload for line in steps)
     assert not any(name.startswith("memory/") for line in lines(tmp_path / "plain") for name in line)
     written = json.loads((tmp_path / "turning" / "summary.json").read_text())["gpu_memory"]
-    assert written == {"rollout": {"planned_gib": 5.0, "peak_gib": 5.0}, "training": {"planned_gib": 4.0, "peak_gib": 6.0}}
+    assert written == {"rollout": {"planned_gib": 5.0, "peak_gib": 7.0}, "training": {"planned_gib": 4.0, "peak_gib": 6.0}}
     assert plain.gpu_memory is None and turning.gpu_memory is not None
     printed = capsys.readouterr().out
     assert "GPU memory, of 10 GiB" in printed
     assert "GPU memory in training: 6.0 GiB at most, 4.0 planned" in printed
+    assert "GPU memory in rollout: 7.0 GiB at most, 5.0 planned" in printed, "the evaluation after the last training counts"
 
 
 def test_a_resumed_run_takes_turns_from_its_first_moment(
@@ -120,16 +122,35 @@ def supervised(make_config: MakeConfig, **sections: Any) -> SftConfig:
     return SftConfig.model_validate(config | sections)
 
 
-def test_fine_tuning_takes_turns_too(make_config: MakeConfig, turns: list[str]) -> None:
+def test_fine_tuning_takes_turns_too(make_config: MakeConfig, turns: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     training = {"steps": 3, "prompts_per_step": 2, "offload_moments": True}
     config = supervised(make_config, training=training, evaluation={"every": 2})
-    sft_loop.sft(config)
+    summary = sft_loop.sft(config)
     once = ["reset", "empty", "reset"]
     assert turns == ["reset", "reset", *once, *once], "between steps without an evaluation nothing is moved or given back"
     steps = [line for line in lines(config.output) if "loss" in line]
     peaks = [(line["memory/rollout_peak_gib"], line["memory/training_peak_gib"]) for line in steps]
     assert peaks == [(1.0, 2.0), (1.0, 3.0), (4.0, 5.0)]
     assert all(line["time/offload_s"] >= 0 for line in steps)
+    memory = {"rollout": PhaseMemory(5.0, 6.0), "training": PhaseMemory(4.0, 5.0)}
+    assert summary.gpu_memory == memory
+    written = json.loads((config.output / "summary.json").read_text())["gpu_memory"]
+    assert written == {name: asdict(part) for name, part in memory.items()}
+    printed = capsys.readouterr().out
+    assert "GPU memory in rollout: 6.0 GiB at most, 5.0 planned" in printed
+    assert "GPU memory in training: 5.0 GiB at most, 4.0 planned" in printed
+
+
+def test_without_an_engine_all_memory_is_the_trainers(make_config: MakeConfig, turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = supervised(make_config, reward=None, training={"steps": 2, "prompts_per_step": 2}, evaluation={"every": 1})
+    monkeypatch.setitem(globals(), "PLAN", replace(PLAN, rollout={}))
+    summary = sft_loop.sft(config)
+    steps = [line for line in lines(config.output) if "loss" in line]
+    assert [{name: line[name] for name in line if name.startswith("memory/")} for line in steps] == [
+        {"memory/training_peak_gib": 2.0},
+        {"memory/training_peak_gib": 4.0},
+    ]
+    assert summary.gpu_memory == {"training": PhaseMemory(4.0, 5.0)}, "the loss of held-out examples after the last step"
 
 
 def test_held_out_losses_are_measured_without_the_cache(make_config: MakeConfig, turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +172,7 @@ def test_fine_tuning_is_planned_before_weights_are_read(make_config: MakeConfig,
     """A step has one completion a prompt, and a model that does not fit is refused while the GPU is empty."""
     asked: list[TrainingConfig] = []
 
-    def refuse(model: Any, precision: Any, rollout: Any, training: TrainingConfig, longest: int) -> GpuPlan:
+    def refuse(model: Any, config: Any, training: TrainingConfig, longest: int) -> GpuPlan:
         asked.append(training)
         raise ConfigError("no room")
 

@@ -180,6 +180,18 @@ def test_a_gradient_that_is_not_finite_in_one_master_skips_the_step(make_trainer
     assert metrics.skipped == "the gradient of layers.1.down_proj.weight is not finite"
 
 
+@pytest.mark.parametrize(("norm", "skipped"), [(3e38, None), (1e39, "the gradient norm is 1e+39")])
+def test_a_norm_that_only_fp64_holds_skips_the_step(
+    norm: float, skipped: str | None, make_trainer: MakeTrainer, make_groups: MakeGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's norm is FP64; clipped by it in FP32 the gradients would be zeros, and the step one without a gradient."""
+    trainer = make_trainer()
+    monkeypatch.setattr("isobit.training.trainer.gradient_norm", lambda _: norm)
+    metrics = trainer.update(batches_of(make_groups(trainer), 64), GRPO)
+    assert metrics.skipped == skipped
+    assert bool(trainer.moments()) == (skipped is None), "Adam's state is that of a step that was taken"
+
+
 def test_too_many_skipped_steps_in_a_row_stop_the_training(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
     trainer = make_trainer(max_skipped_steps=2)
     batches = batches_of(make_groups(trainer), 128)

@@ -155,10 +155,7 @@ def describe_summary(summary: Summary) -> list[str]:
             change = f"mean reward {before:.3f} -> {after:.3f}"
         lines.append(f"{name}: {change} on {figures.problems} problems")
     lines += [
-        f"GPU memory in {phase}: {memory.peak_gib:.1f} GiB at most, {memory.planned_gib:.1f} planned"
-        for phase, memory in (summary.gpu_memory or {}).items()
-    ]
-    lines += [
+        *summary.describe_memory(),
         f"{summary.preset}: {summary.tokens_differing:,} of {summary.tokens_compared:,} log-probabilities differ in rollout and training",
         f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, {summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",

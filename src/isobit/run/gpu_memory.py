@@ -54,6 +54,7 @@ class GpuPlan:
     """Bytes by name in both phases, at their most demanding moment; the reserve is not among them."""
 
     rollout: Bytes
+    """Empty where nothing is generated."""
     training: Bytes
     total: int
     """What the process can have."""
@@ -67,32 +68,38 @@ class GpuPlan:
     @property
     def peaks(self) -> dict[str, int]:
         """What each phase takes at most."""
-        return {"rollout": sum(self.rollout.values()), "training": sum(self.training.values())}
+        return {name: sum(phase.values()) for name, phase in self._phases.items()}
+
+    @property
+    def _phases(self) -> dict[str, Bytes]:
+        return {**({"rollout": self.rollout} if self.rollout else {}), "training": self.training}
 
     def describe(self) -> list[str]:
-        """A table of both phases."""
-        names = list(dict.fromkeys((*self.rollout, *self.training)))
-        rows = [(name, *(phase.get(name, 0) for phase in (self.rollout, self.training))) for name in names]
-        rows += [("reserve", RESERVE, RESERVE), ("together", *(peak + RESERVE for peak in self.peaks.values()))]
-        lines = [f"GPU memory, of {gib(self.total)}:{'rollout':>22}{'training':>13}"]
-        lines += [f"  {name:<30}{gib(a) if a else '-':>13}{gib(b) if b else '-':>13}" for name, a, b in rows]
-        lines.append(
-            f"  {self.pages:,} pages of {PAGE_TOKENS} tokens in rollout; micro-batches of up to {self.tokens:,} tokens in training"
-        )
+        """A table of the phases."""
+        phases = self._phases.values()
+        rows = [(name, [phase.get(name, 0) for phase in phases]) for name in dict.fromkeys(name for phase in phases for name in phase)]
+        rows += [("reserve", [RESERVE for _ in phases]), ("together", [peak + RESERVE for peak in self.peaks.values()])]
+        lines = [f"{f'GPU memory, of {gib(self.total)}:':<32}" + "".join(f"{name:>13}" for name in self._phases)]
+        lines += [f"  {name:<30}" + "".join(f"{gib(size) if size else '-':>13}" for size in sizes) for name, sizes in rows]
+        cache = f"{self.pages:,} pages of {PAGE_TOKENS} tokens in rollout; " if self.rollout else ""
+        lines.append(f"  {cache}micro-batches of up to {self.tokens:,} tokens in training")
         return [*lines, *([f"  {gib(self.host)} of main memory hold the moments during rollout"] if self.host else [])]
 
 
 def plan_gpu(
-    shape: ModelConfig, flow: PrecisionFlow, rollout: RolloutConfig, training: TrainingConfig, longest: int, total: int
+    shape: ModelConfig, flow: PrecisionFlow, rollout: RolloutConfig | None, training: TrainingConfig, longest: int, total: int
 ) -> GpuPlan:
     """The plan for sequences of at most ``longest`` tokens on a GPU of which the process can have ``total`` bytes.
 
-    Raises ConfigError where it does not fit, with the largest setting that would.
+    Without ``rollout`` nothing is ever generated: the trainer has the GPU to itself.  Raises ConfigError where it does not fit, with the
+    largest setting that would.
     """
     tokens = microbatch_tokens(training, longest)
     needed = training_bytes(shape, flow, training, tokens)
     if sum(needed.values()) + RESERVE > total:
         raise ConfigError(_too_much_training(shape, flow, training, longest, total, sum(needed.values())))
+    if rollout is None:
+        return GpuPlan({}, needed, total, pages=0, tokens=tokens, host=0)
     weights = weight_bytes(shape, flow, training)
     host = 1 << (weights["optimiser moments"] - 1).bit_length() if training.offload_moments else 0
     standing = {name: size for name, size in weights.items() if not (host and name == "optimiser moments")}

@@ -12,7 +12,7 @@ import torch
 
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import PrecisionConfig, RolloutConfig, RunConfig, TrainingConfig
+from isobit.config.schema import RunConfig, TrainingConfig
 from isobit.config.sft import SftConfig
 from isobit.data.prompts import build_prompts, drop_evaluated
 from isobit.data.sampler import PromptSampler
@@ -93,7 +93,8 @@ def prepare(config: RunConfig) -> Run:
     rollout, plan = config.rollout, None
     if device.type == "cuda":
         longest = max(request.max_length(described.config.max_positions) for request in one_sample_each(train, sampling))
-        plan, rollout = prepare_gpu(described, config.precision, rollout, config.training, longest)
+        plan = prepare_gpu(described, config, config.training, longest)
+        rollout = rollout.model_copy(update={"kv_pages": plan.pages})
     policy = load_policy(described.folder, config.precision, device)
     model = LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
     engine = Engine(policy, rollout, model.tokenizer, config.seed)
@@ -109,26 +110,21 @@ def prepare(config: RunConfig) -> Run:
     return Run(config, model, engine, trainer, algorithm, reward, sampler, sampling, evaluator, dropped, turns)
 
 
-def prepare_gpu(
-    model: DescribedModel, precision: PrecisionConfig, rollout: RolloutConfig, training: TrainingConfig, longest: int
-) -> tuple[GpuPlan, RolloutConfig]:
-    """Before anything is on the GPU: set torch's allocator for turns; -> the run's plan, and ``rollout`` with the pages that it leaves.
-
-    Raises ConfigError as ``plan_for_gpu`` does.
-    """
-    plan = plan_for_gpu(model, precision, rollout, training, longest)
+def prepare_gpu(model: DescribedModel, config: Recipe, training: TrainingConfig, longest: int) -> GpuPlan:
+    """Before anything is on the GPU: plan the run and set torch's allocator for turns.  Raises ConfigError as ``plan_for_gpu`` does."""
+    plan = plan_for_gpu(model, config, training, longest)
     allocate_in_pages()
-    return plan, rollout.model_copy(update={"kv_pages": plan.pages})
+    return plan
 
 
-def plan_for_gpu(
-    model: DescribedModel, precision: PrecisionConfig, rollout: RolloutConfig, training: TrainingConfig, longest: int
-) -> GpuPlan:
-    """The plan of the machine's GPU for training sequences of at most ``longest`` tokens.
+def plan_for_gpu(model: DescribedModel, config: Recipe, training: TrainingConfig, longest: int) -> GpuPlan:
+    """The plan of the machine's GPU for training sequences of at most ``longest`` tokens, as ``training`` says.
 
-    Raises ConfigError where it does not fit, and where the main memory does not hold the moments that are to go there.
+    A run without a reward never generates.  Raises ConfigError where the plan does not fit, and where the main memory does not hold the
+    moments that are to go there.
     """
-    flow, memory = build_flow(precision, model.config.shape), read_memory()
+    flow, memory = build_flow(config.precision, model.config.shape), read_memory()
+    rollout = None if config.reward is None else config.rollout
     plan = plan_gpu(model.config, flow, rollout, training, longest, device_memory())
     if memory is not None and plan.host > memory.available:
         smaller = smaller_moments(training.moments)

@@ -1,7 +1,7 @@
 """What a run achieved, in one record: the last lines on the console and ``summary.json`` are both made from it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class RunSummary:
     directory: Path
     preset: str
     steps: int
+    gpu_memory: Mapping[str, PhaseMemory] | None = field(default=None, kw_only=True)
+    """By phase, rollout and training, of this process; None on a CPU."""
 
     @property
     def model(self) -> Path:
@@ -43,6 +45,13 @@ class RunSummary:
     def as_json(self) -> dict[str, Any]:
         """The record with paths as text."""
         return {**asdict(self), "directory": str(self.directory), "model": str(self.model)}
+
+    def describe_memory(self) -> list[str]:
+        """A line a phase; none on a CPU."""
+        return [
+            f"GPU memory in {phase}: {memory.peak_gib:.1f} GiB at most, {memory.planned_gib:.1f} planned"
+            for phase, memory in (self.gpu_memory or {}).items()
+        ]
 
     def write(self, path: Path) -> None:
         """Write ``summary.json``."""
@@ -68,5 +77,3 @@ class Summary(RunSummary):
     rollout_seconds: float
     evaluation_seconds: float
     evaluations: Mapping[str, SetSummary]
-    gpu_memory: Mapping[str, PhaseMemory] | None = None
-    """By phase, rollout and training, of this process; None on a CPU."""

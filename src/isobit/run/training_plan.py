@@ -64,7 +64,7 @@ def plan_memory(
     Raises ConfigError for what does not fit a GPU.
     """
     if on_gpu:
-        memory = plan_for_gpu(model, config.precision, config.rollout, training, longest)
+        memory = plan_for_gpu(model, config, training, longest)
         pages, page_tokens = memory.pages, PAGE_TOKENS
     else:
         memory = estimate_memory(model.config, flow, config.rollout, training, longest)

@@ -42,7 +42,7 @@ class GpuTurns:
         self.plan = plan
         self._engine = engine
         self._moments = HostMoments(trainer) if trainer.config.offload_moments else None
-        self._peaks = {"rollout": 0, "training": 0}
+        self._peaks = dict.fromkeys(plan.peaks, 0)
         self._latest = dict(self._peaks)
         self._engine_is_next = True
 
@@ -75,9 +75,13 @@ class GpuTurns:
         return {f"memory/{phase}_peak_gib": size / _GIB for phase, size in self._latest.items()}
 
     def summary(self) -> dict[str, PhaseMemory]:
-        """Planned beside measured, by phase."""
+        """Planned beside measured, by phase, up to now."""
+        if self._engine_is_next:
+            self._end("rollout")
         return {phase: PhaseMemory(self.plan.peaks[phase] / _GIB, peak / _GIB) for phase, peak in self._peaks.items()}
 
     def _end(self, phase: str) -> None:
+        """Take a phase's peak; where nothing is generated, and losses alone are measured between trainings, that is training too."""
+        phase = phase if phase in self._peaks else "training"
         self._latest[phase] = torch.cuda.max_memory_allocated()
         self._peaks[phase] = max(self._peaks[phase], self._latest[phase])

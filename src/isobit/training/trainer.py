@@ -34,6 +34,9 @@ from isobit.training.optimiser import (
     step_device,
 )
 
+_LARGEST_NORM = torch.finfo(torch.float32).max
+"""Gradients are clipped in FP32, where a larger norm, which FP64 still holds, would make zeros of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateMetrics:
@@ -191,7 +194,7 @@ class Trainer:
                 return math.nan, f"the loss is {float(outputs.loss.detach())}"
             outputs.loss.backward()
         norm = gradient_norm(self.policy.masters.values())
-        return norm, None if math.isfinite(norm) else self._what_is_not_finite(norm)
+        return norm, None if norm <= _LARGEST_NORM else self._what_is_not_finite(norm)
 
     def _what_is_not_finite(self, norm: float) -> str:
         """The master nearest to the loss whose gradient holds a NaN or an infinity: the backward goes from there to all before it."""

@@ -16,9 +16,11 @@ from isobit.config.schema import Preset
 from isobit.config.sft import SftConfig
 from isobit.errors import CheckpointError, ConfigError, DataError, Interrupted, IsobitError, NonFiniteError
 from isobit.records import PackedBatch
+from isobit.run import setup as run_setup
 from isobit.run.model import load_model
+from isobit.run.sft import plan, setup
 from isobit.run.sft.loop import sft
-from isobit.run.sft.setup import pack_examples, prepare_sft
+from isobit.run.sft.setup import load_start, pack_examples, prepare_sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer
 
@@ -83,6 +85,26 @@ def test_the_directory_holds_what_the_run_did(make_config: MakeConfig, capsys: p
     printed = capsys.readouterr().out
     assert "12 examples, each seen 0.67 times; held out: 5 in held_out" in printed
     assert "accuracy 0.0% -> 0.0%" in printed
+
+
+def test_a_gpu_has_no_cache_where_nothing_is_generated(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that would not fit is no reason to refuse a run that makes none."""
+    for module in (setup, plan):
+        monkeypatch.setattr(module, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(run_setup, "device_memory", lambda: 8 << 30)
+    monkeypatch.setattr(run_setup, "allocate_in_pages", lambda: None)
+    monkeypatch.setattr(setup, "load_start", lambda config, start, _: load_start(config, start, torch.device("cpu")))
+    config = make_config(rollout={"kv_memory_gib": 12.0})
+    shown = "\n".join(plan.describe_plan(plan.plan_sft(config), None))
+    assert "micro-batches of up to" in shown and "KV pages" not in shown and "tokens in rollout" not in shown
+    run = prepare_sft(config)
+    assert run.evaluator is None and run.turns is not None and run.turns.plan.peaks.keys() == {"training"}
+    graded = make_config(rollout={"kv_memory_gib": 12.0}, reward=REWARD)
+    for refused in (plan.plan_sft, prepare_sft):
+        with pytest.raises(ConfigError, match="the KV cache would take 12 GiB"):
+            refused(graded)
+    shown = "\n".join(plan.describe_plan(plan.plan_sft(make_config(reward=REWARD)), None))
+    assert "KV pages" in shown and "pages of 128 tokens in rollout" in shown
 
 
 def test_only_completions_are_learnt_and_compared(make_config: MakeConfig) -> None:

@@ -62,6 +62,7 @@ class SftLog(TrainingLog[HeldOut]):
             train_seconds=self._seconds["training"],
             evaluation_seconds=self._seconds["evaluation"],
             evaluations=sets,
+            gpu_memory=self._run.turns.summary() if self._run.turns else None,
         )
         summary.write(self.directory.summary)
         for line in describe_summary(summary):

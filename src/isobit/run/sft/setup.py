@@ -111,7 +111,8 @@ def prepare_sft(config: SftConfig) -> SftRun:
     training = trainer_config(config)
     rollout, plan = config.rollout, None
     if device.type == "cuda":
-        plan, rollout = prepare_gpu(start, config.precision, rollout, training, data.longest)
+        plan = prepare_gpu(start, config, training, data.longest)
+        rollout = rollout.model_copy(update={"kv_pages": plan.pages})
     model = load_start(config, start, device)
     evaluator = _build_evaluator(config, rollout, model, data)
     by_id = {example.prompt.id: example for example in data.train}

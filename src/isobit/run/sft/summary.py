@@ -63,6 +63,7 @@ def describe_summary(summary: SftSummary) -> list[str]:
     files = directory_files(summary.directory)
     return [
         *lines,
+        *summary.describe_memory(),
         f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, {summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
         f"files: {summary.directory} ({', '.join(files)})",
