@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from isobit.config.schema import TrainingConfig
+from isobit.config.schema import Moments, TrainingConfig
 from isobit.training.optimiser import build_optimiser, clip_gradients, gradient_norm, learning_rate, set_learning_rate
 
 
@@ -82,10 +82,34 @@ def test_gradients_are_scaled_together_down_to_the_largest_norm() -> None:
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
     norm = gradient_norm(parameters)
     assert norm == 5.0
-    clip_gradients(parameters, norm, max_norm=10.0)
+    optimiser = build_optimiser(parameters, TrainingConfig())
+    clip_gradients(optimiser, norm, max_norm=10.0)
     assert gradient_norm(parameters) == 5.0
-    clip_gradients(parameters, norm, max_norm=1.0)
+    clip_gradients(optimiser, norm, max_norm=1.0)
     assert gradient_norm(parameters) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e9])
+@pytest.mark.parametrize("moments", ["bf16", "fp8"])
+def test_a_clip_in_the_step_has_the_bits_of_one_before_it(moments: Moments, max_norm: float) -> None:
+    def train(clip_before: bool) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(32, 32, generator=generator))
+        optimiser = build_optimiser([parameter], TrainingConfig(moments=moments, learning_rate=1e-2))
+        for step in range(4):
+            parameter.grad = torch.randn(32, 32, generator=generator)
+            if step == 3:  # a step without a clip takes none from the one before
+                optimiser.step()
+                continue
+            norm = gradient_norm([parameter])
+            if clip_before:
+                torch.nn.utils.clip_grads_with_norm_([parameter], max_norm, torch.tensor(norm))
+            else:
+                clip_gradients(optimiser, norm, max_norm)
+            optimiser.step()
+        return parameter.detach()
+
+    assert torch.equal(train(clip_before=True), train(clip_before=False))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -57,6 +57,8 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._moments: Moments = moments
         self._seed = seed
+        self.clip = 1.0
+        """What the gradients of the next step are multiplied with."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (no closure is ever given)
@@ -80,10 +82,11 @@ class CompactAdamW(torch.optim.Optimizer):
                 epsilon=group["eps"],
                 weight_decay=group["weight_decay"],
                 step=int(state["step"]),
-                clip=1.0,
+                clip=self.clip,
                 noise=(self._seed, number),
                 scales=(state["exp_avg_scale"], state["exp_avg_sq_scale"]) if self._moments == "fp8" else None,
             )
+        self.clip = 1.0
 
     def _zeros(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state before the first step."""
@@ -132,6 +135,13 @@ def gradient_norm(masters: Iterable[torch.nn.Parameter]) -> float:
     return float(torch.nn.utils.get_total_norm(gradients))
 
 
-def clip_gradients(masters: Iterable[torch.nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale all gradients down together so that their norm, given as ``norm``, becomes at most ``max_norm``."""
+def clip_gradients(optimiser: torch.optim.Optimizer, norm: float, max_norm: float) -> None:
+    """Scale all gradients down together so that their norm, given as ``norm``, becomes at most ``max_norm``.
+
+    Ours does it in the pass of its next step, to the same bits; for torch's the gradients are overwritten.
+    """
+    if isinstance(optimiser, CompactAdamW):
+        optimiser.clip = float((max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0))  # as torch has it
+        return
+    masters = [master for group in optimiser.param_groups for master in group["params"]]
     torch.nn.utils.clip_grads_with_norm_(masters, max_norm, torch.tensor(norm))

@@ -204,7 +204,7 @@ class Trainer:
         return f"the gradient norm is {norm}"
 
     def _step(self, norm: float, rate: float) -> None:
-        clip_gradients(self.policy.masters.values(), norm, self.config.max_grad_norm)
+        clip_gradients(self._optimiser, norm, self.config.max_grad_norm)
         set_learning_rate(self._optimiser, rate)
         self.is_whole = False
         self._optimiser.step()
