@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from isobit.kernels.hopper.quantise import QuantRows
+from isobit.kernels.hopper.quantise import QuantRows, four_sigmoids
 from isobit.kernels.hopper.token_groups import (
     BY_ROW,
     PADDED,
@@ -38,14 +38,14 @@ from isobit.precision.formats import ScaleKind
 @triton.jit
 def _gate_gradient(dy, gate, up):
     """FP32 each -> BF16."""
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    sigmoid = 0.25 * four_sigmoids(gate)
     return (dy * up * (sigmoid + gate * sigmoid * (1.0 - sigmoid))).to(tl.bfloat16)
 
 
 @triton.jit
 def _up_gradient(dy, gate):
     """FP32 each -> BF16."""
-    return (dy * (gate * (1.0 / (1.0 + tl.exp(-gate))))).to(tl.bfloat16)
+    return (dy * (gate * (0.25 * four_sigmoids(gate)))).to(tl.bfloat16)
 
 
 @triton.jit
