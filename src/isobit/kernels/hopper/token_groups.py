@@ -40,7 +40,7 @@ _amax_bits, _to_e4m3, _gated = (gluon.jit(part.fn) for part in (amax_bits, to_e4
 
 @gluon.jit
 def widen(x):
-    """BF16 -> FP32 by pairs: one by one, ptxas would not pack what is rounded to BF16 either."""
+    """BF16 -> FP32 by pairs: beside casts of single numbers, ptxas also rounds to BF16 one by one, by the slow instruction."""
     return gl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
     )
