@@ -9,12 +9,14 @@ backward of the operands at hand, whose cosines with the exact one hold the roun
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from isobit.kernels import linear
 from isobit.kernels.linear import LinearWeight
+from isobit.models.policy import Policy
 
 Alone = dict[str, tuple[float, float]]
 """By linear: the cosines of dX and of dW."""
@@ -85,16 +87,22 @@ def _on_cpu(alone: Alone) -> Iterator[None]:
 @contextmanager
 def _on_gpu(alone: Alone) -> Iterator[None]:
     from isobit.models import hopper_training
-    from isobit.models.hopper_training import OutputGradient, PackedPass, WGradInput
+    from isobit.models.hopper_decoder import LinearInput
+    from isobit.models.hopper_saving import SavingForward
+    from isobit.models.hopper_training import OutputGradient, PackedPass
+
+    class ExactForward(SavingForward):
+        """Saves the inputs of linears in BF16."""
+
+        def _wgrad_scales(self, linear: str) -> None:
+            return None
 
     class ExactPass(PackedPass):
         """A pass whose backward quantises nothing."""
 
-        def _wgrad_input(self, path: str, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-        def _activation_input(self, path: str, gate_up: torch.Tensor) -> torch.Tensor:
-            return hopper_training.swiglu(gate_up)
+        def __init__(self, policy: Policy, *batch: Any) -> None:
+            super().__init__(policy, *batch)
+            self._saving = ExactForward(policy, "training")
 
         def _output_gradient(self, path: str, dy: torch.Tensor) -> OutputGradient:
             return OutputGradient(dy, dy)
@@ -102,10 +110,10 @@ def _on_gpu(alone: Alone) -> Iterator[None]:
         def _swiglu_backward(self, path: str, d_activation: torch.Tensor, gate_up: torch.Tensor) -> OutputGradient:
             return self._output_gradient(path, hopper_training.swiglu_backward(d_activation, gate_up))
 
-        def _linear_backward(self, path: str, dy: OutputGradient, x: WGradInput) -> torch.Tensor:
+        def _linear_backward(self, path: str, dy: OutputGradient, x: LinearInput | None) -> torch.Tensor:
             assert isinstance(dy.rows, torch.Tensor)
             assert isinstance(x, torch.Tensor)
-            weight = self._forward.weights.linears[path]
+            weight = self._plain.weights.linears[path]
             dx, dw = exact_gradients(dy.rows, x, weight)
             alone[path] = cosines(dy.rows, x, weight)
             self._gradient(f"{path}.weight").add_(dw)

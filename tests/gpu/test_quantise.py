@@ -11,7 +11,10 @@ from isobit.precision.formats import ScaleKind
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, rms_norm_quantise, swiglu, swiglu_quantise
+import triton
+import triton.language as tl
+
+from isobit.kernels.hopper.quantise import QuantRows, four_sigmoids, quantise_rows, rms_norm_quantise, silu, swiglu, swiglu_quantise
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 
@@ -70,6 +73,25 @@ def test_rms_norm_quantises_its_own_rounded_output_and_rows_do_not_depend_on_the
         assert alone_quantised is not None and torch.equal(alone, new[rows]) and torch.equal(alone_norm, norm[rows])  # type: ignore[arg-type]
         assert torch.equal(alone_quantised.values.view(torch.uint8), quantised.values.view(torch.uint8)[rows])
         assert torch.equal(alone_quantised.scales, quantised.scales[rows])
+
+
+@triton.jit
+def _sigmoids_kernel(numbers, short, plain, count: tl.constexpr):
+    """sigmoid and silu of BF16 numbers, as the kernels compute them and by their definitions."""
+    i = tl.program_id(0) * 128 + tl.arange(0, 128)
+    x = tl.load(numbers + i).to(tl.float32)
+    tl.store(short + i, 0.25 * four_sigmoids(x))
+    tl.store(short + count + i, silu(x))
+    tl.store(plain + i, 1.0 / (1.0 + tl.exp(-x)))
+    tl.store(plain + count + i, x / (1.0 + tl.exp(-x)))
+
+
+def test_the_short_sigmoid_has_the_bits_of_the_plain_one() -> None:
+    x = every_bf16().cuda()
+    short, plain = (torch.empty(2, x.numel(), device="cuda") for _ in range(2))
+    _sigmoids_kernel[(x.numel() // 128,)](x, short, plain, x.numel(), num_warps=4, enable_fp_fusion=False)  # pyright: ignore
+    assert torch.equal(short.isnan(), plain.isnan())
+    assert torch.equal(*(torch.where(y.isnan(), 0, y).view(torch.int32) for y in (short, plain)))
 
 
 @pytest.mark.parametrize("columns", [128, 384, 12288])

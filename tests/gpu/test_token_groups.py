@@ -12,10 +12,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, swiglu, swiglu_quantise
 from isobit.kernels.hopper.swiglu_backward import swiglu_backward, swiglu_backward_quantise
-from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens, swiglu_tokens
+from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens, swiglu_both, swiglu_tokens
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
-TOKENS = (1, 127, 128, 300)
+TOKENS = (1, 127, 128, 129, 300)
 
 
 def assert_rows(ours: QuantRows, x: torch.Tensor, kind: ScaleKind) -> None:
@@ -77,12 +77,16 @@ def test_every_bf16_number(kind: ScaleKind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [128, 1536])
-def test_swiglu_tokens_quantises_what_the_forward_quantised(kind: ScaleKind, columns: int) -> None:
+def test_swiglu_in_both_groupings_quantises_what_swiglu_gives(kind: ScaleKind, columns: int) -> None:
     for tokens in TOKENS:
-        gate_up = (3 * torch.randn(tokens, 2 * columns)).bfloat16().cuda()
-        y = swiglu(gate_up)
-        assert_tokens(swiglu_tokens(gate_up, kind), y, kind)
-        assert_rows(swiglu_quantise(gate_up, kind), y, kind)
+        tame = (3 * torch.randn(tokens, 2 * columns)).bfloat16()
+        for gate_up in (tame.cuda(), wild(tokens, 2 * columns).cuda()):
+            y = swiglu(gate_up)
+            rows, by_token = swiglu_both(gate_up, kind)
+            assert_rows(rows, y, kind)
+            assert_tokens(by_token, y, kind)
+            assert_equal(swiglu_tokens(gate_up, kind), by_token)
+            assert_equal(swiglu_quantise(gate_up, kind), rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +124,13 @@ def test_groups_do_not_depend_on_the_rest_of_the_batch_and_results_repeat(kind: 
     rows, by_token = swiglu_backward_quantise(dy, gate_up, kind)
     for again, expected in zip(swiglu_backward_quantise(dy, gate_up, kind), (rows, by_token), strict=True):
         assert_equal(again, expected)
+    y_rows, y_by_token = swiglu_both(gate_up, kind)
+    for again, expected in zip(swiglu_both(gate_up, kind), (y_rows, y_by_token), strict=True):
+        assert_equal(again, expected)
     part = slice(256, 384)
+    part_rows, part_by_token = swiglu_both(gate_up[part], kind)
+    assert_equal(part_rows, QuantRows(y_rows.values[part], y_rows.scales[part]))
+    assert_equal(part_by_token, QuantRows(y_by_token.values[:, part], y_by_token.scales[:, 2:3]))
     part_rows, part_by_token = swiglu_backward_quantise(dy[part], gate_up[part], kind)
     assert_equal(part_rows, QuantRows(rows.values[part], rows.scales[part]))
     assert_equal(part_by_token, QuantRows(by_token.values[:, part], by_token.scales[:, 2:3]))

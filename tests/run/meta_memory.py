@@ -84,8 +84,8 @@ def meta_policy(shape: ModelConfig, precision: PrecisionConfig) -> Policy:
     return Policy(shape, precision, masters, META)
 
 
-def micro_batch_bytes(policy: Policy, lengths: tuple[int, ...], recompute: Recompute) -> dict[Literal["saved", "peak"], int]:
-    """What forward and backward take beside weights and gradients: saved when the loss is there, and at most."""
+def micro_batch_bytes(policy: Policy, lengths: tuple[int, ...], recompute: Recompute) -> dict[Literal["forward", "saved", "peak"], int]:
+    """What forward and backward take beside weights and gradients: at most in the forward, saved when the loss is there, and at most."""
     from isobit.models import hopper_training
 
     tokens = sum(lengths)
@@ -95,6 +95,7 @@ def micro_batch_bytes(policy: Policy, lengths: tuple[int, ...], recompute: Recom
     temperatures = torch.empty(tokens, device=META)
     with LiveBytes() as live:
         hidden = hopper_training.packed_hidden_states(policy, ids, positions, lengths, recompute)
+        forward = live.peak
         taken = hidden.index_select(0, rows)
         del hidden
         log_probs, _ = hopper_training.token_log_probs(policy, taken, ids, temperatures)
@@ -102,4 +103,4 @@ def micro_batch_bytes(policy: Policy, lengths: tuple[int, ...], recompute: Recom
         del taken, log_probs
         saved = live.now
         loss.backward()
-    return {"saved": saved, "peak": live.peak}
+    return {"forward": forward, "saved": saved, "peak": live.peak}

@@ -23,11 +23,11 @@ from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, rms_norm_qu
 from isobit.kernels.linear import LinearWeight
 from isobit.kernels.trace import is_observed, observe
 from isobit.models.policy import Policy
-from isobit.precision.formats import Side
+from isobit.precision.formats import ScaleKind, Side
 from isobit.precision.quant_tensor import QuantTensor
 
 LinearInput = QuantRows | torch.Tensor
-"""What a linear reads: E4M3 in 1x128 groups, or BF16 [T, K]."""
+"""E4M3, in 1x128 groups for FProp, transposed in groups of 128 tokens for WGrad; or BF16 [T, K]."""
 
 
 class HopperAttend(Protocol):
@@ -44,71 +44,78 @@ def hidden_states(policy: Policy, side: Side, token_ids: torch.Tensor, positions
     h, x = forward.embed(token_ids), None
     for layer in range(policy.config.num_layers):
         h, a = forward.enter(layer, h, x)
-        result = forward.layer(layer, h, a, attend)
-        h, x = result.h_mid, forward.down(layer, result.gate_up)
-        del a, result  # else all of it would stand beside the next layer's
+        h, x = forward.layer(layer, h, a, attend)
     return forward.leave(h, x)[1]
 
 
 @dataclass(frozen=True, slots=True)
-class Normed:
-    """A norm of the residual stream: as the next linear reads it, and in BF16 where somebody wants that too."""
+class Input:
+    """A linear's input: as FProp reads it, and as WGrad will, in a pass with a backward (``isobit.models.hopper_saving``)."""
 
     read: LinearInput
-    value: torch.Tensor | None
+    saved: LinearInput | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LayerResult:
-    """What a layer made on its way; all BF16 [T, ...]."""
+class Attention:
+    """What the first half of a layer made."""
 
-    h: torch.Tensor
-    """The residual stream that its first norm reads."""
-    a: Normed
     qkv: torch.Tensor
-    out: torch.Tensor
-    """Of attention, [T, H D]."""
-    h_mid: torch.Tensor
-    """The residual stream that its second norm reads."""
-    b: Normed
-    gate_up: torch.Tensor
+    out: Input
+    """Of attention, [T, H D]: the output projection's input."""
+    x: torch.Tensor
+    """What it has to add to the residual stream."""
 
 
 class Forward:
-    """One forward pass over the weights of a side; ``keep_norms`` makes the norms in BF16 too, which the backward wants."""
+    """One forward pass over the weights of a side, step by step."""
 
-    def __init__(self, policy: Policy, side: Side, keep_norms: bool = False) -> None:
+    saves = False
+    """Whether the inputs of linears are made for WGrad too."""
+
+    def __init__(self, policy: Policy, side: Side) -> None:
         self.config, self.weights, self.rope = policy.config, policy.weights(side), policy.rope
-        self._keep_norms = keep_norms
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The residual stream at its start."""
         return observe(self.weights.plain["embed_tokens.weight"].index_select(0, token_ids), "embed_tokens")
 
-    def enter(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, Normed]:
+    def enter(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, Input]:
         """Add what the layer before left to add; -> the residual stream and its norm, as ``layer`` takes them."""
         path = f"layers.{layer}"
         return self._add_norm(h, x, f"{path}.input_norm", f"{path}.qkv_proj", f"layers.{layer - 1}.mlp_residual")
 
-    def layer(self, layer: int, h: torch.Tensor, a: Normed, attend: HopperAttend) -> LayerResult:
-        """A layer from its first norm to what gate and up make; ``down`` ends it."""
-        path = f"layers.{layer}"
-        qkv = self._linear(f"{path}.qkv_proj", a.read)
-        out = observe(attend(layer, qkv, self.transform(layer)), path, "attention")
-        x = self._linear(f"{path}.o_proj", self._quantise(f"{path}.o_proj", out))
-        h_mid, b, gate_up = self.gate_up(layer, h, x)
-        return LayerResult(h, a, qkv, out, h_mid, b, gate_up)
+    def layer(self, layer: int, h: torch.Tensor, a: Input, attend: HopperAttend) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer from its first norm on -> the residual stream, and what the next layer has to add to it."""
+        h, b = self.enter_mlp(layer, h, self.attention(layer, a, attend).x)
+        return h, self.down(layer, self.activation(layer, self.gate_up(layer, b)))
 
-    def gate_up(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, Normed, torch.Tensor]:
-        """The MLP's first half, of the residual stream h + x; -> that stream, its norm, and what gate and up make of it."""
+    def attention(self, layer: int, a: Input, attend: HopperAttend) -> Attention:
+        """The first half of a layer."""
         path = f"layers.{layer}"
-        h_mid, b = self._add_norm(h, x, f"{path}.post_attention_norm", f"{path}.gate_up_proj", f"{path}.attention_residual")
-        return h_mid, b, self._linear(f"{path}.gate_up_proj", b.read)
+        qkv = self._linear(f"{path}.qkv_proj", a)
+        out = self._input(f"{path}.o_proj", observe(attend(layer, qkv, self.transform(layer)), path, "attention"))
+        return Attention(qkv, out, self._linear(f"{path}.o_proj", out))
 
-    def down(self, layer: int, gate_up: torch.Tensor) -> torch.Tensor:
+    def enter_mlp(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, Input]:
+        """Add what attention left to add; -> the residual stream and its norm."""
+        path = f"layers.{layer}"
+        return self._add_norm(h, x, f"{path}.post_attention_norm", f"{path}.gate_up_proj", f"{path}.attention_residual")
+
+    def gate_up(self, layer: int, b: Input) -> torch.Tensor:
+        """Gate and up of a norm, BF16 [T, 2 I]."""
+        return self._linear(f"layers.{layer}.gate_up_proj", b)
+
+    def activation(self, layer: int, gate_up: torch.Tensor) -> Input:
+        """silu(gate) * up, [T, I]."""
+        path = f"layers.{layer}"
+        if is_observed():
+            observe(swiglu(gate_up), path, "activation")
+        return self._gated(f"{path}.down_proj", gate_up)
+
+    def down(self, layer: int, activation: Input) -> torch.Tensor:
         """What the MLP has to add to the residual stream that it read."""
-        path = f"layers.{layer}"
-        return self._linear(f"{path}.down_proj", self._activation(path, gate_up))
+        return self._linear(f"layers.{layer}.down_proj", activation)
 
     def leave(self, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """-> the residual stream at its end, and the final norm of it."""
@@ -132,40 +139,45 @@ class Forward:
             self.weights.linears[f"{path}.qkv_proj"].bias,
         )
 
-    def _add_norm(self, h: torch.Tensor, x: torch.Tensor | None, norm: str, linear: str, residual: str) -> tuple[torch.Tensor, Normed]:
+    def _add_norm(self, h: torch.Tensor, x: torch.Tensor | None, norm: str, linear: str, residual: str) -> tuple[torch.Tensor, Input]:
         """-> the new residual stream, and its norm as ``linear`` reads it."""
-        site = self.weights.linears[linear].site
-        scales = site.scales if site.forward == "e4m3" else None
-        weight, keep = self.weights.plain[f"{norm}.weight"], scales is None or self._keep_norms or is_observed()
+        weight, scales = self.weights.plain[f"{norm}.weight"], self._scales(linear)
+        keep = scales is None or self.saves or is_observed()
         h, normed, quantised = rms_norm_quantise(h, x, weight, self.config.rms_epsilon, scales, keep)
         if x is not None:
             observe(h, residual)
         if normed is not None:
             observe(normed, norm)
+        return h, self._normed(linear, normed, quantised)
+
+    def _linear(self, path: str, a: Input) -> torch.Tensor:
+        """Without its bias, which the next kernel adds."""
+        if isinstance(a.read, QuantRows):
+            observe(a.read.values, path, "input", scales=a.read.scales)
+        else:
+            observe(a.read, path, "input")
+        return observe(_product(a.read, self.weights.linears[path]), path)
+
+    def _normed(self, linear: str, normed: torch.Tensor | None, quantised: QuantRows | None) -> Input:
+        """The input of a linear behind a norm, BF16 and quantised as far as asked for."""
         read = normed if quantised is None else quantised
         assert read is not None
-        return h, Normed(read, normed)
+        return Input(read)
 
-    def _linear(self, path: str, a: LinearInput) -> torch.Tensor:
-        """Without its bias, which the next kernel adds."""
-        weight = self.weights.linears[path]
-        if isinstance(a, QuantRows):
-            observe(a.values, path, "input", scales=a.scales)
-        else:
-            observe(a, path, "input")
-        return observe(_product(a, weight), path)
+    def _input(self, linear: str, x: torch.Tensor) -> Input:
+        """The input of a linear, made of x BF16."""
+        scales = self._scales(linear)
+        return Input(x if scales is None else quantise_rows(x, scales))
 
-    def _quantise(self, linear: str, x: torch.Tensor) -> LinearInput:
+    def _gated(self, linear: str, gate_up: torch.Tensor) -> Input:
+        """The input of a linear, made of silu(gate) * up."""
+        scales = self._scales(linear)
+        return Input(swiglu(gate_up) if scales is None else swiglu_quantise(gate_up, scales))
+
+    def _scales(self, linear: str) -> ScaleKind | None:
+        """Those of its input; None where it stays in BF16."""
         site = self.weights.linears[linear].site
-        return quantise_rows(x, site.scales) if site.forward == "e4m3" else x
-
-    def _activation(self, path: str, gate_up: torch.Tensor) -> LinearInput:
-        site = self.weights.linears[f"{path}.down_proj"].site
-        if site.forward != "e4m3":
-            return observe(swiglu(gate_up), path, "activation")
-        if is_observed():
-            observe(swiglu(gate_up), path, "activation")
-        return swiglu_quantise(gate_up, site.scales)
+        return site.scales if site.forward == "e4m3" else None
 
 
 def _product(a: LinearInput, weight: LinearWeight) -> torch.Tensor:

@@ -13,7 +13,8 @@ are BF16; those of the masters are FP32 and added up in place, one addition an e
 A layer saves what its backward reads: the inputs of its norms, of RoPE and of SwiGLU in BF16, Q, K and V as encoded, the output of
 attention, and each linear's input as WGrad wants it, quantised along the tokens (or in BF16).  ``recompute`` trades that memory for
 operations that are done once more, to the same bits, on the way back: ``mlp`` leaves out what is behind the second norm, half of all, and
-computes it again from the residual stream (one GEMM); ``full`` keeps the residual stream alone and computes the layer again.
+computes it again from the residual stream (one GEMM); ``full`` keeps the residual stream alone and computes the layer again.  What will be
+computed again is made at first as rollout makes it, without WGrad's copies.
 """
 
 from collections.abc import Callable
@@ -29,50 +30,53 @@ from isobit.kernels.hopper.linear_backward import dgrad, dgrad_bf16, wgrad, wgra
 from isobit.kernels.hopper.norm_backward import rms_norm_backward
 from isobit.kernels.hopper.packed_attention import Attended, PackedAttention
 from isobit.kernels.hopper.qkv_backward import qkv_backward
-from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, swiglu
+from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
 from isobit.kernels.hopper.swiglu_backward import swiglu_backward, swiglu_backward_quantise
-from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens, swiglu_tokens
-from isobit.models.hopper_decoder import Forward, LayerResult, Normed
+from isobit.kernels.hopper.token_groups import quantise_both
+from isobit.models.hopper_decoder import Forward, LinearInput
+from isobit.models.hopper_saving import SavingForward
 from isobit.models.policy import Policy
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import QuantTensor
-
-WGradInput = QuantRows | torch.Tensor
-"""A linear's input as WGrad reads it: X^T in E4M3 groups of 128 tokens, or X in BF16."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputGradient:
     """d y of a linear, as DGrad and WGrad read it."""
 
-    rows: QuantRows | torch.Tensor
-    tokens: WGradInput
+    rows: LinearInput
+    tokens: LinearInput
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAttention:
+    """What the backward of a layer's first half reads."""
+
+    h: torch.Tensor
+    """The residual stream that its norm reads."""
+    normed: LinearInput | None
+    """The input of the Q, K and V projection, as all inputs here as WGrad reads it."""
+    qkv: torch.Tensor
+    attended: Attended
+    out: LinearInput | None
+    """The input of the output projection."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedMlp:
-    """What the backward of an MLP reads."""
+    """What the backward of a layer's second half reads."""
 
-    gate_up: torch.Tensor
-    normed: WGradInput
+    h: torch.Tensor
+    """The residual stream that its norm reads."""
+    normed: LinearInput | None
     """The input of gate and up."""
-    activation: WGradInput
+    gate_up: torch.Tensor
+    activation: LinearInput | None
     """The input of down."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedLayer:
-    """What the backward of a layer reads; the MLP's part is None where it is computed again."""
-
-    h: torch.Tensor
-    normed: WGradInput
-    """The input of the Q, K and V projection."""
-    qkv: torch.Tensor
-    attended: Attended
-    out: WGradInput
-    """The input of the output projection."""
-    h_mid: torch.Tensor
-    mlp: SavedMlp | None
+Saved = torch.Tensor | tuple[SavedAttention, torch.Tensor | SavedMlp]
+"""Of a layer; the residual stream alone in the place of what is computed again."""
 
 
 class PackedPass:
@@ -83,23 +87,40 @@ class PackedPass:
     ) -> None:
         """token_ids and positions int64 [T], on the GPU."""
         self._policy, self._token_ids, self._positions, self._recompute = policy, token_ids, positions, recompute
-        self._forward = Forward(policy, "training", keep_norms=True)
+        self._plain, self._saving = Forward(policy, "training"), SavingForward(policy, "training")
         self._attend = PackedAttention(policy.flow.training, lengths, positions)
-        self._saved: list[SavedLayer | torch.Tensor] = []
+        self._saved: list[Saved] = []
         self._last_h: torch.Tensor | None = None
 
     def forward(self) -> torch.Tensor:
         """-> hidden states BF16 [T, hidden]."""
-        h, x = self._forward.embed(self._token_ids), None
+        h, x = self._plain.embed(self._token_ids), None
         for layer in range(self._policy.config.num_layers):
-            h, a = self._forward.enter(layer, h, x)
-            result = self._forward.layer(layer, h, a, self._attend)
-            attended = self._attend.take()
-            self._saved.append(h if self._recompute == "full" else self._save(layer, result, attended))
-            h, x = result.h_mid, self._forward.down(layer, result.gate_up)
-            del a, result, attended  # else all of it would stand beside the next layer's
-        self._last_h, hidden = self._forward.leave(h, x)
+            h, x = self._layer(layer, h, x)
+        self._last_h, hidden = self._plain.leave(h, x)
         return hidden
+
+    def _layer(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream and what to add to it -> the same behind a layer, which is saved as far as it is not computed again."""
+        if self._recompute == "full":
+            h, a = self._plain.enter(layer, h, x)
+            self._saved.append(h)
+            h, x = self._plain.layer(layer, h, a, self._attend)
+            self._attend.take()
+            return h, x
+        attention, x = self._attention(layer, h, x)
+        forward = self._plain if self._recompute == "mlp" else self._saving
+        h, b = forward.enter_mlp(layer, attention.h, x)
+        gate_up = forward.gate_up(layer, b)
+        activation = forward.activation(layer, gate_up)
+        self._saved.append((attention, SavedMlp(h, b.saved, gate_up, activation.saved) if forward.saves else h))
+        return h, forward.down(layer, activation)
+
+    def _attention(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[SavedAttention, torch.Tensor]:
+        """The first half of a layer: what its backward reads, and what it has to add to the residual stream."""
+        h, a = self._saving.enter(layer, h, x)
+        made = self._saving.attention(layer, a, self._attend)
+        return SavedAttention(h, a.saved, made.qkv, self._attend.take(), made.out.saved), made.x
 
     def backward(self, d_hidden: torch.Tensor) -> None:
         """Add the gradients of everything but lm_head to the masters' ``grad``; the pass is used up."""
@@ -107,54 +128,51 @@ class PackedPass:
         d = self._norm("norm", d_hidden.contiguous(), self._last_h, None)
         self._last_h = None
         for layer in reversed(range(self._policy.config.num_layers)):
-            d = self._layer_backward(layer, self._take(layer), d)
+            d = self._layer_backward(layer, d)
         embedding_backward(d, self._token_ids, self._gradient("embed_tokens.weight"))
 
-    def _take(self, layer: int) -> SavedLayer:
-        saved = self._saved.pop()
-        if isinstance(saved, SavedLayer):
-            return saved
-        h, a = self._forward.enter(layer, saved, None)
-        result = self._forward.layer(layer, h, a, self._attend)
-        return self._save(layer, result, self._attend.take())
-
-    def _save(self, layer: int, result: LayerResult, attended: Attended) -> SavedLayer:
-        path = f"layers.{layer}"
-        assert result.a.value is not None
-        normed, out = self._wgrad_input(f"{path}.qkv_proj", result.a.value), self._wgrad_input(f"{path}.o_proj", result.out)
-        mlp = None if self._recompute == "mlp" else self._save_mlp(layer, result.b, result.gate_up)
-        return SavedLayer(result.h, normed, result.qkv, attended, out, result.h_mid, mlp)
-
-    def _save_mlp(self, layer: int, b: Normed, gate_up: torch.Tensor) -> SavedMlp:
-        path = f"layers.{layer}"
-        assert b.value is not None
-        normed = self._wgrad_input(f"{path}.gate_up_proj", b.value)
-        return SavedMlp(gate_up, normed, self._activation_input(f"{path}.down_proj", gate_up))
-
-    def _mlp_again(self, layer: int, h_mid: torch.Tensor) -> SavedMlp:
-        _, b, gate_up = self._forward.gate_up(layer, h_mid, None)
-        return self._save_mlp(layer, b, gate_up)
-
-    def _layer_backward(self, layer: int, saved: SavedLayer, d: torch.Tensor) -> torch.Tensor:
+    def _layer_backward(self, layer: int, d: torch.Tensor) -> torch.Tensor:
         """The gradient of the residual stream behind a layer -> before it."""
-        path = f"layers.{layer}"
-        d_mid = self._mlp_backward(layer, saved.mlp or self._mlp_again(layer, saved.h_mid), saved.h_mid, d)
-        d_out = self._linear_backward(f"{path}.o_proj", self._output_gradient(f"{path}.o_proj", d_mid), saved.out)
-        d_qkv = self._qkv_backward(layer, saved, *self._attend.backward(saved.attended, d_out))
-        d_a = self._linear_backward(f"{path}.qkv_proj", self._output_gradient(f"{path}.qkv_proj", d_qkv), saved.normed)
-        return self._norm(f"{path}.input_norm", d_a, saved.h, d_mid)
+        attention, mlp = self._take(layer)
+        d = self._mlp_backward(layer, mlp, d)
+        del mlp  # else it would stand beside the gradients of attention
+        return self._attention_backward(layer, attention, d)
 
-    def _mlp_backward(self, layer: int, saved: SavedMlp, h_mid: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    def _take(self, layer: int) -> tuple[SavedAttention, SavedMlp]:
+        """What the backward of a layer reads, computed again where it was not saved."""
+        saved = self._saved.pop()
+        if isinstance(saved, torch.Tensor):
+            attention, x = self._attention(layer, saved, None)
+            return attention, self._mlp_again(layer, attention.h, x)
+        attention, mlp = saved
+        return attention, mlp if isinstance(mlp, SavedMlp) else self._mlp_again(layer, mlp, None)
+
+    def _mlp_again(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
+        """A layer's second half but for its end, which no gradient needs."""
+        h, b = self._saving.enter_mlp(layer, h, x)
+        gate_up = self._saving.gate_up(layer, b)
+        return SavedMlp(h, b.saved, gate_up, self._saving.activation_saved(layer, gate_up))
+
+    def _attention_backward(self, layer: int, saved: SavedAttention, d: torch.Tensor) -> torch.Tensor:
+        """The gradient of the residual stream behind attention -> before its norm."""
+        path = f"layers.{layer}"
+        d_out = self._linear_backward(f"{path}.o_proj", self._output_gradient(f"{path}.o_proj", d), saved.out)
+        d_qkv = self._qkv_backward(layer, saved.qkv, *self._attend.backward(saved.attended, d_out))
+        d_a = self._linear_backward(f"{path}.qkv_proj", self._output_gradient(f"{path}.qkv_proj", d_qkv), saved.normed)
+        return self._norm(f"{path}.input_norm", d_a, saved.h, d)
+
+    def _mlp_backward(self, layer: int, saved: SavedMlp, d: torch.Tensor) -> torch.Tensor:
         """The gradient of the residual stream behind an MLP -> before its norm."""
         path = f"layers.{layer}"
         d_activation = self._linear_backward(f"{path}.down_proj", self._output_gradient(f"{path}.down_proj", d), saved.activation)
         d_gate_up = self._swiglu_backward(f"{path}.gate_up_proj", d_activation, saved.gate_up)
         d_b = self._linear_backward(f"{path}.gate_up_proj", d_gate_up, saved.normed)
-        return self._norm(f"{path}.post_attention_norm", d_b, h_mid, d)
+        return self._norm(f"{path}.post_attention_norm", d_b, saved.h, d)
 
-    def _linear_backward(self, path: str, dy: OutputGradient, x: WGradInput) -> torch.Tensor:
+    def _linear_backward(self, path: str, dy: OutputGradient, x: LinearInput | None) -> torch.Tensor:
         """-> d x BF16 [T, K]; the gradient of W is added to the master's."""
-        matrix, gradient = self._forward.weights.linears[path].matrix, self._gradient(f"{path}.weight")
+        assert x is not None, "a forward that saves came before"
+        matrix, gradient = self._plain.weights.linears[path].matrix, self._gradient(f"{path}.weight")
         if isinstance(x, QuantRows):
             assert isinstance(dy.tokens, QuantRows)
             wgrad(dy.tokens, x, gradient)
@@ -182,28 +200,18 @@ class PackedPass:
             return OutputGradient(*swiglu_backward_quantise(d_activation, gate_up, site.scales))
         return self._output_gradient(path, swiglu_backward(d_activation, gate_up))
 
-    def _qkv_backward(self, layer: int, saved: SavedLayer, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
+    def _qkv_backward(self, layer: int, qkv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
         path, config = f"layers.{layer}", self._policy.config
         q_norm, k_norm = (self._gradient(f"{path}.{name}.weight") if config.qk_norm else None for name in ("q_norm", "k_norm"))
         bias = self._gradient(f"{path}.qkv_proj.bias") if config.qkv_bias else None
-        return qkv_backward(dq, dk, dv, saved.qkv, self._forward.transform(layer), self._positions, q_norm, k_norm, bias)
+        return qkv_backward(dq, dk, dv, qkv, self._plain.transform(layer), self._positions, q_norm, k_norm, bias)
 
     def _norm(self, path: str, dy: torch.Tensor, h: torch.Tensor, d_residual: torch.Tensor | None) -> torch.Tensor:
         name = f"{path}.weight"
-        return rms_norm_backward(
-            dy, h, self._forward.weights.plain[name], self._policy.config.rms_epsilon, d_residual, self._gradient(name)
-        )
-
-    def _wgrad_input(self, path: str, x: torch.Tensor) -> WGradInput:
-        site = self._site(path)
-        return quantise_tokens(x, site.scales) if site.wgrad == "e4m3" else x
-
-    def _activation_input(self, path: str, gate_up: torch.Tensor) -> WGradInput:
-        site = self._site(path)
-        return swiglu_tokens(gate_up, site.scales) if site.wgrad == "e4m3" else swiglu(gate_up)
+        return rms_norm_backward(dy, h, self._plain.weights.plain[name], self._policy.config.rms_epsilon, d_residual, self._gradient(name))
 
     def _site(self, path: str) -> Site:
-        return self._forward.weights.linears[path].site
+        return self._plain.weights.linears[path].site
 
     def _gradient(self, name: str) -> torch.Tensor:
         return gradient_of(self._policy, name)

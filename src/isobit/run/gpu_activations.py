@@ -13,10 +13,10 @@ are n numbers in E4M3 with an FP32 scale for each 128.
     what passes, the largest of (in bytes a token, but for products with V and C I):
       lm_head, forward  6 C T + 4 V rows                            a part of the logits: about 1 GiB
       lm_head, backward 6 C T + (6 V + 4 C) rows                    logits and their gradient: 2 GiB
-      layer, forward    T (2 norms as read and in BF16 + q(I) + 4 C) and what the layer made and does not save
+      layer, forward    T (6 C + a norm and q(I) as read) and what the layer made and does not save
       layer, backward   T (4 C + what is computed again + the larger of)
                           MLP           2 I + 2 q(2 I) + 4 C, and 2 C I once: gradients quantised twice, the matrix transposed
-                          attention     2 C + 4 H D + (4 H D + 4 G D + 8 H) + 4 G D
+                          attention     2 C + 4 H D + (4 H D + 4 G D + 8 H) + 4 G D, less 2 C + MLP, which is done
 
 Sizes are those of the kernels' own tensors; the tests run the real passes over tensors without storage and count.
 """
@@ -59,7 +59,7 @@ class _Layer:
     stream: int
     """The residual stream, or a gradient of it."""
     norm: int
-    """A norm in BF16 and as the next linear reads it."""
+    """In E4M3 as the next linear reads it, beside BF16."""
     qkv: int
     attended: int
     """Q, K and V as encoded, the output and the log-sum-exps."""
@@ -68,7 +68,7 @@ class _Layer:
     gate_up: int
     mlp_inputs: int
     activation: int
-    """The input of down_proj, as FProp reads it."""
+    """The input of down_proj in E4M3, as FProp reads it, beside BF16."""
     mlp_gradients: int
     attention_gradients: int
     transposed: int
@@ -98,14 +98,14 @@ class _Layer:
         padded = 4 * queries + 4 * keys + 8 * shape.num_heads  # copies in which every sequence is whole tiles
         return cls(
             stream=2 * hidden,
-            norm=2 * hidden + max(read("qkv_proj", hidden), read("gate_up_proj", hidden)),
+            norm=max(read("qkv_proj", hidden), read("gate_up_proj", hidden)),
             qkv=2 * (queries + 2 * keys),
             attended=encoded + 2 * queries + 4 * shape.num_heads,
             qkv_input=kept("qkv_proj", hidden),
             out_input=kept("o_proj", queries) if sites["o_proj"].wgrad == "e4m3" else 0,
             gate_up=4 * mlp,
             mlp_inputs=kept("gate_up_proj", hidden) + kept("down_proj", mlp),
-            activation=read("down_proj", mlp) or 2 * mlp,
+            activation=read("down_proj", mlp),
             mlp_gradients=2 * mlp + gradient("gate_up_proj", 2 * mlp) + 4 * hidden,
             attention_gradients=2 * hidden + 4 * queries + padded + 4 * keys,
             transposed=max(
@@ -121,15 +121,18 @@ class _Layer:
 
     def forward(self, recompute: Recompute) -> int:
         """Beside what it saves."""
-        passing = 2 * self.norm + 2 * self.stream + self.activation
-        if recompute == "full":
-            return passing + self.stream + self.qkv + self.attended + self.gate_up
-        return passing + (self.gate_up if recompute == "mlp" else 0)
+        streams = 3 * self.stream  # before the layer, or what was added to it; what attention adds; what the MLP adds
+        if recompute == "none":
+            return streams + self.norm + self.activation
+        norm = self.norm or self.stream
+        mlp = norm + self.gate_up + (self.activation or self.gate_up // 2)
+        return streams + mlp if recompute == "mlp" else streams + mlp + norm + self.attended
 
     def backward(self, recompute: Recompute) -> int:
         """Beside what it saved."""
         again = self.saved("none") - self.saved(recompute)
-        return 2 * self.stream + again + max(self.mlp_gradients, self.attention_gradients)
+        mlp = self.stream + self.gate_up + self.mlp_inputs  # gone when attention's turn comes
+        return 2 * self.stream + again + max(self.mlp_gradients, self.attention_gradients - mlp)
 
 
 def _quantised(numbers: int) -> int:

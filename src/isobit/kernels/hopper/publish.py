@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.quantise import magnitude_bits, to_e4m3
+from isobit.kernels.hopper.quantise import amax_bits, to_e4m3
 from isobit.precision.formats import BLOCK, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -28,11 +28,10 @@ def _publish_kernel(MASTER, VALUES, SCALES, CHANGED, K: tl.constexpr, POWER_OF_T
     if CHANGED is not None:
         before = tl.load(VALUES + place).to(tl.uint8, bitcast=True)
     x = tl.load(MASTER + place).to(tl.bfloat16).to(tl.float32)
-    amax = tl.max(tl.max(magnitude_bits(x), 1, keep_dims=True), 0, keep_dims=True)
-    values, scale = to_e4m3(x, amax, POWER_OF_TWO)
+    values, scale = to_e4m3(x, tl.max(amax_bits(x, 1)[:, None], 0, keep_dims=True), POWER_OF_TWO)
     if CHANGED is not None:
-        differs = (before != values.to(tl.uint8, bitcast=True)).to(tl.int32)
-        tl.store(CHANGED + block, tl.sum(tl.sum(differs, 1), 0))
+        differs = (before != values.to(tl.uint8, bitcast=True)).to(tl.float32)  # exact; ptxas crashes over a sum of integers here
+        tl.store(CHANGED + block, tl.sum(tl.sum(differs, 1), 0).to(tl.int32))
     tl.store(VALUES + place, values)
     tl.store(SCALES + block + tl.zeros([1, 1], tl.int32), scale)
 

@@ -5,9 +5,9 @@
     swiglu_quantise      silu(gate) * up                  -> values, scales
     swiglu               silu(gate) * up                  -> BF16, for a layer that stays in BF16
 
-Every input of a quantiser is rounded to BF16 first, as it is on the CPU.  amax is the maximum of the magnitudes' bits as integers: a NaN
-is larger than any number, so a group that is not finite is found without a comparison that a NaN could pass.  A row's sum of squares is
-taken by one program with one layout, so it depends on that row alone.
+Every input of a quantiser is rounded to BF16 first, as it is on the CPU.  amax is a maximum that a NaN passes through, looked at in its
+bits, where a NaN is larger than any number: a group that is not finite is found without a comparison that a NaN could pass.  The cast to
+E4M3 saturates, so nothing is clamped.  A row's sum of squares is taken by one program with one layout, so it depends on that row alone.
 
 Scales are written K-group-major, [K/128, M] with M padded to a multiple of 4, the layout that DeepGEMM and cuBLASLt read through TMA.
 """
@@ -47,32 +47,37 @@ class QuantRows:
 
 
 @triton.jit
-def magnitude_bits(x):
-    """|x| of FP32 numbers as integers, which are ordered as the numbers are, a NaN above all."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def larger(a, b):
+    """The larger one, or a NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax_bits(x, AXIS: tl.constexpr):
+    """The largest |x| along an axis of FP32 numbers, as an integer: ordered as the numbers are, a NaN above all."""
+    return tl.reduce(tl.abs(x), AXIS, larger).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def to_e4m3(x, amax_bits, POWER_OF_TWO: tl.constexpr):
-    """FP32 x, and its groups' largest ``magnitude_bits`` in a shape that broadcasts to x -> E4M3 like x, FP32 scales like the bits."""
+    """FP32 x, and its groups' ``amax_bits`` in a shape that broadcasts to x -> E4M3 like x, FP32 scales like the bits."""
     bits = tl.maximum(amax_bits, FLOOR_BITS)
     bad = bits >= _INF_BITS
     if POWER_OF_TWO:
         exponent = ((bits + _ROUND_UP_ABOVE_1_75) >> 23) - 8
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        y = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(bad, float("nan"), (exponent << 23).to(tl.float32, bitcast=True))
+        y = x * tl.where(bad, float("nan"), ((254 - exponent) << 23).to(tl.float32, bitcast=True))
     else:
-        scale = tl.div_rn(bits.to(tl.float32, bitcast=True), MAX)
+        scale = tl.where(bad, float("nan"), tl.div_rn(bits.to(tl.float32, bitcast=True), MAX))
         y = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    y = tl.where(bad, float("nan"), tl.clamp(y, -MAX, MAX))
-    return y.to(tl.float8e4nv), tl.where(bad, float("nan"), scale)
+    return y.to(tl.float8e4nv), scale
 
 
 @triton.jit
 def quantise_groups(x, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """[GROUPS * 128] FP32 -> E4M3 [GROUPS * 128] and FP32 scales [GROUPS]."""
     x = tl.reshape(x, [GROUPS, 128])
-    values, scales = to_e4m3(x, tl.max(magnitude_bits(x), 1, keep_dims=True), POWER_OF_TWO)
+    values, scales = to_e4m3(x, amax_bits(x, 1)[:, None], POWER_OF_TWO)
     return tl.reshape(values, [GROUPS * 128]), tl.reshape(scales, [GROUPS])
 
 
@@ -117,10 +122,28 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _gated(gate, up):
+def four_sigmoids(x):
+    """4 / (1 + exp(-x)) of FP32 x.
+
+    A denominator of a quarter is at least 1/4 and at most 2^126, or infinite: neither it nor its reciprocal is subnormal, and an
+    exponential that vanishes beside 1 may as well be zero.  So the approximate instructions do alone, without the dozen others by which
+    the plain expression takes care of such numbers; the bits are its own, scaled by the power of two.
+    """
+    power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, is_pure=True, pack=1)
+    quarter = tl.fma(power, 0.25, 0.25)
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [quarter], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def silu(x):
+    """x / (1 + exp(-x)), FP32."""
+    return four_sigmoids(x) * (0.25 * x)
+
+
+@triton.jit
+def gated(gate, up):
     """BF16 silu(gate) * up."""
-    gate = gate.to(tl.float32)
-    return (gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)).to(tl.bfloat16)
+    return (silu(gate.to(tl.float32)) * up.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
@@ -131,7 +154,7 @@ def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
     inside = column < C
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
-    tl.store(OUT + row * C + column, _gated(gate, up), mask=inside)
+    tl.store(OUT + row * C + column, gated(gate, up), mask=inside)
 
 
 @triton.jit
@@ -144,7 +167,7 @@ def _swiglu_quantise_kernel(GATE_UP, VALUES, SCALES, scale_stride, C: tl.constex
     inside = column < C
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
-    values, scales = quantise_groups(_gated(gate, up).to(tl.float32), GROUPS, POWER_OF_TWO)
+    values, scales = quantise_groups(gated(gate, up).to(tl.float32), GROUPS, POWER_OF_TWO)
     tl.store(VALUES + row * C + column, values, mask=inside)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < C // 128)
 

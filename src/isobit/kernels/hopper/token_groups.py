@@ -1,119 +1,139 @@
 """Quantisers of WGrad's operands on a GPU: E4M3 in groups of 128 tokens of one column, written transposed.
 
     quantise_tokens            x                        -> x^T in token groups
-    quantise_both              x                        -> x in row groups (DGrad's operand), and x^T in token groups, from one read of x
+    quantise_both              x                        -> x in row groups (of FProp or DGrad), and x^T in token groups
     swiglu_tokens              silu(gate) * up          -> y^T in token groups
+    swiglu_both                silu(gate) * up          -> y in row groups, and y^T in token groups
 
-The tensor cores want both operands along the tokens, so X [T, C] becomes values [C, Tp], Tp = T rounded up to 128, and scales
-[C, Tp / 128]: a ``QuantRows`` of X^T, zeros beyond T.  The bytes are those of ``isobit.kernels.quantise.quantise_tokens``, and of
-``quantise_rows`` for the row groups.  What is quantised is rounded to BF16 first.
+each from one read of its input.  The tensor cores want both operands along the tokens, so X [T, C] becomes values [C, Tp], Tp = T rounded
+up to 128, and scales [C, Tp / 128]: a ``QuantRows`` of X^T, zeros beyond T.  The bytes are those of
+``isobit.kernels.quantise.quantise_tokens``, and of ``quantise_rows`` for the row groups.  What is quantised is rounded to BF16 first.
 
-One program holds a tile of 128 tokens and 128 columns, so it has both kinds of group whole; the tile's E4M3 bytes are turned over in
-shared memory, and rows of both copies leave in whole lines.  A group's result depends on that group alone.
+A program has a tile of 128 tokens and 128 columns, so it has both kinds of group whole, and takes it in strips, in Gluon.  Strips of 32
+tokens are loaded, leave as row groups, and wait in shared memory in BF16; strips of 32 columns are then read from there across and leave
+as token groups.  A thread holds 16 numbers at a time, and up to six programs share a multiprocessor, so that each hides behind the others:
+a whole tile in registers is loaded, computed and stored in turn.  A warp stores whole lines of both copies.  The rows of shared memory are
+padded by 16 bytes every 16 rows: the 8 threads that read a column's 128 tokens find them in different banks, and vectors of 16 bytes stay
+aligned, which Triton does not check.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
-import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
-from isobit.kernels.hopper.quantise import QuantRows, _gated, magnitude_bits, to_e4m3
+from isobit.kernels.hopper.quantise import QuantRows, amax_bits, gated, to_e4m3
 from isobit.precision.formats import BLOCK, ScaleKind
 
-_WARPS = 8
-_MANY_WARPS = 16  # where a thread could not hold its part of a tile otherwise: both copies, divided by FP32 scales
-_REGISTERS = 128  # of a thread: 16 warps a multiprocessor, two programs of 8 or one of 16
+WARPS = 8
+STRIP = gl.constexpr(32)
+BY_ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+BY_COLUMN = gl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
+PADDED = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[16 * 128, 8]], [128, 128], [1, 0]))
+
+# The same functions as in the quantisers of rows, compiled as parts of a Gluon kernel.
+_amax_bits, _to_e4m3, _gated = (gluon.jit(part.fn) for part in (amax_bits, to_e4m3, gated))
 
 
-@triton.jit
-def _load_tile(X, row, inside, column, C: tl.constexpr):
-    """BF16 [128, 128] of X [tokens, C], zeros beyond the tokens."""
-    return tl.load(X + row[:, None] * C + column[None, :], mask=inside[:, None], other=0.0)
+@gluon.jit
+def widen(x):
+    """BF16 -> FP32 by pairs: beside casts of single numbers, ptxas also rounds to BF16 one by one, by the slow instruction."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+    )
 
 
-@triton.jit
-def _store_rows(x, VALUES, SCALES, scale_stride, row, inside, group, C: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """FP32 tile x, one group of 128 columns -> values [tokens, C] and scales [C/128, tokens]."""
-    values, scales = to_e4m3(x, tl.max(magnitude_bits(x), 1, keep_dims=True), POWER_OF_TWO)
-    column = group * 128 + tl.arange(0, 128)
-    tl.store(VALUES + row[:, None] * C + column[None, :], values, mask=inside[:, None])
-    tl.store(SCALES + group.to(tl.int64) * scale_stride + row, tl.reshape(scales, [128]), mask=inside)
+@gluon.jit
+def load_rows(X, row, inside, first, ROW: gl.constexpr):
+    """BF16 strip of X [tokens, ROW], the 128 columns from ``first``; zeros beyond the tokens."""
+    column = first + gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
+    return gl.load(X + row[:, None] * ROW + column[None, :], mask=inside[:, None], other=0.0)
 
 
-@triton.jit
-def _store_tokens(x, VALUES, SCALES, column, C: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """FP32 tile x, one group of 128 tokens -> values [C, Tp] and scales [Tp/128, C]; the grid's second axis counts the groups."""
-    values, scales = to_e4m3(x, tl.max(magnitude_bits(x), 0, keep_dims=True), POWER_OF_TWO)
-    token = tl.program_id(1) * 128 + tl.arange(0, 128)
-    place = column.to(tl.int64)[:, None] * (tl.num_programs(1) * 128) + token[None, :]
-    tl.store(VALUES + place, tl.trans(values))
-    tl.store(SCALES + tl.program_id(1) * C + column, tl.reshape(scales, [128]))
+@gluon.jit
+def store_rows(strip, VALUES, SCALES, scale_stride, row, inside, group, C: gl.constexpr, POWER_OF_TWO: gl.constexpr):
+    """BF16 strip, one group of 128 columns -> values [tokens, C] and scales [C/128, tokens]."""
+    x = widen(strip)
+    values, scales = _to_e4m3(x, _amax_bits(x, 1)[:, None], POWER_OF_TWO)
+    column = group * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
+    gl.store(VALUES + row[:, None] * C + column[None, :], values, mask=inside[:, None])
+    gl.store(SCALES + group.to(gl.int64) * scale_stride + row, gl.max(scales, 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "scale_stride"])
+@gluon.jit
+def store_tokens(tile, VALUES, SCALES, first, C: gl.constexpr, POWER_OF_TWO: gl.constexpr):
+    """BF16 tile in shared memory, whose columns count from ``first`` -> values [C, Tp] and scales [Tp/128, C]."""
+    token = gl.program_id(1) * 128 + gl.arange(0, 128, gl.SliceLayout(1, BY_COLUMN))
+    for strip in gl.static_range(128 // STRIP):
+        x = tile.slice(strip * STRIP, STRIP, 1).load(BY_COLUMN).to(gl.float32)
+        values, scales = _to_e4m3(x, _amax_bits(x, 0)[None, :], POWER_OF_TWO)
+        column = first + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, BY_COLUMN))
+        gl.store(VALUES + column.to(gl.int64)[None, :] * (gl.num_programs(1) * 128) + token[:, None], values)
+        gl.store(SCALES + gl.program_id(1) * C + column, gl.max(scales, 0))
+
+
+@gluon.jit(do_not_specialize=["tokens", "scale_stride"])
 def _quantise_kernel(
     X, ROW_VALUES, ROW_SCALES, scale_stride, TOKEN_VALUES, TOKEN_SCALES, tokens,
-    C: tl.constexpr, BOTH: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    C: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """One program a tile."""
-    row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-    column = tl.program_id(0) * 128 + tl.arange(0, 128)
-    inside = row < tokens
-    x = _load_tile(X, row, inside, column, C).to(tl.float32)
-    if BOTH:
-        _store_rows(x, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, tl.program_id(0), C, POWER_OF_TWO)
-    _store_tokens(x, TOKEN_VALUES, TOKEN_SCALES, column, C, POWER_OF_TWO)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _swiglu_tokens_kernel(GATE_UP, VALUES, SCALES, tokens, C: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """One program a tile of y: gate [row, column], up [row, C + column]."""
-    row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-    column = tl.program_id(0) * 128 + tl.arange(0, 128)
-    inside = row < tokens
-    gate = _load_tile(GATE_UP, row, inside, column, 2 * C)
-    up = _load_tile(GATE_UP + C, row, inside, column, 2 * C)
-    _store_tokens(_gated(gate, up).to(tl.float32), VALUES, SCALES, column, C, POWER_OF_TWO)
+    """One program a tile of X [tokens, C]; or where GATED, of y: gate [row, column] and up [row, C + column] of X [tokens, 2 C]."""
+    tile = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
+    group = gl.program_id(0)
+    for strip in gl.static_range(128 // STRIP):
+        row = gl.program_id(1).to(gl.int64) * 128 + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, BY_ROW))
+        inside = row < tokens
+        if GATED:
+            gate = load_rows(X, row, inside, group * 128, 2 * C)
+            up = load_rows(X + C, row, inside, group * 128, 2 * C)
+            x = _gated(widen(gate), widen(up))
+        else:
+            x = load_rows(X, row, inside, group * 128, C)
+        tile.slice(strip * STRIP, STRIP, 0).store(x)
+        if ROWS:
+            store_rows(x, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, C, POWER_OF_TWO)
+    store_tokens(tile, TOKEN_VALUES, TOKEN_SCALES, group * 128, C, POWER_OF_TWO)
 
 
 def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
     """[T, C] BF16, contiguous, C a multiple of 128 -> x^T in token groups, [C, Tp]."""
-    out = empty_tokens(x, x.shape[1])
-    _quantise(x, out, out, scales, both=False)
-    return out
+    tokens = empty_tokens(x, x.shape[1])
+    _quantise(x, None, tokens, scales, gated=False)
+    return tokens
 
 
 def quantise_both(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> tuple[QuantRows, QuantRows]:
     """[T, C] BF16, contiguous, C a multiple of 128 -> x in row groups, [T, C], and x^T in token groups, [C, Tp]."""
     rows, tokens = QuantRows.empty(*x.shape, x.device), empty_tokens(x, x.shape[1])
-    _quantise(x, rows, tokens, scales, both=True)
+    _quantise(x, rows, tokens, scales, gated=False)
     return rows, tokens
 
 
 def swiglu_tokens(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
-    """[T, 2 C] BF16, contiguous, gate before up, C a multiple of 128 -> (silu(gate) * up)^T in token groups, [C, Tp]."""
+    """[T, 2 C] BF16, contiguous, gate before up, C a multiple of 128 -> y^T in token groups, [C, Tp]; y = silu(gate) * up."""
+    tokens = empty_tokens(gate_up, gate_up.shape[1] // 2)
+    _quantise(gate_up, None, tokens, scales, gated=True)
+    return tokens
+
+
+def swiglu_both(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> tuple[QuantRows, QuantRows]:
+    """[T, 2 C] as for ``swiglu_tokens`` -> y in row groups, [T, C], as ``swiglu_quantise`` gives it, and y^T in token groups, [C, Tp]."""
     count, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    out = empty_tokens(gate_up, columns)
-    _swiglu_tokens_kernel[tile_grid(count, columns)](
-        gate_up, out.values, out.scales, count,
-        columns, scales == "power_of_two", num_warps=_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
+    rows, tokens = QuantRows.empty(count, columns, gate_up.device), empty_tokens(gate_up, columns)
+    _quantise(gate_up, rows, tokens, scales, gated=True)
+    return rows, tokens
 
 
-def _quantise(x: torch.Tensor, rows: QuantRows, tokens: QuantRows, scales: ScaleKind, both: bool) -> None:
-    count, columns = x.shape
-    power_of_two = scales == "power_of_two"
+def _quantise(x: torch.Tensor, rows: QuantRows | None, tokens: QuantRows, scales: ScaleKind, gated: bool) -> None:
+    count, columns = x.shape[0], tokens.values.shape[0]
+    to = tokens if rows is None else rows
     _quantise_kernel[tile_grid(count, columns)](
-        x, rows.values, rows.scales, rows.scales.stride(1), tokens.values, tokens.scales, count,
-        columns, both, power_of_two, num_warps=_warps(both, power_of_two), maxnreg=_REGISTERS,
+        x, to.values, to.scales, to.scales.stride(1), tokens.values, tokens.scales, count,
+        columns, gated, rows is not None, scales == "power_of_two", num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _warps(both: bool, power_of_two: bool) -> int:
-    return _MANY_WARPS if both and not power_of_two else _WARPS
 
 
 def empty_tokens(source: torch.Tensor, columns: int) -> QuantRows:
