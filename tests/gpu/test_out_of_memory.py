@@ -1,36 +1,33 @@
 """An update that runs out of the GPU's memory, which is limited for the purpose, ends with the bits of the budget that it fits with."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from random import Random
 
 import pytest
 import torch
 
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig, Preset, TrainingConfig
+from isobit.config.schema import AlgorithmConfig, PrecisionConfig, Preset, TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.models.policy import Policy
+from isobit.models.config import ModelConfig
+from isobit.models.policy import random_policy
 from isobit.records import Completion, Group, Prompt
 from isobit.training.budget import BudgetChange, MicrobatchBudget
 from isobit.training.packing import pack, samples_of
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
 
-MakePolicy = Callable[..., Policy]
+SHAPE = ModelConfig("qwen3", 1000, 512, 768, 3, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
 GRPO = build_algorithm(AlgorithmConfig())
 LARGE, SMALL = 16384, 4096
 """Tokens a micro-batch: all of a step's sequences together, and a quarter of them."""
-
-
-@pytest.fixture(autouse=True)
-def unlimited() -> Iterator[None]:
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def free() -> None:
@@ -54,11 +51,19 @@ def groups_of(trainer: Trainer) -> list[Group]:
 
 
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])
-def test_a_step_without_memory_is_that_of_a_smaller_budget(preset: Preset, make_policy: MakePolicy) -> None:
+def test_a_step_without_memory_is_that_of_a_smaller_budget(preset: Preset) -> None:
+    """In a process of its own: a step would fit into what torch keeps of other tests' memory."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        process.submit(steps_with_less_and_less_memory, preset).result()
+
+
+def steps_with_less_and_less_memory(preset: Preset) -> None:
     def step(tokens: int, changes: Sequence[BudgetChange] = ()) -> tuple[dict[str, torch.Tensor], MicrobatchBudget, int]:
         """One step of two updates -> the masters on the host, the budget, and the most bytes that torch had from the GPU."""
         free()
-        trainer = Trainer(make_policy("qwen3", preset), TrainingConfig(tokens_per_microbatch=tokens, epochs=2, learning_rate=1e-3), 10)
+        trainer = Trainer(
+            random_policy(SHAPE, precision, 0, "cuda"), TrainingConfig(tokens_per_microbatch=tokens, epochs=2, learning_rate=1e-3), 10
+        )
         for change in changes:
             trainer.budget.set(change.update, change.new)
         groups = groups_of(trainer)
@@ -69,6 +74,7 @@ def test_a_step_without_memory_is_that_of_a_smaller_budget(preset: Preset, make_
         masters = {name: master.detach().cpu() for name, master in trainer.policy.masters.items()}
         return masters, trainer.budget, torch.cuda.max_memory_reserved()
 
+    precision = PrecisionConfig(preset=preset)
     step(LARGE)  # compiles, and fills what is cached for the process
     large, _, most = step(LARGE)
     small, _, least = step(SMALL)
