@@ -19,7 +19,10 @@ from isobit.precision.quant_tensor import QuantTensor
 
 @triton.jit
 def _differing(a, b):
-    """How many bytes differ, int32, counted in every fourth element: whole words.  Byte by byte, ptxas of CUDA 12.8 compares what was never set."""
+    """How many bytes differ, int32, counted in every fourth element: whole words.
+
+    Byte by byte, ptxas of CUDA 12.8 compares what was never set.
+    """
     return tl.inline_asm_elementwise(
         "mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; vset4.u32.u32.ne.add $0, $4, $5, $1;",
         "=&r,=&r,=&r,=&r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=4,
