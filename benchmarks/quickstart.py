@@ -1,8 +1,9 @@
 """The quickstart with several seeds in `bf16` and `fp8`: greedy accuracy on the held-out problems before and after.
 
-    python benchmarks/quickstart.py [--seeds 3] [--precisions bf16 fp8] [--device cpu] [--out benchmarks/results/quickstart.json]
+    python benchmarks/quickstart.py [--seeds 3] [--precisions bf16 fp8] [--moments fp32] [--device cpu] [--out FILE.json]
 
-Each run is the recipe as shipped, in a process of its own, with another seed: other prompts first, other samples.  A row is a run's
+Each run is the recipe as shipped, in a process of its own, with another seed: other prompts first, other samples; AdamW's moments are those
+of the recipe unless others are asked for.  A row is a run's
 ``summary.json`` and what it ran on: the processor, or the card with its versions.
 """
 
@@ -11,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -20,10 +22,10 @@ from isobit.run.machine import processor_name
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 
 
-def run(precision: str, seed: int, device: str, directory: Path) -> dict[str, Any]:
+def run(precision: str, moments: str, seed: int, device: str, directory: Path) -> dict[str, Any]:
     """-> the run's summary."""
-    output = directory / f"{precision}-{seed}"
-    overrides = ["--precision", precision, "--seed", str(seed), "--device", device, "--output", str(output)]
+    output = directory / f"{precision}-{moments}-{seed}"
+    overrides = ["--precision", precision, "--training.moments", moments, "--seed", str(seed), "--device", device, "--output", str(output)]
     command = [sys.executable, "-m", "isobit.cli.main", "train", str(RECIPE), *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
     return json.loads((output / "summary.json").read_text())
@@ -43,21 +45,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
+    parser.add_argument("--moments", nargs="+", default=["fp32"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     place, results = describe_device(arguments.device), []
-    print(f"{'precision':12} {'seed':>4} {'before':>7} {'after':>7} {'differing of compared':>24} {'train s':>8}")
+    print(f"{'precision':12} {'moments':8} {'seed':>4} {'before':>7} {'after':>7} {'differing of compared':>24} {'train s':>8}")
     with tempfile.TemporaryDirectory() as directory:
-        for precision in arguments.precisions:
+        for precision, moments in product(arguments.precisions, arguments.moments):
+            runs: list[dict[str, Any]] = []
             for seed in range(arguments.seeds):
-                summary = run(precision, seed, arguments.device, Path(directory))
-                results.append({"precision": precision, "seed": seed} | place | summary)
+                summary = run(precision, moments, seed, arguments.device, Path(directory))
+                runs.append({"precision": precision, "moments": moments, "seed": seed} | place | summary)
                 tokens = f"{summary['tokens_differing']} of {summary['tokens_compared']}"
                 accuracy = f"{summary['accuracy_before']:7.1%} {summary['accuracy_after']:7.1%}"
-                print(f"{precision:12} {seed:4} {accuracy} {tokens:>24} {summary['train_seconds']:8.0f}", flush=True)
-            after = [row["accuracy_after"] for row in results if row["precision"] == precision]
-            print(f"{precision:12} mean {'':7} {mean(after):7.1%}")
+                print(f"{precision:12} {moments:8} {seed:4} {accuracy} {tokens:>24} {summary['train_seconds']:8.0f}", flush=True)
+            print(f"{precision:12} {moments:8} mean {'':7} {mean(row['accuracy_after'] for row in runs):7.1%}")
+            results += runs
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")

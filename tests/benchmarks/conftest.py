@@ -1,5 +1,7 @@
 """The benchmarks' folder on the path, as it is for a script in it, and a card that needs no GPU."""
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,13 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     pytest.importorskip("triton", reason="the card is measured with Triton")
     return BENCHMARKS
+
+
+@pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Name of a module of ``curves`` -> the module."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return lambda name: import_module(f"curves.{name}")
 
 
 @pytest.fixture

@@ -1,20 +1,11 @@
 """``benchmarks/learning.py`` at the size of a CPU: both kinds of run, and what its table makes of their rows."""
 
 import json
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def curves(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return lambda name: import_module(f"curves.{name}")
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

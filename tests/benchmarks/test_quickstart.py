@@ -50,4 +50,9 @@ def test_runs_on_a_cpu_name_it(measure: Callable[..., list[dict[str, Any]]], cap
     rows = measure("--seeds", "1")
     assert [(row["precision"], row["asked"]["--device"]) for row in rows] == [("bf16", "cpu"), ("fp8", "cpu")]
     assert all(row["device"] and "card" not in row for row in rows)
-    assert "fp8             0   50.0%   90.0%               0 of 30000       20" in capsys.readouterr().out
+    assert "fp8          fp32        0   50.0%   90.0%               0 of 30000       20" in capsys.readouterr().out
+
+
+def test_runs_differ_in_their_moments_where_asked(measure: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = measure("--seeds", "1", "--precisions", "fp8", "--moments", "fp32", "fp8")
+    assert [(row["moments"], row["asked"]["--training.moments"]) for row in rows] == [("fp32", "fp32"), ("fp8", "fp8")]

@@ -1,6 +1,5 @@
-"""AdamW against torch's in FP64, its stochastic rounding against counting, and what small moments do over thousands of steps."""
+"""AdamW against torch's in FP64, and the rounding of its moments against counting; thousands of steps: tests/benchmarks/test_moments.py."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from isobit.kernels.adamw import adamw_step, noise_key, round_stochastically
 
 MASK = (1 << 64) - 1
 PLAIN: dict[str, Any] = {"rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01, "clip": 1.0}
-FAST: dict[str, Any] = PLAIN | {"rate": 1e-2}
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -156,73 +154,3 @@ def test_8_bit_moments_are_the_rounded_fp32_ones():
         assert torch.equal(code, expected_code) and torch.equal(scale, expected_scale)
     read = moments.decode_first(codes[0], scales[0]), moments.decode_second(codes[1], scales[1])
     assert all(float((a - b).abs().max() / b.abs().max()) < 1 / 8 for a, b in zip(read, wide, strict=True))
-
-
-def step_fp32(master: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: int, seed: int) -> None:
-    adamw_step(master, grad, *moments, **FAST, step=step)
-
-
-def step_nearest(master: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: int, seed: int) -> None:
-    adamw_step(master, grad, *moments, **FAST, step=step)
-    for moment in moments:
-        moment.copy_(moment.bfloat16())
-
-
-def step_stochastic(master: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: int, seed: int) -> None:
-    narrow = moments[0].bfloat16(), moments[1].bfloat16()  # they hold BF16 values: nothing is rounded here
-    adamw_step(master, grad, *narrow, **FAST, step=step, noise=(seed, 0))
-    for moment, rounded in zip(moments, narrow, strict=True):
-        moment.copy_(rounded)
-
-
-def step_8_bits(master: Tensor, grad: Tensor, wide: tuple[Tensor, Tensor], step: int, seed: int) -> None:
-    nothing = torch.zeros_like(master, dtype=torch.int32)  # they hold what 8 bits hold: nothing is rounded here
-    first, second = moments.encode_first(wide[0], nothing), moments.encode_second(wide[1].double().sqrt().float(), nothing)
-    scales = first[1], second[1]
-    adamw_step(master, grad, first[0], second[0], **FAST, step=step, noise=(seed, 0), scales=scales)
-    wide[0].copy_(moments.decode_first(first[0], scales[0]))
-    wide[1].copy_(moments.decode_second(second[0], scales[1]))
-
-
-def descend(take_step: Callable[..., None], seed: int) -> tuple[float, float]:
-    """3,000 steps on a noisy quadratic whose gradients fall tenfold midway, where its minimum moves too.
-
-    -> the mean loss of the last 200 steps, and the mean of v after the last.
-    """
-    size, steps = 512, 3000
-    curvature = torch.logspace(-0.5, 0.5, size)
-    minimum = randn(size, seed=seed)
-    master = minimum + 0.5
-    moments, losses = zeros(master), []
-    for step in range(1, steps + 1):
-        if step == steps // 2 + 1:
-            minimum = minimum - 0.5
-        scale = 1.0 if step <= steps // 2 else 0.1
-        losses.append((curvature * (master - minimum) ** 2).mean().item())
-        grad = scale * (curvature * (master - minimum) + randn(size, seed=(seed + 1) * 100_000 + step))
-        take_step(master, grad, moments, step, seed)
-    return sum(losses[-200:]) / 200, moments[1].mean().item()
-
-
-def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does_not():
-    for seed in range(3):
-        loss, second = descend(step_fp32, seed)
-        nearest_loss, nearest_second = descend(step_nearest, seed)
-        stochastic_loss, stochastic_second = descend(step_stochastic, seed)
-        assert nearest_second > 4 * second  # it stands where the large gradients left it, and so every step is too short
-        assert nearest_loss > 1.8 * loss
-        assert stochastic_second == pytest.approx(second, rel=0.02)
-        assert stochastic_loss == pytest.approx(loss, rel=0.02)  # seeds differ by a tenth
-
-
-def test_8_bit_moments_end_where_fp32_ones_do(monkeypatch: pytest.MonkeyPatch):
-    for seed in range(3):
-        loss, second = descend(step_fp32, seed)
-        small_loss, small_second = descend(step_8_bits, seed)
-        assert small_second == pytest.approx(second, rel=0.03)
-        assert small_loss == pytest.approx(loss, rel=0.05)
-    encode = moments.encode_second
-    monkeypatch.setattr(moments, "encode_second", lambda root, noise: encode(root, torch.full_like(noise, 1 << 15)))  # to nearest
-    loss, second = descend(step_fp32, 0)
-    nearest_loss, nearest_second = descend(step_8_bits, 0)
-    assert abs(nearest_second / second - 1) > 0.2 and abs(nearest_loss / loss - 1) > 0.2

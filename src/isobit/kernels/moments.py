@@ -9,8 +9,7 @@ The scale is the exponent of a power of two, the least that holds the group's la
 step and round every element of the group anew; this one mostly stands, and where it moves only the smallest elements are rounded for it.
 v is stored by its root, which needs half the range of exponents, and without a sign, which leaves it twice as fine as E4M3 would be.
 That matters: v wanders among its codes, and steps are longer in the mean than with the v about which it does, as if the learning rate were
-1 to 2% higher.  3,000 steps of the quadratics of ``tests/kernels/test_adamw.py`` end, over ten seeds, at losses of 0.976 and 1.010 of those
-with FP32 moments (beta2 of 0.999 and 0.95), with E4M3 at 0.959 and 1.026, with BF16 at 1.001 and 1.000.
+about 1% higher (``benchmarks/moments.py``; docs/memory.md has its figures).
 
 Rounding is stochastic, and right in the mean for what decays linearly: m, and v itself.  Between neighbouring roots lo < hi
 

@@ -1,0 +1,83 @@
+"""What smaller moments do over thousands of steps, by ``benchmarks/moments.py``; its decoder for a few steps, and its table."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.kernels import adamw
+
+
+def to_nearest(key: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the place of noise."""
+    half = torch.full((count,), 1 << 15, dtype=torch.int32)
+    return half, half
+
+
+def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does_not(
+    curves: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descend = curves("quadratic").descend
+    for seed in range(3):
+        loss, second = descend("fp32", 0.999, seed)
+        small_loss, small_second = descend("bf16", 0.999, seed)
+        assert small_second == pytest.approx(second, rel=0.02)
+        assert small_loss == pytest.approx(loss, rel=0.02)  # seeds differ by a tenth
+        with monkeypatch.context() as patch:
+            patch.setattr(adamw, "_noise", to_nearest)
+            nearest_loss, nearest_second = descend("bf16", 0.999, seed)
+        assert nearest_second > 4 * second  # it stands where the large gradients left it, and so every step is too short
+        assert nearest_loss > 1.8 * loss
+
+
+def test_8_bit_moments_end_where_fp32_ones_do(curves: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    descend = curves("quadratic").descend
+    for seed in range(3):
+        loss, second = descend("fp32", 0.999, seed)
+        small_loss, small_second = descend("fp8", 0.999, seed)
+        assert small_second == pytest.approx(second, rel=0.03)
+        assert small_loss == pytest.approx(loss, rel=0.05)
+    monkeypatch.setattr(adamw, "_noise", to_nearest)
+    (loss, second), (nearest_loss, nearest_second) = descend("fp32", 0.999, 0), descend("fp8", 0.999, 0)
+    assert abs(nearest_second / second - 1) > 0.2 and abs(nearest_loss / loss - 1) > 0.2
+
+
+def test_runs_of_the_decoder_differ_in_their_moments_alone(curves: Callable[[str], Any], tmp_path: Path) -> None:
+    for name in ("train", "held_out"):
+        rows = [json.dumps({"prompt": f"{i} + {i} =", "completion": str(2 * i)}) for i in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    curves("moments").run_decoder("tiny", 0, 4, 1e-3, tmp_path, tmp_path / "out")
+    (path,) = (tmp_path / "out").glob("*.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["moments"], row["beta2"]) for row in rows] == [
+        (moments, beta2) for beta2 in (0.999, 0.95) for moments in ("fp32", "bf16", "fp8")
+    ]
+    assert all(row["loss"] == pytest.approx(rows[0]["loss"], rel=0.02) for row in rows)
+    assert len({row["held_out_loss"] for row in rows}) == 6
+
+
+def test_gradients_fall_and_the_loss_that_is_told_does_not(curves: Callable[[str], Any]) -> None:
+    objective = curves("moments").ScaledObjective(0.1)
+    inputs = SimpleNamespace(log_probs=torch.tensor([-1.0, -3.0]), weights=torch.tensor([0.5, 0.5]))
+    assert float(objective.loss(inputs).loss) == pytest.approx(0.2)
+
+
+def test_the_table_holds_each_run_against_fp32_moments_of_its_seed(
+    curves: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {"engine": "decoder", "shape": "tiny", "beta2": 0.95, "rate": 1.0}
+    runs = [("fp32", 0, 2.0), ("fp8", 0, 2.2), ("fp32", 1, 4.0), ("fp8", 1, 4.0)]
+    rows = [common | {"moments": moments, "seed": seed, "loss": loss} for moments, seed, loss in runs]
+    rows.append(common | {"moments": "fp32", "rate": 1.01, "seed": 1, "loss": 5.0})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves("moments").run_table(tmp_path)
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert lines == [
+        "| decoder | tiny | 0.9500 | fp32 | 1.0000 | 2 | 3.0000 | 1.0000 | 0.0000 | - | - |",
+        "| decoder | tiny | 0.9500 | fp8 | 1.0000 | 2 | 3.1000 | 1.0500 | 0.0500 | - | - |",
+        "| decoder | tiny | 0.9500 | fp32 | 1.0100 | 1 | 5.0000 | 1.2500 | - | - | - |",
+    ]
