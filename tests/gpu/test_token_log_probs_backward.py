@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper import token_log_probs as file
+from isobit.kernels.hopper import head_parts
 from isobit.kernels.hopper.log_prob import log_sum_exp
 from isobit.kernels.hopper.token_log_probs import logit_gradients, token_log_probs, token_log_probs_backward
 
@@ -98,7 +98,7 @@ def test_the_same_bits_every_time_in_parts_or_not(vocab_size: int, monkeypatch: 
         return token_log_probs_backward(*inputs, grad), grad
 
     whole = backward()
-    monkeypatch.setattr(file, "_BACKWARD_BYTES", 6 * vocab_size * 256)
+    monkeypatch.setattr(head_parts, "BACKWARD_BYTES", 6 * vocab_size * 256)
     parts = backward()
     assert all(torch.equal(a, b) for a, b in zip(parts, backward(), strict=True))
     assert distance(parts[0], whole[0].double()) < 4e-3 and distance(parts[1] - start, (whole[1] - start).double()) < 1e-4

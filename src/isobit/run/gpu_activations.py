@@ -24,13 +24,10 @@ Sizes are those of the kernels' own tensors; the tests run the real passes over 
 from dataclasses import dataclass
 
 from isobit.config.schema import Recompute
+from isobit.kernels.hopper.head_parts import BYTES_A_LOGIT, backward_rows, forward_rows
 from isobit.models.config import ModelConfig
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.formats import BLOCK
-
-_FORWARD_LOGITS = 1 << 28
-_BACKWARD_BYTES, _BYTES_A_LOGIT = 2 << 30, 6
-_HEAD_TILE = 128
 
 
 def saved_bytes(shape: ModelConfig, flow: PrecisionFlow, recompute: Recompute, tokens: int) -> int:
@@ -43,9 +40,9 @@ def passing_bytes(shape: ModelConfig, flow: PrecisionFlow, recompute: Recompute,
     hidden, vocabulary = shape.hidden_size, shape.vocab_size
     layers = [_Layer.of(shape, flow, layer) for layer in range(shape.num_layers)]
     matrix = max(layer.transposed for layer in layers)
-    backward_logits = (_BYTES_A_LOGIT * vocabulary + 4 * hidden) * _head_rows(shape, _BACKWARD_BYTES // _BYTES_A_LOGIT, tokens)
+    backward_logits = (BYTES_A_LOGIT * vocabulary + 4 * hidden) * min(tokens, backward_rows(vocabulary))
     return {
-        "lm_head, forward": 6 * hidden * tokens + 4 * vocabulary * _head_rows(shape, _FORWARD_LOGITS, tokens),
+        "lm_head, forward": 6 * hidden * tokens + 4 * vocabulary * min(tokens, forward_rows(vocabulary)),
         "lm_head, backward": 6 * hidden * tokens + backward_logits,
         "a layer, forward": tokens * max(layer.forward(recompute) for layer in layers),
         "a layer, backward": tokens * max(layer.backward(recompute) for layer in layers) + matrix,
@@ -137,8 +134,3 @@ class _Layer:
 
 def _quantised(numbers: int) -> int:
     return numbers + numbers * 4 // BLOCK
-
-
-def _head_rows(shape: ModelConfig, logits: int, tokens: int) -> int:
-    """Rows of a part of lm_head: whole tiles of its GEMM."""
-    return min(tokens, max(1, logits // shape.vocab_size // _HEAD_TILE) * _HEAD_TILE)

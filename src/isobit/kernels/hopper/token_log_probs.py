@@ -19,14 +19,11 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.gemm import gemm_bf16
+from isobit.kernels.hopper.head_parts import backward_rows, forward_rows
 from isobit.kernels.hopper.linear_backward import wgrad_bf16
 from isobit.kernels.hopper.log_prob import inverse_temperature, log_probs_at, log_sum_exp, log_sums_and_entropies
 from isobit.kernels.trace import observe
 
-_LOGITS = 1 << 28
-_BACKWARD_BYTES = 2 << 30
-_BYTES_A_LOGIT = 6
-_TILE = 128
 _WIDTH = 2048
 
 
@@ -37,7 +34,7 @@ def token_log_probs(
 
     Both are NaN for a row whose logits hold a NaN or an infinity.
     """
-    rows = _rows(_LOGITS, weight)
+    rows = forward_rows(weight.shape[0])
     log_probs, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
@@ -69,7 +66,7 @@ def token_log_probs_backward(
     Returns:
         BF16 [N, C].  NaN where the logits are not finite.
     """
-    rows = _rows(_BACKWARD_BYTES // _BYTES_A_LOGIT, weight)
+    rows = backward_rows(weight.shape[0])
     d_hidden = torch.empty_like(hidden)
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
@@ -79,11 +76,6 @@ def token_log_probs_backward(
         wgrad_bf16(d_logits, hidden[part], grad)
         del d_logits  # before the next part's are made
     return d_hidden
-
-
-def _rows(logits: int, weight: torch.Tensor) -> int:
-    """Rows of a part that holds so many logits: whole tiles of the GEMM."""
-    return max(1, logits // weight.shape[0] // _TILE) * _TILE
 
 
 def _part_gradients(
