@@ -40,7 +40,7 @@ def cosines(arguments: argparse.Namespace) -> None:
     from backward.cosines import compare
     from backward.deep_model import Size
 
-    card = _card() if arguments.device == "cuda" else {}
+    card = _describe_card() if arguments.device == "cuda" else {}
     size = Size(arguments.layers, arguments.sequences, arguments.length, arguments.steps)
     _show(card | compare(size, arguments.device), arguments.out)
 
@@ -48,14 +48,13 @@ def cosines(arguments: argparse.Namespace) -> None:
 def determinism(arguments: argparse.Namespace) -> None:
     from backward.determinism import measure_determinism
 
-    _show(_card() | measure_determinism(), arguments.out)
+    _show(_describe_card() | measure_determinism(), arguments.out)
 
 
-def _card() -> dict[str, Any]:
-    from comparison.card import measure_card
-    from comparison.native import native_versions
+def _describe_card() -> dict[str, Any]:
+    from comparison.native import describe_card
 
-    return {"card": measure_card(), "versions": native_versions()}
+    return describe_card()
 
 
 def _show(found: dict[str, Any], out: Path | None) -> None:

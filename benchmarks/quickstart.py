@@ -3,8 +3,8 @@
     python benchmarks/quickstart.py [--seeds 3] [--precisions bf16 fp8] [--moments fp32] [--device cpu] [--out FILE.json]
 
 Each run is the recipe as shipped, in a process of its own, with another seed: other prompts first, other samples; AdamW's moments are those
-of the recipe unless others are asked for.  A row is a run's
-``summary.json`` and what it ran on: the processor, or the card with its versions.
+of the recipe unless others are asked for.  A row is a run's ``summary.json`` and what it ran on: the processor, or the card with its
+versions.
 """
 
 import argparse
@@ -35,10 +35,9 @@ def describe_device(device: str) -> dict[str, Any]:
     """What a row says of it."""
     if device == "cpu":
         return {"device": processor_name()}
-    from comparison.card import measure_card
-    from comparison.native import native_versions
+    from comparison.native import describe_card
 
-    return {"card": measure_card(), "versions": native_versions()}
+    return describe_card()
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -66,6 +67,11 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) 
         assert len(completion.token_ids) == len(completion.logprobs) == new_tokens
         assert all(map(math.isfinite, completion.logprobs))
     return seconds
+
+
+def describe_card() -> dict[str, Any]:
+    """What a row says of the card and of our versions on it."""
+    return {"card": measure_card(), "versions": native_versions()}
 
 
 def native_versions() -> dict[str, str]:

@@ -7,31 +7,27 @@ decoder      a decoder learns reasoning-gym text as bytes in ``bf16``, from rand
 
 import math
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
 from time import perf_counter
-from typing import get_args
+from typing import Any, get_args
 
 from comparison.rows import Row, read_rows
-from curves.quadratic import LEARNING_RATE, descend
-from curves.setting import device, make_writer, shape_named
-from curves.supervised import WARM_UP
+from curves.quadratic import LAST, LEARNING_RATE, SIZE, descend
+from curves.setting import make_writer
+from curves.supervised import WARM_UP, held_out_loss, make_trainer, steps_of
 from curves.table import markdown
-from curves.text import batches, read_pairs
 from isobit.algorithms.objective import LossInputs, LossOutputs
-from isobit.config.schema import Moments, PrecisionConfig, TrainingConfig
-from isobit.models.policy import random_policy
-from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
-from isobit.training.trainer import Trainer
+from isobit.config.schema import Moments, TrainingConfig
+from isobit.training.supervised import SupervisedObjective, pack_pairs
 
 BETAS = (0.999, 0.95)
 WAYS: tuple[tuple[Moments, float], ...] = (("fp32", 1.0), ("fp32", 1.01), ("fp32", 1.02), ("bf16", 1.0), ("fp8", 1.0))
 """Of the quadratics: the moments, and the learning rate as a multiple of the plain one."""
 TOKENS = 1024
 """Of a step of the decoder."""
-LAST = 200
-"""Steps of the decoder whose mean loss is a run's final one."""
+SETTING = ("engine", "shape", "beta2")
+"""What a row has in common with the one with FP32 moments that it is held against; the seed, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class ScaledObjective(SupervisedObjective):
 
 def run_quadratics(seeds: int, out: Path) -> None:
     """A row a run."""
-    writer = make_writer(out, "quadratic", "fp32", "512")
+    writer = make_writer(out, "quadratic", "fp32", str(SIZE))
     for beta2 in BETAS:
         for seed in range(seeds):
             for moments, rate in WAYS:
@@ -77,12 +73,11 @@ def _learn(shape: str, moments: Moments, beta2: float, seed: int, steps: int, le
         moments=moments,
         max_grad_norm=1e9,
     )
-    trainer = Trainer(random_policy(shape_named(shape), PrecisionConfig(preset="bf16"), seed, device()), config, steps, seed)
-    losses = list[float]()
-    for step, pairs in enumerate(islice(batches(read_pairs(text / "train.jsonl"), TOKENS, seed), steps)):
+    trainer, losses = make_trainer(shape, "bf16", config, seed), list[float]()
+    for step, pairs in enumerate(steps_of(text, config, seed)):
         scale = 1.0 if step < steps // 2 else 0.1
         losses.append(trainer.update(pack_pairs(pairs, TOKENS), ScaledObjective(scale)).loss / scale)
-    return fmean(losses[-LAST:]), mean_loss(trainer, pack_pairs(read_pairs(text / "held_out.jsonl"), TOKENS))
+    return fmean(losses[-LAST:]), held_out_loss(trainer, text)
 
 
 def run_table(directory: Path) -> None:
@@ -90,24 +85,22 @@ def run_table(directory: Path) -> None:
     print(markdown([table_line(rows) for rows in _groups(read_rows(directory)).values()]))
 
 
-def _groups(rows: list[Row]) -> dict[tuple[str, str, float, str, float], list[tuple[Row, Row]]]:
-    """By kind of run, shape, beta2, moments and rate: the rows, each beside that of its seed with FP32 moments."""
-    plain = {_setting(row): row for row in rows if (row["moments"], row["rate"]) == ("fp32", 1.0)}
-    groups: dict[tuple[str, str, float, str, float], list[tuple[Row, Row]]] = {}
+def _groups(rows: list[Row]) -> dict[tuple[Any, ...], list[tuple[Row, Row]]]:
+    """By setting, moments and rate: the rows, each beside that of its seed with FP32 moments."""
+    plain = {_values(row, *SETTING, "seed"): row for row in rows if (row["moments"], row["rate"]) == ("fp32", 1.0)}
+    groups: dict[tuple[Any, ...], list[tuple[Row, Row]]] = {}
     for row in rows:
-        key = row["engine"], row["shape"], row["beta2"], row["moments"], row["rate"]
-        groups.setdefault(key, []).append((row, plain[_setting(row)]))
+        groups.setdefault(_values(row, *SETTING, "moments", "rate"), []).append((row, plain[_values(row, *SETTING, "seed")]))
     return groups
 
 
-def _setting(row: Row) -> tuple[str, str, float, int]:
-    return row["engine"], row["shape"], row["beta2"], row["seed"]
+def _values(row: Row, *names: str) -> tuple[Any, ...]:
+    return tuple(row[name] for name in names)
 
 
 def table_line(rows: list[tuple[Row, Row]]) -> Row:
     """Final losses over those with FP32 moments: their mean over the seeds, and its standard error."""
-    row = rows[0][0]
-    line: Row = {"run": row["engine"], "shape": row["shape"], "beta2": row["beta2"], "moments": row["moments"], "rate": row["rate"]}
+    line: Row = {name: rows[0][0][name] for name in (*SETTING, "moments", "rate")}
     line |= {"seeds": len(rows), "loss": fmean(row["loss"] for row, _ in rows)}
     for name in ("loss", "held_out_loss"):
         ratios = [row[name] / plain[name] for row, plain in rows if name in row]

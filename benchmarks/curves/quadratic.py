@@ -29,8 +29,9 @@ def descend(moments: Moments, beta2: float, seed: int, learning_rate: float = LE
     for step in range(1, STEPS + 1):
         if step == STEPS // 2 + 1:
             minimum = minimum - 0.5
-        slope = curvature * (master.detach() - minimum)
-        losses.append(float((slope * (master.detach() - minimum)).mean()))
+        distance = master.detach() - minimum
+        slope = curvature * distance
+        losses.append(float((slope * distance).mean()))
         master.grad = (1.0 if step <= STEPS // 2 else 0.1) * (slope + _normal((seed + 1) * 100_000 + step))
         optimiser.step()
     state = optimiser.state[master]

@@ -1,11 +1,12 @@
 """Supervised steps from random weights: the trainer and the objective of ``isobit sft``, a packed micro-batch a step."""
 
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
 from curves.setting import device, make_writer, peak_gib, shape_named
-from curves.text import batches, read_pairs
+from curves.text import Pair, batches, read_pairs
 from isobit.config.schema import PrecisionConfig, TrainingConfig
 from isobit.models.policy import random_policy
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
@@ -31,9 +32,8 @@ def run(shape: str, precision: str, steps: int, learning_rate: float | None, see
         schedule="cosine",
         warmup_steps=min(WARM_UP, steps - 1),
     )
-    policy = random_policy(shape_named(shape), PrecisionConfig.model_validate(precision), seed, device())
-    trainer = Trainer(policy, config, steps, seed)
-    for step, pairs in enumerate(islice(batches(read_pairs(text / "train.jsonl"), tokens, seed), steps), 1):
+    trainer = make_trainer(shape, precision, config, seed)
+    for step, pairs in enumerate(steps_of(text, config, seed), 1):
         started_at = perf_counter()
         update = trainer.update(pack_pairs(pairs, tokens), SupervisedObjective())
         writer.write(
@@ -47,5 +47,20 @@ def run(shape: str, precision: str, steps: int, learning_rate: float | None, see
             skipped=update.skipped,
             seconds=perf_counter() - started_at,
         )
-    held_out = mean_loss(trainer, pack_pairs(read_pairs(text / "held_out.jsonl"), tokens))
-    writer.write(seed=seed, step=steps, held_out_loss=held_out, peak_gib=peak_gib())
+    writer.write(seed=seed, step=steps, held_out_loss=held_out_loss(trainer, text), peak_gib=peak_gib())
+
+
+def make_trainer(shape: str, precision: str, config: TrainingConfig, seed: int) -> Trainer:
+    """Of a policy with random weights."""
+    policy = random_policy(shape_named(shape), PrecisionConfig.model_validate(precision), seed, device())
+    return Trainer(policy, config, config.steps, seed)
+
+
+def steps_of(text: Path, config: TrainingConfig, seed: int) -> Iterator[list[Pair]]:
+    """What each step learns: as many pairs as a micro-batch holds."""
+    return islice(batches(read_pairs(text / "train.jsonl"), config.tokens_per_microbatch, seed), config.steps)
+
+
+def held_out_loss(trainer: Trainer, text: Path) -> float:
+    """Nats a token of the text that is not learnt."""
+    return mean_loss(trainer, pack_pairs(read_pairs(text / "held_out.jsonl"), trainer.config.tokens_per_microbatch))

@@ -1,5 +1,6 @@
 """The benchmarks' folder on the path, as it is for a script in it, and a card that needs no GPU."""
 
+import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,15 @@ def curves(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Name of a module of ``curves`` -> the module."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return lambda name: import_module(f"curves.{name}")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Both files of a text, the same 60 sums in each."""
+    for name in ("train", "held_out"):
+        rows = [json.dumps({"prompt": f"{i} + {i} =", "completion": str(2 * i)}) for i in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return tmp_path
 
 
 @pytest.fixture

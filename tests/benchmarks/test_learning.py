@@ -27,16 +27,13 @@ def test_batches_fill_their_budget_and_go_through_all_before_they_repeat(curves:
     assert sorted(seen[:10]) == sorted(seen[10:20]) == list(range(10)) and seen[:10] != seen[10:20]
 
 
-def test_supervised_steps_and_their_row_at_the_end(curves: Any, tmp_path: Path) -> None:
-    for name in ("train", "held_out"):
-        rows = [json.dumps({"prompt": f"{i} + {i} =", "completion": str(2 * i)}) for i in range(60)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    curves("supervised").run("tiny", "fp8", 3, 1e-3, 0, tmp_path, tmp_path / "out")
+def test_supervised_steps_and_their_row_at_the_end(curves: Any, text: Path, tmp_path: Path) -> None:
+    curves("supervised").run("tiny", "fp8", 3, 1e-3, 0, text, tmp_path / "out")
     *steps, end = rows_of(tmp_path / "out")
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert steps[2]["loss"] < steps[0]["loss"] and end["held_out_loss"] < steps[0]["loss"]
     assert all(row["weight_bytes_changed"] > 0.01 and row["mode"] == "fp8" for row in steps)
-    curves("supervised").run("tiny", "fp8", 3, 1e-3, 1, tmp_path, tmp_path / "out")
+    curves("supervised").run("tiny", "fp8", 3, 1e-3, 1, text, tmp_path / "out")
     _, _, _, _, *others, last = rows_of(tmp_path / "out")
     assert {row["seed"] for row in (*steps, end)} == {0} and {row["seed"] for row in (*others, last)} == {1}
     assert all(a["loss"] != b["loss"] for a, b in zip(steps, others, strict=True))

@@ -46,11 +46,8 @@ def test_8_bit_moments_end_where_fp32_ones_do(curves: Callable[[str], Any], monk
     assert abs(nearest_second / second - 1) > 0.2 and abs(nearest_loss / loss - 1) > 0.2
 
 
-def test_runs_of_the_decoder_differ_in_their_moments_alone(curves: Callable[[str], Any], tmp_path: Path) -> None:
-    for name in ("train", "held_out"):
-        rows = [json.dumps({"prompt": f"{i} + {i} =", "completion": str(2 * i)}) for i in range(60)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    curves("moments").run_decoder("tiny", 0, 4, 1e-3, tmp_path, tmp_path / "out")
+def test_runs_of_the_decoder_differ_in_their_moments_alone(curves: Callable[[str], Any], text: Path, tmp_path: Path) -> None:
+    curves("moments").run_decoder("tiny", 0, 4, 1e-3, text, tmp_path / "out")
     (path,) = (tmp_path / "out").glob("*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["moments"], row["beta2"]) for row in rows] == [

@@ -16,7 +16,7 @@ SUMMARY = {"accuracy_before": 0.5, "accuracy_after": 0.9, "tokens_differing": 0,
 def measure(benchmarks: Path, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Its rows, with a double in the place of ``isobit train``, for options of the command."""
     quickstart = import_module("quickstart")
-    monkeypatch.setattr(import_module("comparison.card"), "measure_card", lambda: card)
+    monkeypatch.setattr(import_module("comparison.native"), "measure_card", lambda: card)
     monkeypatch.setattr(import_module("comparison.native"), "native_versions", lambda: {"torch": "2"})
 
     def train(command: Sequence[str], **_: Any) -> None:

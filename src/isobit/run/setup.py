@@ -32,7 +32,7 @@ from isobit.run.model import DescribedModel, LoadedModel, describe_model
 from isobit.run.training_run import Recipe
 from isobit.run.turns import GpuTurns, allocate_in_pages
 from isobit.run.wandb_tracker import check_tracking
-from isobit.training.optimiser import smaller_moments
+from isobit.training.optimiser import advise_smaller_moments
 from isobit.training.trainer import Trainer
 
 
@@ -127,10 +127,10 @@ def plan_for_gpu(model: DescribedModel, config: Recipe, training: TrainingConfig
     rollout = None if config.reward is None else config.rollout
     plan = plan_gpu(model.config, flow, rollout, training, longest, device_memory())
     if memory is not None and plan.host > memory.available:
-        smaller = smaller_moments(training.moments)
+        smaller = advise_smaller_moments(training.moments)
         raise ConfigError(
             f"training.offload_moments puts {gib(plan.host)} into main memory, and {gib(memory.available)} are free: leave it out"
-            + (f", or set training.moments = {' or '.join(map(repr, smaller))}" if smaller else "")
+            + (f", or {smaller}" if smaller else "")
         )
     return plan
 

@@ -38,6 +38,12 @@ def smaller_moments(moments: Moments) -> Sequence[Moments]:
     return formats[formats.index(moments) + 1 :]
 
 
+def advise_smaller_moments(moments: Moments) -> str:
+    """What a user can set to need less memory; empty where nothing is smaller."""
+    smaller = smaller_moments(moments)
+    return f"set training.moments = {' or '.join(map(repr, smaller))}" if smaller else ""
+
+
 def moment_bytes(sizes: Iterable[int], moments: Moments) -> int:
     """The bytes of the moments of masters with so many elements each."""
     if moments == "fp8":

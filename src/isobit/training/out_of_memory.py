@@ -15,7 +15,7 @@ import torch
 from isobit.config.schema import OptimisationConfig
 from isobit.errors import ConfigError
 from isobit.training.budget import halved
-from isobit.training.optimiser import smaller_moments
+from isobit.training.optimiser import advise_smaller_moments
 from isobit.training.trainer import Trainer
 
 Result = TypeVar("Result")
@@ -57,6 +57,6 @@ def _advice(config: OptimisationConfig, shorter: str) -> str:
     ways = [shorter]
     if config.recompute != "full":
         ways.append(f"set training.recompute = 'full' (now {config.recompute!r}; the same bits)")
-    if smaller := smaller_moments(config.moments):
-        ways.append(f"set training.moments = {' or '.join(map(repr, smaller))} (now {config.moments!r})")
+    if smaller := advise_smaller_moments(config.moments):
+        ways.append(f"{smaller} (now {config.moments!r})")
     return ", or ".join(ways)
