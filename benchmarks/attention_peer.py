@@ -1,11 +1,14 @@
-"""FlashAttention 3 as vLLM 0.25 ships and calls it, for ``benchmarks/attention.py``: the same shapes, BF16 and FP8.
+"""FlashAttention 3 as vLLM 0.25 ships and calls it, for ``benchmarks/attention.py``: the same
+shapes, BF16 and FP8.
 
-    decode     one query a sequence over pages in BF16 or E4M3, through a block table; the schedule is made beforehand, as vLLM makes one
-               for all layers of a step; pages of 16 tokens, which is vLLM's own size, and of 128
+    decode     one query a sequence over pages in BF16 or E4M3, through a block table; the schedule
+               is made beforehand, as vLLM makes one for all layers of a step; pages of 16 tokens,
+               which is vLLM's own size, and of 128
     prefill    whole sequences laid end to end, causal
 
-FP8 is Q, K and V in E4M3 with one FP32 scale a sequence and KV head, and BF16 output.  Bytes and FLOPs are counted as for our kernels; its
-scales are too few to count.  A case that fails gets a row that says why, and the next one is measured.
+FP8 is Q, K and V in E4M3 with one FP32 scale a sequence and KV head, and BF16 output.  Bytes and
+FLOPs are counted as for our kernels; its scales are too few to count.  A case that fails gets a row
+that says why, and the next one is measured.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +26,20 @@ Seconds = Callable[[Callable[[], object]], float]
 Row = dict[str, object]
 
 
-def peer_rows(decode: Sequence[tuple[int, int]], prefill: Sequence[tuple[int, int]], seconds: Seconds) -> Iterator[Row]:
-    """A row a case (batch, length) and form, or one row that says why there is none; ``seconds`` times a call."""
+def peer_rows(
+    decode: Sequence[tuple[int, int]], prefill: Sequence[tuple[int, int]], seconds: Seconds
+) -> Iterator[Row]:
+    """A row a case (batch, length) and form, or one row that says why there is none; ``seconds``
+    times a call.
+    """
     try:
         from vllm import vllm_flash_attn as library  # pyright: ignore[reportMissingImports]
 
         if reason := library.fa_version_unsupported_reason(3):
             raise RuntimeError(reason)
-    except Exception as error:  # vllm's import may fail in any way: it is another package's set of binaries
+    except (
+        Exception
+    ) as error:  # vllm's import may fail in any way: it is another package's set of binaries
         yield {"form": "FA3", "skipped": _said(error)}
         return
     for form, dtype in FORMS.items():
@@ -43,7 +52,9 @@ def peer_rows(decode: Sequence[tuple[int, int]], prefill: Sequence[tuple[int, in
             yield row | _guarded(partial(_prefill, library, dtype, batch, length, seconds))
 
 
-def _decode(library: Any, dtype: torch.dtype, batch: int, length: int, page: int, seconds: Seconds) -> Row:
+def _decode(
+    library: Any, dtype: torch.dtype, batch: int, length: int, page: int, seconds: Seconds
+) -> Row:
     pages = batch * length // page
     queries, scales = _random(dtype, batch, HEADS, DIM), _scales(dtype, batch)
     keys, values = (_random(dtype, pages, page, KV_HEADS, DIM) for _ in range(2))
@@ -89,7 +100,9 @@ def _decode(library: Any, dtype: torch.dtype, batch: int, length: int, page: int
 
 def _prefill(library: Any, dtype: torch.dtype, batch: int, length: int, seconds: Seconds) -> Row:
     tokens = batch * length
-    queries, keys, values = (_random(dtype, tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    queries, keys, values = (
+        _random(dtype, tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
     scales = _scales(dtype, batch)
     starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length
     out = torch.empty((tokens, HEADS, DIM), dtype=torch.bfloat16, device="cuda")

@@ -1,12 +1,15 @@
-"""Tokens per second of rollout and training on a CPU, beside a plain FP32 transformers loop of the same shape in the same run.
+"""Tokens per second of rollout and training on a CPU, beside a plain FP32 transformers loop of the
+same shape in the same run.
 
     python benchmarks/cpu.py [--threads 2] [--precision fp8] [--out benchmarks/results/cpu.json]
 
-The shape is that of the first prototype of the CPU arithmetic: hidden 128, 4 layers, vocabulary 128, MLP 256 or 384, random weights.
-Rollout: prompts of 16 tokens, 64 new tokens each, sampled at temperature 1 over the full vocabulary with log-probabilities
-recorded, the whole engine timed.  Training: sequences of 80 tokens, packed; forward, GRPO loss and backward, no optimiser.
-Every figure is the best of several rounds, and the rounds of all rows take turns, so that a busy machine hurts all of them alike.
-``prototype`` is the rate that the prototype reached for that row on two idle AVX-512 cores.
+The shape is that of the first prototype of the CPU arithmetic: hidden 128, 4 layers, vocabulary
+128, MLP 256 or 384, random weights.
+Rollout: prompts of 16 tokens, 64 new tokens each, sampled at temperature 1 over the full vocabulary
+with log-probabilities recorded, the whole engine timed.  Training: sequences of 80 tokens, packed;
+forward, GRPO loss and backward, no optimiser. Every figure is the best of several rounds, and the
+rounds of all rows take turns, so that a busy machine hurts all of them alike. ``prototype`` is the
+rate that the prototype reached for that row on two idle AVX-512 cores.
 """
 
 import argparse
@@ -27,13 +30,13 @@ import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 from isobit.algorithms.objective import LossInputs
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig
-from isobit.kernels.packed_attention import PackedAttention
+from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states
 from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy, random_policy
 from isobit.records import PackedBatch, Prompt, SamplingParams
-from isobit.rollout.engine import Engine
+from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 128, 128, 4, 4, 4, 32
@@ -60,21 +63,34 @@ class Row:
 
 
 def make_config(mlp: int) -> ModelConfig:
-    return ModelConfig("qwen3", VOCABULARY, HIDDEN, mlp, LAYERS, HEADS, KV_HEADS, HEAD_DIM, 512, 1e-6, 1e4, True)
+    return ModelConfig(
+        "qwen3", VOCABULARY, HIDDEN, mlp, LAYERS, HEADS, KV_HEADS, HEAD_DIM, 512, 1e-6, 1e4, True
+    )
 
 
 def isobit_rows(mlp: int, precision: PrecisionConfig) -> list[Row]:
     policy = random_policy(make_config(mlp), precision, seed=0)
-    rows = [Row(f"rollout, {n} sequences", mlp, n * NEW_TOKENS, rollout_work(policy, n)) for n in (64, 256)]
-    return [*rows, Row("training, 3,200 tokens", mlp, 3200, training_work(policy, 3200 // SEQUENCE_TOKENS))]
+    rows = [
+        Row(f"rollout, {n} sequences", mlp, n * NEW_TOKENS, rollout_work(policy, n))
+        for n in (64, 256)
+    ]
+    return [
+        *rows,
+        Row("training, 3,200 tokens", mlp, 3200, training_work(policy, 3200 // SEQUENCE_TOKENS)),
+    ]
 
 
 def rollout_work(policy: Policy, sequences: int) -> Callable[[], object]:
-    engine = Engine(policy, RolloutConfig(max_sequences=sequences, max_batched_tokens=4096), None, seed=0)
+    engine = Engine(
+        policy, RolloutConfig(max_sequences=sequences, max_batched_tokens=4096), None, seed=0
+    )
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, VOCABULARY, (sequences, PROMPT_TOKENS), generator=generator).tolist()
-    requests = [Request(Prompt(f"bench/{i}", "", tuple(ids)), 0, 1, sampling) for i, ids in enumerate(prompts)]
+    requests = [
+        Request(Prompt(f"bench/{i}", "", tuple(ids)), 0, 1, sampling)
+        for i, ids in enumerate(prompts)
+    ]
     return lambda: engine.generate(requests)
 
 
@@ -86,8 +102,16 @@ def training_work(policy: Policy, sequences: int) -> Callable[[], object]:
     def work() -> None:
         attend = PackedAttention(policy.flow, batch.lengths)
         hidden = hidden_states(policy, "training", batch.token_ids, batch.positions, attend)
-        log_probs, _ = token_log_probs(policy, "training", hidden.index_select(0, batch.rows), batch.targets, batch.temperatures)
-        inputs = LossInputs(log_probs, log_probs.detach(), batch.advantages, batch.sequence, weights)
+        log_probs, _ = token_log_probs(
+            policy,
+            "training",
+            hidden.index_select(0, batch.rows),
+            batch.targets,
+            batch.temperatures,
+        )
+        inputs = LossInputs(
+            log_probs, log_probs.detach(), batch.advantages, batch.sequence, weights
+        )
         algorithm.loss(inputs).loss.backward()
         for master in policy.parameters():
             master.grad = None
@@ -110,13 +134,15 @@ def make_batch(sequences: int) -> PackedBatch:
         targets=ids[rows + 1],
         sequence=torch.arange(sequences).repeat_interleave(NEW_TOKENS),
         temperatures=torch.ones(count),
-        recorded_logprobs=torch.zeros(count),
+        recorded_log_probs=torch.zeros(count),
         advantages=torch.randn(count, generator=generator),
     )
 
 
 def transformers_rows(mlp: int) -> list[Row]:
-    """The plain loop: generate with a KV cache, and forward + backward of the mean log-probability, FP32, SDPA."""
+    """The plain loop: generate with a KV cache, and forward + backward of the mean log-probability,
+    FP32, SDPA.
+    """
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -129,8 +155,12 @@ def transformers_rows(mlp: int) -> list[Row]:
         tie_word_embeddings=True,
     )
     model = Qwen3ForCausalLM(config).float().eval()
-    generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None)
-    prompts = {n: torch.randint(1, VOCABULARY, (n, PROMPT_TOKENS)) for n in (64, 256)}  # 0 is transformers' padding here
+    generation = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None
+    )
+    prompts = {
+        n: torch.randint(1, VOCABULARY, (n, PROMPT_TOKENS)) for n in (64, 256)
+    }  # 0 is transformers' padding here
     sequences = torch.randint(0, VOCABULARY, (3200 // SEQUENCE_TOKENS, SEQUENCE_TOKENS))
 
     def generate(n: int) -> Callable[[], object]:
@@ -170,15 +200,38 @@ def main() -> None:
     theirs = [row for mlp in (256, 384) for row in transformers_rows(mlp)]
     rates = measure(ours + theirs, arguments.rounds)
     machine = f"{platform.processor() or platform.machine()}, {arguments.threads} threads, torch {torch.__version__}"
-    print(f"{machine}, {torch.backends.cpu.get_cpu_capability()}, flow {arguments.precision}; tokens per second")
-    print(f"{'':24} {'MLP':>4} {'isobit':>8} {'of prototype':>13} {'transformers FP32':>18} {'isobit / transformers':>22}")
+    print(
+        f"{machine}, {torch.backends.cpu.get_cpu_capability()}, flow {arguments.precision}; tokens "
+        "per second"
+    )
+    print(
+        f"{'':24} {'MLP':>4} {'isobit':>8} {'of prototype':>13} {'transformers FP32':>18} "
+        f"{'isobit / transformers':>22}"
+    )
     results = []
     for row, rate, plain in zip(ours, rates[: len(ours)], rates[len(ours) :], strict=True):
         share = rate / PROTOTYPE[row.name, row.mlp]
-        print(f"{row.name:24} {row.mlp:4} {rate:8.0f} {share:12.0%} {plain:18.0f} {rate / plain:22.2f}", flush=True)
-        results.append({"row": row.name, "mlp": row.mlp, "tokens_per_s": rate, "of_prototype": share, "transformers_tokens_per_s": plain})
+        print(
+            f"{row.name:24} {row.mlp:4} {rate:8.0f} {share:12.0%} {plain:18.0f} "
+            f"{rate / plain:22.2f}",
+            flush=True,
+        )
+        results.append(
+            {
+                "row": row.name,
+                "mlp": row.mlp,
+                "tokens_per_s": rate,
+                "of_prototype": share,
+                "transformers_tokens_per_s": plain,
+            }
+        )
     if arguments.out:
-        arguments.out.write_text(json.dumps({"machine": machine, "precision": arguments.precision, "rows": results}, indent=2) + "\n")
+        arguments.out.write_text(
+            json.dumps(
+                {"machine": machine, "precision": arguments.precision, "rows": results}, indent=2
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

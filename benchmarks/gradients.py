@@ -1,13 +1,16 @@
 """How near the FP8 backward is to the exact one, and what it costs that it repeats its bits.
 
-    python benchmarks/gradients.py cosines [--device cuda] [--layers 24] [--steps 300] [--out FILE.json]
-    python benchmarks/gradients.py determinism [--out FILE.json]
+    python benchmarks/gradients.py cosines [--device cuda] [--layers 24] [--steps 300] [--out
+    FILE.json] python benchmarks/gradients.py determinism [--out FILE.json]
 
-cosines       a model of 24 layers is trained a little in the ``fp8`` flow; then its gradients over 8,192 fresh tokens are held, matrix
-              by matrix, against the exact backward of the same forward bits (``backward/exact.py``), at their own size and at 1e-12, and
-              against plain FP32; each linear is held against the exact one alone, too.  Bars: 0.995 every matrix, 0.998 their mean,
-              0.9985 a linear alone.  Also on a CPU, where only small sizes end soon (``--device cpu --layers 3 --steps 4 --length 128``)
-determinism   the gradients of an 8B shape twice, and the time of a pass against one with PyTorch's fastest attention and embedding backward
+cosines       a model of 24 layers is trained a little in the ``fp8`` flow; then its gradients over
+              8,192 fresh tokens are held, matrix by matrix, against the exact backward of the same
+              forward bits (``backward/exact.py``), at their own size and at 1e-12, and against
+              plain FP32; each linear is held against the exact one alone, too.  Bars: 0.995 every
+              matrix, 0.998 their mean, 0.9985 a linear alone.  Also on a CPU, where only small
+              sizes end soon (``--device cpu --layers 3 --steps 4 --length 128``)
+determinism   the gradients of an 8B shape twice, and the time of a pass against one with PyTorch's
+              fastest attention and embedding backward
 """
 
 import argparse

@@ -1,11 +1,13 @@
-"""Whether a model of a real shape learns on a GPU: supervised on text in two flows, and by reinforcement learning with nothing differing.
+"""Whether a model of a real shape learns on a GPU: supervised on text in two flows, and by
+reinforcement learning with nothing differing.
 
     python benchmarks/learning.py text DIR                                    a CPU with reasoning-gym: DIR/train.jsonl, DIR/held_out.jsonl
     python benchmarks/learning.py sft --precision fp8 --text DIR [--seed 0] --out RESULTS
     python benchmarks/learning.py rl --shape qwen3-0.6b --steps 20 --out RESULTS
     python benchmarks/learning.py table RESULTS
 
-Weights are random at the start.  ``--shape tiny`` runs everything on a CPU in a minute, for a look at the machinery.
+Weights are random at the start.  ``--shape tiny`` runs everything on a CPU in a minute, for a look
+at the machinery.
 """
 
 import argparse
@@ -31,14 +33,17 @@ def make_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if name == "sft":
             command.add_argument("--text", type=Path, required=True)
-            command.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text")
+            command.add_argument(
+                "--seed", type=int, default=0, help="of the weights and of the order of the text"
+            )
     command = commands.add_parser("table")
     command.add_argument("directory", type=Path)
     command.set_defaults(run=table)
     return parser
 
 
-# What a command needs is imported when it runs: reasoning-gym is not everywhere, and a table needs no GPU.
+# What a command needs is imported when it runs: reasoning-gym is not everywhere, and a table needs
+# no GPU.
 
 
 def text(arguments: argparse.Namespace) -> None:
@@ -50,13 +55,27 @@ def text(arguments: argparse.Namespace) -> None:
 def sft(arguments: argparse.Namespace) -> None:
     from curves.supervised import run
 
-    run(arguments.shape, arguments.precision, arguments.steps, arguments.learning_rate, arguments.seed, arguments.text, arguments.out)
+    run(
+        arguments.shape,
+        arguments.precision,
+        arguments.steps,
+        arguments.learning_rate,
+        arguments.seed,
+        arguments.text,
+        arguments.out,
+    )
 
 
 def rl(arguments: argparse.Namespace) -> None:
     from curves.reinforcement import run
 
-    run(arguments.shape, arguments.precision, arguments.steps, arguments.learning_rate, arguments.out)
+    run(
+        arguments.shape,
+        arguments.precision,
+        arguments.steps,
+        arguments.learning_rate,
+        arguments.out,
+    )
 
 
 def table(arguments: argparse.Namespace) -> None:

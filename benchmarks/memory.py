@@ -1,13 +1,14 @@
-"""Where every GiB of a GPU goes when it trains a real model's shape: planned anywhere, and measured beside the plan on the card.
+"""Where every GiB of a GPU goes when it trains a real model's shape: planned anywhere, and measured
+beside the plan on the card.
 
-    python benchmarks/memory.py plan [--shape qwen3-8b] [--gib 139.2]
-    python benchmarks/memory.py measure --precision fp8 --recompute full --tokens 16384 --length 16384 [--moments fp8] \\
+    python benchmarks/memory.py plan [--shape qwen3-8b] [--gib 139.2] python benchmarks/memory.py
+    measure --precision fp8 --recompute full --tokens 16384 --length 16384 [--moments fp8] \\
         [--offload-moments] [--kv-memory-gib 50] --out DIR
 
-plan     the tables of docs/memory.md: BF16 moments where they do not say others, micro-batches of 4,096 and 16,384 tokens in sequences of
-         as many.
-measure  a rollout with the planned KV cache and an update over two full micro-batches, by turns, as a run makes them (``passes/turns.py``);
-         a plan that does not fit is refused.
+plan     the tables of docs/memory.md: BF16 moments where they do not say others, micro-batches of
+         4,096 and 16,384 tokens in sequences of as many.
+measure  a rollout with the planned KV cache and an update over two full micro-batches, by turns, as
+         a run makes them (``passes/turns.py``); a plan that does not fit is refused.
 """
 
 import argparse
@@ -17,14 +18,16 @@ from typing import get_args
 
 from comparison.command import run_command
 from isobit.config.schema import Moments, PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.memory.cache_size import forward_bytes
+from isobit.memory.device import RESERVE, largest_microbatch, training_bytes, weight_bytes
 from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
-from isobit.rollout.cache_size import forward_bytes
-from isobit.run.gpu_memory import RESERVE, largest_microbatch, training_bytes, weight_bytes
 
 GIB = 1 << 30
 H200_GIB = 139.2
-"""Of the card's 139.8 GiB a process has less, once CUDA is there: 138.7 to 139.3 where it was measured."""
+"""Of the card's 139.8 GiB a process has less, once CUDA is there: 138.7 to 139.3 where it was
+measured.
+"""
 PRECISIONS = ("fp8", "bf16")
 TOKENS = (4096, 16384)
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)
@@ -36,7 +39,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(required=True)
     plan = commands.add_parser("plan")
-    plan.add_argument("--gib", type=float, default=H200_GIB, help="what the process has of the card's memory")
+    plan.add_argument(
+        "--gib", type=float, default=H200_GIB, help="what the process has of the card's memory"
+    )
     plan.set_defaults(run=print_plan)
     command = commands.add_parser("measure")
     command.add_argument("--precision", choices=("bf16", "fp8-linear", "fp8"), required=True)
@@ -45,7 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--length", type=int, required=True, help="of a sequence")
     command.add_argument("--moments", choices=MOMENTS, default="bf16")
     command.add_argument("--offload-moments", action="store_true")
-    command.add_argument("--kv-memory-gib", type=float, help="of the KV cache; by default all that is left")
+    command.add_argument(
+        "--kv-memory-gib", type=float, help="of the KV cache; by default all that is left"
+    )
     command.add_argument("--out", type=Path, required=True)
     command.set_defaults(run=measure)
     for one in (plan, command):
@@ -54,7 +61,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def print_plan(arguments: argparse.Namespace) -> None:
-    tables = training_table(arguments.shape, arguments.gib), rollout_table(arguments.shape, arguments.gib)
+    tables = (
+        training_table(arguments.shape, arguments.gib),
+        rollout_table(arguments.shape, arguments.gib),
+    )
     print("\n\n".join((*tables, tokens_table(arguments.shape, arguments.gib))))
 
 
@@ -71,8 +81,28 @@ def training_table(shape: str, gib: float) -> str:
                 together = sum(parts.values())
                 cells = [parts[name] for name in (*WEIGHTS, "saved activations", passing)]
                 fits = "yes" if together + RESERVE <= gib * GIB else "no"
-                lines.append([f"`{precision}`", f"{tokens:,}", f"`{recompute}`", *map(_gib, cells), passing, f"**{_gib(together)}**", fits])
-    head = ["precision", "tokens", "recompute", *WEIGHTS, "saved activations", "what passes", "which is", "together", f"fits {gib} GiB"]
+                lines.append(
+                    [
+                        f"`{precision}`",
+                        f"{tokens:,}",
+                        f"`{recompute}`",
+                        *map(_gib, cells),
+                        passing,
+                        f"**{_gib(together)}**",
+                        fits,
+                    ]
+                )
+    head = [
+        "precision",
+        "tokens",
+        "recompute",
+        *WEIGHTS,
+        "saved activations",
+        "what passes",
+        "which is",
+        "together",
+        f"fits {gib} GiB",
+    ]
     return _table(head, lines, figures={*range(3, 9), 10})
 
 
@@ -81,12 +111,35 @@ def rollout_table(shape: str, gib: float) -> str:
     config, rollout = model_shape(shape), RolloutConfig()
     lines = []
     for precision in PRECISIONS:
-        weights = weight_bytes(config, build_flow(PrecisionConfig.model_validate(precision), config.shape), TrainingConfig(moments="bf16"))
+        weights = weight_bytes(
+            config,
+            build_flow(PrecisionConfig.model_validate(precision), config.shape),
+            TrainingConfig(moments="bf16"),
+        )
         for place in ("GPU", "host"):
-            parts = [weights["masters"], weights["published weights"], weights["optimiser moments"] if place == "GPU" else 0]
+            parts = [
+                weights["masters"],
+                weights["published weights"],
+                weights["optimiser moments"] if place == "GPU" else 0,
+            ]
             parts += [forward_bytes(config, rollout), RESERVE]
-            lines.append([f"`{precision}`", place, *(_gib(part) for part in parts), f"**{_gib(int(gib * GIB) - sum(parts))}**"])
-    head = ["precision", "moments on the", "masters", "published weights", "optimiser moments", "forward and logits", "reserve"]
+            lines.append(
+                [
+                    f"`{precision}`",
+                    place,
+                    *(_gib(part) for part in parts),
+                    f"**{_gib(int(gib * GIB) - sum(parts))}**",
+                ]
+            )
+    head = [
+        "precision",
+        "moments on the",
+        "masters",
+        "published weights",
+        "optimiser moments",
+        "forward and logits",
+        "reserve",
+    ]
     return _table([*head, "left for the KV cache"], lines, figures=set(range(2, 8)))
 
 
@@ -98,9 +151,18 @@ def tokens_table(shape: str, gib: float) -> str:
         flow = build_flow(PrecisionConfig.model_validate(precision), config.shape)
         for moments in MOMENTS:
             size = weight_bytes(config, flow, TrainingConfig(moments=moments))["optimiser moments"]
-            most = [largest_microbatch(config, flow, _training(recompute, 1, moments), int(gib * GIB)) for recompute in LEVELS]
-            lines.append([f"`{precision}`", f"`{moments}`", _gib(size), *(f"{tokens:,}" for tokens in most)])
-    return _table(["precision", "moments", "GiB", *(f"`{recompute}`" for recompute in LEVELS)], lines, figures=set(range(2, 6)))
+            most = [
+                largest_microbatch(config, flow, _training(recompute, 1, moments), int(gib * GIB))
+                for recompute in LEVELS
+            ]
+            lines.append(
+                [f"`{precision}`", f"`{moments}`", _gib(size), *(f"{tokens:,}" for tokens in most)]
+            )
+    return _table(
+        ["precision", "moments", "GiB", *(f"`{recompute}`" for recompute in LEVELS)],
+        lines,
+        figures=set(range(2, 6)),
+    )
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -110,9 +172,15 @@ def measure(arguments: argparse.Namespace) -> None:
     from passes.turns import two_steps
 
     sequences = max(1, arguments.tokens // arguments.length)
-    case = Case(arguments.precision, arguments.length, sequences, arguments.recompute, arguments.shape)
+    case = Case(
+        arguments.precision, arguments.length, sequences, arguments.recompute, arguments.shape
+    )
     writer = RowWriter(arguments.out, "native", case.mode, case.shape, measure_card(), versions())
-    writer.write(kind="memory", **case.fields, **two_steps(case, arguments.moments, arguments.offload_moments, arguments.kv_memory_gib))
+    writer.write(
+        kind="memory",
+        **case.fields,
+        **two_steps(case, arguments.moments, arguments.offload_moments, arguments.kv_memory_gib),
+    )
 
 
 def _training(recompute: Recompute, tokens: int, moments: Moments = "bf16") -> TrainingConfig:

@@ -1,11 +1,13 @@
-"""Whether AdamW's smaller moments end where FP32 ones do, over thousands of steps and when gradients fall tenfold midway.
+"""Whether AdamW's smaller moments end where FP32 ones do, over thousands of steps and when
+gradients fall tenfold midway.
 
     python benchmarks/learning.py text DIR                                           reasoning-gym text for the decoder
     python benchmarks/moments.py quadratic [--seeds 10] --out RESULTS                2 minutes
     python benchmarks/moments.py decoder --text DIR [--seed 0] --out RESULTS         a CPU or a GPU
     python benchmarks/moments.py table RESULTS
 
-Weights are random at the start.  Runs of one seed differ in nothing but their moments, and the table holds each against FP32's.
+Weights are random at the start.  Runs of one seed differ in nothing but their moments, and the
+table holds each against FP32's.
 """
 
 import argparse
@@ -24,7 +26,12 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=quadratic)
     command = commands.add_parser("decoder")
     command.add_argument("--shape", default="tiny")
-    command.add_argument("--seed", type=int, default=0, help="of the weights, of the order of the text and of the rounding")
+    command.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the weights, of the order of the text and of the rounding",
+    )
     command.add_argument("--steps", type=int, default=3000)
     command.add_argument("--learning-rate", type=float, default=1e-3)
     command.add_argument("--text", type=Path, required=True)
@@ -48,7 +55,14 @@ def quadratic(arguments: argparse.Namespace) -> None:
 def decoder(arguments: argparse.Namespace) -> None:
     from curves.moments import run_decoder
 
-    run_decoder(arguments.shape, arguments.seed, arguments.steps, arguments.learning_rate, arguments.text, arguments.out)
+    run_decoder(
+        arguments.shape,
+        arguments.seed,
+        arguments.steps,
+        arguments.learning_rate,
+        arguments.text,
+        arguments.out,
+    )
 
 
 def table(arguments: argparse.Namespace) -> None:

@@ -1,8 +1,10 @@
-"""Compile DeepGEMM's kernels for a shape in parallel, so that what is timed afterwards finds them in its cache (DG_JIT_CACHE_DIR).
+"""Compile DeepGEMM's kernels for a shape in parallel, so that what is timed afterwards finds them
+in its cache (DG_JIT_CACHE_DIR).
 
     python benchmarks/prewarm.py [--shape qwen3-8b] [--processes 14]
 
-A kernel takes nvcc seconds, and a batch size may need another kernel; one process after the other that is minutes, here half of one.
+A kernel takes nvcc seconds, and a batch size may need another kernel; one process after the other
+that is minutes, here half of one.
 """
 
 import argparse
@@ -16,7 +18,7 @@ from isobit.kernels.hopper.gemm import gemm_bf16, gemm_e4m3
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.models.shapes import model_shape
 from isobit.precision.quant_tensor import QuantTensor
-from isobit.rollout.graph_runner import graph_sizes
+from isobit.rollout.native.graph_runner import graph_sizes
 
 PROMPT_ROWS = [512, 1024, 2048, 4096, 8192, 12288, 16384]
 MAX_SEQUENCES = 256
@@ -31,7 +33,15 @@ def main() -> int:
     if arguments.part is not None:
         multiply(arguments.shape, arguments.part, arguments.processes)
         return 0
-    command = [sys.executable, str(Path(__file__)), "--shape", arguments.shape, "--processes", str(arguments.processes), "--part"]
+    command = [
+        sys.executable,
+        str(Path(__file__)),
+        "--shape",
+        arguments.shape,
+        "--processes",
+        str(arguments.processes),
+        "--part",
+    ]
     parts = [subprocess.Popen([*command, str(part)]) for part in range(arguments.processes)]  # noqa: S603 (this file)
     return max(part.wait() for part in parts)
 
@@ -39,13 +49,19 @@ def main() -> int:
 def multiply(shape: str, part: int, parts: int) -> None:
     """Run this part's share of all products once; their values do not matter."""
     config, device = model_shape(shape), torch.device("cuda")
-    linears = [(linear.out_features, linear.in_features) for linear in config.shape.linears.values()]
+    linears = [
+        (linear.out_features, linear.in_features) for linear in config.shape.linears.values()
+    ]
     sizes = [*graph_sizes(MAX_SEQUENCES), *PROMPT_ROWS]
     work = [(kind, m, n, k) for kind in ("fp8", "bf16") for n, k in linears for m in sizes]
     work += [("head", m, config.vocab_size, config.hidden_size) for m in graph_sizes(MAX_SEQUENCES)]
     for kind, m, n, k in work[part::parts]:
         if kind == "fp8":
-            gemm_e4m3(QuantRows.empty(m, k, device), QuantTensor.empty_blocks(n, k, device), "power_of_two")
+            gemm_e4m3(
+                QuantRows.empty(m, k, device),
+                QuantTensor.empty_blocks(n, k, device),
+                "power_of_two",
+            )
         else:
             a, b = (torch.empty(rows, k, dtype=torch.bfloat16, device=device) for rows in (m, n))
             gemm_bf16(a, b, torch.float32 if kind == "head" else torch.bfloat16)

@@ -1,11 +1,14 @@
-"""Publishing new weights in place, and how long a process takes to its first token, on one Hopper GPU.
+"""Publishing new weights in place, and how long a process takes to its first token, on one Hopper
+GPU.
 
-    python benchmarks/publish.py [--shape qwen3-8b] [--precision fp8] [--out benchmarks/results/publish.json]
+    python benchmarks/publish.py [--shape qwen3-8b] [--precision fp8] [--out
+    benchmarks/results/publish.json]
 
-publish    all masters (FP32, on the card) rounded and quantised into the tensors that the engine reads, and the bytes counted that change:
-           the median of five, and what copying as many bytes would take (masters read, the linears' matrices read and written, the rest
-           written)
-startup    a fresh process with random weights made on the card, once with the kernel caches as they are and once with warm ones
+publish    all masters (FP32, on the card) rounded and quantised into the tensors that the engine
+           reads, and the bytes counted that change: the median of five, and what copying as many
+           bytes would take (masters read, the linears' matrices read and written, the rest written)
+startup    a fresh process with random weights made on the card, once with the kernel caches as they
+           are and once with warm ones
 """
 
 import argparse
@@ -27,7 +30,9 @@ def measure_publish(shape: str, precision: str, copy_tb_per_s: float) -> dict[st
     from isobit.models.policy import random_policy
     from isobit.models.shapes import model_shape
 
-    policy = random_policy(model_shape(shape), PrecisionConfig.model_validate(precision), seed=0, device="cuda")
+    policy = random_policy(
+        model_shape(shape), PrecisionConfig.model_validate(precision), seed=0, device="cuda"
+    )
     storage = published_storage(policy)
     policy.publish()
     seconds = []
@@ -38,10 +43,19 @@ def measure_publish(shape: str, precision: str, copy_tb_per_s: float) -> dict[st
         torch.cuda.synchronize()
         seconds.append(perf_counter() - began)
     assert published_storage(policy) == storage, "published in place"
-    linears = sum(matrix_bytes(linear.matrix) for linear in policy.weights("training").linears.values())
-    moved = sum(4 * master.numel() for master in policy.parameters()) + linears + sum(storage.values())
+    linears = sum(
+        matrix_bytes(linear.matrix) for linear in policy.weights("training").linears.values()
+    )
+    moved = (
+        sum(4 * master.numel() for master in policy.parameters()) + linears + sum(storage.values())
+    )
     floor = moved / copy_tb_per_s / 1e12
-    return {"publish_ms": median(seconds) * 1e3, "all_ms": [s * 1e3 for s in seconds], "moved_gb": moved / 1e9, "floor_ms": floor * 1e3}
+    return {
+        "publish_ms": median(seconds) * 1e3,
+        "all_ms": [s * 1e3 for s in seconds],
+        "moved_gb": moved / 1e9,
+        "floor_ms": floor * 1e3,
+    }
 
 
 def matrix_bytes(matrix) -> int:  # noqa: ANN001 (torch is imported late)
@@ -62,7 +76,9 @@ def published_storage(policy) -> dict[int, int]:  # noqa: ANN001 (isobit is impo
         tensors += weights.plain.values()
         for linear in weights.linears.values():
             matrix = linear.matrix
-            tensors += [matrix] if isinstance(matrix, torch.Tensor) else [matrix.values, matrix.scales]
+            tensors += (
+                [matrix] if isinstance(matrix, torch.Tensor) else [matrix.values, matrix.scales]
+            )
             tensors += [] if linear.bias is None else [linear.bias]
     return {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
 
@@ -85,10 +101,20 @@ def main() -> None:
     if arguments.startup:
         startup(arguments.shape, arguments.precision)
         return
-    command = [sys.executable, __file__, "--startup", "--shape", arguments.shape, "--precision", arguments.precision]
+    command = [
+        sys.executable,
+        __file__,
+        "--startup",
+        "--shape",
+        arguments.shape,
+        "--precision",
+        arguments.precision,
+    ]
     times = {}
     for name in ("first", "warm"):
-        lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()  # noqa: S603
+        lines = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.splitlines()
         times[f"{name}_startup_s"] = json.loads(lines[-1])["startup_s"]
 
     from comparison.card import measure_card
@@ -96,7 +122,12 @@ def main() -> None:
 
     card = measure_card()
     published = measure_publish(arguments.shape, arguments.precision, card["copy_tb_per_s"])
-    common = {"shape": arguments.shape, "precision": arguments.precision, "card": card, "versions": native_versions()}
+    common = {
+        "shape": arguments.shape,
+        "precision": arguments.precision,
+        "card": card,
+        "versions": native_versions(),
+    }
     result = json.dumps(common | times | published, indent=2)
     print(result)
     if arguments.out:

@@ -1,10 +1,12 @@
-"""The quickstart with several seeds in `bf16` and `fp8`: greedy accuracy on the held-out problems before and after.
+"""The quickstart with several seeds in `bf16` and `fp8`: greedy accuracy on the held-out problems
+before and after.
 
-    python benchmarks/quickstart.py [--seeds 3] [--precisions bf16 fp8] [--moments fp32] [--device cpu] [--out FILE.json]
+    python benchmarks/quickstart.py [--seeds 3] [--precisions bf16 fp8] [--moments fp32] [--device
+    cpu] [--out FILE.json]
 
-Each run is the recipe as shipped, in a process of its own, with another seed: other prompts first, other samples; AdamW's moments are those
-of the recipe unless others are asked for.  A row is a run's ``summary.json`` and what it ran on: the processor, or the card with its
-versions.
+Each run is the recipe as shipped, in a process of its own, with another seed: other prompts first,
+other samples; AdamW's moments are those of the recipe unless others are asked for.  A row is a
+run's ``summary.json`` and what it ran on: the processor, or the card with its versions.
 """
 
 import argparse
@@ -17,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from isobit.run.machine import processor_name
+from isobit.memory.machine import processor_name
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 
@@ -25,7 +27,18 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 def run(precision: str, moments: str, seed: int, device: str, directory: Path) -> dict[str, Any]:
     """-> the run's summary."""
     output = directory / f"{precision}-{moments}-{seed}"
-    overrides = ["--precision", precision, "--training.moments", moments, "--seed", str(seed), "--device", device, "--output", str(output)]
+    overrides = [
+        "--precision",
+        precision,
+        "--training.moments",
+        moments,
+        "--seed",
+        str(seed),
+        "--device",
+        device,
+        "--output",
+        str(output),
+    ]
     command = [sys.executable, "-m", "isobit.cli.main", "train", str(RECIPE), *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
     return json.loads((output / "summary.json").read_text())
@@ -49,17 +62,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     place, results = describe_device(arguments.device), []
-    print(f"{'precision':12} {'moments':8} {'seed':>4} {'before':>7} {'after':>7} {'differing of compared':>24} {'train s':>8}")
+    print(
+        f"{'precision':12} {'moments':8} {'seed':>4} {'before':>7} {'after':>7} "
+        f"{'differing of compared':>24} {'train s':>8}"
+    )
     with tempfile.TemporaryDirectory() as directory:
         for precision, moments in product(arguments.precisions, arguments.moments):
             runs: list[dict[str, Any]] = []
             for seed in range(arguments.seeds):
                 summary = run(precision, moments, seed, arguments.device, Path(directory))
-                runs.append({"precision": precision, "moments": moments, "seed": seed} | place | summary)
+                runs.append(
+                    {"precision": precision, "moments": moments, "seed": seed} | place | summary
+                )
                 tokens = f"{summary['tokens_differing']} of {summary['tokens_compared']}"
                 accuracy = f"{summary['accuracy_before']:7.1%} {summary['accuracy_after']:7.1%}"
-                print(f"{precision:12} {moments:8} {seed:4} {accuracy} {tokens:>24} {summary['train_seconds']:8.0f}", flush=True)
-            print(f"{precision:12} {moments:8} mean {'':7} {mean(row['accuracy_after'] for row in runs):7.1%}")
+                print(
+                    f"{precision:12} {moments:8} {seed:4} {accuracy} {tokens:>24} "
+                    f"{summary['train_seconds']:8.0f}",
+                    flush=True,
+                )
+            print(
+                f"{precision:12} {moments:8} mean {'':7} "
+                f"{mean(row['accuracy_after'] for row in runs):7.1%}"
+            )
             results += runs
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,17 @@
-"""Rollout on one Hopper GPU: this engine, vLLM, and the floor under both, with the shape of a real model and random weights.
+"""Rollout on one Hopper GPU: this engine, vLLM, and the floor under both, with the shape of a real
+model and random weights.
 
     python benchmarks/rollout.py native --precision fp8 [--shape qwen3-8b] [--cases prefill,short,long,context] --out DIR
     python benchmarks/rollout.py vllm --mode fp8 [--logprobs short,long] ... --out DIR   # where vllm is importable; context alone
     python benchmarks/rollout.py floor --precision fp8 ... --out DIR
     python benchmarks/rollout.py table DIR                                              # markdown, and DIR/table.json
 
-Each command appends its rows to a file of DIR as they come, with the card's UUID, copy bandwidth and versions; ``table`` compares rows of
-one card.  All requests of a case come at once, prompts are random tokens, sampling is at temperature 1 over the full vocabulary, and every
-request gets exactly its number of tokens.  Tokens a second are generated tokens over the time of the whole call, prompts included; in
-``prefill`` they are the prompts' tokens.  Startup is the time from the start of the process to the first token.
+Each command appends its rows to a file of DIR as they come, with the card's UUID, copy bandwidth
+and versions; ``table`` compares rows of one card.  All requests of a case come at once, prompts are
+random tokens, sampling is at temperature 1 over the full vocabulary, and every request gets exactly
+its number of tokens.  Tokens a second are generated tokens over the time of the whole call, prompts
+included; in ``prefill`` they are the prompts' tokens.  Startup is the time from the start of the
+process to the first token.
 """
 
 import argparse
@@ -25,16 +28,28 @@ _STARTED_AT = perf_counter()  # startup counts from here: nothing heavy has been
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(required=True)
-    for name, flag, run in (("native", "--precision", native), ("vllm", "--mode", peer), ("floor", "--precision", floor)):
+    for name, flag, run in (
+        ("native", "--precision", native),
+        ("vllm", "--mode", peer),
+        ("floor", "--precision", floor),
+    ):
         command = commands.add_parser(name)
         command.add_argument(flag, dest="mode", choices=MODES, required=True)
         command.add_argument("--shape", default="qwen3-8b")
-        command.add_argument("--cases", type=case_names, default=[case for case in CASES if name != "vllm" or case != "context"])
+        command.add_argument(
+            "--cases",
+            type=case_names,
+            default=[case for case in CASES if name != "vllm" or case != "context"],
+        )
         command.add_argument("--out", type=Path, required=True)
         command.set_defaults(run=run)
         if name == "vllm":
             command.add_argument(
-                "--logprobs", type=case_names, default=[], metavar="CASES", help="these a second time, with log-probabilities"
+                "--logprobs",
+                type=case_names,
+                default=[],
+                metavar="CASES",
+                help="these a second time, with log-probabilities",
             )
     command = commands.add_parser("table")
     command.add_argument("directory", type=Path)
@@ -61,7 +76,14 @@ def native(arguments: argparse.Namespace) -> None:
 def peer(arguments: argparse.Namespace) -> None:
     from comparison.peer import run_peer
 
-    run_peer(arguments.mode, arguments.shape, arguments.cases, arguments.logprobs, arguments.out, _STARTED_AT)
+    run_peer(
+        arguments.mode,
+        arguments.shape,
+        arguments.cases,
+        arguments.logprobs,
+        arguments.out,
+        _STARTED_AT,
+    )
 
 
 def floor(arguments: argparse.Namespace) -> None:

@@ -1,19 +1,23 @@
-"""Training of a real model's shape on one Hopper GPU, this trainer beside transformers: forward and backward, and whole optimiser steps.
+"""Training of a real model's shape on one Hopper GPU, this trainer beside transformers: forward and
+backward, and whole optimiser steps.
 
-    python benchmarks/training.py pass native fp8:4096x2:none bf16:4096x2:none fp8:16384x1:none [--shape qwen3-8b] --out DIR
-    python benchmarks/training.py pass transformers bf16:4096x2:none bf16:16384x1:full --out DIR
-    python benchmarks/training.py step native fp8:4096x4:mlp bf16:4096x2:mlp fp8:16384x1:full [--tokens 65536] --out DIR
-    python benchmarks/training.py step transformers bf16:4096x1:none bf16:4096x4:full --out DIR
-    python benchmarks/training.py table DIR
+    python benchmarks/training.py pass native fp8:4096x2:none bf16:4096x2:none fp8:16384x1:none
+    [--shape qwen3-8b] --out DIR python benchmarks/training.py pass transformers bf16:4096x2:none
+    bf16:16384x1:full --out DIR python benchmarks/training.py step native fp8:4096x4:mlp
+    bf16:4096x2:mlp fp8:16384x1:full [--tokens 65536] --out DIR python benchmarks/training.py step
+    transformers bf16:4096x1:none bf16:4096x4:full --out DIR python benchmarks/training.py table DIR
 
-A case is PRECISION:LENGTHxSEQUENCES:RECOMPUTE, the sequences being those of a micro-batch; one process measures them one after the other,
-and goes on where the memory does not hold one.  Packed sequences of one length, random tokens and weights; lm_head never holds all logits
-at once, on neither side.
+A case is PRECISION:LENGTHxSEQUENCES:RECOMPUTE, the sequences being those of a micro-batch; one
+process measures them one after the other, and goes on where the memory does not hold one.  Packed
+sequences of one length, random tokens and weights; lm_head never holds all logits at once, on
+neither side.
 
-pass    forward and backward of a micro-batch without an optimiser, gradients added to those that are there; the loss is a weighted sum of
-        every token's log-probability.  Model FLOPs a token are 6 P + 12 (L / 2) H D layers, with P the parameters but the embedding.
-step    the micro-batches of ``--tokens`` tokens or more, then clip, AdamW with BF16 moments over FP32 masters, and publication; the loss is
-        the mean of -log p.  Ours is ``Trainer.update``; what transformers does is said in ``passes/peer.py``.
+pass    forward and backward of a micro-batch without an optimiser, gradients added to those that
+        are there; the loss is a weighted sum of every token's log-probability.  Model FLOPs a token
+        are 6 P + 12 (L / 2) H D layers, with P the parameters but the embedding.
+step    the micro-batches of ``--tokens`` tokens or more, then clip, AdamW with BF16 moments over
+        FP32 masters, and publication; the loss is the mean of -log p.  Ours is ``Trainer.update``;
+        what transformers does is said in ``passes/peer.py``.
 """
 
 import argparse
@@ -33,7 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
     for name, run in (("pass", one_pass), ("step", step)):
         command = commands.add_parser(name)
         command.add_argument("engine", choices=ENGINES)
-        command.add_argument("cases", nargs="+", type=parse_case, metavar="PRECISION:LENGTHxSEQUENCES:RECOMPUTE")
+        command.add_argument(
+            "cases", nargs="+", type=parse_case, metavar="PRECISION:LENGTHxSEQUENCES:RECOMPUTE"
+        )
         command.add_argument("--shape", default="qwen3-8b")
         command.add_argument("--out", type=Path, required=True)
         command.set_defaults(run=run)

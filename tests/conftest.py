@@ -1,6 +1,7 @@
 """What every test runs under: one thread, no network, fixed seeds.
 
-The environment is set before the first import of torch and transformers, and reaches the processes that tests start.
+The environment is set before the first import of torch and transformers, and reaches the processes
+that tests start.
 """
 
 import os
@@ -11,11 +12,23 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 import isobit  # noqa: F401, I001  sets OpenMP's spinning, which must precede torch
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("isobit", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+from isobit.config.schema import PrecisionConfig, RunConfig
+from isobit.models.config import ModelConfig
+from isobit.models.folder import save_policy
+from isobit.models.policy import random_policy
+from isobit.starter import starter_folder
+
+settings.register_profile(
+    "isobit", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("isobit")
 
 
@@ -26,3 +39,77 @@ def one_thread_and_seed():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
+
+
+TINY = ModelConfig(
+    family="qwen3",
+    vocab_size=128,
+    hidden_size=128,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_positions=256,
+    rms_epsilon=1e-6,
+    rope_theta=10000.0,
+    tied_embeddings=True,
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the starter's tokenizer, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save_policy(
+        random_policy(TINY, PrecisionConfig(preset="fp32"), seed=0),
+        folder,
+        tokenizer_from=starter_folder(),
+    )
+    return folder
+
+
+@pytest.fixture
+def make_config(tiny_folder: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """A run of two steps of 2 x 3 samples on the shipped sums; sections given as keyword arguments
+    replace keys of these.
+    """
+
+    def make(reward: str = "isobit.starter.tasks:correct_answer", **sections: Any) -> RunConfig:
+        config: dict[str, Any] = {
+            "model": str(tiny_folder),
+            "output": tmp_path / "run",
+            "data": {
+                "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 16},
+                "eval": {
+                    "held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 5}
+                },
+            },
+            "reward": {"function": reward},
+            "rollout": {"max_new_tokens": 8},
+            "training": {
+                "steps": 2,
+                "prompts_per_step": 2,
+                "samples_per_prompt": 3,
+                "learning_rate": 1e-3,
+            },
+        }
+        for name, value in sections.items():
+            config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
+        return RunConfig.model_validate(config)
+
+    return make
+
+
+@pytest.fixture
+def write_reward(tmp_path: Path) -> Callable[[str], str]:
+    """A reward function from the lines of its body, which may use ``prompt`` and ``completion``;
+    the name to configure it by.
+    """
+
+    def write(body: str) -> str:
+        path = tmp_path / "reward.py"
+        path.write_text("def reward(prompt, completion):\n    " + body + "\n", encoding="utf-8")
+        return f"{path}:reward"
+
+    return write

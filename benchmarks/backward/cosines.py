@@ -1,4 +1,6 @@
-"""Gradients of the ``fp8`` flow, matrix by matrix, against the exact backward of the same forward bits and against plain FP32."""
+"""Gradients of the ``fp8`` flow, matrix by matrix, against the exact backward of the same forward
+bits and against plain FP32.
+"""
 
 from dataclasses import asdict
 from statistics import fmean
@@ -9,7 +11,7 @@ import torch
 from backward.deep_model import Size, batch_of, text, trained_policy
 from backward.exact import Alone, cosine, cosines, exact_backward
 from backward.plain import plain_gradients
-from isobit.kernels.linear import LinearWeight
+from isobit.kernels.spec.linear import LinearWeight
 from isobit.models import decoder, head
 from isobit.models.policy import Policy
 from isobit.precision.flow import Site
@@ -39,7 +41,12 @@ def compare(size: Size, device: str) -> dict[str, Any]:
     fp32_loss, fp32 = plain_gradients(policy, text(size, size.steps).to(device))
     found = {
         "size": asdict(size),
-        "losses": {"first": losses[0], "last": losses[-1], "of_the_batch": -float(log_probs.mean()), "of_the_batch_in_fp32": fp32_loss},
+        "losses": {
+            "first": losses[0],
+            "last": losses[-1],
+            "of_the_batch": -float(log_probs.mean()),
+            "of_the_batch_in_fp32": fp32_loss,
+        },
         "exact": summary(ours, exact),
         "tiny": {"root_mean_square": root_mean_square(tiny_exact), **summary(tiny, tiny_exact)},
         "fp32": summary(ours, fp32),
@@ -71,14 +78,22 @@ def smallest(alone: Alone) -> dict[str, float]:
     return {"dx": min(dx for dx, _ in alone.values()), "dw": min(dw for _, dw in alone.values())}
 
 
-def gradients(policy: Policy, batch: PackedBatch, factor: float = 1.0) -> tuple[torch.Tensor, Gradients]:
-    """Log-probabilities of the targets, and the gradients of ``factor`` times the mean of their negatives, by master."""
+def gradients(
+    policy: Policy, batch: PackedBatch, factor: float = 1.0
+) -> tuple[torch.Tensor, Gradients]:
+    """Log-probabilities of the targets, and the gradients of ``factor`` times the mean of their
+    negatives, by master.
+    """
     device = policy.device
     hidden = decoder.packed_hidden_states(policy, batch.token_ids, batch.positions, batch.lengths)
     rows = hidden.index_select(0, batch.rows.to(device))
-    log_probs, _ = head.token_log_probs(policy, "training", rows, batch.targets.to(device), batch.temperatures.to(device))
+    log_probs, _ = head.token_log_probs(
+        policy, "training", rows, batch.targets.to(device), batch.temperatures.to(device)
+    )
     (-factor * log_probs.mean()).backward()
-    found = {name: master.grad for name, master in policy.masters.items() if master.grad is not None}
+    found = {
+        name: master.grad for name, master in policy.masters.items() if master.grad is not None
+    }
     for master in policy.parameters():
         master.grad = None
     assert found.keys() == policy.masters.keys()
@@ -87,7 +102,11 @@ def gradients(policy: Policy, batch: PackedBatch, factor: float = 1.0) -> tuple[
 
 def summary(ours: Gradients, others: Gradients) -> dict[str, Any]:
     """Cosines of the matrices: the smallest, the mean and the worst ten."""
-    found = {name: cosine(gradient, others[name]) for name, gradient in ours.items() if gradient.ndim == 2}
+    found = {
+        name: cosine(gradient, others[name])
+        for name, gradient in ours.items()
+        if gradient.ndim == 2
+    }
     worst = sorted(found, key=lambda name: found[name])[:WORST]
     return {
         "matrices": len(found),
@@ -104,13 +123,18 @@ def root_mean_square(found: Gradients) -> float:
 
 
 def random_linear(device: str, size: float) -> dict[str, float]:
-    """A linear by itself, 512 x 1536 over 4,096 tokens: normal operands, the rows of dY of different sizes around ``size``."""
+    """A linear by itself, 512 x 1536 over 4,096 tokens: normal operands, the rows of dY of
+    different sizes around ``size``.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    weight = LinearWeight.publish(Site("alone", "linear", "e4m3", dgrad="e4m3", wgrad="e4m3"), (normal(512, 1536) * 0.02).to(device))
+    weight = LinearWeight.publish(
+        Site("alone", "linear", "e4m3", dgrad="e4m3", wgrad="e4m3"),
+        (normal(512, 1536) * 0.02).to(device),
+    )
     dy, x = normal(4096, 512) * normal(4096, 1).exp() * size, normal(4096, 1536)
     dx_cosine, dw_cosine = cosines(dy.bfloat16().to(device), x.bfloat16().to(device), weight)
     return {"dx": dx_cosine, "dw": dw_cosine}

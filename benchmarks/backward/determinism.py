@@ -1,7 +1,9 @@
-"""Two backward passes with the same bytes, and the price of that against the fastest backward that need not repeat its bits.
+"""Two backward passes with the same bytes, and the price of that against the fastest backward that
+need not repeat its bits.
 
-The operations where PyTorch has a faster form that adds in any order are attention (cuDNN's and flash's) and the embedding (atomics).
-The price of a pass is what it would save with those in the place of ours:
+The operations where PyTorch has a faster form that adds in any order are attention (cuDNN's and
+flash's) and the embedding (atomics). The price of a pass is what it would save with those in the
+place of ours:
 
     price = [layers * (ours - fastest attention) + (ours - atomic embedding)] / (pass - that)
 
@@ -33,27 +35,44 @@ _BACK_ENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATT
 
 def measure_determinism() -> dict[str, Any]:
     """Everything, as it goes to a file."""
-    return {"bytes": measured(same_bytes), "price": [measured(lambda case=case: price(case)) for case in CASES]}
+    return {
+        "bytes": measured(same_bytes),
+        "price": [measured(lambda case=case: price(case)) for case in CASES],
+    }
 
 
 def same_bytes() -> Row:
     """Gradients of the whole model, twice, and what differs."""
-    policy = random_policy(Case("fp8", BYTES_LENGTH, 1, "none", SHAPE).config, PrecisionConfig(preset="fp8"), seed=0, device="cuda")
+    policy = random_policy(
+        Case("fp8", BYTES_LENGTH, 1, "none", SHAPE).config,
+        PrecisionConfig(preset="fp8"),
+        seed=0,
+        device="cuda",
+    )
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(policy.config.vocab_size, (BYTES_LENGTH,), generator=generator).cuda()
     weights = torch.randn(BYTES_LENGTH - 1, generator=generator).cuda() / BYTES_LENGTH
 
     def gradients() -> dict[str, torch.Tensor]:
-        hidden = hopper_training.packed_hidden_states(policy, ids, torch.arange(BYTES_LENGTH, device="cuda"), (BYTES_LENGTH,), "none")
-        log_probs, _ = hopper_training.token_log_probs(policy, hidden[:-1], ids[1:], torch.ones_like(weights))
+        hidden = hopper_training.packed_hidden_states(
+            policy, ids, torch.arange(BYTES_LENGTH, device="cuda"), (BYTES_LENGTH,), "none"
+        )
+        log_probs, _ = hopper_training.token_log_probs(
+            policy, hidden[:-1], ids[1:], torch.ones_like(weights)
+        )
         (log_probs * weights).sum().backward()
-        found = {name: master.grad for name, master in policy.masters.items() if master.grad is not None}
+        found = {
+            name: master.grad for name, master in policy.masters.items() if master.grad is not None
+        }
         for master in policy.parameters():
             master.grad = None
         return found
 
     first, second = gradients(), gradients()
-    differing = sum(int((first[name].view(torch.int32) != second[name].view(torch.int32)).sum()) for name in policy.masters)
+    differing = sum(
+        int((first[name].view(torch.int32) != second[name].view(torch.int32)).sum())
+        for name in policy.masters
+    )
     return {"numbers": sum(gradient.numel() for gradient in first.values()), "differing": differing}
 
 
@@ -62,10 +81,17 @@ def price(case: Case) -> Row:
     whole = time_pass(case, make_pass(case))["seconds"]
     free_memory()
     ours = float(str(backward_row("fp8", case.sequences, case.length)["ms"]))
-    others = {name: _try(lambda backend=backend: sdpa_ms(backend, case)) for name, backend in _BACK_ENDS.items()}
+    others = {
+        name: _try(lambda backend=backend: sdpa_ms(backend, case))
+        for name, backend in _BACK_ENDS.items()
+    }
     known = [ms for ms in others.values() if isinstance(ms, float)]
     ours_embedding, atomic_embedding = embedding_ms(case)
-    saved = (case.config.num_layers * (ours - min(known)) + ours_embedding - atomic_embedding) * 1e-3 if known else None
+    saved = (
+        (case.config.num_layers * (ours - min(known)) + ours_embedding - atomic_embedding) * 1e-3
+        if known
+        else None
+    )
     return {
         "length": case.length,
         "sequences": case.sequences,
@@ -78,8 +104,13 @@ def price(case: Case) -> Row:
 
 
 def sdpa_ms(backend: SDPBackend, case: Case) -> float:
-    """PyTorch's backward of causal attention in BF16: the faster of KV heads as they are and repeated beforehand."""
-    found = [_try(lambda repeated=repeated: _sdpa_ms(backend, case, repeated)) for repeated in (False, True)]
+    """PyTorch's backward of causal attention in BF16: the faster of KV heads as they are and
+    repeated beforehand.
+    """
+    found = [
+        _try(lambda repeated=repeated: _sdpa_ms(backend, case, repeated))
+        for repeated in (False, True)
+    ]
     times = [ms for ms in found if isinstance(ms, float)]
     if not times:
         raise RuntimeError(found[0])
@@ -88,13 +119,24 @@ def sdpa_ms(backend: SDPBackend, case: Case) -> float:
 
 def _sdpa_ms(backend: SDPBackend, case: Case, repeated: bool) -> float:
     def heads(count: int) -> torch.Tensor:
-        return torch.randn(case.sequences, count, case.length, DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return torch.randn(
+            case.sequences,
+            count,
+            case.length,
+            DIM,
+            device="cuda",
+            dtype=torch.bfloat16,
+            requires_grad=True,
+        )
 
     q, k, v = heads(HEADS), *(heads(HEADS if repeated else KV_HEADS) for _ in range(2))
     with sdpa_kernel(backend):
         output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not repeated)
         d_output = torch.randn_like(output)
-        return seconds(lambda: torch.autograd.grad(output, (q, k, v), d_output, retain_graph=True)) * 1e3
+        return (
+            seconds(lambda: torch.autograd.grad(output, (q, k, v), d_output, retain_graph=True))
+            * 1e3
+        )
 
 
 def embedding_ms(case: Case) -> tuple[float, float]:
@@ -103,7 +145,9 @@ def embedding_ms(case: Case) -> tuple[float, float]:
     ids = case.token_ids().view(-1).cuda()
     d = torch.randn(case.tokens, config.hidden_size, device="cuda").bfloat16()
     grad = torch.zeros(config.vocab_size, config.hidden_size, device="cuda")
-    return seconds(lambda: embedding_backward(d, ids, grad)) * 1e3, seconds(lambda: grad.index_add_(0, ids, d.float())) * 1e3
+    return seconds(lambda: embedding_backward(d, ids, grad)) * 1e3, seconds(
+        lambda: grad.index_add_(0, ids, d.float())
+    ) * 1e3
 
 
 def _try(work: Callable[[], float]) -> float | str:

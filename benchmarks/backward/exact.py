@@ -3,8 +3,9 @@
     dX = dY Wq      Wq the matrix that the forward multiplied with, dequantised
     dW = dY^T X     X in BF16, as it was before quantisation; dY in BF16, as operators hand it on
 
-both in FP32.  While ``exact_backward`` is entered, the linears' backward computes these; on the way each linear is also given the FP8
-backward of the operands at hand, whose cosines with the exact one hold the rounding errors of that linear and of no other.
+both in FP32.  While ``exact_backward`` is entered, the linears' backward computes these; on the way
+each linear is also given the FP8 backward of the operands at hand, whose cosines with the exact one
+hold the rounding errors of that linear and of no other.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,8 +15,8 @@ from unittest.mock import patch
 
 import torch
 
-from isobit.kernels import linear
-from isobit.kernels.linear import LinearWeight
+from isobit.kernels.spec import linear
+from isobit.kernels.spec.linear import LinearWeight
 from isobit.models.policy import Policy
 
 Alone = dict[str, tuple[float, float]]
@@ -67,7 +68,10 @@ def exact_backward(device: torch.device) -> Iterator[Alone]:
 
 @contextmanager
 def _on_cpu(alone: Alone) -> Iterator[None]:
-    quantised: dict[str, Callable[..., torch.Tensor]] = {"dgrad": linear.dgrad, "wgrad": linear.wgrad}
+    quantised: dict[str, Callable[..., torch.Tensor]] = {
+        "dgrad": linear.dgrad,
+        "wgrad": linear.wgrad,
+    }
     dx_cosines: dict[str, float] = {}
 
     def dgrad(dy: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -107,10 +111,16 @@ def _on_gpu(alone: Alone) -> Iterator[None]:
         def _output_gradient(self, path: str, dy: torch.Tensor) -> OutputGradient:
             return OutputGradient(dy, dy)
 
-        def _swiglu_backward(self, path: str, d_activation: torch.Tensor, gate_up: torch.Tensor) -> OutputGradient:
-            return self._output_gradient(path, hopper_training.swiglu_backward(d_activation, gate_up))
+        def _swiglu_backward(
+            self, path: str, d_activation: torch.Tensor, gate_up: torch.Tensor
+        ) -> OutputGradient:
+            return self._output_gradient(
+                path, hopper_training.swiglu_backward(d_activation, gate_up)
+            )
 
-        def _linear_backward(self, path: str, dy: OutputGradient, x: LinearInput | None) -> torch.Tensor:
+        def _linear_backward(
+            self, path: str, dy: OutputGradient, x: LinearInput | None
+        ) -> torch.Tensor:
             assert isinstance(dy.rows, torch.Tensor)
             assert isinstance(x, torch.Tensor)
             weight = self._plain.weights.linears[path]

@@ -1,4 +1,6 @@
-"""A benchmark's command line: subcommands that carry the function to run, and errors in one line."""
+"""A benchmark's command line: subcommands that carry the function to run, and errors in one
+line.
+"""
 
 import argparse
 import sys

@@ -1,10 +1,14 @@
-"""The time below which no engine goes on this card, for the bytes it must read and the products it must form:
+"""The time below which no engine goes on this card, for the bytes it must read and the products it
+must form:
 
-    steps      (KV + scale bytes) / copy bandwidth  +  layers * linears at that batch  +  lm_head with FP32 logits
-    prompts    layers * (linears in forwards of 16,384 tokens + attention over whole prompts)  +  lm_head of one row a prompt
+    steps      (KV + scale bytes) / copy bandwidth  +  layers * linears at that batch  +  lm_head
+               with FP32 logits
+    prompts    layers * (linears in forwards of 16,384 tokens + attention over whole prompts)  +
+               lm_head of one row a prompt
 
-summed over the case.  Products and attention are the kernels of ``isobit.kernels.hopper``, measured here, the products under a CUDA graph
-over the weights of several layers, so that none is read from the L2 cache.  Nothing else counts: no norms, no RoPE, no sampling.
+summed over the case.  Products and attention are the kernels of ``isobit.kernels.hopper``, measured
+here, the products under a CUDA graph over the weights of several layers, so that none is read from
+the L2 cache.  Nothing else counts: no norms, no RoPE, no sampling.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,18 +45,43 @@ def run_floor(mode: str, shape: str, cases: Sequence[str], out: Path) -> None:
     for name in cases:
         case = CASES[name]
         attention = attention_seconds(config, mode, case) * config.num_layers
-        prompt = case.requests * case.prompt_tokens / PREFILL_TOKENS * layer[PREFILL_TOKENS] * config.num_layers
+        prompt = (
+            case.requests
+            * case.prompt_tokens
+            / PREFILL_TOKENS
+            * layer[PREFILL_TOKENS]
+            * config.num_layers
+        )
         first_tokens = case.requests / _batch(case) * head[_batch(case)]
-        steps = (case.new_tokens - 1) * (config.num_layers * layer[_batch(case)] + head[_batch(case)])
+        steps = (case.new_tokens - 1) * (
+            config.num_layers * layer[_batch(case)] + head[_batch(case)]
+        )
         kv = kv_bytes(config, mode, case) / (card["copy_tb_per_s"] * 1e12)
         seconds = prompt + attention + first_tokens + steps + kv
-        parts = {"prompt_gemm": prompt, "prompt_attention": attention, "prompt_head": first_tokens, "step_gemm": steps, "step_kv": kv}
-        measured = {"layer_us": {str(m): s * 1e6 for m, s in layer.items()}, "head_us": {str(m): s * 1e6 for m, s in head.items()}}
-        writer.write(case=name, seconds=seconds, tokens_per_s=case.counted_tokens / seconds, parts_s=parts, **measured)
+        parts = {
+            "prompt_gemm": prompt,
+            "prompt_attention": attention,
+            "prompt_head": first_tokens,
+            "step_gemm": steps,
+            "step_kv": kv,
+        }
+        measured = {
+            "layer_us": {str(m): s * 1e6 for m, s in layer.items()},
+            "head_us": {str(m): s * 1e6 for m, s in head.items()},
+        }
+        writer.write(
+            case=name,
+            seconds=seconds,
+            tokens_per_s=case.counted_tokens / seconds,
+            parts_s=parts,
+            **measured,
+        )
 
 
 def kv_bytes(config: ModelConfig, mode: str, case: Case) -> int:
-    """Read over a case: step n (the first token comes from the prompt) attends over prompt_tokens + n tokens."""
+    """Read over a case: step n (the first token comes from the prompt) attends over prompt_tokens +
+    n tokens.
+    """
     a_head = config.head_dim + 1 if mode == "fp8" else 2 * config.head_dim
     a_token = 2 * config.num_layers * config.num_kv_heads * a_head
     steps = case.new_tokens - 1
@@ -83,7 +112,10 @@ def _product(mode: str, rows: int, n: int, k: int) -> Callable[[], torch.Tensor]
 def head_seconds(config: ModelConfig, rows: int) -> float:
     """FP32 logits of ``rows`` rows."""
     x = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16, device="cuda")
-    weight = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device="cuda") * 0.02
+    weight = (
+        torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device="cuda")
+        * 0.02
+    )
     return graph_seconds(lambda: gemm_bf16(x, weight, torch.float32))
 
 
@@ -92,17 +124,26 @@ def attention_seconds(config: ModelConfig, mode: str, case: Case) -> float:
     count = max(1, PREFILL_TOKENS // case.prompt_tokens)
     tokens, length = count * case.prompt_tokens, case.prompt_tokens
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    queries, keys, values = (torch.randn(tokens, h, dim, dtype=torch.bfloat16, device="cuda") for h in (heads, kv_heads, kv_heads))
+    queries, keys, values = (
+        torch.randn(tokens, h, dim, dtype=torch.bfloat16, device="cuda")
+        for h in (heads, kv_heads, kv_heads)
+    )
     scales = None
     packed = PackedKeys(keys, None, values, None)
     if mode == "fp8":
-        k_bytes, v_bytes = torch.randint(118, 122, (2, tokens, kv_heads), dtype=torch.uint8, device="cuda")
-        queries, keys, values = ((x * 60).clamp(-448, 448).to(E4M3) for x in (queries, keys, values))
+        k_bytes, v_bytes = torch.randint(
+            118, 122, (2, tokens, kv_heads), dtype=torch.uint8, device="cuda"
+        )
+        queries, keys, values = (
+            (x * 60).clamp(-448, 448).to(E4M3) for x in (queries, keys, values)
+        )
         packed = PackedKeys(keys, k_bytes, values.half(), v_bytes)
         scales = torch.full((tokens, heads), 2.0**-8, device="cuda")
     starts = torch.arange(count, dtype=torch.int32, device="cuda") * length
     lengths = torch.full_like(starts, length)
-    work = lambda: prefill_attention(queries, scales, packed, starts, lengths, starts, lengths, length, length)  # noqa: E731
+    work = lambda: prefill_attention(
+        queries, scales, packed, starts, lengths, starts, lengths, length, length
+    )
     return _median_seconds(work) * case.requests / count
 
 

@@ -1,4 +1,6 @@
-"""Isobit's own engine through its public interface; log-probabilities are recorded in the timed run, since it cannot do without them."""
+"""Isobit's own engine through its public interface; log-probabilities are recorded in the timed
+run, since it cannot do without them.
+"""
 
 import importlib.metadata
 import math
@@ -17,12 +19,14 @@ from isobit.config.schema import PrecisionConfig, RolloutConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.shapes import model_shape
 from isobit.records import Prompt, SamplingParams
-from isobit.rollout.engine import Engine
+from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 
 
 def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_at: float) -> None:
-    """Time each case once, after a run of the same prompts with a few new tokens; ``started_at`` is when the process began."""
+    """Time each case once, after a run of the same prompts with a few new tokens; ``started_at`` is
+    when the process began.
+    """
     before_card = perf_counter()
     card = measure_card()
     started_at += perf_counter() - before_card
@@ -50,8 +54,19 @@ def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_a
 
 def start(mode: str, shape: str) -> tuple[Policy, Engine]:
     """Random weights made on the card, an engine over them, and its first token."""
-    policy = random_policy(model_shape(shape), PrecisionConfig.model_validate(mode), seed=0, device="cuda", trainable=False)
-    engine = Engine(policy, RolloutConfig(max_sequences=MAX_SEQUENCES, max_batched_tokens=16384, kv_memory_gib=None), None, seed=0)
+    policy = random_policy(
+        model_shape(shape),
+        PrecisionConfig.model_validate(mode),
+        seed=0,
+        device="cuda",
+        trainable=False,
+    )
+    engine = Engine(
+        policy,
+        RolloutConfig(max_sequences=MAX_SEQUENCES, max_batched_tokens=16384, kv_memory_gib=None),
+        None,
+        seed=0,
+    )
     generate(engine, random_prompts(Case(1, 16, 1), policy.config.vocab_size), 1)
     return policy, engine
 
@@ -59,13 +74,16 @@ def start(mode: str, shape: str) -> tuple[Policy, Engine]:
 def generate(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
     """Seconds until all completions are on the host, log-probabilities included."""
     sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0)
-    requests = [Request(Prompt(f"bench/{i}", "", tuple(ids)), 0, 1, sampling) for i, ids in enumerate(prompts)]
+    requests = [
+        Request(Prompt(f"bench/{i}", "", tuple(ids)), 0, 1, sampling)
+        for i, ids in enumerate(prompts)
+    ]
     began = perf_counter()
     completions = engine.generate(requests)
     seconds = perf_counter() - began
     for (completion,) in completions:
-        assert len(completion.token_ids) == len(completion.logprobs) == new_tokens
-        assert all(map(math.isfinite, completion.logprobs))
+        assert len(completion.token_ids) == len(completion.log_probs) == new_tokens
+        assert all(map(math.isfinite, completion.log_probs))
     return seconds
 
 

@@ -1,7 +1,9 @@
-"""vLLM with the same shape and dummy weights, at the settings of the reference figures that ``comparison.table`` checks it against.
+"""vLLM with the same shape and dummy weights, at the settings of the reference figures that
+``comparison.table`` checks it against.
 
-FP8 linears are asked for as a checkpoint with 128x128 blocks does it, in ``config.json``; the KV cache by ``kv_cache_dtype``.  vLLM fills
-FP8 weights with numbers so small that E4M3 rounds them to zero, on which a GEMM may run faster than on real ones: to vLLM's advantage.
+FP8 linears are asked for as a checkpoint with 128x128 blocks does it, in ``config.json``; the KV
+cache by ``kv_cache_dtype``.  vLLM fills FP8 weights with numbers so small that E4M3 rounds them to
+zero, on which a GEMM may run faster than on real ones: to vLLM's advantage.
 """
 
 import json
@@ -12,7 +14,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+os.environ |= {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 from comparison.card import measure_card, versions
 from comparison.cases import CASES, MAX_SEQUENCES, WARM_UP_TOKENS, Case, random_prompts
@@ -25,8 +32,17 @@ MODEL_LENGTH, LONG_MODEL_LENGTH = 8192, 33792
 _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-def run_peer(mode: str, shape: str, cases: Sequence[str], with_logprobs: Sequence[str], out: Path, started_at: float) -> None:
-    """Time each case once, after a run of the same prompts with a few new tokens; those of ``with_logprobs`` twice."""
+def run_peer(
+    mode: str,
+    shape: str,
+    cases: Sequence[str],
+    with_logprobs: Sequence[str],
+    out: Path,
+    started_at: float,
+) -> None:
+    """Time each case once, after a run of the same prompts with a few new tokens; those of
+    ``with_logprobs`` twice.
+    """
     import vllm  # pyright: ignore[reportMissingImports]
 
     before_card = perf_counter()
@@ -43,7 +59,9 @@ def run_peer(mode: str, shape: str, cases: Sequence[str], with_logprobs: Sequenc
         for name in cases:
             case = CASES[name]
             prompts = random_prompts(case, vocab_size)
-            for logprobs in (None, 0) if name in with_logprobs else (None,):  # 0: of the sampled token alone
+            for logprobs in (
+                (None, 0) if name in with_logprobs else (None,)
+            ):  # 0: of the sampled token alone
                 warm_up = _generate(llm, prompts, min(WARM_UP_TOKENS, case.new_tokens), logprobs)
                 seconds = _generate(llm, prompts, case.new_tokens, logprobs)
                 writer.write(
@@ -65,15 +83,22 @@ def model_config(mode: str, shape: str) -> dict[str, Any]:
 
 
 def model_length(cases: Sequence[str]) -> int:
-    """Of the reference figures, or what the longest case needs; raises ConfigError for a mix of both."""
+    """Of the reference figures, or what the longest case needs; raises ConfigError for a mix of
+    both.
+    """
     is_long = {CASES[name].prompt_tokens + CASES[name].new_tokens > MODEL_LENGTH for name in cases}
     if len(is_long) > 1:
-        raise ConfigError(f"'context' needs max_model_len {LONG_MODEL_LENGTH}, the others are measured with {MODEL_LENGTH}: two commands")
+        raise ConfigError(
+            f"'context' needs max_model_len {LONG_MODEL_LENGTH}, the others are measured with "
+            f"{MODEL_LENGTH}: two commands"
+        )
     return LONG_MODEL_LENGTH if is_long == {True} else MODEL_LENGTH
 
 
 def engine_arguments(mode: str, length: int) -> dict[str, Any]:
-    """What is not vLLM's own default: CUDA graphs, chunked prefill and asynchronous scheduling are."""
+    """What is not vLLM's own default: CUDA graphs, chunked prefill and asynchronous scheduling
+    are.
+    """
     return {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -87,10 +112,14 @@ def engine_arguments(mode: str, length: int) -> dict[str, Any]:
     }
 
 
-def _generate(llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int, logprobs: int | None) -> float:
+def _generate(
+    llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int, logprobs: int | None
+) -> float:
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-    sampling = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs)
+    sampling = SamplingParams(
+        temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+    )
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
     began = perf_counter()
     outputs = llm.generate(inputs, sampling, use_tqdm=False)

@@ -1,8 +1,10 @@
-"""The rows of a folder as a table: tokens a second, ratios to vLLM on the same card, and the share of the floor.
+"""The rows of a folder as a table: tokens a second, ratios to vLLM on the same card, and the share
+of the floor.
 
-A ratio is taken within one card only.  A row from a card without a vLLM BF16 row of its own is refused as soon as any card has one for
-that case, and so are the rows that carry the bars where no card has all of them.  vLLM's own rows are held against the figures that it
-reached on the reference card: one that is more than a tenth lower, the cards' bandwidths allowed for, voids the table.
+A ratio is taken within one card only.  A row from a card without a vLLM BF16 row of its own is
+refused as soon as any card has one for that case, and so are the rows that carry the bars where no
+card has all of them.  vLLM's own rows are held against the figures that it reached on the reference
+card: one that is more than a tenth lower, the cards' bandwidths allowed for, voids the table.
 """
 
 import json
@@ -25,7 +27,9 @@ REFERENCE = {
     ("long", "fp8-linear"): 8716,
     ("long", "fp8"): 10976,
 }
-"""vLLM 0.25.1 with the shape of Qwen3-8B on one H200, without log-probabilities, tokens a second."""
+"""vLLM 0.25.1 with the shape of Qwen3-8B on one H200, without log-probabilities, tokens a
+second.
+"""
 REFERENCE_SHAPE = "qwen3-8b"
 TOLERATED = 0.9
 BASELINE = ("vllm", "bf16")
@@ -53,7 +57,9 @@ class Line:
     startup_s: float
     memory_gib: float
     of_reference: float | None
-    """vLLM's rate over its reference figure, scaled by copy bandwidth; below ``TOLERATED`` the table is void."""
+    """vLLM's rate over its reference figure, scaled by copy bandwidth; below ``TOLERATED`` the
+    table is void.
+    """
 
 
 Key = tuple[str, str, str, str, bool, str]
@@ -64,11 +70,15 @@ def run_table(directory: Path) -> None:
     lines = make_lines(read_rows(directory))
     print(markdown(lines))
     is_void = any(_is_void(line) for line in lines)
-    (directory / "table.json").write_text(json.dumps({"void": is_void, "lines": [asdict(line) for line in lines]}, indent=2) + "\n")
+    (directory / "table.json").write_text(
+        json.dumps({"void": is_void, "lines": [asdict(line) for line in lines]}, indent=2) + "\n"
+    )
 
 
 def make_lines(rows: list[Row]) -> list[Line]:
-    """Of several measurements of one thing on one card the last one counts.  Raises ConfigError if cards are mixed."""
+    """Of several measurements of one thing on one card the last one counts.  Raises ConfigError if
+    cards are mixed.
+    """
     by_key = {_key(row): row for row in rows}
     _check_cards(set(by_key))
 
@@ -78,7 +88,19 @@ def make_lines(rows: list[Row]) -> list[Line]:
 
     return [
         Line(
-            **{name: row[name] for name in ("shape", "case", "engine", "mode", "logprobs", "tokens_per_s", "startup_s", "memory_gib")},
+            **{
+                name: row[name]
+                for name in (
+                    "shape",
+                    "case",
+                    "engine",
+                    "mode",
+                    "logprobs",
+                    "tokens_per_s",
+                    "startup_s",
+                    "memory_gib",
+                )
+            },
             uuid=row["card"]["uuid"],
             of_vllm_bf16=rate(row, "vllm", "bf16"),
             of_vllm_fp8=rate(row, "vllm", "fp8"),
@@ -93,20 +115,39 @@ def markdown(lines: list[Line]) -> str:
     """One table a shape and card."""
     parts = []
     if any(_is_void(line) for line in lines):
-        parts.append(f"**void**: vLLM is more than {1 - TOLERATED:.0%} below its reference figure in the lines marked so")
+        parts.append(
+            f"**void**: vLLM is more than {1 - TOLERATED:.0%} below its reference figure in the "
+            "lines marked so"
+        )
     for shape, uuid in dict.fromkeys((line.shape, line.uuid) for line in lines):
         body = [_markdown_line(line) for line in lines if (line.shape, line.uuid) == (shape, uuid)]
-        parts.append("\n".join([f"{shape}, card {uuid}", "", HEADER, "|---|---|" + "---:|" * 6, *body]))
+        parts.append(
+            "\n".join([f"{shape}, card {uuid}", "", HEADER, "|---|---|" + "---:|" * 6, *body])
+        )
     return "\n\n".join(parts)
 
 
 def _markdown_line(line: Line) -> str:
-    kind = {"bf16": "BF16", "fp8-linear": "FP8 linears", "fp8": "FP8+KV"}[line.mode] if line.engine == "vllm" else f"`{line.mode}`"
-    name = f"{NAMES[line.engine]} {kind}" + (", log-probabilities" if line.logprobs and line.engine == "vllm" else "")
+    kind = (
+        {"bf16": "BF16", "fp8-linear": "FP8 linears", "fp8": "FP8+KV"}[line.mode]
+        if line.engine == "vllm"
+        else f"`{line.mode}`"
+    )
+    name = f"{NAMES[line.engine]} {kind}" + (
+        ", log-probabilities" if line.logprobs and line.engine == "vllm" else ""
+    )
     void = f" (void: {line.of_reference:.0%} of the reference)" if _is_void(line) else ""
     ratios = [f"{x:.2f}" if x is not None else "-" for x in (line.of_vllm_bf16, line.of_vllm_fp8)]
     floor = f"{line.of_floor:.0%}" if line.of_floor is not None else "-"
-    cells = [line.case, name + void, f"{line.tokens_per_s:,.0f}", *ratios, floor, f"{line.startup_s:.1f}", f"{line.memory_gib:.0f}"]
+    cells = [
+        line.case,
+        name + void,
+        f"{line.tokens_per_s:,.0f}",
+        *ratios,
+        floor,
+        f"{line.startup_s:.1f}",
+        f"{line.memory_gib:.0f}",
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -117,30 +158,58 @@ def _key(row: Row) -> Key:
 
 def _order(row: Row) -> tuple[object, ...]:
     case = list(CASES).index(row["case"])
-    return row["shape"], row["card"]["uuid"], case, row["engine"] == "native", MODES.index(row["mode"]), row["logprobs"]
+    return (
+        row["shape"],
+        row["card"]["uuid"],
+        case,
+        row["engine"] == "native",
+        MODES.index(row["mode"]),
+        row["logprobs"],
+    )
 
 
 def _check_cards(keys: set[Key]) -> None:
-    baselines = {(shape, case, uuid) for shape, case, *kind, logprobs, uuid in keys if (*kind, logprobs) == (*BASELINE, False)}
+    baselines = {
+        (shape, case, uuid)
+        for shape, case, *kind, logprobs, uuid in keys
+        if (*kind, logprobs) == (*BASELINE, False)
+    }
     for shape, case, engine, mode, _, uuid in sorted(keys):
         others = {other for s, c, other in baselines if (s, c) == (shape, case)}
         if engine != "floor" and others and uuid not in others:
             raise ConfigError(
-                f"{engine} {mode}, {shape}, {case} was measured on card {uuid}, vLLM BF16 on {', '.join(sorted(others))}: no ratio can be "
+                f"{engine} {mode}, {shape}, {case} was measured on card {uuid}, vLLM BF16 on "
+                f"{', '.join(sorted(others))}: no ratio can be "
                 "taken between cards; measure vLLM BF16 on that card too"
             )
     for shape, case in {key[:2] for key in keys}:
         bars = [*BARS, ("vllm", "fp8")] if case in BARS_BESIDE_FP8 else BARS
-        cards = [{uuid for s, c, *kind, logprobs, uuid in keys if (s, c, *kind, logprobs) == (shape, case, *bar, False)} for bar in bars]
+        cards = [
+            {
+                uuid
+                for s, c, *kind, logprobs, uuid in keys
+                if (s, c, *kind, logprobs) == (shape, case, *bar, False)
+            }
+            for bar in bars
+        ]
         if all(cards) and not set.intersection(*cards):
-            raise ConfigError(f"{shape}, {case}: no single card has all rows that carry the bars: {', '.join(map(' '.join, bars))}")
+            raise ConfigError(
+                f"{shape}, {case}: no single card has all rows that carry the bars: "
+                f"{', '.join(map(' '.join, bars))}"
+            )
 
 
 def _of_reference(row: Row) -> float | None:
     reference = REFERENCE.get((row["case"], row["mode"]))
-    if reference is None or (row["engine"], row["shape"], row["logprobs"]) != ("vllm", REFERENCE_SHAPE, False):
+    if reference is None or (row["engine"], row["shape"], row["logprobs"]) != (
+        "vllm",
+        REFERENCE_SHAPE,
+        False,
+    ):
         return None
-    return row["tokens_per_s"] / (reference * row["card"]["copy_tb_per_s"] / REFERENCE_COPY_TB_PER_S)
+    return row["tokens_per_s"] / (
+        reference * row["card"]["copy_tb_per_s"] / REFERENCE_COPY_TB_PER_S
+    )
 
 
 def _is_void(line: Line) -> bool:

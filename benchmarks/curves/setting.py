@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from comparison.rows import RowWriter
+from isobit.memory.machine import processor_name
 from isobit.models.config import ModelConfig
 from isobit.models.shapes import model_shape
-from isobit.run.machine import processor_name
 
 TINY = ModelConfig("qwen3", 384, 128, 384, 2, 2, 2, 64, 2048, 1e-6, 1e4, tied_embeddings=True)
 
@@ -19,7 +19,9 @@ def shape_named(name: str) -> ModelConfig:
 
 
 def device() -> torch.device:
-    """The GPU, where there is one; asked in the way that leaves CUDA untouched, since ``measure_card`` forks."""
+    """The GPU, where there is one; asked in the way that leaves CUDA untouched, since
+    ``measure_card`` forks.
+    """
     return torch.device("cuda" if torch.cuda.device_count() else "cpu")
 
 

@@ -9,7 +9,9 @@ from comparison.rows import Row, read_rows
 LAST = 10
 """Steps whose mean loss is a run's final one."""
 HALVED, NEAR, CHANGED = 0.5, 0.005, 0.01
-"""The bars: final loss of the first one, fp8's final loss from bf16's, and weight bytes that each step changes."""
+"""The bars: final loss of the first one, fp8's final loss from bf16's, and weight bytes that each
+step changes.
+"""
 
 
 def run_table(directory: Path) -> None:
@@ -19,11 +21,15 @@ def run_table(directory: Path) -> None:
     reinforced = [reinforced_line(rows) for rows in runs if rows[0]["engine"] == "rl"]
     add_ratios(supervised)
     print(markdown(supervised), "", markdown(reinforced), sep="\n")
-    (directory / "table.json").write_text(json.dumps({"supervised": supervised, "reinforced": reinforced}, indent=2) + "\n")
+    (directory / "table.json").write_text(
+        json.dumps({"supervised": supervised, "reinforced": reinforced}, indent=2) + "\n"
+    )
 
 
 def last_runs(rows: list[Row]) -> list[list[Row]]:
-    """The rows of each run; of repeated ones (the same kind, shape, flow, seed and learning rate) the last."""
+    """The rows of each run; of repeated ones (the same kind, shape, flow, seed and learning rate)
+    the last.
+    """
     runs: list[list[Row]] = []
     for row in rows:
         if row["step"] == 1 and "loss" in row:
@@ -41,7 +47,9 @@ def supervised_line(rows: list[Row]) -> Row:
         "steps": len(losses),
         "first_loss": first,
         "last_loss": last,
-        "held_out_loss": next((row["held_out_loss"] for row in rows if "held_out_loss" in row), None),
+        "held_out_loss": next(
+            (row["held_out_loss"] for row in rows if "held_out_loss" in row), None
+        ),
         "seconds": sum(row["seconds"] for row in rows if "loss" in row),
         "skipped": sum(row["skipped"] is not None for row in rows if "loss" in row),
         "halved": last <= HALVED * first,
@@ -49,9 +57,15 @@ def supervised_line(rows: list[Row]) -> Row:
 
 
 def add_ratios(lines: list[Row]) -> None:
-    """Each line's distance from ``bf16`` of the same shape, seed and learning rate: the share by which its final loss is higher."""
+    """Each line's distance from ``bf16`` of the same shape, seed and learning rate: the share by
+    which its final loss is higher.
+    """
     for line in lines:
-        same = [other for other in lines if all(other[name] == line[name] for name in ("shape", "seed", "learning_rate"))]
+        same = [
+            other
+            for other in lines
+            if all(other[name] == line[name] for name in ("shape", "seed", "learning_rate"))
+        ]
         others = [other["last_loss"] for other in same if other["mode"] == "bf16"]
         above = line["last_loss"] / others[0] - 1 if others else None
         line |= {"above_bf16": above, "near_bf16": None if above is None else abs(above) <= NEAR}
@@ -87,11 +101,19 @@ def markdown(lines: list[Row]) -> str:
 
 def _who(rows: list[Row]) -> Row:
     shape, seed, learning_rate = _key(rows)
-    return {"shape": shape, "mode": rows[0]["mode"], "seed": seed, "learning_rate": learning_rate, "card": rows[0]["card"]["uuid"]}
+    return {
+        "shape": shape,
+        "mode": rows[0]["mode"],
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "card": rows[0]["card"]["uuid"],
+    }
 
 
 def _key(rows: list[Row]) -> tuple[str, int, float | None]:
-    """Shape, seed (the first rows, which do not name it, have 0) and the schedule's highest learning rate, where it is known."""
+    """Shape, seed (the first rows, which do not name it, have 0) and the schedule's highest
+    learning rate, where it is known.
+    """
     rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
     return rows[0]["shape"], rows[0].get("seed", 0), max(rates, default=None)
 
@@ -101,4 +123,10 @@ def _cell(value: object) -> str:
         return "yes" if value else "NO"
     if value is None:
         return "-"
-    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:.4f}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )

@@ -1,7 +1,9 @@
-"""The text of the supervised run: problems of reasoning-gym with their answers, from several tasks, and its tokens, which are bytes.
+"""The text of the supervised run: problems of reasoning-gym with their answers, from several tasks,
+and its tokens, which are bytes.
 
-Bytes need no tokenizer's files, and what is measured does not hang on it: byte b is token b + 2, behind a token that starts the sequence
-and before one that ends it.  All of it is learnt, question and answer.
+Bytes need no tokenizer's files, and what is measured does not hang on it: byte b is token b + 2,
+behind a token that starts the sequence and before one that ends it.  All of it is learnt, question
+and answer.
 """
 
 import json
@@ -38,7 +40,10 @@ def write_text(directory: Path) -> None:
     tasks = [create_task(name, size, seed=0, options={}) for name in TASKS]
     for name, rows in (("train", range(TRAINING_ROWS)), ("held_out", range(TRAINING_ROWS, size))):
         entries = [task[row] for row in rows for task in tasks]
-        lines = [json.dumps({"prompt": entry["question"], "completion": entry["answer"]}) for entry in entries]
+        lines = [
+            json.dumps({"prompt": entry["question"], "completion": entry["answer"]})
+            for entry in entries
+        ]
         path = directory / f"{name}.jsonl"
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         print(f"{path}: {len(lines):,} rows, {path.stat().st_size:,} bytes")
@@ -47,11 +52,22 @@ def write_text(directory: Path) -> None:
 def read_pairs(path: Path) -> list[Pair]:
     """The rows of a file as tokens."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [((START,), [*(byte + _FIRST_BYTE for byte in f"{row['prompt']}\n{row['completion']}".encode()), END]) for row in rows]
+    return [
+        (
+            (START,),
+            [
+                *(byte + _FIRST_BYTE for byte in f"{row['prompt']}\n{row['completion']}".encode()),
+                END,
+            ],
+        )
+        for row in rows
+    ]
 
 
 def batches(pairs: Sequence[Pair], tokens: int, seed: int) -> Iterator[list[Pair]]:
-    """Without end: as many pairs a batch as ``tokens`` hold, in a new order in each pass over all of them."""
+    """Without end: as many pairs a batch as ``tokens`` hold, in a new order in each pass over all
+    of them.
+    """
     random, batch, room = Random(seed), list[Pair](), tokens  # noqa: S311 (draws an order, keeps no secret)
     while True:
         for given, learnt in random.sample(pairs, len(pairs)):

@@ -1,6 +1,8 @@
-"""What is computed: sequences of one length, laid end to end, and the FLOPs that a model's shape makes of them.
+"""What is computed: sequences of one length, laid end to end, and the FLOPs that a model's shape
+makes of them.
 
-A case is written PRECISION:LENGTHxSEQUENCES:RECOMPUTE, for example ``fp8:4096x2:none``: two sequences of 4,096 tokens a micro-batch.
+A case is written PRECISION:LENGTHxSEQUENCES:RECOMPUTE, for example ``fp8:4096x2:none``: two
+sequences of 4,096 tokens a micro-batch.
 """
 
 import argparse
@@ -50,10 +52,14 @@ class Case:
     def token_ids(self) -> torch.Tensor:
         """Random tokens, int64 [sequences, length], the same on every side."""
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(self.config.vocab_size, (self.sequences, self.length), generator=generator)
+        return torch.randint(
+            self.config.vocab_size, (self.sequences, self.length), generator=generator
+        )
 
     def weights(self) -> torch.Tensor:
-        """What each predicted token's log-probability counts in the loss, FP32 [sequences, length - 1]."""
+        """What each predicted token's log-probability counts in the loss, FP32 [sequences, length -
+        1].
+        """
         generator = torch.Generator().manual_seed(1)
         return torch.randn((self.sequences, self.length - 1), generator=generator) / self.tokens
 
@@ -61,9 +67,16 @@ class Case:
 def parse_case(text: str) -> Case:
     """For argparse."""
     found = _PATTERN.fullmatch(text)
-    if not (found and found[1] in MODES and found[4] in get_args(Recompute) and int(found[2]) > 1 and int(found[3]) > 0):
+    if not (
+        found
+        and found[1] in MODES
+        and found[4] in get_args(Recompute)
+        and int(found[2]) > 1
+        and int(found[3]) > 0
+    ):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no case: write PRECISION:LENGTHxSEQUENCES:RECOMPUTE, as in fp8:4096x2:none, with a precision of "
+            f"{text!r} is no case: write PRECISION:LENGTHxSEQUENCES:RECOMPUTE, as in "
+            "fp8:4096x2:none, with a precision of "
             f"{', '.join(MODES)} and recompute of {', '.join(get_args(Recompute))}"
         )
     return Case(found[1], int(found[2]), int(found[3]), cast(Recompute, found[4]))
@@ -78,9 +91,15 @@ def check_peer(cases: Sequence[Case]) -> None:
 
 
 def flops(case: Case) -> float:
-    """Of forward and backward, recomputation not counted: 6 a parameter and token, and the products of attention over L / 2 keys."""
+    """Of forward and backward, recomputation not counted: 6 a parameter and token, and the products
+    of attention over L / 2 keys.
+    """
     config = case.config
-    parameters = sum(prod(shape) for name, shape in master_shapes(config).items() if name != "embed_tokens.weight")
+    parameters = sum(
+        prod(shape)
+        for name, shape in master_shapes(config).items()
+        if name != "embed_tokens.weight"
+    )
     if config.tied_embeddings:
         parameters += config.vocab_size * config.hidden_size
     attention = 3 * 4 * (case.length / 2) * config.num_heads * config.head_dim * config.num_layers

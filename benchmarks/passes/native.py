@@ -1,4 +1,6 @@
-"""Isobit's training: forward and backward into FP32 masters, and the whole optimiser step of its trainer."""
+"""Isobit's training: forward and backward into FP32 masters, and the whole optimiser step of its
+trainer.
+"""
 
 import torch
 
@@ -23,18 +25,26 @@ def make_pass(case: Case, device: str = "cuda") -> Pass:
     lengths = (case.length,) * case.sequences
 
     def one() -> None:
-        hidden = decoder.packed_hidden_states(policy, ids.view(-1), positions, lengths, case.recompute)
-        log_probs, _ = head.token_log_probs(policy, "training", hidden.index_select(0, rows), targets, temperatures)
+        hidden = decoder.packed_hidden_states(
+            policy, ids.view(-1), positions, lengths, case.recompute
+        )
+        log_probs, _ = head.token_log_probs(
+            policy, "training", hidden.index_select(0, rows), targets, temperatures
+        )
         (log_probs * weights).sum().backward()
 
     return one
 
 
 def make_step(case: Case, microbatches: int, device: str = "cuda") -> Step:
-    """A trainer over random weights, with BF16 moments, and its step over so many micro-batches: the mean of -log p of all tokens."""
+    """A trainer over random weights, with BF16 moments, and its step over so many micro-batches:
+    the mean of -log p of all tokens.
+    """
     config = TrainingConfig(moments="bf16", recompute=case.recompute)
     trainer = Trainer(_policy(case, device), config, total_updates=1000)
-    batches = pack_pairs([((first,), rest) for first, *rest in case.token_ids().tolist() * microbatches], case.tokens)
+    batches = pack_pairs(
+        [((first,), rest) for first, *rest in case.token_ids().tolist() * microbatches], case.tokens
+    )
     assert len(batches) == microbatches
     phases = Phases(on_gpu=device != "cpu")
     watch(trainer, phases)
@@ -50,4 +60,6 @@ def make_step(case: Case, microbatches: int, device: str = "cuda") -> Step:
 
 
 def _policy(case: Case, device: str) -> Policy:
-    return random_policy(case.config, PrecisionConfig.model_validate(case.mode), seed=0, device=device)
+    return random_policy(
+        case.config, PrecisionConfig.model_validate(case.mode), seed=0, device=device
+    )

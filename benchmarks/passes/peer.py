@@ -1,13 +1,16 @@
 """transformers in BF16 with SDPA: the outside baseline.
 
-Sequences of one length in a batch without padding; cuDNN's attention first, PyTorch's flash where it refuses; log-probabilities in chunks
-of rows, each computed again in the backward; with ``full`` recomputation its own gradient checkpointing.
+Sequences of one length in a batch without padding; cuDNN's attention first, PyTorch's flash where
+it refuses; log-probabilities in chunks of rows, each computed again in the backward; with ``full``
+recomputation its own gradient checkpointing.
 
-The optimiser is the one that our trainer has: AdamW over FP32 masters with BF16 moments, rounded stochastically.  transformers trains BF16
-weights with BF16 gradients, which add up in ``.grad`` over the micro-batches of a step.  So the step clips those gradients, gives each to
-its master in FP32, one after the other (masters 30.5, moments 30.5, weights and gradients 15.3 GiB each for 8B; a second set of gradients
-in FP32 would take the activations' room), and copies the masters to the weights.  The step is to its advantage: its gradients take half the
-bytes of our FP32 ones, and are rounded at each micro-batch, for which nothing is charged.
+The optimiser is the one that our trainer has: AdamW over FP32 masters with BF16 moments, rounded
+stochastically.  transformers trains BF16 weights with BF16 gradients, which add up in ``.grad``
+over the micro-batches of a step.  So the step clips those gradients, gives each to its master in
+FP32, one after the other (masters 30.5, moments 30.5, weights and gradients 15.3 GiB each for 8B; a
+second set of gradients in FP32 would take the activations' room), and copies the masters to the
+weights.  The step is to its advantage: its gradients take half the bytes of our FP32 ones, and are
+rounded at each micro-batch, for which nothing is charged.
 """
 
 from contextlib import AbstractContextManager
@@ -24,7 +27,12 @@ from passes.phases import Phases
 from passes.timing import Pass, Step
 
 CHUNK = 1024
-_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class PeerModel:
@@ -36,23 +44,35 @@ class PeerModel:
         values = config.to_hf()
         described = AutoConfig.for_model(values.pop("model_type"), **values)
         with torch.device(device):
-            self.model = AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16, attn_implementation="sdpa")
+            self.model = AutoModelForCausalLM.from_config(
+                described, dtype=torch.bfloat16, attn_implementation="sdpa"
+            )
         self.model.train()
 
     def recompute(self, kind: Recompute) -> None:
         """What its backward computes again from now on: none or full."""
         if kind == "full":
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         else:
             self.model.gradient_checkpointing_disable()
 
     def log_probs(self, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """int64 [S, L] -> log-probabilities of the tokens behind position ``first``, FP32 [S * (L - 1 - first)]."""
+        """int64 [S, L] -> log-probabilities of the tokens behind position ``first``, FP32 [S * (L -
+        1 - first)].
+        """
         targets = ids[:, first + 1 :].reshape(-1)
-        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, first:-1].reshape(targets.numel(), -1)
+        hidden = (
+            self.model.model(input_ids=ids, use_cache=False)
+            .last_hidden_state[:, first:-1]
+            .reshape(targets.numel(), -1)
+        )
         head = self.model.lm_head.weight
         parts = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
-        return torch.cat([checkpoint(_log_probs, h, head, t, use_reentrant=False) for h, t in parts])  # pyright: ignore[reportArgumentType]
+        return torch.cat(
+            [checkpoint(_log_probs, h, head, t, use_reentrant=False) for h, t in parts]
+        )  # pyright: ignore[reportArgumentType]
 
 
 class PeerOptimiser:
@@ -60,8 +80,13 @@ class PeerOptimiser:
 
     def __init__(self, model: torch.nn.Module, config: TrainingConfig) -> None:
         self._parameters = list(model.parameters())
-        self._masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self._parameters]
-        self._optimisers = [build_optimiser([master], config, seed=number) for number, master in enumerate(self._masters)]
+        self._masters = [
+            torch.nn.Parameter(parameter.detach().float()) for parameter in self._parameters
+        ]
+        self._optimisers = [
+            build_optimiser([master], config, seed=number)
+            for number, master in enumerate(self._masters)
+        ]
         self._max_norm = config.max_grad_norm
 
     @torch.no_grad()
@@ -69,7 +94,9 @@ class PeerOptimiser:
         """Clip, move the masters, publish, and drop the gradients."""
         with phases("optimiser"):
             torch.nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
-            for parameter, master, optimiser in zip(self._parameters, self._masters, self._optimisers, strict=True):
+            for parameter, master, optimiser in zip(
+                self._parameters, self._masters, self._optimisers, strict=True
+            ):
                 assert parameter.grad is not None
                 master.grad, parameter.grad = parameter.grad.float(), None
                 optimiser.step()
@@ -98,7 +125,9 @@ def make_pass(case: Case, device: str = "cuda") -> Pass:
 
 
 def make_step(case: Case, microbatches: int, device: str = "cuda") -> Step:
-    """A model, its optimiser, and a step over so many micro-batches: the mean of -log p of all tokens."""
+    """A model, its optimiser, and a step over so many micro-batches: the mean of -log p of all
+    tokens.
+    """
     peer = PeerModel(case.config, device)
     peer.recompute(case.recompute)
     optimiser = PeerOptimiser(peer.model, TrainingConfig(moments="bf16"))

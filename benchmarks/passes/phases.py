@@ -1,7 +1,9 @@
-"""Where the time of a step goes: a timeline of marks, each the beginning of a phase, taken by CUDA events on a GPU.
+"""Where the time of a step goes: a timeline of marks, each the beginning of a phase, taken by CUDA
+events on a GPU.
 
-A phase inside another one interrupts it, so that the phases of a step add up to the step.  An event is reached when the device has done
-all that was asked of it before; where the host waits for nothing in between, work counts for the phase that asked for it.
+A phase inside another one interrupts it, so that the phases of a step add up to the step.  An event
+is reached when the device has done all that was asked of it before; where the host waits for
+nothing in between, work counts for the phase that asked for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,7 +80,9 @@ class Phases:
 
 
 def watch(trainer: Trainer, phases: Phases) -> None:
-    """Time a trainer's phases from here on: forward; backward, with the loss and the gradients' norm; clip and AdamW; publication."""
+    """Time a trainer's phases from here on: forward; backward, with the loss and the gradients'
+    norm; clip and AdamW; publication.
+    """
     for owner, method, name in (
         (trainer, "_forward", "forward"),
         (trainer, "_gradients", "backward"),

@@ -1,4 +1,5 @@
-"""Timing of cases, one after the other in one process: medians after a warm-up that compiles, and the most memory that torch held.
+"""Timing of cases, one after the other in one process: medians after a warm-up that compiles, and
+the most memory that torch held.
 
 A case that the memory does not hold gets a row that says so, and the next one is measured.
 """
@@ -15,7 +16,7 @@ from comparison.card import measure_card, versions
 from comparison.native import native_versions
 from comparison.rows import Row, RowWriter
 from isobit.errors import ConfigError
-from isobit.run.turns import allocate_in_pages
+from isobit.memory.turns import allocate_in_pages
 from passes.cases import Case, flops
 from passes.phases import Phases
 
@@ -28,14 +29,26 @@ Step = Callable[[int], dict[str, float]]
 """One optimiser step over that many micro-batches; seconds by phase."""
 
 
-def measure_passes(make: Callable[[Case], Pass], engine: str, cases: Sequence[Case], out: Path) -> None:
+def measure_passes(
+    make: Callable[[Case], Pass], engine: str, cases: Sequence[Case], out: Path
+) -> None:
     """Forward and backward of each case, without an optimiser."""
     _measure("pass", lambda case: time_pass(case, make(case)), engine, cases, out)
 
 
-def measure_steps(make: Callable[[Case, int], Step], engine: str, cases: Sequence[Case], tokens: int, out: Path) -> None:
+def measure_steps(
+    make: Callable[[Case, int], Step], engine: str, cases: Sequence[Case], tokens: int, out: Path
+) -> None:
     """An optimiser step of at least ``tokens`` tokens of each case."""
-    _measure("step", lambda case: time_step(case, make(case, microbatches(case, tokens)), microbatches(case, tokens)), engine, cases, out)
+    _measure(
+        "step",
+        lambda case: time_step(
+            case, make(case, microbatches(case, tokens)), microbatches(case, tokens)
+        ),
+        engine,
+        cases,
+        out,
+    )
 
 
 def microbatches(case: Case, tokens: int) -> int:
@@ -79,14 +92,18 @@ def time_step(case: Case, one: Step, count: int) -> Row:
 
 
 def measured(work: Callable[[], Row]) -> Row:
-    """The figures, or what stands in their place where the memory does not hold the work; either way nothing of it is left.
+    """The figures, or what stands in their place where the memory does not hold the work; either
+    way nothing of it is left.
 
     An engine and a trainer name what is too large for the memory in a ConfigError.
     """
     try:
         row = work()
     except (torch.OutOfMemoryError, ConfigError) as error:
-        row = {"error": "out of memory" if isinstance(error, torch.OutOfMemoryError) else "refused", "message": str(error).splitlines()[0]}
+        row = {
+            "error": "out of memory" if isinstance(error, torch.OutOfMemoryError) else "refused",
+            "message": str(error).splitlines()[0],
+        }
     free_memory()
     return row
 
@@ -109,9 +126,13 @@ def peer_versions() -> dict[str, str]:
     return versions() | {"transformers": importlib.metadata.version("transformers")}
 
 
-def _measure(kind: str, time: Callable[[Case], Row], engine: str, cases: Sequence[Case], out: Path) -> None:
+def _measure(
+    kind: str, time: Callable[[Case], Row], engine: str, cases: Sequence[Case], out: Path
+) -> None:
     card, known = measure_card(), native_versions() if engine == "native" else peer_versions()
     allocate_in_pages()
     for case in cases:
         row = measured(lambda case=case: time(case))
-        RowWriter(out, engine, case.mode, case.shape, card, known).write(kind=kind, **case.fields, **row)
+        RowWriter(out, engine, case.mode, case.shape, card, known).write(
+            kind=kind, **case.fields, **row
+        )

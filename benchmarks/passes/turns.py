@@ -1,8 +1,10 @@
-"""Two steps as a run on a GPU makes them, engine and trainer by turns, and what each phase takes beside what was planned.
+"""Two steps as a run on a GPU makes them, engine and trainer by turns, and what each phase takes
+beside what was planned.
 
-A rollout with the planned KV cache: prompts of the case's length, and more short ones than fit a batch.  Then an update over two full
-micro-batches.  The second step, which has moments from its beginning, is the one that counts.  Where they are on the host for the
-rollout, the seconds of a turn of the trainer hold their way to the GPU and back, and each way is counted by itself too.
+A rollout with the planned KV cache: prompts of the case's length, and more short ones than fit a
+batch.  Then an update over two full micro-batches.  The second step, which has moments from its
+beginning, is the one that counts.  Where they are on the host for the rollout, the seconds of a
+turn of the trainer hold their way to the GPU and back, and each way is counted by itself too.
 """
 
 import sys
@@ -13,16 +15,16 @@ from itertools import cycle
 import torch
 
 from comparison.rows import Row
+from isobit.clock import Clock
 from isobit.config.schema import Moments, PrecisionConfig, RolloutConfig, TrainingConfig
 from isobit.kernels.hopper.pages import PAGE_TOKENS
+from isobit.memory.device import device_memory, plan_gpu
+from isobit.memory.turns import GpuTurns, allocate_in_pages
 from isobit.models.policy import random_policy
 from isobit.precision.flow import build_flow
 from isobit.records import PackedBatch, Prompt, SamplingParams
-from isobit.rollout.engine import Engine
+from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
-from isobit.run.clock import Clock
-from isobit.run.gpu_memory import device_memory, plan_gpu
-from isobit.run.turns import GpuTurns, allocate_in_pages
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 from passes.cases import Case
@@ -33,7 +35,9 @@ _GIB = 1 << 30
 
 
 class BothWays(Clock):
-    """Counts the two ways of the moments apart: a turn of the trainer begins with the one and ends with the other."""
+    """Counts the two ways of the moments apart: a turn of the trainer begins with the one and ends
+    with the other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,10 +54,23 @@ class BothWays(Clock):
                 yield
 
 
-def two_steps(case: Case, moments: Moments, offload_moments: bool, kv_memory_gib: float | None = None, device: str = "cuda") -> Row:
-    """GiB by phase and part, planned and measured, and the seconds of the second step.  Raises ConfigError for a plan that does not fit."""
+def two_steps(
+    case: Case,
+    moments: Moments,
+    offload_moments: bool,
+    kv_memory_gib: float | None = None,
+    device: str = "cuda",
+) -> Row:
+    """GiB by phase and part, planned and measured, and the seconds of the second step.  Raises
+    ConfigError for a plan that does not fit.
+    """
     rollout = RolloutConfig(max_new_tokens=NEW_TOKENS, kv_memory_gib=kv_memory_gib)
-    training = TrainingConfig(moments=moments, recompute=case.recompute, tokens_per_microbatch=case.tokens, offload_moments=offload_moments)
+    training = TrainingConfig(
+        moments=moments,
+        recompute=case.recompute,
+        tokens_per_microbatch=case.tokens,
+        offload_moments=offload_moments,
+    )
     precision = PrecisionConfig.model_validate(case.mode)
     flow = build_flow(precision, case.config.shape)
     plan = plan_gpu(case.config, flow, rollout, training, case.length, device_memory())
@@ -90,15 +107,23 @@ def two_steps(case: Case, moments: Moments, offload_moments: bool, kv_memory_gib
 
 
 def _batches(case: Case) -> list[PackedBatch]:
-    return pack_pairs([((first,), rest) for first, *rest in case.token_ids().tolist() * 2], case.tokens)
+    return pack_pairs(
+        [((first,), rest) for first, *rest in case.token_ids().tolist() * 2], case.tokens
+    )
 
 
 def _requests(case: Case, step: int) -> list[Request]:
     generator = torch.Generator().manual_seed(step)
     longest = case.length - NEW_TOKENS
     lengths = [longest] * LONG + [min(SHORT[1], longest)] * SHORT[0]
-    prompts = [tuple(torch.randint(case.config.vocab_size, (n,), generator=generator).tolist()) for n in lengths]
-    return [Request(Prompt(f"p{i}", "", ids), step, SAMPLES, SamplingParams(NEW_TOKENS)) for i, ids in enumerate(prompts)]
+    prompts = [
+        tuple(torch.randint(case.config.vocab_size, (n,), generator=generator).tolist())
+        for n in lengths
+    ]
+    return [
+        Request(Prompt(f"p{i}", "", ids), step, SAMPLES, SamplingParams(NEW_TOKENS))
+        for i, ids in enumerate(prompts)
+    ]
 
 
 def _in_gib(sizes: Iterable[tuple[str, int]]) -> dict[str, float]:

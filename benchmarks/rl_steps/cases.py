@@ -1,4 +1,6 @@
-"""What a step works on: groups of completions of exactly so many tokens, for prompts of random tokens."""
+"""What a step works on: groups of completions of exactly so many tokens, for prompts of random
+tokens.
+"""
 
 import argparse
 from dataclasses import dataclass
@@ -7,7 +9,9 @@ from random import Random
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``prompts`` of ``prompt_tokens`` tokens, ``samples`` completions of ``new_tokens`` tokens for each."""
+    """``prompts`` of ``prompt_tokens`` tokens, ``samples`` completions of ``new_tokens`` tokens for
+    each.
+    """
 
     prompts: int
     samples: int
@@ -27,7 +31,9 @@ class Case:
     def random_prompts(self, vocab_size: int) -> list[list[int]]:
         """The same token ids for every engine."""
         random = Random(0)  # noqa: S311 (no secret)
-        return [random.choices(range(vocab_size), k=self.prompt_tokens) for _ in range(self.prompts)]
+        return [
+            random.choices(range(vocab_size), k=self.prompt_tokens) for _ in range(self.prompts)
+        ]
 
 
 CASES = {"2k": Case(32, 8, 256, 2048), "8k": Case(8, 8, 256, 8192)}

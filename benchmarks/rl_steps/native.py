@@ -1,11 +1,13 @@
-"""Isobit's whole step on one card, as ``isobit train`` does it: engine and trainer take turns in its memory, and share the weights.
+"""Isobit's whole step on one card, as ``isobit train`` does it: engine and trainer take turns in
+its memory, and share the weights.
 
-Before the timed step: an update over made-up completions of full length, in micro-batches of every size that the timed one has, so that
-the moments are there and every kernel is compiled; and rollouts of a few tokens, at both ends of a sequence, since decoding behind many
-tokens is another kernel.  That the engine makes its KV cache and captures its graphs again after the
-trainer's turn is part of the rollout, as in a run; that the moments come from the host and go back, where they do, of the training phase.
-Rewards are random.  In an exact flow the recorded log-probabilities are the old ones, so there is no second forward; the trainer compares
-each of them with its own.
+Before the timed step: an update over made-up completions of full length, in micro-batches of every
+size that the timed one has, so that the moments are there and every kernel is compiled; and
+rollouts of a few tokens, at both ends of a sequence, since decoding behind many tokens is another
+kernel.  That the engine makes its KV cache and captures its graphs again after the trainer's turn
+is part of the rollout, as in a run; that the moments come from the host and go back, where they do,
+of the training phase. Rewards are random.  In an exact flow the recorded log-probabilities are the
+old ones, so there is no second forward; the trainer compares each of them with its own.
 """
 
 from collections.abc import Sequence
@@ -20,15 +22,15 @@ from comparison.native import native_versions
 from comparison.rows import Row, RowWriter
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.memory.device import device_memory, plan_gpu
+from isobit.memory.turns import GpuTurns, allocate_in_pages
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
 from isobit.records import Completion, Group, Prompt, SamplingParams
-from isobit.rollout.engine import Engine
+from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
-from isobit.run.gpu_memory import device_memory, plan_gpu
-from isobit.run.turns import GpuTurns, allocate_in_pages
 from isobit.training.step import StepMetrics, train_on_groups
 from isobit.training.trainer import Trainer
 from passes.phases import Phases, watch
@@ -36,15 +38,23 @@ from passes.timing import measured
 from rl_steps.cases import CASES, WARM_UP_TOKENS, Case
 
 LEARNING_RATE = 5e-5
-"""Far above what a run takes: a step then changes several percent of the random weights' E4M3 bytes."""
+"""Far above what a run takes: a step then changes several percent of the random weights' E4M3
+bytes.
+"""
 ROLLOUT = RolloutConfig(max_sequences=256, max_batched_tokens=16384)
 _MADE_UP_LOG_PROB = -12.0
 
 
-def run_native(mode: str, shape: str, names: Sequence[str], settings: dict[str, Any], out: Path) -> None:
-    """One timed step of each case; ``settings`` are keys of ``training`` beside those that the benchmark fixes."""
+def run_native(
+    mode: str, shape: str, names: Sequence[str], settings: dict[str, Any], out: Path
+) -> None:
+    """One timed step of each case; ``settings`` are keys of ``training`` beside those that the
+    benchmark fixes.
+    """
     writer = RowWriter(out, "native", mode, shape, measure_card(), native_versions())
-    loop = Loop(mode, model_shape(shape), settings, longest=max(CASES[name].length for name in names))
+    loop = Loop(
+        mode, model_shape(shape), settings, longest=max(CASES[name].length for name in names)
+    )
     for name in names:
         row = measured(lambda name=name: loop.time(CASES[name]))
         writer.write(kind="rl", part="whole", case=name, **settings, **row)
@@ -53,12 +63,28 @@ def run_native(mode: str, shape: str, names: Sequence[str], settings: dict[str, 
 class Loop:
     """A policy, its engine and its trainer, for sequences of at most ``longest`` tokens."""
 
-    def __init__(self, mode: str, shape: ModelConfig, settings: dict[str, Any], longest: int, device: str = "cuda") -> None:
+    def __init__(
+        self,
+        mode: str,
+        shape: ModelConfig,
+        settings: dict[str, Any],
+        longest: int,
+        device: str = "cuda",
+    ) -> None:
         precision = PrecisionConfig.model_validate(mode)
-        training = TrainingConfig.model_validate({"moments": "bf16", "learning_rate": LEARNING_RATE, **settings})
+        training = TrainingConfig.model_validate(
+            {"moments": "bf16", "learning_rate": LEARNING_RATE, **settings}
+        )
         rollout, plan = ROLLOUT, None
         if device != "cpu":
-            plan = plan_gpu(shape, build_flow(precision, shape.shape), rollout, training, longest, device_memory())
+            plan = plan_gpu(
+                shape,
+                build_flow(precision, shape.shape),
+                rollout,
+                training,
+                longest,
+                device_memory(),
+            )
             print("\n".join(plan.describe()), flush=True)
             rollout = rollout.model_copy(update={"kv_pages": plan.pages})
             allocate_in_pages()
@@ -95,12 +121,16 @@ class Loop:
             "tokens_differing": step.comparison.tokens_differing,
             "weight_bytes_changed": step.updates[0].weight_bytes_changed,
             "microbatch_tokens_at_the_end": self._trainer.budget.at(self._trainer.updates),
-            "memory": {} if self._turns is None else {name: asdict(memory) for name, memory in self._turns.summary().items()},
+            "memory": {}
+            if self._turns is None
+            else {name: asdict(memory) for name, memory in self._turns.summary().items()},
             "stats": stats,
         }
 
     def _training_turn(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._turns is None else self._turns.training(cast(Any, self._phases))
+        return (
+            nullcontext() if self._turns is None else self._turns.training(cast(Any, self._phases))
+        )
 
     def _train(self, groups: list[Group]) -> StepMetrics:
         with self._training_turn():
@@ -111,19 +141,44 @@ class Loop:
     def _generate(self, case: Case) -> list[Group]:
         self._visit += 1
         sampling = SamplingParams(max_new_tokens=case.new_tokens)
-        prompts = [Prompt(f"bench/{i}", "", tuple(ids)) for i, ids in enumerate(case.random_prompts(self._policy.config.vocab_size))]
-        completions = self._engine.generate([Request(prompt, self._visit, case.samples, sampling) for prompt in prompts])
-        assert all(len(sample.token_ids) == case.new_tokens for samples in completions for sample in samples)
-        return [self._graded(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
+        prompts = [
+            Prompt(f"bench/{i}", "", tuple(ids))
+            for i, ids in enumerate(case.random_prompts(self._policy.config.vocab_size))
+        ]
+        completions = self._engine.generate(
+            [Request(prompt, self._visit, case.samples, sampling) for prompt in prompts]
+        )
+        assert all(
+            len(sample.token_ids) == case.new_tokens
+            for samples in completions
+            for sample in samples
+        )
+        return [
+            self._graded(prompt, samples)
+            for prompt, samples in zip(prompts, completions, strict=True)
+        ]
 
     def _made_up(self, case: Case) -> Group:
-        """Completions of full length for a whole micro-batch and one as large as the last of the step."""
+        """Completions of full length for a whole micro-batch and one as large as the last of the
+        step.
+        """
         whole = max(1, self._trainer.config.tokens_per_microbatch // case.length)
         count = min(case.sequences, whole + (case.sequences % whole or whole))
-        vocabulary, log_probs = range(self._policy.config.vocab_size), (_MADE_UP_LOG_PROB,) * case.new_tokens
-        prompt = Prompt("made up", "", tuple(self._random.choices(vocabulary, k=case.prompt_tokens)))
+        vocabulary, log_probs = (
+            range(self._policy.config.vocab_size),
+            (_MADE_UP_LOG_PROB,) * case.new_tokens,
+        )
+        prompt = Prompt(
+            "made up", "", tuple(self._random.choices(vocabulary, k=case.prompt_tokens))
+        )
         answers = [tuple(self._random.choices(vocabulary, k=case.new_tokens)) for _ in range(count)]
-        return self._graded(prompt, [Completion(ids, log_probs, "", "length", 1.0, self._policy.version) for ids in answers])
+        return self._graded(
+            prompt,
+            [
+                Completion(ids, log_probs, "", "length", 1.0, self._policy.version)
+                for ids in answers
+            ],
+        )
 
     def _graded(self, prompt: Prompt, completions: list[Completion]) -> Group:
         return Group(prompt, self._visit, completions, [self._random.random() for _ in completions])

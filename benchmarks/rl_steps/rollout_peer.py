@@ -1,8 +1,10 @@
 """The outside baseline's rollout: vLLM in BF16, in a process that has the card to itself.
 
-Its settings are those of ``comparison.peer``, with vLLM's own prefix caching, so that the samples of a prompt share it (forgotten between
-the warm-up and the timed call), and without log-probabilities, since this baseline computes them again.  To its advantage: it
-keeps 88% of the card, though a trainer would have to make room for it, and neither waking it nor giving it new weights is counted.
+Its settings are those of ``comparison.peer``, with vLLM's own prefix caching, so that the samples
+of a prompt share it (forgotten between the warm-up and the timed call), and without
+log-probabilities, since this baseline computes them again.  To its advantage: it keeps 88% of the
+card, though a trainer would have to make room for it, and neither waking it nor giving it new
+weights is counted.
 """
 
 import json
@@ -23,7 +25,9 @@ def run_rollouts(shape: str, names: Sequence[str], out: Path) -> None:
     """One timed rollout of each case."""
     import vllm  # pyright: ignore[reportMissingImports]
 
-    writer = RowWriter(out, "vllm", "bf16", shape, measure_card(), versions() | {"vllm": vllm.__version__})
+    writer = RowWriter(
+        out, "vllm", "bf16", shape, measure_card(), versions() | {"vllm": vllm.__version__}
+    )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model_config("bf16", shape)))
         length = max(CASES[name].length for name in names)
@@ -48,7 +52,9 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], case: Case, new_tokens:
     """Seconds until all completions are there; the prompts are not cached before."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-    sampling = SamplingParams(n=case.samples, temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        n=case.samples, temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+    )
     assert llm.reset_prefix_cache(), "vLLM would find the prompts of the call before in its cache"
     began = perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)

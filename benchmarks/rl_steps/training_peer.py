@@ -1,13 +1,18 @@
-"""The outside baseline's training: transformers in BF16, on completions of full length (random tokens), alone on the card.
+"""The outside baseline's training: transformers in BF16, on completions of full length (random
+tokens), alone on the card.
 
-    old log-probabilities    a forward over the batch without gradients: its rollout is another function, so what that recorded will not do
-    forward, backward        GRPO's ratio times the advantage, in micro-batches of the fastest setting that fits
-    optimiser, publish       ``passes.peer.PeerOptimiser``: AdamW over FP32 masters, then the copy to its own BF16 weights
+    old log-probabilities    a forward over the batch without gradients: its rollout is another
+                             function, so what that recorded will not do
+    forward, backward        GRPO's ratio times the advantage, in micro-batches of the fastest
+                             setting that fits
+    optimiser, publish       ``passes.peer.PeerOptimiser``: AdamW over FP32 masters, then the copy
+                             to its own BF16 weights
 
-The fastest setting is found by trying: micro-batches with and without recomputation, the optimiser's state being there, each timed
-once after a run that warms up; those that do not fit are out.  ``sequences`` measures a part of the batch, whose micro-batches are all
-alike, and scales the three passes to the whole of it.  Nothing that happens once may be in them: before the timed step comes a small one
-with every shape of it, after which cuDNN has its plans and torch the memory.
+The fastest setting is found by trying: micro-batches with and without recomputation, the
+optimiser's state being there, each timed once after a run that warms up; those that do not fit are
+out.  ``sequences`` measures a part of the batch, whose micro-batches are all alike, and scales the
+three passes to the whole of it.  Nothing that happens once may be in them: before the timed step
+comes a small one with every shape of it, after which cuDNN has its plans and torch the memory.
 """
 
 from collections.abc import Sequence
@@ -21,9 +26,9 @@ from comparison.card import measure_card
 from comparison.rows import Row, RowWriter
 from isobit.config.schema import Recompute, TrainingConfig
 from isobit.errors import ConfigError
+from isobit.memory.turns import allocate_in_pages
 from isobit.models.config import ModelConfig
 from isobit.models.shapes import model_shape
-from isobit.run.turns import allocate_in_pages
 from passes.peer import PeerModel, PeerOptimiser, fastest_attention
 from passes.phases import Phases
 from passes.timing import free_memory, measured, peak_gib, peer_versions
@@ -74,14 +79,21 @@ class PeerTrainer:
     def time(self, case: Case, sequences: int | None) -> Row:
         """The figures of a row, from so many sequences (by default all)."""
         (size, recompute), tried = self._fastest(case)
-        count = case.sequences if sequences is None else min(case.sequences, ceil(sequences / size) * size)
+        count = (
+            case.sequences
+            if sequences is None
+            else min(case.sequences, ceil(sequences / size) * size)
+        )
         batch, phases = self._batch(case, count), self._phases
         self._warm_up(batch, size, recompute)
         phases.start()
         old = self._old_log_probs(batch)
         self._gradients(batch, old, size, recompute)
         self._optimiser.step(phases)
-        seconds = {name: value * (case.sequences / count if name in PASSES else 1.0) for name, value in phases.stop().items()}
+        seconds = {
+            name: value * (case.sequences / count if name in PASSES else 1.0)
+            for name, value in phases.stop().items()
+        }
         return {
             "seconds": sum(seconds.values()),
             "phases_s": seconds,
@@ -93,7 +105,8 @@ class PeerTrainer:
         }
 
     def _warm_up(self, batch: Batch, size: int, recompute: Recompute) -> None:
-        """A step with every shape of the one to be timed: a full forward and the one that is left over, a micro-batch, the optimiser.
+        """A step with every shape of the one to be timed: a full forward and the one that is left
+        over, a micro-batch, the optimiser.
 
         What torch then keeps of freed memory stays with it.
         """
@@ -108,14 +121,18 @@ class PeerTrainer:
         rates: dict[tuple[int, Recompute], float] = {}
         for recompute, sizes in SETTINGS.items():
             for size in sizes:
-                row = measured(lambda size=size, recompute=recompute: self._try(case, size, recompute))
+                row = measured(
+                    lambda size=size, recompute=recompute: self._try(case, size, recompute)
+                )
                 tried.append({"sequences": size, "recompute": recompute} | row)
                 if "error" not in row:
                     rates[size, recompute] = row["tokens_per_s"]
         self._peer.model.zero_grad()
         free_memory()
         if not rates:
-            raise ConfigError(f"no micro-batch of sequences of {case.length} tokens fits: tried {tried}")
+            raise ConfigError(
+                f"no micro-batch of sequences of {case.length} tokens fits: tried {tried}"
+            )
         return max(rates, key=lambda setting: rates[setting]), tried
 
     def _try(self, case: Case, size: int, recompute: Recompute) -> Row:
@@ -131,25 +148,36 @@ class PeerTrainer:
         ids = torch.randint(self._vocab_size, (sequences, case.length), generator=generator)
         advantages = torch.randn(sequences, generator=generator)
         tokens = case.sequences * case.new_tokens
-        return Batch(ids.to(self._device), advantages.to(self._device), case.prompt_tokens - 1, tokens)
+        return Batch(
+            ids.to(self._device), advantages.to(self._device), case.prompt_tokens - 1, tokens
+        )
 
     @torch.no_grad()
     def _old_log_probs(self, batch: Batch) -> torch.Tensor:
         """FP32 [S, completion tokens]."""
         self._peer.recompute("none")
         with self._phases("old_log_probs"), fastest_attention():
-            found = [self._peer.log_probs(ids, batch.first) for ids in batch.ids.split(_forward_sequences(batch))]
+            found = [
+                self._peer.log_probs(ids, batch.first)
+                for ids in batch.ids.split(_forward_sequences(batch))
+            ]
             return torch.cat(found).view(batch.ids.shape[0], -1)
 
-    def _gradients(self, batch: Batch, old: torch.Tensor | None, size: int, recompute: Recompute) -> None:
+    def _gradients(
+        self, batch: Batch, old: torch.Tensor | None, size: int, recompute: Recompute
+    ) -> None:
         """Forward and backward of all micro-batches; without ``old`` the ratio is 1."""
         self._peer.recompute(recompute)
         with fastest_attention():
             for first in range(0, batch.ids.shape[0], size):
                 part = slice(first, first + size)
                 with self._phases("forward"):
-                    log_probs = self._peer.log_probs(batch.ids[part], batch.first).view(-1, batch.ids.shape[1] - 1 - batch.first)
-                    ratio = torch.exp(log_probs - (log_probs.detach() if old is None else old[part]))
+                    log_probs = self._peer.log_probs(batch.ids[part], batch.first).view(
+                        -1, batch.ids.shape[1] - 1 - batch.first
+                    )
+                    ratio = torch.exp(
+                        log_probs - (log_probs.detach() if old is None else old[part])
+                    )
                     loss = -(ratio * batch.advantages[part, None]).sum() / batch.tokens
                 with self._phases("backward"):
                     loss.backward()

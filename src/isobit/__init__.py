@@ -1,9 +1,12 @@
-"""Isobit: reinforcement learning of language models in FP8 where the sampled policy and the trained policy are one function.
+"""Isobit: reinforcement learning of language models in FP8 where the sampled policy and the trained
+policy are one function.
 
-The names of the public interface, described in ``docs/api.md``, are loaded when they are first asked for: importing this package
-imports no torch.  It must come before the first ``import torch`` of a process to take effect on the OpenMP setting below: idle OpenMP
-workers spin for so long by default that, with another busy process on the machine, every parallel operation waits milliseconds for a
-worker that is not running.  A short spin keeps the workers warm between two operations without that cost.
+The names of the public interface, described in ``docs/api.md``, are loaded when they are first
+asked for: importing this package imports no torch.  It must come before the first ``import torch``
+of a process to take effect on the OpenMP setting below: idle OpenMP workers spin for so long by
+default that, with another busy process on the machine, every parallel operation waits milliseconds
+for a worker that is not running.  A short spin keeps the workers warm between two operations
+without that cost.
 """
 
 import os
@@ -28,14 +31,17 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.config.schema import TrainingConfig as TrainingConfig
     from isobit.config.sft import SftConfig as SftConfig
     from isobit.errors import IsobitError as IsobitError
-    from isobit.models.checkpoint import load_policy as load_policy
-    from isobit.models.checkpoint import save_policy as save_policy
     from isobit.models.config import ModelConfig as ModelConfig
+    from isobit.models.folder import load_policy as load_policy
+    from isobit.models.folder import save_policy as save_policy
+    from isobit.models.loaded import LoadedModel as LoadedModel
+    from isobit.models.loaded import load_model as load_model
     from isobit.models.policy import Policy as Policy
     from isobit.models.policy import random_policy as random_policy
     from isobit.precision.compare import describe_flow as describe_flow
     from isobit.precision.flow import PrecisionFlow as PrecisionFlow
     from isobit.precision.flow import build_flow as build_flow
+    from isobit.proof.verify import VerifyOptions as VerifyOptions
     from isobit.records import Completion as Completion
     from isobit.records import Group as Group
     from isobit.records import PackedBatch as PackedBatch
@@ -43,11 +49,8 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.records import SamplingParams as SamplingParams
     from isobit.rewards.function import load_reward as load_reward
     from isobit.rewards.grade import grade as grade
-    from isobit.rollout.engine import Engine as Engine
+    from isobit.rollout.native.engine import Engine as Engine
     from isobit.rollout.request import Request as Request
-    from isobit.run.model import LoadedModel as LoadedModel
-    from isobit.run.model import load_model as load_model
-    from isobit.run.verify import VerifyOptions as VerifyOptions
     from isobit.training.comparison import Comparison as Comparison
     from isobit.training.packing import pack as pack
     from isobit.training.packing import samples_of as samples_of
@@ -67,10 +70,16 @@ _HOMES = {
     "algorithms.objective": ("LossInputs", "LossOutputs"),
     "api": ("evaluate", "generate", "sft", "train", "verify"),
     "config.load": ("load_config",),
-    "config.schema": ("AlgorithmConfig", "PrecisionConfig", "RolloutConfig", "RunConfig", "TrainingConfig"),
+    "config.schema": (
+        "AlgorithmConfig",
+        "PrecisionConfig",
+        "RolloutConfig",
+        "RunConfig",
+        "TrainingConfig",
+    ),
     "config.sft": ("SftConfig",),
     "errors": ("IsobitError",),
-    "models.checkpoint": ("load_policy", "save_policy"),
+    "models.folder": ("load_policy", "save_policy"),
     "models.config": ("ModelConfig",),
     "models.policy": ("Policy", "random_policy"),
     "precision.compare": ("describe_flow",),
@@ -78,10 +87,10 @@ _HOMES = {
     "records": ("Completion", "Group", "PackedBatch", "Prompt", "SamplingParams"),
     "rewards.function": ("load_reward",),
     "rewards.grade": ("grade",),
-    "rollout.engine": ("Engine",),
+    "rollout.native.engine": ("Engine",),
     "rollout.request": ("Request",),
-    "run.model": ("LoadedModel", "load_model"),
-    "run.verify": ("VerifyOptions",),
+    "models.loaded": ("LoadedModel", "load_model"),
+    "proof.verify": ("VerifyOptions",),
     "training.comparison": ("Comparison",),
     "training.packing": ("pack", "samples_of"),
     "training.step": ("train_on_groups",),

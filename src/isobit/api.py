@@ -1,6 +1,8 @@
-"""The commands as functions: what ``isobit train``, ``sft``, ``eval``, ``rollout`` and ``verify`` do, for Python.
+"""The commands as functions: what ``isobit train``, ``sft``, ``eval``, ``rollout`` and ``verify``
+do, for Python.
 
-A recipe is a TOML file, its tables as a mapping, or a configuration; keyword arguments change keys of it, tables as mappings.
+A recipe is a TOML file, its tables as a mapping, or a configuration; keyword arguments change keys
+of it, tables as mappings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,61 +13,89 @@ from isobit.config.load import build, read_toml
 from isobit.config.overrides import apply_overrides, nested_overrides
 from isobit.config.schema import GenerationConfig, RunConfig, Strict, VerifyConfig
 from isobit.config.sft import SftConfig
+from isobit.models.loaded import model_folder
+from isobit.observe.eval_result import EvalResult
+from isobit.observe.summary import Summary
+from isobit.proof import verify as verification
+from isobit.proof.verify import VerifyOptions, VerifyResult
 from isobit.records import Group
 from isobit.run import loop
-from isobit.run import verify as verification
-from isobit.run.eval_result import EvalResult
 from isobit.run.evaluate import evaluate_folder
-from isobit.run.model import model_folder
 from isobit.run.rollout import rollout_folder
 from isobit.run.sft import loop as sft_loop
 from isobit.run.sft.summary import SftSummary
-from isobit.run.summary import Summary
-from isobit.run.verify import VerifyOptions, VerifyResult
 
 Schema = TypeVar("Schema", bound=Strict)
 
 
-def train(recipe: str | Path | Mapping[str, Any] | RunConfig, *, resume: bool = False, **changes: Any) -> Summary:
-    """Train a policy with reinforcement learning: ``train("recipes/quickstart.toml", output="runs/x", training={"steps": 5})``.
+def train(
+    recipe: str | Path | Mapping[str, Any] | RunConfig, *, resume: bool = False, **changes: Any
+) -> Summary:
+    """Train a policy with reinforcement learning: ``train("recipes/quickstart.toml",
+    output="runs/x", training={"steps": 5})``.
 
-    With ``resume`` the run in the output directory goes on from its newest checkpoint, where there is one.
-    Raises an ``IsobitError``, before anything is written, for what cannot be used; see ``isobit.run.loop.train``.
+    With ``resume`` the run in the output directory goes on from its newest checkpoint, where there
+    is one. Raises an ``IsobitError``, before anything is written, for what cannot be used; see
+    ``isobit.run.loop.train``.
     """
     return loop.train(_configuration(RunConfig, recipe, changes), resume=resume)
 
 
-def sft(recipe: str | Path | Mapping[str, Any] | SftConfig, *, resume: bool = False, **changes: Any) -> SftSummary:
+def sft(
+    recipe: str | Path | Mapping[str, Any] | SftConfig, *, resume: bool = False, **changes: Any
+) -> SftSummary:
     """Fine-tune a model on prompts and completions; resumes and raises as ``train`` does."""
     return sft_loop.sft(_configuration(SftConfig, recipe, changes), resume=resume)
 
 
-def evaluate(model: str | Path, recipe: str | Path | Mapping[str, Any] | RunConfig, **changes: Any) -> dict[str, EvalResult]:
-    """Measure a model folder on the evaluation sets of a recipe, with its reward; the figures by name of the set.  Writes nothing."""
-    return evaluate_folder(model_folder(model), _configuration(RunConfig, recipe, {"output": "nowhere", **changes}))
+def evaluate(
+    model: str | Path, recipe: str | Path | Mapping[str, Any] | RunConfig, **changes: Any
+) -> dict[str, EvalResult]:
+    """Measure a model folder on the evaluation sets of a recipe, with its reward; the figures by
+    name of the set.  Writes nothing.
+    """
+    return evaluate_folder(
+        model_folder(model), _configuration(RunConfig, recipe, {"output": "nowhere", **changes})
+    )
 
 
 def generate(
-    model: str | Path, prompts: Sequence[str], *, samples: int = 1, seed: int = 0, chat: bool = True, **settings: Any
+    model: str | Path,
+    prompts: Sequence[str],
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    chat: bool = True,
+    **settings: Any,
 ) -> list[Group]:
-    """Complete each prompt ``samples`` times: ``generate("starter", ["3+8+2+9="], precision="fp8", rollout={"max_new_tokens": 24})``.
+    """Complete each prompt ``samples`` times: ``generate("starter", ["3+8+2+9="], precision="fp8",
+    rollout={"max_new_tokens": 24})``.
 
-    ``settings`` are the key device and keys of the tables precision and rollout.  Raises what ``isobit.run.rollout.rollout_folder`` raises.
+    ``settings`` are the key device and keys of the tables precision and rollout.  Raises what
+    ``isobit.run.rollout.rollout_folder`` raises.
     """
     config = _configuration(GenerationConfig, {}, settings)
     return rollout_folder(model_folder(model), prompts, config, samples, seed, chat)
 
 
-def verify(model: str | Path, options: VerifyOptions | None = None, **settings: Any) -> VerifyResult:
-    """Compare sampled and trained log-probabilities of a model folder, bit for bit: ``verify("starter", precision="fp8")``.
+def verify(
+    model: str | Path, options: VerifyOptions | None = None, **settings: Any
+) -> VerifyResult:
+    """Compare sampled and trained log-probabilities of a model folder, bit for bit:
+    ``verify("starter", precision="fp8")``.
 
-    ``settings`` are the key device and keys of the table precision.  Raises what ``isobit.run.verify.verify`` raises.
+    ``settings`` are the key device and keys of the table precision.  Raises what
+    ``isobit.proof.verify.verify`` raises.
     """
     config = _configuration(VerifyConfig, {}, settings)
     return verification.verify(model_folder(model), config.precision, options, device=config.device)
 
 
-def _configuration(schema: type[Schema], recipe: str | Path | Mapping[str, Any] | Schema, changes: Mapping[str, Any]) -> Schema:
+def _configuration(
+    schema: type[Schema],
+    recipe: str | Path | Mapping[str, Any] | Schema,
+    changes: Mapping[str, Any],
+) -> Schema:
     """A recipe with its changes, checked as ``isobit.config.load.build`` does."""
     match recipe:
         case Strict():
@@ -74,4 +104,8 @@ def _configuration(schema: type[Schema], recipe: str | Path | Mapping[str, Any] 
             values, source = recipe, "the recipe"
         case _:
             values, source = read_toml(Path(recipe)), str(recipe)
-    return build(schema, apply_overrides(values, nested_overrides(changes)), f"{source} with its changes" if changes else source)
+    return build(
+        schema,
+        apply_overrides(values, nested_overrides(changes)),
+        f"{source} with its changes" if changes else source,
+    )

@@ -1,12 +1,14 @@
 """The errors a user can meet: each says what was wrong, what was expected and what to do.
 
-The command line prints the message without a traceback and exits with ``exit_code``.  Broken invariants are not here: those are
-``AssertionError`` and keep their traceback.
+The command line prints the message without a traceback and exits with ``exit_code``.  Broken
+invariants are not here: those are ``AssertionError`` and keep their traceback.
 """
 
 
 class IsobitError(Exception):
-    """Base of every error caused by input, configuration or data rather than by a fault in Isobit."""
+    """Base of every error caused by input, configuration or data rather than by a fault in
+    Isobit.
+    """
 
     exit_code = 2
 
@@ -24,7 +26,9 @@ class DataError(IsobitError):
 
 
 class RewardError(IsobitError):
-    """A reward function that cannot be loaded, or that failed on so much of a batch that no training is possible."""
+    """A reward function that cannot be loaded, or that failed on so much of a batch that no
+    training is possible.
+    """
 
 
 class RequestError(IsobitError):
@@ -32,11 +36,15 @@ class RequestError(IsobitError):
 
 
 class StorageError(IsobitError):
-    """A disk that is full or cannot be written; the message says what was needed and what is free."""
+    """A disk that is full or cannot be written; the message says what was needed and what is
+    free.
+    """
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run that stopped on SIGINT or SIGTERM at a moment of its own choice.  Code that survives any ``Exception`` does not catch it."""
+    """A run that stopped on SIGINT or SIGTERM at a moment of its own choice.  Code that survives
+    any ``Exception`` does not catch it.
+    """
 
     def __init__(self, signal_name: str, signal_number: int) -> None:
         super().__init__(f"stopped by {signal_name}")
@@ -44,7 +52,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class MismatchError(IsobitError):
-    """Rollout and training gave different log-probabilities, and the run was told to stop at that."""
+    """Rollout and training gave different log-probabilities, and the run was told to stop at
+    that.
+    """
 
     exit_code = 3
 

@@ -1,7 +1,9 @@
 """What passes between the rooms: prompts, completions, groups and packed batches.
 
-``rollout`` makes completions, ``rewards`` grades them, ``training`` packs and learns from them; none of the three imports another.
-Shapes: T tokens of a packed batch, S sequences in it, N response tokens in it (those that are trained on).
+``rollout`` makes completions, ``rewards`` grades them, ``training`` packs and learns from them;
+none of the three imports another.
+Shapes: T tokens of a packed batch, S sequences in it, N response tokens in it (those that are
+trained on).
 """
 
 from collections.abc import Mapping
@@ -17,8 +19,8 @@ FinishReason = Literal["stop", "length"]
 class Prompt:
     """One problem, rendered and tokenised.
 
-    ``id`` is stable across runs (dataset name and row): sampling noise is keyed by it.  ``row`` holds the columns of the dataset
-    that a reward function may read.
+    ``id`` is stable across runs (dataset name and row): sampling noise is keyed by it.  ``row``
+    holds the columns of the dataset that a reward function may read.
     """
 
     id: str
@@ -29,7 +31,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn.  ``temperature`` 0 is greedy; 0 for ``top_k`` and ``min_p`` and 1 for ``top_p`` switch a filter off."""
+    """How tokens are drawn.  ``temperature`` 0 is greedy; 0 for ``top_k`` and ``min_p`` and 1 for
+    ``top_p`` switch a filter off.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -40,7 +44,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
 
     @property
-    def logprob_temperature(self) -> float:
+    def log_prob_temperature(self) -> float:
         """The temperature of the recorded log-probability: greedy decoding records it at 1."""
         return self.temperature or 1.0
 
@@ -54,23 +58,26 @@ class SamplingParams:
 class Completion:
     """One sampled answer.
 
-    ``token_ids`` include the stop token if one ended it; ``text`` does not, and is cut before a stop string.  ``logprobs`` are the
-    FP32 log-softmax(logits / temperature) over the full vocabulary, one a token; ``truncated_logprobs`` those under the truncated
-    distribution, recorded only where top-k, top-p or min-p is on.
+    ``token_ids`` include the stop token if one ended it; ``text`` does not, and is cut before a
+    stop string.  ``log_probs`` are the FP32 log-softmax(logits / temperature) over the full
+    vocabulary, one a token; ``truncated_log_probs`` those under the truncated distribution,
+    recorded only where top-k, top-p or min-p is on.
     """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    log_probs: tuple[float, ...]
     text: str
     finish_reason: FinishReason
     temperature: float
     weights_version: int
-    truncated_logprobs: tuple[float, ...] | None = None
+    truncated_log_probs: tuple[float, ...] | None = None
 
 
 @dataclass(slots=True)
 class Group:
-    """The completions of one visit of one prompt, and their rewards.  A reward of None is excluded from the group."""
+    """The completions of one visit of one prompt, and their rewards.  A reward of None is excluded
+    from the group.
+    """
 
     prompt: Prompt
     visit: int
@@ -82,8 +89,8 @@ class Group:
 class PackedBatch:
     """Whole sequences laid end to end without padding: what one micro-batch of the trainer sees.
 
-    Row ``i`` of the forward predicts token ``i + 1`` of the same sequence; ``rows`` names the N rows whose prediction is a
-    response token and ``targets`` those tokens.
+    Row ``i`` of the forward predicts token ``i + 1`` of the same sequence; ``rows`` names the N
+    rows whose prediction is a response token and ``targets`` those tokens.
     """
 
     token_ids: torch.Tensor  # int64 [T]
@@ -93,5 +100,5 @@ class PackedBatch:
     targets: torch.Tensor  # int64 [N]
     sequence: torch.Tensor  # int64 [N], 0..S-1: the sequence each response token belongs to
     temperatures: torch.Tensor  # float32 [N]
-    recorded_logprobs: torch.Tensor  # float32 [N], from the engine
+    recorded_log_probs: torch.Tensor  # float32 [N], from the engine
     advantages: torch.Tensor  # float32 [N]

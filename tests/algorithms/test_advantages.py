@@ -29,7 +29,9 @@ def test_values_against_the_formula() -> None:
     mean, std = statistics.mean(values), statistics.stdev(values)
     expected = [(value - mean) / (std + STD_EPSILON) for value in values]
     assert group_advantages(values, True) == pytest.approx(expected, rel=1e-14)
-    assert group_advantages(values, False) == pytest.approx([value - mean for value in values], rel=1e-14)
+    assert group_advantages(values, False) == pytest.approx(
+        [value - mean for value in values], rel=1e-14
+    )
 
 
 def test_excluded_rewards_take_no_part() -> None:
@@ -50,11 +52,17 @@ def test_rewards_that_differ_by_rounding_stay_small() -> None:
 
 
 @given(rewards, st.booleans())
-def test_advantages_are_finite_centred_and_ordered_like_rewards(group: list[float | None], normalise: bool) -> None:
+def test_advantages_are_finite_centred_and_ordered_like_rewards(
+    group: list[float | None], normalise: bool
+) -> None:
     advantages = group_advantages(group, normalise)
     pairs = [
-        (reward, advantage) for reward, advantage in zip(group, advantages, strict=True) if advantage is not None and reward is not None
+        (reward, advantage)
+        for reward, advantage in zip(group, advantages, strict=True)
+        if advantage is not None and reward is not None
     ]
     assert all(math.isfinite(advantage) for _, advantage in pairs)
     assert abs(sum(advantage for _, advantage in pairs)) < 1e-6
-    assert [reward for reward, _ in sorted(pairs)] == [reward for reward, _ in sorted(pairs, key=lambda pair: (pair[1], pair[0]))]
+    assert [reward for reward, _ in sorted(pairs)] == [
+        reward for reward, _ in sorted(pairs, key=lambda pair: (pair[1], pair[0]))
+    ]

@@ -1,4 +1,6 @@
-"""GRPO against a straightforward reference: Python floats, token by token, with the gradient written out by hand."""
+"""GRPO against a straightforward reference: Python floats, token by token, with the gradient
+written out by hand.
+"""
 
 import math
 from random import Random
@@ -42,20 +44,30 @@ def reference(answers: list[Answer], mean: str) -> tuple[float, list[float]]:
 def inputs_of(answers: list[Answer], weights: torch.Tensor, dtype: torch.dtype) -> LossInputs:
     counts = torch.tensor([len(new) for new, _, _ in answers])
     return LossInputs(
-        log_probs=torch.tensor([x for new, _, _ in answers for x in new], dtype=dtype, requires_grad=True),
+        log_probs=torch.tensor(
+            [x for new, _, _ in answers for x in new], dtype=dtype, requires_grad=True
+        ),
         old_log_probs=torch.tensor([x for _, old, _ in answers for x in old], dtype=dtype),
-        advantages=torch.tensor([advantage for _, _, advantage in answers], dtype=dtype).repeat_interleave(counts),
+        advantages=torch.tensor(
+            [advantage for _, _, advantage in answers], dtype=dtype
+        ).repeat_interleave(counts),
         sequence=torch.arange(len(answers)).repeat_interleave(counts),
         weights=weights.to(dtype),
     )
 
 
 def sequence_of(answers: list[Answer]) -> torch.Tensor:
-    return torch.arange(len(answers)).repeat_interleave(torch.tensor([len(new) for new, _, _ in answers]))
+    return torch.arange(len(answers)).repeat_interleave(
+        torch.tensor([len(new) for new, _, _ in answers])
+    )
 
 
 def grpo(mean: str = "token") -> Grpo:
-    return Grpo(AlgorithmConfig.model_validate({"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "loss_mean": mean}))
+    return Grpo(
+        AlgorithmConfig.model_validate(
+            {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "loss_mean": mean}
+        )
+    )
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence"])
@@ -69,24 +81,44 @@ def test_loss_and_gradient_against_the_reference(mean: str, seed: int) -> None:
     expected_loss, expected_gradient = reference(answers, mean)
     assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)  # weights are float32
     assert inputs.log_probs.grad is not None
-    torch.testing.assert_close(inputs.log_probs.grad, torch.tensor(expected_gradient, dtype=torch.float64), rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(
+        inputs.log_probs.grad,
+        torch.tensor(expected_gradient, dtype=torch.float64),
+        rtol=1e-6,
+        atol=1e-12,
+    )
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence"])
 @pytest.mark.parametrize("cuts", [(3,), (1, 2, 6), (2, 3, 4, 5)])
 def test_any_cut_into_microbatches_adds_up(mean: str, cuts: tuple[int, ...]) -> None:
     answers = random_answers(3)
-    parts = [answers[first:last] for first, last in zip((0, *cuts), (*cuts, len(answers)), strict=True)]
+    parts = [
+        answers[first:last] for first, last in zip((0, *cuts), (*cuts, len(answers)), strict=True)
+    ]
     weights = grpo(mean).weights([sequence_of(part) for part in parts])
-    outputs = [grpo(mean).loss(inputs_of(part, weight, torch.float64)) for part, weight in zip(parts, weights, strict=True)]
-    assert sum(float(output.loss.detach()) for output in outputs) == pytest.approx(reference(answers, mean)[0], rel=1e-6)
+    outputs = [
+        grpo(mean).loss(inputs_of(part, weight, torch.float64))
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+    assert sum(float(output.loss.detach()) for output in outputs) == pytest.approx(
+        reference(answers, mean)[0], rel=1e-6
+    )
 
 
 def test_on_policy_the_gradient_is_that_of_the_advantage_weighted_log_probability() -> None:
     log_probs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     advantages = torch.tensor([0.5, -1.5, 2.0])
     weights = torch.full([3], 0.25)
-    outputs = grpo().loss(LossInputs(log_probs, log_probs.detach().clone(), advantages, torch.zeros(3, dtype=torch.int64), weights))
+    outputs = grpo().loss(
+        LossInputs(
+            log_probs,
+            log_probs.detach().clone(),
+            advantages,
+            torch.zeros(3, dtype=torch.int64),
+            weights,
+        )
+    )
     outputs.loss.backward()
     assert log_probs.grad is not None
     assert torch.equal(log_probs.grad, -advantages * weights)
@@ -99,7 +131,9 @@ def test_clip_fractions_count_the_tokens_without_gradient() -> None:
     advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
     log_probs = ratios.log().requires_grad_()
     zeros = torch.zeros(6, dtype=torch.float64)
-    outputs = grpo().loss(LossInputs(log_probs, zeros, advantages, zeros.long(), torch.full_like(zeros, 1 / 6)))
+    outputs = grpo().loss(
+        LossInputs(log_probs, zeros, advantages, zeros.long(), torch.full_like(zeros, 1 / 6))
+    )
     outputs.loss.backward()
     assert log_probs.grad is not None
     assert (log_probs.grad == 0).tolist() == [True, False, False, False, True, False]

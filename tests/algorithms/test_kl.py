@@ -1,4 +1,6 @@
-"""KL estimators: expectations over a small categorical distribution, value and gradient, computed exactly."""
+"""KL estimators: expectations over a small categorical distribution, value and gradient, computed
+exactly.
+"""
 
 from collections.abc import Callable
 
@@ -15,8 +17,12 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum()
 
 
-def expected_gradient(estimator: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Gradient by the logits of the estimator's mean under samples whose probabilities are held fixed, as a loss sees it."""
+def expected_gradient(
+    estimator: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Gradient by the logits of the estimator's mean under samples whose probabilities are held
+    fixed, as a loss sees it.
+    """
     logits = LOGITS.clone().requires_grad_()
     log_probs = torch.log_softmax(logits, 0)
     (log_probs.detach().exp() * estimator(log_probs, REFERENCE)).sum().backward()
@@ -55,15 +61,22 @@ def test_k2_and_k3_are_never_negative_and_k1_is() -> None:
 
 def test_equal_policies_have_no_divergence() -> None:
     policy = torch.log_softmax(LOGITS, 0)
-    assert all(torch.equal(estimator(policy, policy), torch.zeros_like(policy)) for estimator in (k1, k2, k3))
+    assert all(
+        torch.equal(estimator(policy, policy), torch.zeros_like(policy))
+        for estimator in (k1, k2, k3)
+    )
 
 
 def test_k3_keeps_its_digits_for_close_policies() -> None:
     difference = torch.tensor([1e-3], dtype=torch.float32)
-    torch.testing.assert_close(k3(torch.zeros(1), difference), difference**2 / 2, rtol=1e-2, atol=0.0)
+    torch.testing.assert_close(
+        k3(torch.zeros(1), difference), difference**2 / 2, rtol=1e-2, atol=0.0
+    )
 
 
 def test_expected_gradients() -> None:
-    torch.testing.assert_close(expected_gradient(k1), torch.zeros_like(LOGITS), rtol=0.0, atol=1e-15)
+    torch.testing.assert_close(
+        expected_gradient(k1), torch.zeros_like(LOGITS), rtol=0.0, atol=1e-15
+    )
     torch.testing.assert_close(expected_gradient(k2), gradient_of_kl(forward=True))
     torch.testing.assert_close(expected_gradient(k3), gradient_of_kl(forward=False))

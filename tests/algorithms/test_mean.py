@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from isobit.algorithms.mean import mean_weights, sequence_mean_weights, token_mean_weights
 
-counts_of_microbatches = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=5).filter(
-    lambda batches: any(map(any, batches))
-)
+counts_of_microbatches = st.lists(
+    st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=5
+).filter(lambda batches: any(map(any, batches)))
 
 
 def sequences(counts: list[list[int]]) -> list[torch.Tensor]:
@@ -36,4 +36,7 @@ def test_token_mean_weighs_tokens_equally_and_sequence_mean_answers() -> None:
     assert [weight.tolist() for weight in token_mean_weights(cut)] == [[0.125] * 4, [0.125] * 4]
     third = float(torch.tensor(1 / 3))
     ninth, twelfth = float(torch.tensor(1 / 9)), float(torch.tensor(1 / 12))
-    assert [weight.tolist() for weight in sequence_mean_weights(cut)] == [[third, ninth, ninth, ninth], [twelfth] * 4]
+    assert [weight.tolist() for weight in sequence_mean_weights(cut)] == [
+        [third, ninth, ninth, ninth],
+        [twelfth] * 4,
+    ]

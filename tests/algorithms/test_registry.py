@@ -20,7 +20,9 @@ def test_grpo_is_built_with_its_configuration() -> None:
 
 
 def test_a_kl_penalty_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.kl_coefficient is 0\.001, .*no reference model"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.kl_coefficient is 0\.001, .*no reference model"
+    ):
         build_algorithm(AlgorithmConfig(kl_coefficient=0.001))
 
 

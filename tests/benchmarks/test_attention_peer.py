@@ -1,4 +1,6 @@
-"""FlashAttention 3 beside our attention: what is asked of it, and that its absence or failure is a row and no more."""
+"""FlashAttention 3 beside our attention: what is asked of it, and that its absence or failure is a
+row and no more.
+"""
 
 import sys
 from importlib import import_module
@@ -13,14 +15,25 @@ import torch
 @pytest.fixture
 def peer(benchmarks: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = import_module("attention_peer")
-    on_cpu = {name: getattr(torch, name) for name in ("randn", "full", "arange", "empty", "randperm", "tensor")}
+    on_cpu = {
+        name: getattr(torch, name)
+        for name in ("randn", "full", "arange", "empty", "randperm", "tensor")
+    }
     for name, make in on_cpu.items():
-        monkeypatch.setattr(torch, name, lambda *a, make=make, **k: make(*a, **{key: v for key, v in k.items() if key != "device"}))
+        monkeypatch.setattr(
+            torch,
+            name,
+            lambda *a, make=make, **k: make(
+                *a, **{key: v for key, v in k.items() if key != "device"}
+            ),
+        )
     return module
 
 
 class FlashAttention(ModuleType):
-    """Checks the layouts of its operands as the wheel's interface describes them; fails in FP8 with pages of 16."""
+    """Checks the layouts of its operands as the wheel's interface describes them; fails in FP8 with
+    pages of 16.
+    """
 
     def __init__(self) -> None:
         super().__init__("vllm.vllm_flash_attn")
@@ -35,22 +48,40 @@ class FlashAttention(ModuleType):
         return "schedule"
 
     def flash_attn_varlen_func(
-        self, q: Any, k: Any, v: Any, *, max_seqlen_q: int, cu_seqlens_q: Any, max_seqlen_k: int, **other: Any
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        max_seqlen_q: int,
+        cu_seqlens_q: Any,
+        max_seqlen_k: int,
+        **other: Any,
     ) -> None:
         assert other["causal"] and other["fa_version"] == 3 and other["out"].dtype == torch.bfloat16
         assert q.dtype == k.dtype == v.dtype and q.shape == other["out"].shape
         batch = cu_seqlens_q.numel() - 1
-        assert cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q[-1] == q.shape[0] == batch * max_seqlen_q
+        assert (
+            cu_seqlens_q.dtype == torch.int32
+            and cu_seqlens_q[-1] == q.shape[0] == batch * max_seqlen_q
+        )
         if q.dtype == torch.float8_e4m3fn:
             assert all(other[f"{name}_descale"].shape == (batch, 8) for name in "qkv")
         else:
             assert "q_descale" not in other
         if max_seqlen_q > 1:
-            assert k.shape == v.shape == (q.shape[0], 8, 128) and torch.equal(other["cu_seqlens_k"], cu_seqlens_q)
+            assert k.shape == v.shape == (q.shape[0], 8, 128) and torch.equal(
+                other["cu_seqlens_k"], cu_seqlens_q
+            )
             return
         page, table = k.shape[1], other["block_table"]
-        assert k.shape == v.shape == (table.numel(), page, 8, 128) and table.shape == (batch, max_seqlen_k // page)
-        assert table.dtype == other["seqused_k"].dtype == torch.int32 and set(other["seqused_k"].tolist()) == {max_seqlen_k}
+        assert k.shape == v.shape == (table.numel(), page, 8, 128) and table.shape == (
+            batch,
+            max_seqlen_k // page,
+        )
+        assert table.dtype == other["seqused_k"].dtype == torch.int32 and set(
+            other["seqused_k"].tolist()
+        ) == {max_seqlen_k}
         assert other["scheduler_metadata"] == "schedule" and self.schedules[-1]["page_size"] == page
         if q.dtype == torch.float8_e4m3fn and page == 16:
             raise RuntimeError("no kernel\nfor this")
@@ -64,7 +95,9 @@ def rows(peer: Any) -> list[dict[str, Any]]:
     return list(peer.peer_rows([(2, 256)], [(2, 64)], seconds))
 
 
-def test_every_case_has_a_row_and_a_failure_is_one(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_has_a_row_and_a_failure_is_one(
+    peer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library, vllm = FlashAttention(), ModuleType("vllm")
     vllm.vllm_flash_attn = library  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
@@ -85,4 +118,9 @@ def test_every_case_has_a_row_and_a_failure_is_one(peer: Any, monkeypatch: pytes
 
 def test_without_vllm_one_row_says_so(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert rows(peer) == [{"form": "FA3", "skipped": "ModuleNotFoundError: import of vllm halted; None in sys.modules"}]
+    assert rows(peer) == [
+        {
+            "form": "FA3",
+            "skipped": "ModuleNotFoundError: import of vllm halted; None in sys.modules",
+        }
+    ]

@@ -1,4 +1,6 @@
-"""``benchmarks/gradients.py`` on a CPU: the exact backward, the plain FP32 model, and a small run from training to bars."""
+"""``benchmarks/gradients.py`` on a CPU: the exact backward, the plain FP32 model, and a small run
+from training to bars.
+"""
 
 from importlib import import_module
 from itertools import pairwise
@@ -44,22 +46,32 @@ def test_plain_gradients_are_those_of_the_fp32_flow(parts: Any, size: Any) -> No
     assert loss == pytest.approx(6.3, abs=0.2)
     assert plain.keys() == flow.keys()
     for name, gradient in flow.items():
-        assert torch.allclose(plain[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max())), name
+        assert torch.allclose(
+            plain[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max())
+        ), name
 
 
 def test_the_exact_backward_has_the_same_forward_and_is_left_behind(parts: Any, size: Any) -> None:
-    policy, batch = random_policy(size.config, PrecisionConfig(preset="fp8"), seed=0), parts.deep_model.batch_of(size, 0)
+    policy, batch = (
+        random_policy(size.config, PrecisionConfig(preset="fp8"), seed=0),
+        parts.deep_model.batch_of(size, 0),
+    )
     log_probs, before = parts.cosines.gradients(policy, batch)
     with parts.exact.exact_backward(policy.device) as alone:
         exact_log_probs, exact = parts.cosines.gradients(policy, batch)
     _, after = parts.cosines.gradients(policy, batch)
     assert torch.equal(log_probs, exact_log_probs)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not any(torch.equal(before[name], exact[name]) for name in before if name.endswith("_proj.weight"))
+    assert not any(
+        torch.equal(before[name], exact[name]) for name in before if name.endswith("_proj.weight")
+    )
     assert alone.keys() == policy.weights("training").linears.keys()
     assert all(0.99 < value < 1 - 1e-6 for pair in alone.values() for value in pair)
-    last = "layers.1.down_proj"  # nothing lies between it and the loss that is quantised: its cosine is its own
-    assert parts.exact.cosine(before[f"{last}.weight"], exact[f"{last}.weight"]) == pytest.approx(alone[last][1], abs=1e-6)
+    # nothing lies between it and the loss that is quantised: its cosine is its own
+    last = "layers.1.down_proj"
+    assert parts.exact.cosine(before[f"{last}.weight"], exact[f"{last}.weight"]) == pytest.approx(
+        alone[last][1], abs=1e-6
+    )
 
 
 def test_a_small_comparison_meets_the_bars_and_says_which(parts: Any, size: Any) -> None:
@@ -67,6 +79,10 @@ def test_a_small_comparison_meets_the_bars_and_says_which(parts: Any, size: Any)
     assert list(found["bars"].values()) == [True] * 5
     assert found["tiny"]["root_mean_square"] == pytest.approx(1e-12, rel=0.05)
     assert len(found["exact"]["worst"]) == 10 and found["exact"]["matrices"] == 2 * 4 + 2
-    assert found["exact"]["smallest"] == min(found["exact"]["worst"].values()) > found["fp32"]["smallest"]
+    assert (
+        found["exact"]["smallest"]
+        == min(found["exact"]["worst"].values())
+        > found["fp32"]["smallest"]
+    )
     found["alone"]["random"]["dw"] = 0.99
     assert not parts.cosines.bars(found)["one linear alone at least 0.9985"]

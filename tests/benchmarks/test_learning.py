@@ -1,4 +1,6 @@
-"""``benchmarks/learning.py`` at the size of a CPU: both kinds of run, and what its table makes of their rows."""
+"""``benchmarks/learning.py`` at the size of a CPU: both kinds of run, and what its table makes of
+their rows.
+"""
 
 import json
 from itertools import islice
@@ -9,11 +11,17 @@ import pytest
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for path in sorted(folder.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
 
 
 def test_the_text_is_bytes_between_a_start_and_an_end(curves: Any, tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+é", "completion": "2"}) + "\n", encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text(
+        json.dumps({"prompt": "1+é", "completion": "2"}) + "\n", encoding="utf-8"
+    )
     ((given, learnt),) = curves("text").read_pairs(tmp_path / "train.jsonl")
     assert (given, learnt[-1]) == ((0,), 1)
     assert bytes(token - 2 for token in learnt[:-1]).decode() == "1+é\n2"
@@ -35,7 +43,9 @@ def test_supervised_steps_and_their_row_at_the_end(curves: Any, text: Path, tmp_
     assert all(row["weight_bytes_changed"] > 0.01 and row["mode"] == "fp8" for row in steps)
     curves("supervised").run("tiny", "fp8", 3, 1e-3, 1, text, tmp_path / "out")
     _, _, _, _, *others, last = rows_of(tmp_path / "out")
-    assert {row["seed"] for row in (*steps, end)} == {0} and {row["seed"] for row in (*others, last)} == {1}
+    assert {row["seed"] for row in (*steps, end)} == {0} and {
+        row["seed"] for row in (*others, last)
+    } == {1}
     assert all(a["loss"] != b["loss"] for a, b in zip(steps, others, strict=True))
     curves("table").run_table(tmp_path / "out")
     table = json.loads((tmp_path / "out" / "table.json").read_text())["supervised"]
@@ -54,17 +64,35 @@ def test_steps_of_reinforcement_learning_compare_every_token(curves: Any, tmp_pa
     assert first["weight_bytes_changed"] > 0.01
 
 
-def supervised(mode: str, losses: list[float], rate: float = 1e-4, **seed: int) -> list[dict[str, Any]]:
+def supervised(
+    mode: str, losses: list[float], rate: float = 1e-4, **seed: int
+) -> list[dict[str, Any]]:
     common = {"engine": "sft", "shape": "tiny", "mode": mode, "card": {"uuid": "A"}} | seed
     step = {"seconds": 0.5, "skipped": None, "learning_rate": rate}
     steps = [common | step | {"step": i, "loss": loss} for i, loss in enumerate(losses, 1)]
     return [*steps, common | {"step": len(losses), "held_out_loss": losses[-1]}]
 
 
-def test_the_table_says_what_holds_and_what_does_not(curves: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_what_holds_and_what_does_not(
+    curves: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bf16, fp8 = [4.0] * 10 + [1.0] * 10, [4.0] * 10 + [1.006] * 10
-    rl = {"engine": "rl", "shape": "tiny", "mode": "fp8", "card": {"uuid": "A"}, "loss": 0.0, "reward_mean": 0.5, "reward_std": 0.1}
-    rl |= {"tokens_compared": 5, "skipped": None, "rollout_seconds": 1.0, "training_seconds": 1.0, "peak_gib": 1.0}
+    rl = {
+        "engine": "rl",
+        "shape": "tiny",
+        "mode": "fp8",
+        "card": {"uuid": "A"},
+        "loss": 0.0,
+        "reward_mean": 0.5,
+        "reward_std": 0.1,
+    }
+    rl |= {
+        "tokens_compared": 5,
+        "skipped": None,
+        "rollout_seconds": 1.0,
+        "training_seconds": 1.0,
+        "peak_gib": 1.0,
+    }
     rows = [*supervised("bf16", [9.0, 8.0]), *supervised("bf16", bf16), *supervised("fp8", fp8)]
     rows += [rl | {"step": 1, "tokens_differing": 0, "weight_bytes_changed": 0.009}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -72,20 +100,45 @@ def test_the_table_says_what_holds_and_what_does_not(curves: Any, tmp_path: Path
     assert "| tiny | fp8 | 0 | 0.0001 |" in capsys.readouterr().out
     table = json.loads((tmp_path / "table.json").read_text())
     reference, line = table["supervised"]
-    assert (reference["steps"], reference["near_bf16"], line["near_bf16"], line["halved"]) == (20, True, False, True)
+    assert (reference["steps"], reference["near_bf16"], line["near_bf16"], line["halved"]) == (
+        20,
+        True,
+        False,
+        True,
+    )
     assert line["above_bf16"] == pytest.approx(0.006)
     (reinforced,) = table["reinforced"]
-    assert (reinforced["exact"], reinforced["changed_enough"], reinforced["steps"]) == (True, False, 1)
+    assert (reinforced["exact"], reinforced["changed_enough"], reinforced["steps"]) == (
+        True,
+        False,
+        1,
+    )
 
 
 def test_runs_are_told_apart_by_seed_and_learning_rate(curves: Any, tmp_path: Path) -> None:
-    runs = [("bf16", 1.0, 1e-4, {}), ("fp8", 1.001, 1e-4, {"seed": 0}), ("bf16", 2.0, 1e-4, {"seed": 1}), ("fp8", 2.1, 1e-4, {"seed": 1})]
-    runs += [("bf16", 4.0, 3e-4, {"seed": 0}), ("fp8", 4.2, 3e-4, {"seed": 0}), ("fp8", 4.1, 3e-4, {"seed": 0})]
-    rows = [row for mode, loss, rate, seed in runs for row in supervised(mode, [9.0, *[loss] * 10], rate, **seed)]
+    runs = [
+        ("bf16", 1.0, 1e-4, {}),
+        ("fp8", 1.001, 1e-4, {"seed": 0}),
+        ("bf16", 2.0, 1e-4, {"seed": 1}),
+        ("fp8", 2.1, 1e-4, {"seed": 1}),
+    ]
+    runs += [
+        ("bf16", 4.0, 3e-4, {"seed": 0}),
+        ("fp8", 4.2, 3e-4, {"seed": 0}),
+        ("fp8", 4.1, 3e-4, {"seed": 0}),
+    ]
+    rows = [
+        row
+        for mode, loss, rate, seed in runs
+        for row in supervised(mode, [9.0, *[loss] * 10], rate, **seed)
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     curves("table").run_table(tmp_path)
     lines = json.loads((tmp_path / "table.json").read_text())["supervised"]
-    assert [(line["mode"], line["seed"], line["learning_rate"], round(line["above_bf16"], 6)) for line in lines] == [
+    assert [
+        (line["mode"], line["seed"], line["learning_rate"], round(line["above_bf16"], 6))
+        for line in lines
+    ] == [
         ("bf16", 0, 1e-4, 0.0),
         ("fp8", 0, 1e-4, 0.001),
         ("bf16", 1, 1e-4, 0.0),

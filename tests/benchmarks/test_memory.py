@@ -1,4 +1,6 @@
-"""``benchmarks/memory.py``: its tables are those of the page, and its two steps run, small, on a CPU."""
+"""``benchmarks/memory.py``: its tables are those of the page, and its two steps run, small, on a
+CPU.
+"""
 
 import json
 import subprocess
@@ -22,32 +24,76 @@ def test_the_page_holds_the_tables() -> None:
     assert done.returncode == 0, done.stderr
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     for table in done.stdout.strip().split("\n\n"):
-        assert table in page, f"docs/memory.md has another table than benchmarks/memory.py plan:\n{table}"
+        assert table in page, (
+            f"docs/memory.md has another table than benchmarks/memory.py plan:\n{table}"
+        )
 
 
 @pytest.mark.parametrize(("moments", "offload"), [("bf16", False), ("fp8", True)])
 def test_a_measurement_says_what_was_planned_beside_what_was_found(
-    moments: str, offload: bool, benchmarks: Path, tiny: ModelConfig, card: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moments: str,
+    offload: bool,
+    benchmarks: Path,
+    tiny: ModelConfig,
+    card: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory, turns = import_module("memory"), import_module("passes.turns")
-    monkeypatch.setitem(turns.Case.config.fget.__globals__["model_shape"].__globals__["SHAPES"], "tiny", tiny)
+    monkeypatch.setitem(
+        turns.Case.config.fget.__globals__["model_shape"].__globals__["SHAPES"], "tiny", tiny
+    )
     monkeypatch.setattr(import_module("comparison.card"), "measure_card", lambda: card)
     monkeypatch.setattr(turns, "device_memory", lambda: 80 << 30)
     monkeypatch.setattr(turns, "allocate_in_pages", lambda: None)
     two_steps = turns.two_steps
-    monkeypatch.setattr(turns, "two_steps", lambda case, moments, offload, kv: two_steps(case, moments, offload, kv, device="cpu"))
+    monkeypatch.setattr(
+        turns,
+        "two_steps",
+        lambda case, moments, offload, kv: two_steps(case, moments, offload, kv, device="cpu"),
+    )
     monkeypatch.setattr(turns, "SHORT", (3, 16))
-    for name, value in (("max_memory_allocated", 3 << 30), ("max_memory_reserved", 4 << 30), ("reset_peak_memory_stats", None)):
+    for name, value in (
+        ("max_memory_allocated", 3 << 30),
+        ("max_memory_reserved", 4 << 30),
+        ("reset_peak_memory_stats", None),
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     case = {"shape": "tiny", "precision": "fp8", "recompute": "mlp", "tokens": 200, "length": 100}
-    memory.measure(Namespace(**case, moments=moments, offload_moments=offload, kv_memory_gib=None, out=tmp_path))
-    (row,) = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+    memory.measure(
+        Namespace(
+            **case, moments=moments, offload_moments=offload, kv_memory_gib=None, out=tmp_path
+        )
+    )
+    (row,) = [
+        json.loads(line)
+        for path in tmp_path.glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     assert (row["moments"], row["offload_moments"]) == (moments, offload)
-    assert (row["mode"], row["length"], row["sequences"], row["recompute"], row["card"]) == ("fp8", 100, 2, "mlp", card)
-    assert row["peak_gib"] == {"rollout": 3.0, "training": 3.0} and row["reserved_gib"] == {"rollout": 4.0, "training": 4.0}
+    assert (row["mode"], row["length"], row["sequences"], row["recompute"], row["card"]) == (
+        "fp8",
+        100,
+        2,
+        "mlp",
+        card,
+    )
+    assert row["peak_gib"] == {"rollout": 3.0, "training": 3.0} and row["reserved_gib"] == {
+        "rollout": 4.0,
+        "training": 4.0,
+    }
     for phase in ("rollout", "training"):
         assert sum(row[f"{phase}_parts_gib"].values()) == pytest.approx(row["planned_gib"][phase])
     seconds = row["seconds"]
-    assert seconds.keys() == {"rollout", "training", *({"offload", "moments to the GPU", "moments to the host"} if offload else ())}
-    assert not offload or seconds["training"] > seconds["offload"] >= seconds["moments to the GPU"] + seconds["moments to the host"]
+    assert seconds.keys() == {
+        "rollout",
+        "training",
+        *({"offload", "moments to the GPU", "moments to the host"} if offload else ()),
+    }
+    assert (
+        not offload
+        or seconds["training"]
+        > seconds["offload"]
+        >= seconds["moments to the GPU"] + seconds["moments to the host"]
+    )
     assert (row["kind"], row["kv_tokens"]) == ("memory", 128 * row["kv_pages"])

@@ -1,4 +1,6 @@
-"""What smaller moments do over thousands of steps, by ``benchmarks/moments.py``; its decoder for a few steps, and its table."""
+"""What smaller moments do over thousands of steps, by ``benchmarks/moments.py``; its decoder for a
+few steps, and its table.
+"""
 
 import json
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.kernels import adamw
+from isobit.kernels.spec import adamw
 
 
 def to_nearest(key: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,11 +32,15 @@ def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does
         with monkeypatch.context() as patch:
             patch.setattr(adamw, "_noise", to_nearest)
             nearest_loss, nearest_second = descend("bf16", 0.999, seed)
-        assert nearest_second > 4 * second  # it stands where the large gradients left it, and so every step is too short
+        assert (
+            nearest_second > 4 * second
+        )  # it stands where the large gradients left it, and so every step is too short
         assert nearest_loss > 1.8 * loss
 
 
-def test_8_bit_moments_end_where_fp32_ones_do(curves: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_moments_end_where_fp32_ones_do(
+    curves: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     descend = curves("quadratic").descend
     for seed in range(3):
         loss, second = descend("fp32", 0.999, seed)
@@ -42,11 +48,16 @@ def test_8_bit_moments_end_where_fp32_ones_do(curves: Callable[[str], Any], monk
         assert small_second == pytest.approx(second, rel=0.03)
         assert small_loss == pytest.approx(loss, rel=0.05)
     monkeypatch.setattr(adamw, "_noise", to_nearest)
-    (loss, second), (nearest_loss, nearest_second) = descend("fp32", 0.999, 0), descend("fp8", 0.999, 0)
+    (loss, second), (nearest_loss, nearest_second) = (
+        descend("fp32", 0.999, 0),
+        descend("fp8", 0.999, 0),
+    )
     assert abs(nearest_second / second - 1) > 0.2 and abs(nearest_loss / loss - 1) > 0.2
 
 
-def test_runs_of_the_decoder_differ_in_their_moments_alone(curves: Callable[[str], Any], text: Path, tmp_path: Path) -> None:
+def test_runs_of_the_decoder_differ_in_their_moments_alone(
+    curves: Callable[[str], Any], text: Path, tmp_path: Path
+) -> None:
     curves("moments").run_decoder("tiny", 0, 4, 1e-3, text, tmp_path / "out")
     (path,) = (tmp_path / "out").glob("*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -68,7 +79,9 @@ def test_the_table_holds_each_run_against_fp32_moments_of_its_seed(
 ) -> None:
     common = {"engine": "decoder", "shape": "tiny", "beta2": 0.95, "rate": 1.0}
     runs = [("fp32", 0, 2.0), ("fp8", 0, 2.2), ("fp32", 1, 4.0), ("fp8", 1, 4.0)]
-    rows = [common | {"moments": moments, "seed": seed, "loss": loss} for moments, seed, loss in runs]
+    rows = [
+        common | {"moments": moments, "seed": seed, "loss": loss} for moments, seed, loss in runs
+    ]
     rows.append(common | {"moments": "fp32", "rate": 1.01, "seed": 1, "loss": 5.0})
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     curves("moments").run_table(tmp_path)

@@ -6,10 +6,10 @@ import pytest
 
 import isobit
 from isobit.cli.main import main
-from isobit.kernels import gemm
-from isobit.run.doctor import environment, examine
-from isobit.run.doctor.finding import Check
-from isobit.run.machine import Memory
+from isobit.kernels.spec import gemm
+from isobit.memory.machine import Memory
+from isobit.proof.doctor import environment, examine
+from isobit.proof.doctor.finding import Check
 
 
 @pytest.fixture
@@ -19,7 +19,11 @@ def no_starter(monkeypatch):
 
 
 def lines(shown: str) -> dict[str, str]:
-    return {line[6:].split("  ")[0]: line for line in shown.splitlines() if line[:4] in ("pass", "WARN", "FAIL")}
+    return {
+        line[6:].split("  ")[0]: line
+        for line in shown.splitlines()
+        if line[:4] in ("pass", "WARN", "FAIL")
+    }
 
 
 def test_this_machine_passes(tmp_path, monkeypatch, capsys):
@@ -28,7 +32,14 @@ def test_this_machine_passes(tmp_path, monkeypatch, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["failed"] == 0
     names = {finding["name"] for finding in result["findings"]}
-    assert {"python", "torch", "OpenMP", "quantise 128x128", "cpu: attention in E4M3", "starter model, fp8"} <= names
+    assert {
+        "python",
+        "torch",
+        "OpenMP",
+        "quantise 128x128",
+        "cpu: attention in E4M3",
+        "starter model, fp8",
+    } <= names
     assert result["runs_here"]
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
@@ -61,14 +72,25 @@ def test_what_surrounds_it(no_starter, tmp_path, monkeypatch, capsys):
 
     def flipped(path):
         tensors = exact_load(path)
-        return {name: tensor.clone().view(environment.torch.uint8).bitwise_xor(1).view(tensor.dtype) for name, tensor in tensors.items()}
+        return {
+            name: tensor.clone().view(environment.torch.uint8).bitwise_xor(1).view(tensor.dtype)
+            for name, tensor in tensors.items()
+        }
 
     exact_load = environment.load_file
     exact_version = environment.version
     cases = [
         ("disk", "FAIL", (environment.os, "fsync", full)),
         ("safetensors in", "FAIL", (environment, "load_file", flipped)),
-        ("torch", "FAIL", (environment, "version", lambda name: "2.10.1" if name == "torch" else exact_version(name))),
+        (
+            "torch",
+            "FAIL",
+            (
+                environment,
+                "version",
+                lambda name: "2.10.1" if name == "torch" else exact_version(name),
+            ),
+        ),
         ("OpenMP", "WARN", (isobit, "spin_count_in_time", False)),
         ("memory", "WARN", (environment, "read_memory", lambda: Memory(8 << 30, 1 << 30))),
         ("memory", "WARN", (environment, "read_memory", lambda: None)),
@@ -86,7 +108,11 @@ def test_a_directory_that_is_none(tmp_path, capsys):
 
 
 def test_what_to_install_for_more_is_said(monkeypatch):
-    monkeypatch.setattr(examine, "extras", lambda: {"dev": ["ruff"], "hopper": ["sgl-deep-gemm"], "wandb": ["wandb"]})
+    monkeypatch.setattr(
+        examine,
+        "extras",
+        lambda: {"dev": ["ruff"], "hopper": ["sgl-deep-gemm"], "wandb": ["wandb"]},
+    )
     monkeypatch.setattr(examine.torch.cuda, "is_available", lambda: False)
     assert list(examine._runs_here([]))[1:] == ["not installed: wandb; pip install 'isobit[wandb]'"]
     monkeypatch.setattr(examine.torch.cuda, "is_available", lambda: True)

@@ -5,7 +5,18 @@ import pytest
 from isobit.cli.main import main
 
 REWARD = ["--reward", "isobit.starter.tasks:correct_answer"]
-SMALL = ["--problems", "3", "--max-new-tokens", "12", "--rollout.max_sequences", "6", "--precision", "fp32", "--threads", "1"]
+SMALL = [
+    "--problems",
+    "3",
+    "--max-new-tokens",
+    "12",
+    "--rollout.max_sequences",
+    "6",
+    "--precision",
+    "fp32",
+    "--threads",
+    "1",
+]
 
 
 def test_the_starter_on_its_held_out_problems(capsys):
@@ -18,7 +29,24 @@ def test_the_starter_on_its_held_out_problems(capsys):
 def test_several_samples_as_json(tmp_path, capsys):
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(f'{{"prompt": "1+2+3+{i}=", "answer": "{6 + i}"}}\n' for i in range(5)))
-    assert main(["eval", "starter", "--data", str(data), *REWARD, *SMALL, "--samples", "2", "--temperature", "1", "--json"]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                "starter",
+                "--data",
+                str(data),
+                *REWARD,
+                *SMALL,
+                "--samples",
+                "2",
+                "--temperature",
+                "1",
+                "--json",
+            ]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out)["sums"]
     assert (result["problems"], result["samples"]) == (3, 2)
     assert set(result["pass_at"]) == {"1", "2"}
@@ -35,8 +63,14 @@ def test_a_task_of_reasoning_gym_is_scored_by_itself(capsys):
         (["--data", "task:chain_summ"], "chain_sum"),
         (["--data", "none.jsonl", *REWARD], "none.jsonl"),
         (["--data", "starter:held_out.jsonl", "--reward", "no_module:f"], "no_module"),
-        (["--data", "starter:held_out.jsonl", *REWARD, "--samples", "4"], "evaluation.samples is 4"),
-        (["--data", "starter:held_out.jsonl", *REWARD, "--samples", "0"], "evaluation.samples: should be greater than 0"),
+        (
+            ["--data", "starter:held_out.jsonl", *REWARD, "--samples", "4"],
+            "evaluation.samples is 4",
+        ),
+        (
+            ["--data", "starter:held_out.jsonl", *REWARD, "--samples", "0"],
+            "evaluation.samples: should be greater than 0",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named_and_exits_2(words, expected, capsys):

@@ -30,9 +30,19 @@ def command_that(raises: BaseException):
     return lambda name: Command
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["train", "x.toml", "--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        *([name, "--help"] for name in COMMANDS),
+        ["train", "x.toml", "--help"],
+    ],
+)
 def test_help_imports_nothing_heavy(words):
-    done = subprocess.run([sys.executable, "-c", LIGHT, json.dumps(words)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, json.dumps(words)], capture_output=True, text=True, check=True
+    )
     *text, modules = done.stdout.splitlines()
     assert text
     assert "isobit" in json.loads(modules)
@@ -61,7 +71,9 @@ def test_an_unknown_command_exits_2_and_names_those_that_exist(capsys):
 
 
 def test_a_users_mistake_is_one_line_without_traceback(capsys, monkeypatch):
-    monkeypatch.setattr(main_module, "import_module", command_that(raises=ConfigError("a.b: unknown key")))
+    monkeypatch.setattr(
+        main_module, "import_module", command_that(raises=ConfigError("a.b: unknown key"))
+    )
     assert main(["train"]) == 2
     assert capsys.readouterr().err == "error: a.b: unknown key\n"
 

@@ -10,8 +10,12 @@ import pytest
 from isobit.cli.main import main
 
 
-def test_it_writes_the_page_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.5}) + "\n", encoding="utf-8")
+def test_it_writes_the_page_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "loss": 0.5}) + "\n", encoding="utf-8"
+    )
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").is_file()
     assert capsys.readouterr().out.startswith(str(tmp_path / "report.html"))
@@ -19,7 +23,9 @@ def test_it_writes_the_page_and_says_where(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "other.html").read_bytes() == (tmp_path / "report.html").read_bytes()
 
 
-def test_what_is_no_run_is_an_error_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_an_error_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "is no run" in capsys.readouterr().err
 

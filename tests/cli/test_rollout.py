@@ -4,7 +4,16 @@ import pytest
 
 from isobit.cli.main import main
 
-SMALL = ["--max-new-tokens", "4", "--rollout.max_sequences", "2", "--precision", "fp32", "--threads", "1"]
+SMALL = [
+    "--max-new-tokens",
+    "4",
+    "--rollout.max_sequences",
+    "2",
+    "--precision",
+    "fp32",
+    "--threads",
+    "1",
+]
 
 
 def test_a_prompt_is_completed_with_the_starter_model(capsys):
@@ -17,11 +26,26 @@ def test_a_prompt_is_completed_with_the_starter_model(capsys):
 def test_a_file_of_prompts_gives_json_lines(tmp_path, capsys):
     data, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     data.write_text('{"prompt": "1+2+3+4=", "answer": "10"}\n{"prompt": "5+5+5+5="}\n')
-    assert main(["rollout", "starter", "--data", str(data), "--out", str(out), "--temperature", "0", *SMALL]) == 0
+    assert (
+        main(
+            [
+                "rollout",
+                "starter",
+                "--data",
+                str(data),
+                "--out",
+                str(out),
+                "--temperature",
+                "0",
+                *SMALL,
+            ]
+        )
+        == 0
+    )
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["prompt"] for record in records] == ["1+2+3+4=", "5+5+5+5="]
     assert records[0]["columns"] == {"answer": "10"}
-    assert all(len(record["token_ids"]) == len(record["logprobs"]) > 0 for record in records)
+    assert all(len(record["token_ids"]) == len(record["log_probs"]) > 0 for record in records)
     assert f"2 completions in {out}" in capsys.readouterr().out
 
     before = out.read_bytes()
@@ -34,9 +58,18 @@ def test_a_file_of_prompts_gives_json_lines(tmp_path, capsys):
     ("words", "expected"),
     [
         (["starter", "--prompt", "1", "--precision", "fp9"], "precision.preset: should be 'fp32'"),
-        (["starter", "--prompt", "1", "--temperature", "-1"], "rollout.temperature: should be greater than or equal to 0"),
-        (["starter", "--prompt", "1", "--rollout.topk", "1"], "rollout.topk: unknown key; did you mean rollout.top_k?"),
-        (["starter", "--prompt", "1", "--out", "no/such/folder/x.jsonl"], "there is no directory 'no/such/folder'"),
+        (
+            ["starter", "--prompt", "1", "--temperature", "-1"],
+            "rollout.temperature: should be greater than or equal to 0",
+        ),
+        (
+            ["starter", "--prompt", "1", "--rollout.topk", "1"],
+            "rollout.topk: unknown key; did you mean rollout.top_k?",
+        ),
+        (
+            ["starter", "--prompt", "1", "--out", "no/such/folder/x.jsonl"],
+            "there is no directory 'no/such/folder'",
+        ),
         (["no-such-folder", "--prompt", "1"], "no-such-folder"),
         (["starter", "--data", "no-such.jsonl"], "no-such.jsonl"),
     ],
@@ -47,7 +80,13 @@ def test_what_cannot_be_used_is_named_and_exits_2(words, expected, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["starter"], ["starter", "--prompt", "1", "--data", "x"], ["starter", "--prompt", "1", "--samples", "0"]]
+    "words",
+    [
+        [],
+        ["starter"],
+        ["starter", "--prompt", "1", "--data", "x"],
+        ["starter", "--prompt", "1", "--samples", "0"],
+    ],
 )
 def test_a_wrong_command_line_exits_2_with_the_usage(words, capsys):
     with pytest.raises(SystemExit, match="2"):

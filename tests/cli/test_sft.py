@@ -8,8 +8,22 @@ from isobit.cli.main import main
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = [
-    *("--training.steps", "1", "--training.prompts_per_step", "2", "--threads", "1", "--data.eval.held_out.limit", "2"),
-    *("--data.train.path", str(RECIPES / "fine_tune.jsonl"), "--data.eval.held_out.path", str(RECIPES / "fine_tune_held_out.jsonl")),
+    *(
+        "--training.steps",
+        "1",
+        "--training.prompts_per_step",
+        "2",
+        "--threads",
+        "1",
+        "--data.eval.held_out.limit",
+        "2",
+    ),
+    *(
+        "--data.train.path",
+        str(RECIPES / "fine_tune.jsonl"),
+        "--data.eval.held_out.path",
+        str(RECIPES / "fine_tune_held_out.jsonl"),
+    ),
 ]
 
 
@@ -25,7 +39,15 @@ def test_a_recipe_with_overrides_fine_tunes_and_a_second_run_is_refused(tmp_path
 
 def test_a_key_of_training_by_reward_is_refused(tmp_path, capsys):
     output = tmp_path / "run"
-    words = ["sft", str(RECIPES / "fine_tune.toml"), "--output", str(output), *TINY, "--training.samples_per_prompt", "4"]
+    words = [
+        "sft",
+        str(RECIPES / "fine_tune.toml"),
+        "--output",
+        str(output),
+        *TINY,
+        "--training.samples_per_prompt",
+        "4",
+    ]
     assert main(words) == 2
     assert "training.samples_per_prompt: unknown key" in capsys.readouterr().err
     assert not output.exists()
@@ -33,7 +55,10 @@ def test_a_key_of_training_by_reward_is_refused(tmp_path, capsys):
 
 def test_print_config_may_stand_after_the_recipe_and_writes_nothing(tmp_path, capsys):
     output = tmp_path / "run"
-    assert main(["sft", str(RECIPES / "fine_tune.toml"), "--output", str(output), "--print-config"]) == 0
+    assert (
+        main(["sft", str(RECIPES / "fine_tune.toml"), "--output", str(output), "--print-config"])
+        == 0
+    )
     assert tomllib.loads(capsys.readouterr().out)["training"]["prompts_per_step"] == 25
     assert not output.exists()
 

@@ -8,8 +8,24 @@ from isobit.cli.main import main
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
 TINY = [
-    *("--training.steps", "1", "--training.prompts_per_step", "2", "--training.samples_per_prompt", "2"),
-    *("--data.train.limit", "4", "--data.eval.held_out.limit", "2", "--rollout.max_sequences", "4", "--threads", "1"),
+    *(
+        "--training.steps",
+        "1",
+        "--training.prompts_per_step",
+        "2",
+        "--training.samples_per_prompt",
+        "2",
+    ),
+    *(
+        "--data.train.limit",
+        "4",
+        "--data.eval.held_out.limit",
+        "2",
+        "--rollout.max_sequences",
+        "4",
+        "--threads",
+        "1",
+    ),
 ]
 
 
@@ -37,7 +53,20 @@ def test_an_unknown_key_is_refused_before_anything_is_written(tmp_path, capsys):
 
 def test_print_config_prints_the_resolved_recipe_and_writes_nothing(tmp_path, capsys):
     output = tmp_path / "run"
-    assert main(["train", "--print-config", QUICKSTART, "--output", str(output), "--training.steps", "3"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--print-config",
+                QUICKSTART,
+                "--output",
+                str(output),
+                "--training.steps",
+                "3",
+            ]
+        )
+        == 0
+    )
     printed = tomllib.loads(capsys.readouterr().out)
     assert printed["training"]["steps"] == 3
     assert printed["output"] == str(output)
@@ -58,7 +87,9 @@ def test_a_recipe_is_required(capsys):
     assert "RECIPE.toml" in capsys.readouterr().err
 
 
-def test_a_dry_run_prints_the_run_the_flow_and_the_memory_and_touches_nothing(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_prints_the_run_the_flow_and_the_memory_and_touches_nothing(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     output = tmp_path / "run"
     assert main(["train", QUICKSTART, "--dry-run", "--output", str(output), *TINY]) == 0
@@ -71,5 +102,18 @@ def test_a_dry_run_prints_the_run_the_flow_and_the_memory_and_touches_nothing(tm
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, capsys):
-    assert main(["train", QUICKSTART, "--dry-run", "--output", str(tmp_path / "run"), "--rollout.temperature", "0"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                QUICKSTART,
+                "--dry-run",
+                "--output",
+                str(tmp_path / "run"),
+                "--rollout.temperature",
+                "0",
+            ]
+        )
+        == 2
+    )
     assert "rollout.temperature is 0" in capsys.readouterr().err

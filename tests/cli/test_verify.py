@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-import isobit.run.verify
+import isobit.proof.verify
 from isobit.cli.main import main
 from isobit.models.config import ModelConfig
 
@@ -29,7 +29,7 @@ def test_a_check_that_breaks_exits_2_with_its_traceback(capsys, monkeypatch):
     def broken(*arguments: object) -> None:
         raise RuntimeError("no answer")
 
-    monkeypatch.setattr(isobit.run.verify, "verify", broken)
+    monkeypatch.setattr(isobit.proof.verify, "verify", broken)
     assert main(["verify", "starter"]) == 2
     assert "RuntimeError: no answer" in capsys.readouterr().err
 
@@ -51,7 +51,10 @@ def test_bisect_names_the_first_site_of_a_flow_with_two_functions(capsys):
     assert main(["verify", "starter", "--precision", "fp8-rollout", "--bisect", *SMALL]) == 1
     printed = capsys.readouterr().out
     assert "observing every operation: roomy" in printed
-    assert "part at layers.0.qkv_proj.input (quantiser); the 2 operations before it are equal" in printed
+    assert (
+        "part at layers.0.qkv_proj.input (quantiser); the 2 operations before it are equal"
+        in printed
+    )
     assert "E4M3 there in rollout and BF16 in training" in printed
 
 
@@ -63,7 +66,9 @@ def test_bisect_says_that_nothing_differs_in_any_scenario(capsys):
 
 
 def test_bisect_as_json_is_one_object_with_the_counts(capsys):
-    assert main(["verify", "starter", "--precision", "fp8-rollout", "--bisect", "--json", *SMALL]) == 1
+    assert (
+        main(["verify", "starter", "--precision", "fp8-rollout", "--bisect", "--json", *SMALL]) == 1
+    )
     result = json.loads(capsys.readouterr().out)
     assert result["tokens_differing"] > 0
     first = result["bisect"]["first_difference"]
@@ -86,8 +91,20 @@ def test_a_shape_is_checked_by_name(words, expected, capsys):
 
 
 def test_a_small_shape_is_verified_with_outliers(capsys, monkeypatch):
-    config = ModelConfig("qwen2", 128, 128, 128, 2, 4, 2, 32, 1024, 1e-6, 10000.0, tied_embeddings=True)
-    monkeypatch.setattr("isobit.run.full_size.model_shape", lambda name: config)
-    sizes = ["--prompts", "4", "--samples", "2", "--max-new-tokens", "8", "--longest", "200", "--outliers"]
+    config = ModelConfig(
+        "qwen2", 128, 128, 128, 2, 4, 2, 32, 1024, 1e-6, 10000.0, tied_embeddings=True
+    )
+    monkeypatch.setattr("isobit.proof.full_size.model_shape", lambda name: config)
+    sizes = [
+        "--prompts",
+        "4",
+        "--samples",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--longest",
+        "200",
+        "--outliers",
+    ]
     main(["verify", "--shape", "tiny", "--device", "cpu", *sizes, "--json"])
     assert json.loads(capsys.readouterr().out)["tokens_differing"] == 0

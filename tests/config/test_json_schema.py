@@ -1,4 +1,6 @@
-"""The published schema and page are current, take every recipe, and refuse what the configuration refuses."""
+"""The published schema and page are current, take every recipe, and refuse what the configuration
+refuses.
+"""
 
 import json
 import tomllib
@@ -16,7 +18,15 @@ from isobit.config.schema import RunConfig
 ROOT = Path(__file__).parents[2]
 FILES = {"train": "run.schema.json", "sft": "sft.schema.json"}
 COMMANDS = {file: command for command, file in FILES.items()}
-TOML_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list, "null": type(None)}
+TOML_TYPES = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+    "null": type(None),
+}
 
 
 def accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
@@ -31,9 +41,15 @@ def accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
         return False
     if "type" in schema and not isinstance(value, TOML_TYPES[schema["type"]]):
         return False
-    if ("const" in schema and value != schema["const"]) or ("enum" in schema and value not in schema["enum"]):
+    if ("const" in schema and value != schema["const"]) or (
+        "enum" in schema and value not in schema["enum"]
+    ):
         return False
-    return accepts_table(schema, value, root) if isinstance(value, dict) else in_range(schema, value, root)
+    return (
+        accepts_table(schema, value, root)
+        if isinstance(value, dict)
+        else in_range(schema, value, root)
+    )
 
 
 def accepts_table(schema: dict[str, Any], value: dict[str, Any], root: dict[str, Any]) -> bool:
@@ -41,7 +57,9 @@ def accepts_table(schema: dict[str, Any], value: dict[str, Any], root: dict[str,
     if set(schema.get("required", [])) - set(value):
         return False
     parts = [(properties.get(key, others), part) for key, part in value.items()]
-    return all(part if isinstance(part, bool) else accepts(part, item, root) for part, item in parts)
+    return all(
+        part if isinstance(part, bool) else accepts(part, item, root) for part, item in parts
+    )
 
 
 def in_range(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
@@ -61,11 +79,19 @@ def test_the_published_schema_is_current(command: str) -> None:
 def test_the_published_page_is_current_and_lists_every_key() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert written == configuration_page(), "the models have changed: run make schema"
-    assert all(f"| `{key.path.rpartition('.')[2]}` |" in written for model in RECIPES.values() for key in all_keys(model))
-    assert all(len(line.split(" | ")) == 4 for line in written.splitlines() if line.startswith("| `"))
+    assert all(
+        f"| `{key.path.rpartition('.')[2]}` |" in written
+        for model in RECIPES.values()
+        for key in all_keys(model)
+    )
+    assert all(
+        len(line.split(" | ")) == 4 for line in written.splitlines() if line.startswith("| `")
+    )
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem
+)
 def test_every_recipe_names_its_schema_and_fits_it(recipe: Path) -> None:
     text = recipe.read_text(encoding="utf-8")
     first = text.splitlines()[0]
@@ -92,7 +118,11 @@ def test_every_recipe_names_its_schema_and_fits_it(recipe: Path) -> None:
 )
 def test_the_schema_refuses_what_the_configuration_refuses(wrong: dict[str, Any]) -> None:
     schema = json_schema(RunConfig)
-    recipe = {"output": "runs/x", "precision": {"preset": "fp8"}, "data": {"train": {"type": "jsonl", "path": "x.jsonl"}}}
+    recipe = {
+        "output": "runs/x",
+        "precision": {"preset": "fp8"},
+        "data": {"train": {"type": "jsonl", "path": "x.jsonl"}},
+    }
     assert accepts(schema, recipe, schema)
     RunConfig.model_validate(recipe)
     assert not accepts(schema, {**recipe, **wrong}, schema)

@@ -27,5 +27,8 @@ def test_a_location_leaves_out_the_type_and_knows_the_keys_of_its_table():
 
 
 def test_a_location_inside_a_free_table_or_a_list_has_no_known_keys():
-    assert locate(RunConfig, ("data", "train", "reasoning_gym", "options", "x")) == ("data.train.options.x", [])
+    assert locate(RunConfig, ("data", "train", "reasoning_gym", "options", "x")) == (
+        "data.train.options.x",
+        [],
+    )
     assert locate(RunConfig, ("rollout", "stop_strings", 1)) == ("rollout.stop_strings.1", [])

@@ -52,8 +52,14 @@ def test_paths_stay_as_written_relative_to_the_current_directory(recipe):
 
 
 def test_every_problem_is_listed_with_its_dotted_path(recipe):
-    message = refusal(recipe(MINIMAL + "sise = 3\n[training]\nstepz = 3\nlearning_rate = -1.0\n"), "--rollout.top_p", "2")
-    assert message.splitlines()[0].endswith("recipe.toml with its overrides: 4 settings cannot be used")
+    message = refusal(
+        recipe(MINIMAL + "sise = 3\n[training]\nstepz = 3\nlearning_rate = -1.0\n"),
+        "--rollout.top_p",
+        "2",
+    )
+    assert message.splitlines()[0].endswith(
+        "recipe.toml with its overrides: 4 settings cannot be used"
+    )
     assert "  data.train.sise: unknown key; did you mean data.train.size?" in message
     assert "  training.stepz: unknown key; did you mean training.steps?" in message
     assert "  training.learning_rate: should be greater than 0, but it is -1.0" in message
@@ -63,14 +69,36 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
 @pytest.mark.parametrize(
     ("added", "expected"),
     [
-        ("[data.eval.b]\npath = 'x'", "data.eval.b.type: missing; it says which kind of source this is (reasoning_gym, jsonl or hf)"),
-        ("[data.eval.b]\ntype = 'csv'", "data.eval.b.type: should be 'reasoning_gym' or 'jsonl' or 'hf', but it is 'csv'"),
-        ("[data.eval.b]\ntype = 'jsonl'", "data.eval.b.path: missing; set it in the file or with --data.eval.b.path VALUE"),
-        ("[data.eval.b]\ntype = 'jsonl'\npath = 'x'\nlimt = 2", "data.eval.b.limt: unknown key; did you mean data.eval.b.limit?"),
-        ("[precision]\nwgrad = 'int8'", "precision.wgrad: should be 'fp8' or 'bf16', but it is 'int8'"),
-        ("[rollout]\nlearning_rate = 1.0", "rollout.learning_rate: unknown key; did you mean training.learning_rate?"),
+        (
+            "[data.eval.b]\npath = 'x'",
+            "data.eval.b.type: missing; it says which kind of source this is (reasoning_gym, "
+            "jsonl or hf)",
+        ),
+        (
+            "[data.eval.b]\ntype = 'csv'",
+            "data.eval.b.type: should be 'reasoning_gym' or 'jsonl' or 'hf', but it is 'csv'",
+        ),
+        (
+            "[data.eval.b]\ntype = 'jsonl'",
+            "data.eval.b.path: missing; set it in the file or with --data.eval.b.path VALUE",
+        ),
+        (
+            "[data.eval.b]\ntype = 'jsonl'\npath = 'x'\nlimt = 2",
+            "data.eval.b.limt: unknown key; did you mean data.eval.b.limit?",
+        ),
+        (
+            "[precision]\nwgrad = 'int8'",
+            "precision.wgrad: should be 'fp8' or 'bf16', but it is 'int8'",
+        ),
+        (
+            "[rollout]\nlearning_rate = 1.0",
+            "rollout.learning_rate: unknown key; did you mean training.learning_rate?",
+        ),
         ("[reward]\nxyz = 1", "reward.xyz: unknown key; reward has function, max_failed_fraction"),
-        ("[rollout]\ntemperature = inf", "rollout.temperature: should be a finite number, but it is inf"),
+        (
+            "[rollout]\ntemperature = inf",
+            "rollout.temperature: should be a finite number, but it is inf",
+        ),
         ("[training]\nsteps = 'many'", "training.steps: should be a valid integer"),
     ],
 )
@@ -80,7 +108,10 @@ def test_an_error_says_what_was_expected_and_what_to_do(recipe, added, expected)
 
 def test_an_unknown_precision_names_those_that_exist(recipe):
     message = refusal(recipe('precision = "fp9"\n' + MINIMAL))
-    assert "precision.preset: should be 'fp32', 'bf16', 'fp8-rollout', 'fp8-linear' or 'fp8', but it is 'fp9'" in message
+    assert (
+        "precision.preset: should be 'fp32', 'bf16', 'fp8-rollout', 'fp8-linear' or 'fp8', but it "
+        "is 'fp9'" in message
+    )
 
 
 def test_a_missing_table_is_named(recipe):
@@ -89,7 +120,11 @@ def test_a_missing_table_is_named(recipe):
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(b"steps = = 3", "not valid TOML"), (b"a = 1\na = 2", "not valid TOML"), (b"\xff\xfe", "not a text file in UTF-8")],
+    [
+        (b"steps = = 3", "not valid TOML"),
+        (b"a = 1\na = 2", "not valid TOML"),
+        (b"\xff\xfe", "not a text file in UTF-8"),
+    ],
 )
 def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path, content, expected):
     path = tmp_path / "broken.toml"
@@ -103,7 +138,10 @@ def test_a_missing_file_and_a_directory_are_refused_by_name(tmp_path):
 
 
 def test_a_dumped_configuration_holds_every_default_and_loads_to_an_equal_one(recipe):
-    config = load_config(recipe(MINIMAL + "[data.eval.held]\ntype = 'jsonl'\npath = 'a.jsonl'\nlimit = 5\n"), ["precision=fp8-linear"])
+    config = load_config(
+        recipe(MINIMAL + "[data.eval.held]\ntype = 'jsonl'\npath = 'a.jsonl'\nlimit = 5\n"),
+        ["precision=fp8-linear"],
+    )
     dumped = dump_config(config)
     assert tomllib.loads(dumped)["training"]["adam_epsilon"] == config.training.adam_epsilon
     assert load_config(recipe(dumped)) == config

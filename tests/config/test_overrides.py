@@ -63,7 +63,9 @@ def test_what_is_no_override_is_refused_by_name(words, expected):
 
 def test_missing_tables_are_made_and_the_given_ones_left_alone():
     given_values = {"data": {"train": {"size": 1}}}
-    result = apply_overrides(given_values, [(("data", "eval", "held", "type"), "jsonl"), (("data", "train", "size"), 2)])
+    result = apply_overrides(
+        given_values, [(("data", "eval", "held", "type"), "jsonl"), (("data", "train", "size"), 2)]
+    )
     assert result == {"data": {"train": {"size": 2}, "eval": {"held": {"type": "jsonl"}}}}
     assert given_values == {"data": {"train": {"size": 1}}}
 
@@ -73,19 +75,30 @@ def test_the_last_override_of_a_key_wins():
 
 
 def test_a_key_below_a_plain_value_is_refused():
-    with pytest.raises(ConfigError, match=r"training\.steps cannot be set: training is 3, not a table"):
+    with pytest.raises(
+        ConfigError, match=r"training\.steps cannot be set: training is 3, not a table"
+    ):
         apply_overrides({"training": 3}, [(("training", "steps"), 1)])
 
 
 def test_a_precision_given_by_name_and_one_given_as_a_table_mix():
-    assert apply_overrides({"precision": "fp8"}, [(("precision", "wgrad"), "bf16")]) == {"precision": {"preset": "fp8", "wgrad": "bf16"}}
+    assert apply_overrides({"precision": "fp8"}, [(("precision", "wgrad"), "bf16")]) == {
+        "precision": {"preset": "fp8", "wgrad": "bf16"}
+    }
     table = {"precision": {"preset": "fp8", "last_layers_bf16": 1}}
-    assert apply_overrides(table, [(("precision",), "bf16")]) == {"precision": {"preset": "bf16", "last_layers_bf16": 1}}
+    assert apply_overrides(table, [(("precision",), "bf16")]) == {
+        "precision": {"preset": "bf16", "last_layers_bf16": 1}
+    }
 
 
 def test_tables_override_the_keys_that_they_name_and_no_others():
-    table = {"data": {"train": {"limit": 3, "path": "a"}}, "precision": {"preset": "fp8", "wgrad": "bf16"}}
-    changes = nested_overrides({"data": {"train": {"limit": 9}}, "training.steps": 5, "precision": "bf16"})
+    table = {
+        "data": {"train": {"limit": 3, "path": "a"}},
+        "precision": {"preset": "fp8", "wgrad": "bf16"},
+    }
+    changes = nested_overrides(
+        {"data": {"train": {"limit": 9}}, "training.steps": 5, "precision": "bf16"}
+    )
     assert apply_overrides(table, changes) == {
         "data": {"train": {"limit": 9, "path": "a"}},
         "training": {"steps": 5},

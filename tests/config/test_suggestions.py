@@ -1,4 +1,6 @@
-"""A misspelt key or table of any recipe is refused with the right name, whatever tables are added."""
+"""A misspelt key or table of any recipe is refused with the right name, whatever tables are
+added.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Examples of supervised fine-tuning: what is learnt, where it ends, and what a user reads when a row is wrong."""
+"""Examples of supervised fine-tuning: what is learnt, where it ends, and what a user reads when a
+row is wrong.
+"""
 
 import json
 from pathlib import Path
@@ -14,7 +16,8 @@ from isobit.errors import DataError
 from isobit.starter.tokenizer import BOS_ID, EOS_ID, build_tokenizer
 
 CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' else ';' }} {% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' "
+    "else ';' }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
@@ -27,13 +30,26 @@ TALK = [
 ]
 
 
-def examples(tmp_path: Path, rows: list[dict[str, Any]], template: str | None = None, **changes: Any) -> list[Example]:
+def examples(
+    tmp_path: Path, rows: list[dict[str, Any]], template: str | None = None, **changes: Any
+) -> list[Example]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer: PreTrainedTokenizerFast = build_tokenizer(64)
     tokenizer.chat_template = template
-    source = JsonlExamples(path=path, messages=changes.pop("messages", None), completion=changes.pop("completion", "completion"))
-    return build_examples("train", source, tokenizer, (EOS_ID,), SftDataConfig(train=source, **changes), context_tokens=64)
+    source = JsonlExamples(
+        path=path,
+        messages=changes.pop("messages", None),
+        completion=changes.pop("completion", "completion"),
+    )
+    return build_examples(
+        "train",
+        source,
+        tokenizer,
+        (EOS_ID,),
+        SftDataConfig(train=source, **changes),
+        context_tokens=64,
+    )
 
 
 def text(example: Example) -> str:
@@ -55,19 +71,26 @@ def test_a_completion_that_ends_already_gets_no_second_end(tmp_path: Path) -> No
 
 
 def test_a_template_puts_the_completion_behind_its_generation_prompt(tmp_path: Path) -> None:
-    rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": TALK[:2], "completion": [{"role": "assistant", "content": "2"}]}]
+    rows = [
+        {"prompt": "1+1=", "completion": "2"},
+        {"prompt": TALK[:2], "completion": [{"role": "assistant", "content": "2"}]},
+    ]
     first, second = examples(tmp_path, rows, CHAT)
     assert first.prompt.text == "<user>1+1=; <assistant>"
     assert second.prompt.text == "<system>Add; <user>1+1=; <assistant>"
     for example in (first, second):
         assert text(example) == "2"
-        assert example.completion_ids[-1] == EOS_ID, "the template's white space after the end of the turn is not learnt"
+        assert example.completion_ids[-1] == EOS_ID, (
+            "the template's white space after the end of the turn is not learnt"
+        )
 
 
 def test_every_turn_of_the_assistant_is_an_example(tmp_path: Path) -> None:
     first, second = examples(tmp_path, [{"talk": TALK, "id": 7}], CHAT, messages="talk")
     assert first.prompt.text == "<system>Add; <user>1+1=; <assistant>"
-    assert second.prompt.text == "<system>Add; <user>1+1=; <assistant>2<eos> <user>2+2=; <assistant>"
+    assert (
+        second.prompt.text == "<system>Add; <user>1+1=; <assistant>2<eos> <user>2+2=; <assistant>"
+    )
     assert (text(first), text(second)) == ("2", "4")
     assert [example.prompt.id for example in (first, second)] == ["train/0", "train/1"]
     assert first.prompt.row == {"id": 7}
@@ -76,11 +99,31 @@ def test_every_turn_of_the_assistant_is_an_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "template", "changes", "message"),
     [
-        ({"prompt": "1="}, None, {}, "line 2: no column 'completion' with the text to be learnt; the columns are none"),
-        ({"prompt": "1=", "completion": 2}, None, {}, "line 2, column 'completion': expected text or one message .* found int"),
-        ({"prompt": "1=", "completion": TALK[:1]}, CHAT, {}, "expected text or one message of the assistant, found list"),
+        (
+            {"prompt": "1="},
+            None,
+            {},
+            "line 2: no column 'completion' with the text to be learnt; the columns are none",
+        ),
+        (
+            {"prompt": "1=", "completion": 2},
+            None,
+            {},
+            "line 2, column 'completion': expected text or one message .* found int",
+        ),
+        (
+            {"prompt": "1=", "completion": TALK[:1]},
+            CHAT,
+            {},
+            "expected text or one message of the assistant, found list",
+        ),
         ({"prompt": TALK[:2], "completion": "2"}, None, {}, "the tokenizer has no chat template"),
-        ({"prompt": "1=", "completion": "2"}, BRACKETS, {}, "does not put the assistant's turn behind its own generation prompt"),
+        (
+            {"prompt": "1=", "completion": "2"},
+            BRACKETS,
+            {},
+            "does not put the assistant's turn behind its own generation prompt",
+        ),
         (
             {"prompt": "1=", "completion": "2" * 9},
             None,
@@ -90,7 +133,9 @@ def test_every_turn_of_the_assistant_is_an_example(tmp_path: Path) -> None:
         ({"prompt": "1=", "completion": "2" * 70}, None, {}, "more than the model's context = 64"),
     ],
 )
-def test_an_unusable_row_is_named(tmp_path: Path, row: Any, template: str | None, changes: dict[str, Any], message: str) -> None:
+def test_an_unusable_row_is_named(
+    tmp_path: Path, row: Any, template: str | None, changes: dict[str, Any], message: str
+) -> None:
     good = {"prompt": "1=", "completion": "1"} if template != BRACKETS else row
     with pytest.raises(DataError, match=message):
         examples(tmp_path, [good, row], template, **changes)

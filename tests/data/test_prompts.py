@@ -29,7 +29,11 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
 
 def data(tmp_path: Path, *prompts: Any, **options: Any) -> DataConfig:
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": prompt, "answer": index}) for index, prompt in enumerate(prompts)))
+    path.write_text(
+        "\n".join(
+            json.dumps({"prompt": prompt, "answer": index}) for index, prompt in enumerate(prompts)
+        )
+    )
     return DataConfig(train=JsonlData(path=path), **options)
 
 
@@ -63,13 +67,31 @@ def test_chat_off_ignores_the_template_for_text(tmp_path: Path) -> None:
     [
         (MESSAGES, None, {}, "the tokenizer has no chat template"),
         (MESSAGES, TEMPLATE, {"chat": False}, "data.chat is false"),
-        ([{"role": "tool", "content": "x"}], TEMPLATE, {}, "the chat template refuses the messages: .*no tools"),
+        (
+            [{"role": "tool", "content": "x"}],
+            TEMPLATE,
+            {},
+            "the chat template refuses the messages: .*no tools",
+        ),
         ("1+\ud8001=", None, {}, "lone surrogate at character 2"),
-        ("1" * 20, None, {"max_prompt_tokens": 20}, r"prompt train/1 .*line 2\) has 21 tokens, more than data.max_prompt_tokens = 20"),
-        ("1" * 63, None, {}, r"prompt train/1 .*line 2\) has 64 tokens and leaves no room in the model's context of 64"),
+        (
+            "1" * 20,
+            None,
+            {"max_prompt_tokens": 20},
+            r"prompt train/1 .*line 2\) has 21 tokens, more than data.max_prompt_tokens = 20",
+        ),
+        (
+            "1" * 63,
+            None,
+            {},
+            r"prompt train/1 .*line 2\) has 64 tokens and leaves no room in the model's context "
+            r"of 64",
+        ),
     ],
 )
-def test_an_unusable_prompt_is_named(tmp_path: Path, prompt: Any, template: str | None, options: dict[str, Any], message: str) -> None:
+def test_an_unusable_prompt_is_named(
+    tmp_path: Path, prompt: Any, template: str | None, options: dict[str, Any], message: str
+) -> None:
     config = data(tmp_path, "1+1=", prompt, **options)
     with pytest.raises(DataError, match=message):
         build_prompts("train", config.train, tokenizer(template), config, context_tokens=64)
@@ -93,7 +115,9 @@ def test_rows_at_hand_need_no_limit() -> None:
 
 
 def test_evaluated_prompts_are_dropped_and_counted() -> None:
-    train = [Prompt(f"train/{index}", text, (1,)) for index, text in enumerate(["a", "b", "c", "b"])]
+    train = [
+        Prompt(f"train/{index}", text, (1,)) for index, text in enumerate(["a", "b", "c", "b"])
+    ]
     evaluated = [[Prompt("x/0", "b", (1,))], [Prompt("y/0", "z", (1,))]]
     kept, dropped = drop_evaluated(train, evaluated)
     assert [prompt.id for prompt in kept] == ["train/0", "train/2"]

@@ -22,12 +22,21 @@ def ids(batch: list[tuple[Prompt, int]]) -> list[tuple[str, int]]:
 
 
 @settings(deadline=None)
-@given(count=st.integers(1, 20), per_step=st.integers(1, 25), seed=st.integers(0, 2**32), shuffle=st.booleans())
-def test_every_epoch_visits_every_prompt_once(count: int, per_step: int, seed: int, shuffle: bool) -> None:
+@given(
+    count=st.integers(1, 20),
+    per_step=st.integers(1, 25),
+    seed=st.integers(0, 2**32),
+    shuffle=st.booleans(),
+)
+def test_every_epoch_visits_every_prompt_once(
+    count: int, per_step: int, seed: int, shuffle: bool
+) -> None:
     sampler = PromptSampler(prompts(count), per_step, seed, shuffle)
     seen = [pair for _ in range(3 * count) for pair in ids(sampler.next())][: 3 * count]
     for epoch in range(3):
-        assert sorted(seen[epoch * count : (epoch + 1) * count]) == sorted((f"train/{index}", epoch) for index in range(count))
+        assert sorted(seen[epoch * count : (epoch + 1) * count]) == sorted(
+            (f"train/{index}", epoch) for index in range(count)
+        )
 
 
 def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:

@@ -11,7 +11,11 @@ from isobit.config.schema import HfData, JsonlData, ReasoningGymData
 from isobit.data.sources import load_rows
 from isobit.errors import DataError
 
-ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
+ROWS = [
+    {"prompt": "1+1=", "answer": "2"},
+    {"prompt": "2+2=", "answer": "4"},
+    {"prompt": "3+3=", "answer": "6"},
+]
 
 
 def write_jsonl(path: Path, lines: list[bytes]) -> JsonlData:
@@ -24,7 +28,9 @@ def lines(rows: list[dict[str, str]]) -> list[bytes]:
 
 
 def test_jsonl_rows_keep_order_columns_and_lines(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "rows.jsonl", [b"\xef\xbb\xbf" + lines(ROWS)[0], b"", *lines(ROWS)[1:], b""])
+    source = write_jsonl(
+        tmp_path / "rows.jsonl", [b"\xef\xbb\xbf" + lines(ROWS)[0], b"", *lines(ROWS)[1:], b""]
+    )
     rows = load_rows(source)
     assert [row.prompt for row in rows] == ["1+1=", "2+2=", "3+3="]
     assert [row.columns for row in rows] == [{"answer": "2"}, {"answer": "4"}, {"answer": "6"}]
@@ -48,9 +54,19 @@ def test_messages_are_a_prompt(tmp_path: Path) -> None:
         (b'{"prompt": "a"', "line 2, column 15: not JSON"),
         (b'{"prompt": "\xff"}', "line 2: byte 13 of the line is not UTF-8"),
         (b'["prompt"]', "line 2: expected a JSON object, found list"),
-        (b'{"prompts": "a", "answer": 1}', "line 2: no column 'prompt'; the columns are 'prompts', 'answer'; did you mean 'prompts'?"),
-        (b'{"prompt": null}', "line 2, column 'prompt': expected text or a list of messages .* found NoneType"),
-        (b'{"prompt": [{"role": "user"}]}', "line 2, column 'prompt': expected text or a list of messages"),
+        (
+            b'{"prompts": "a", "answer": 1}',
+            "line 2: no column 'prompt'; the columns are 'prompts', 'answer'; did you mean "
+            "'prompts'?",
+        ),
+        (
+            b'{"prompt": null}',
+            "line 2, column 'prompt': expected text or a list of messages .* found NoneType",
+        ),
+        (
+            b'{"prompt": [{"role": "user"}]}',
+            "line 2, column 'prompt': expected text or a list of messages",
+        ),
         (b'{"prompt": []}', "line 2, column 'prompt': expected text or a list of messages"),
         (b"[" * 100_000, "line 2: nested too deeply"),
     ],
@@ -63,7 +79,10 @@ def test_a_faulty_line_is_named(tmp_path: Path, line: bytes, message: str) -> No
 
 def test_the_starters_problems_go_by_name() -> None:
     rows = load_rows(JsonlData(path=Path("starter:held_out.jsonl"), limit=2))
-    assert [(row.prompt, row.columns) for row in rows] == [("2+3+2+1=", {"answer": "8"}), ("7+0+8+5=", {"answer": "20"})]
+    assert [(row.prompt, row.columns) for row in rows] == [
+        ("2+3+2+1=", {"answer": "8"}),
+        ("7+0+8+5=", {"answer": "20"}),
+    ]
     with pytest.raises(DataError, match=r"cannot read .*none\.jsonl"):
         load_rows(JsonlData(path=Path("starter:none.jsonl")))
 
@@ -77,8 +96,14 @@ def test_an_empty_or_missing_file_is_an_error(tmp_path: Path) -> None:
 
 def test_saved_dataset_and_saved_splits(tmp_path: Path) -> None:
     Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "single"))
-    DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[2:])}).save_to_disk(str(tmp_path / "splits"))
-    assert [row.prompt for row in load_rows(HfData(path=tmp_path / "single"))] == ["1+1=", "2+2=", "3+3="]
+    DatasetDict(
+        {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[2:])}
+    ).save_to_disk(str(tmp_path / "splits"))
+    assert [row.prompt for row in load_rows(HfData(path=tmp_path / "single"))] == [
+        "1+1=",
+        "2+2=",
+        "3+3=",
+    ]
     (row,) = load_rows(HfData(path=tmp_path / "splits", split="test"))
     assert (row.prompt, row.columns) == ("3+3=", {"answer": "6"})
     with pytest.raises(DataError, match="no split 'validation'; the splits are 'train', 'test'"):
@@ -90,11 +115,15 @@ def test_folder_of_files(tmp_path: Path, suffix: str) -> None:
     for split, rows in {"train": ROWS, "test": ROWS[:1]}.items():
         path = str(tmp_path / f"{split}.{suffix}")
         dataset = Dataset.from_list(rows)
-        {"parquet": dataset.to_parquet, "json": dataset.to_json, "csv": dataset.to_csv}[suffix](path)
+        {"parquet": dataset.to_parquet, "json": dataset.to_json, "csv": dataset.to_csv}[suffix](
+            path
+        )
     (tmp_path / "README.txt").write_text("about")
     assert [row.prompt for row in load_rows(HfData(path=tmp_path, limit=2))] == ["1+1=", "2+2="]
     assert len(load_rows(HfData(path=tmp_path, split="test"))) == 1
-    with pytest.raises(DataError, match="row 0: no column 'question'; the columns are 'prompt', 'answer'"):
+    with pytest.raises(
+        DataError, match="row 0: no column 'question'; the columns are 'prompt', 'answer'"
+    ):
         load_rows(HfData(path=tmp_path, prompt="question"))
 
 
@@ -120,14 +149,24 @@ def test_a_task_gives_the_same_rows_for_the_same_seed() -> None:
     source = ReasoningGymData(task="chain_sum", size=5, seed=7, options={"max_terms": 3})
     rows = load_rows(source)
     assert rows == load_rows(source)
-    assert [row.prompt for row in rows] != [row.prompt for row in load_rows(source.model_copy(update={"seed": 8}))]
+    assert [row.prompt for row in rows] != [
+        row.prompt for row in load_rows(source.model_copy(update={"seed": 8}))
+    ]
     assert all(row.prompt == row.columns["question"] for row in rows)
-    assert rows[0].columns["reasoning_gym"] == {"task": "chain_sum", "seed": 7, "size": 5, "options": {"max_terms": 3}}
+    assert rows[0].columns["reasoning_gym"] == {
+        "task": "chain_sum",
+        "seed": 7,
+        "size": 5,
+        "options": {"max_terms": 3},
+    }
 
 
 def test_a_system_message_goes_before_the_question() -> None:
     (row,) = load_rows(ReasoningGymData(task="chain_sum", size=1, system="Think."))
-    assert row.prompt == ({"role": "system", "content": "Think."}, {"role": "user", "content": row.columns["question"]})
+    assert row.prompt == (
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": row.columns["question"]},
+    )
 
 
 def test_a_wrong_task_or_option_is_named() -> None:
@@ -154,10 +193,16 @@ def test_a_mix_of_tasks_draws_from_each() -> None:
     ("part", "message"),
     [
         ({"name": "chain_sun"}, "no task 'chain_sun'; did you mean 'chain_sum'"),
-        ({"name": "chain_sum", "config": {"max_term": 3}}, "task 'chain_sum' has no option 'max_term'"),
+        (
+            {"name": "chain_sum", "config": {"max_term": 3}},
+            "task 'chain_sum' has no option 'max_term'",
+        ),
         ({"name": "chain_sum", "wait": 2}, "expected a table with name, weight and config"),
         ({"name": "chain_sum", "weight": 0}, "refuses the options .*Weight must be positive"),
-        ({"name": "composite", "config": {"datasets": [{"name": "countdown"}]}}, "task 'composite' refuses the options"),
+        (
+            {"name": "composite", "config": {"datasets": [{"name": "countdown"}]}},
+            "task 'composite' refuses the options",
+        ),
     ],
 )
 def test_a_part_of_a_mix_that_cannot_be_used_is_named(part: dict[str, Any], message: str) -> None:

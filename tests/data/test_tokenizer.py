@@ -20,7 +20,10 @@ def folder(tmp_path: Path) -> Path:
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte: any character beyond ASCII is several tokens."""
-    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        character: index
+        for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,8 +48,12 @@ def test_a_damaged_tokenizer_is_named(folder: Path) -> None:
         load_tokenizer(folder)
 
 
-@pytest.mark.parametrize(("value", "expected"), [(None, (EOS_ID,)), (7, (EOS_ID, 7)), ([9, EOS_ID, 7], (EOS_ID, 7, 9))])
-def test_stop_tokens_come_from_both_places(folder: Path, value: int | list[int] | None, expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, (EOS_ID,)), (7, (EOS_ID, 7)), ([9, EOS_ID, 7], (EOS_ID, 7, 9))]
+)
+def test_stop_tokens_come_from_both_places(
+    folder: Path, value: int | list[int] | None, expected: tuple[int, ...]
+) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     assert stop_token_ids(load_tokenizer(folder), folder) == expected
 
@@ -57,7 +64,10 @@ def test_stop_tokens_need_no_generation_config(folder: Path) -> None:
 
 def test_unusable_stop_tokens_are_errors(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
-    for content, message in (("{", "is not JSON"), ('{"eos_token_id": "x"}', "must be a token id or a list of them, found 'x'")):
+    for content, message in (
+        ("{", "is not JSON"),
+        ('{"eos_token_id": "x"}', "must be a token id or a list of them, found 'x'"),
+    ):
         (folder / "generation_config.json").write_text(content)
         with pytest.raises(CheckpointError, match=message):
             stop_token_ids(tokenizer, folder)

@@ -1,4 +1,6 @@
-"""The pages of docs/: their Python runs, their links lead somewhere, and the index names every page."""
+"""The pages of docs/: their Python runs, their links lead somewhere, and the index names every
+page.
+"""
 
 import json
 import re
@@ -17,7 +19,9 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return [text for name, text in BLOCK.findall(page.read_text(encoding="utf-8")) if name == language]
+    return [
+        text for name, text in BLOCK.findall(page.read_text(encoding="utf-8")) if name == language
+    ]
 
 
 @pytest.fixture
@@ -29,7 +33,11 @@ def small_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / "recipes" / path.name).write_bytes(path.read_bytes())
     quickstart = tmp_path / "recipes" / "quickstart.toml"
     text = quickstart.read_text()
-    for full, small in (("steps = 20", "steps = 2"), ("limit = 500", "limit = 20"), ("prompts_per_step = 16", "prompts_per_step = 4")):
+    for full, small in (
+        ("steps = 20", "steps = 2"),
+        ("limit = 500", "limit = 20"),
+        ("prompts_per_step = 16", "prompts_per_step = 4"),
+    ):
         assert full in text
         text = text.replace(full, small)
     quickstart.write_text(text)
@@ -37,7 +45,9 @@ def small_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_examples_of_the_python_page_run(small_checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_of_the_python_page_run(
+    small_checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     examples = blocks(ROOT / "docs" / "api.md", "python")
     assert len(examples) > 8
     names: dict[str, object] = {}
@@ -59,14 +69,33 @@ def test_the_runs_of_the_tutorial_work(small_checkout: Path) -> None:
     example = {"prompt": "3+4+1+9=", "completion": "7,8,17"}
     (small_checkout / "my_examples.jsonl").write_text(json.dumps(example) + "\n")
     small = ["--training.steps", "1", "--training.prompts_per_step", "2", "--threads", "1"]
-    assert main(["train", "my_run.toml", *small, "--training.samples_per_prompt", "2", "--data.eval.held_out.limit", "3"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "my_run.toml",
+                *small,
+                "--training.samples_per_prompt",
+                "2",
+                "--data.eval.held_out.limit",
+                "3",
+            ]
+        )
+        == 0
+    )
     assert main(["sft", "my_sft.toml", *small]) == 0
-    rewards = [json.loads(line)["reward"] for line in (small_checkout / "runs/mine/completions.jsonl").read_text().splitlines()]
+    rewards = [
+        json.loads(line)["reward"]
+        for line in (small_checkout / "runs/mine/completions.jsonl").read_text().splitlines()
+    ]
     assert set(rewards) <= {0.0, 1.0}
 
 
 def test_the_quickstart_on_the_python_page_takes_five_lines() -> None:
-    assert len([line for line in blocks(ROOT / "docs" / "api.md", "python")[0].splitlines() if line]) <= 5
+    assert (
+        len([line for line in blocks(ROOT / "docs" / "api.md", "python")[0].splitlines() if line])
+        <= 5
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -85,4 +114,6 @@ def test_recipes_on_a_page_are_valid(page: Path, tmp_path: Path) -> None:
 
 def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in PAGES if page.name != "README.md" and f"({page.name})" not in index] == []
+    assert [
+        page.name for page in PAGES if page.name != "README.md" and f"({page.name})" not in index
+    ] == []

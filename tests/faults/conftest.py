@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from isobit.config.schema import PrecisionConfig, RunConfig
-from isobit.models.checkpoint import save_policy
 from isobit.models.config import ModelConfig
+from isobit.models.folder import save_policy
 from isobit.models.policy import random_policy
 from isobit.run.loop import train
 from isobit.starter import starter_folder
@@ -45,7 +45,9 @@ def reward(prompt, completion):
 
 @pytest.fixture(autouse=True)
 def sigint_is_heard() -> Iterator[None]:
-    """Also where the tests run in the background of a shell, which lets its children ignore it, as a run then rightly does."""
+    """Also where the tests run in the background of a shell, which lets its children ignore it, as
+    a run then rightly does.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -55,14 +57,20 @@ def sigint_is_heard() -> Iterator[None]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``model/``, a random policy with the starter's tokenizer, and ``reward.py``."""
     folder = tmp_path_factory.mktemp("faults")
-    save_policy(random_policy(TINY, PrecisionConfig(preset="fp32"), seed=0), folder / "model", tokenizer_from=starter_folder())
+    save_policy(
+        random_policy(TINY, PrecisionConfig(preset="fp32"), seed=0),
+        folder / "model",
+        tokenizer_from=starter_folder(),
+    )
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     return folder
 
 
 @pytest.fixture(scope="session")
 def values(place: Path) -> dict[str, Any]:
-    """A run of 6 steps of 4 x 4 samples in FP8, two updates a step, a cosine, a checkpoint every 2 steps."""
+    """A run of 6 steps of 4 x 4 samples in FP8, two updates a step, a cosine, a checkpoint every 2
+    steps.
+    """
     return {
         "model": str(place / "model"),
         "output": str(place / "uninterrupted"),
@@ -80,7 +88,7 @@ def values(place: Path) -> dict[str, Any]:
             "updates_per_batch": 2,
             "learning_rate": 1e-3,
             "schedule": "cosine",
-            "warmup_steps": 2,
+            "warmup_updates": 2,
         },
         "evaluation": {"every": 3},
         "checkpoint": {"every": 2},
@@ -89,7 +97,9 @@ def values(place: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def make_config(values: dict[str, Any], tmp_path: Path, place: Path) -> Callable[..., RunConfig]:
-    """That run in a directory of the test's own; sections given replace keys.  A hook left by a test is removed."""
+    """That run in a directory of the test's own; sections given replace keys.  A hook left by a
+    test is removed.
+    """
     (place / "hook.py").unlink(missing_ok=True)
 
     def make(**sections: Any) -> RunConfig:
@@ -103,7 +113,9 @@ def make_config(values: dict[str, Any], tmp_path: Path, place: Path) -> Callable
 
 @pytest.fixture
 def hook(place: Path) -> Callable[[str], None]:
-    """Lines that run at every reward, with ``call`` counting; ``hook.unlink()`` in them is the last time."""
+    """Lines that run at every reward, with ``call`` counting; ``hook.unlink()`` in them is the last
+    time.
+    """
 
     def write(text: str) -> None:
         (place / "hook.py").write_text(text, encoding="utf-8")
@@ -113,22 +125,40 @@ def hook(place: Path) -> Callable[[str], None]:
 
 @pytest.fixture(scope="session")
 def outcome() -> Callable[[Path], dict[str, Any]]:
-    """Everything that a run leaves and that no kill may change: all bytes, times and rates aside."""
+    """Everything that a run leaves and that no kill may change: all bytes, times and rates
+    aside.
+    """
 
     def read(root: Path) -> dict[str, Any]:
         summary = json.loads((root / "summary.json").read_text())
         metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
         last = max((root / "checkpoints").glob("step_??????"))
-        bytewise = ("completions.jsonl", "rewards.jsonl", "model/model.safetensors", "model/config.json", "model/tokenizer.json")
+        bytewise = (
+            "completions.jsonl",
+            "rewards.jsonl",
+            "model/model.safetensors",
+            "model/config.json",
+            "model/tokenizer.json",
+        )
         return {
             **{name: (root / name).read_bytes() for name in bytewise},
             "last checkpoint": last.name,
-            **{name: (last / name).read_bytes() for name in ("masters.safetensors", "optimiser.safetensors")},
+            **{
+                name: (last / name).read_bytes()
+                for name in ("masters.safetensors", "optimiser.safetensors")
+            },
             "metrics": [
-                {name: value for name, value in line.items() if not name.startswith(("time/", "tokens_per_s/"))} for line in metrics
+                {
+                    name: value
+                    for name, value in line.items()
+                    if not name.startswith(("time/", "tokens_per_s/"))
+                }
+                for line in metrics
             ],
             "summary": {
-                name: value for name, value in summary.items() if not name.endswith("_seconds") and name not in ("directory", "model")
+                name: value
+                for name, value in summary.items()
+                if not name.endswith("_seconds") and name not in ("directory", "model")
             },
         }
 

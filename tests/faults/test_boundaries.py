@@ -1,4 +1,6 @@
-"""A process that dies at any single step of writing a checkpoint, or of finishing the run, loses that checkpoint and nothing else."""
+"""A process that dies at any single step of writing a checkpoint, or of finishing the run, loses
+that checkpoint and nothing else.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -7,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from isobit import files as storage
 from isobit.config.schema import RunConfig
-from isobit.run import model, storage
-from isobit.run.checkpoint import format as checkpoint_format
-from isobit.run.checkpoint import keeper
+from isobit.models import loaded as model
 from isobit.run.loop import train
+from isobit.store.checkpoint import format as checkpoint_format
+from isobit.store.checkpoint import keeper
 
 MakeConfig = Callable[..., RunConfig]
 PLACES = [
@@ -51,12 +54,20 @@ def die_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
 
 
 def test_dying_at_any_write_boundary_loses_nothing(
-    make_config: MakeConfig, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
+    make_config: MakeConfig,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
-    # The state at step 4, from which the last two steps, the last checkpoint, its retention, model and summary are written.
+    # The state at step 4, from which the last two steps, the last checkpoint, its retention, model
+    # and summary are written.
     train_to_4 = make_config(output=tmp_path / "at4", checkpoint={"keep_last": 1})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper.CheckpointKeeper, "save_if_due", stop_after_4(keeper.CheckpointKeeper.save_if_due))
+        patch.setattr(
+            keeper.CheckpointKeeper,
+            "save_if_due",
+            stop_after_4(keeper.CheckpointKeeper.save_if_due),
+        )
         with pytest.raises(Death):
             train(train_to_4)
     moment, finished = 0, False

@@ -1,4 +1,6 @@
-"""Damaged checkpoints are named and passed over; leftovers are removed; what is no checkpoint is ignored; never in silence."""
+"""Damaged checkpoints are named and passed over; leftovers are removed; what is no checkpoint is
+ignored; never in silence.
+"""
 
 import json
 import os
@@ -11,8 +13,8 @@ import pytest
 
 from isobit.config.schema import RunConfig
 from isobit.errors import CheckpointError
-from isobit.run.checkpoint import format as checkpoint_format
 from isobit.run.loop import train
+from isobit.store.checkpoint import format as checkpoint_format
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -91,22 +93,35 @@ def test_a_file_of_the_run_shorter_than_the_checkpoint_says_rules_that_checkpoin
 ) -> None:
     config = make_config()
     shutil.copytree(finished, config.output)
-    os.truncate(config.output / "metrics.jsonl", (config.output / "metrics.jsonl").stat().st_size - 5)
+    os.truncate(
+        config.output / "metrics.jsonl", (config.output / "metrics.jsonl").stat().st_size - 5
+    )
     train(config, resume=True)
     assert "metrics.jsonl has" in capsys.readouterr().out
     assert outcome(config.output) == expected
 
 
-def test_none_usable_is_an_error_that_lists_them_and_changes_nothing(finished: Path, make_config: MakeConfig) -> None:
+def test_none_usable_is_an_error_that_lists_them_and_changes_nothing(
+    finished: Path, make_config: MakeConfig
+) -> None:
     config = make_config()
     shutil.copytree(finished, config.output)
     for step in ("step_000004", "step_000006"):
         flip(config.output / "checkpoints" / step / "masters.safetensors")
     with pytest.raises(CheckpointError) as error:
         train(config, resume=True)
-    for part in ("no checkpoint", "step_000004", "step_000006", "masters.safetensors", "begin again at step 1"):
+    for part in (
+        "no checkpoint",
+        "step_000004",
+        "step_000006",
+        "masters.safetensors",
+        "begin again at step 1",
+    ):
         assert part in str(error.value)
-    assert {path.name for path in (config.output / "checkpoints").iterdir()} == {"step_000004", "step_000006"}
+    assert {path.name for path in (config.output / "checkpoints").iterdir()} == {
+        "step_000004",
+        "step_000006",
+    }
 
 
 def test_leftovers_go_with_a_line_and_other_names_are_ignored_with_one(

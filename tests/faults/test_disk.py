@@ -1,4 +1,6 @@
-"""A full disk, a file too large, a directory that cannot be written: the run stops, says how many bytes, and keeps what it had."""
+"""A full disk, a file too large, a directory that cannot be written: the run stops, says how many
+bytes, and keeps what it had.
+"""
 
 import os
 import shutil
@@ -11,41 +13,60 @@ from typing import Any
 import pytest
 import tomli_w
 
+from isobit import files as storage
 from isobit.config.schema import RunConfig
 from isobit.errors import StorageError
-from isobit.run import storage
-from isobit.run.checkpoint import format as checkpoint_format
-from isobit.run.checkpoint import space
 from isobit.run.loop import train
+from isobit.store.checkpoint import format as checkpoint_format
+from isobit.store.checkpoint import space
 
 MakeConfig = Callable[..., RunConfig]
 
 
-def test_too_little_space_is_said_before_anything_is_written(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_said_before_anything_is_written(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config()
     monkeypatch.setattr(space, "free_bytes", lambda path: 1000)
-    with pytest.raises(StorageError, match=r"disk: 4.42 MiB of 0.977 KiB free.*at most 3 at once.*lower checkpoint.keep_last"):
+    with pytest.raises(
+        StorageError,
+        match=r"disk: 4.42 MiB of 0.977 KiB free.*at most 3 at once.*lower checkpoint.keep_last",
+    ):
         train(config)
     assert not config.output.exists()
 
 
 def test_a_disk_that_has_filled_up_stops_the_run_before_the_write(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]]
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
 ) -> None:
     config = make_config(checkpoint={"keep_last": 1})
     with monkeypatch.context() as patch:
         checkpoints = config.output / "checkpoints"
-        patch.setattr(storage, "free_bytes", lambda path: 1000 if (checkpoints / "step_000002").exists() else 10**12)
-        with pytest.raises(StorageError, match=r"the checkpoint of step 4 needs [\d,]+ bytes, but 1,000 are free"):
+        patch.setattr(
+            storage,
+            "free_bytes",
+            lambda path: 1000 if (checkpoints / "step_000002").exists() else 10**12,
+        )
+        with pytest.raises(
+            StorageError, match=r"the checkpoint of step 4 needs [\d,]+ bytes, but 1,000 are free"
+        ):
             train(config)
-    assert [path.name for path in checkpoints.iterdir()] == ["step_000002"], "the last good one stays, however few are kept"
+    assert [path.name for path in checkpoints.iterdir()] == ["step_000002"], (
+        "the last good one stays, however few are kept"
+    )
     train(config, resume=True)
     assert outcome(config.output) == expected
 
 
 @pytest.mark.parametrize("name", ["masters.safetensors", "optimiser.safetensors", "manifest.json"])
 def test_no_space_in_the_middle_of_a_write_leaves_the_last_checkpoint_and_no_rest(
-    name: str, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = make_config()
     sync = checkpoint_format.sync
@@ -57,7 +78,8 @@ def test_no_space_in_the_middle_of_a_write_leaves_the_last_checkpoint_and_no_res
 
     monkeypatch.setattr(checkpoint_format, "sync", full)
     with pytest.raises(
-        StorageError, match=r"the checkpoint of step 4 could not be written.*No space left.*needed: [\d,]+ bytes, free: [\d,]+"
+        StorageError,
+        match=r"the checkpoint of step 4 could not be written.*No space left.*needed: [\d,]+ bytes, free: [\d,]+",
     ):
         train(config)
     assert [path.name for path in (config.output / "checkpoints").iterdir()] == ["step_000002"]
@@ -65,17 +87,22 @@ def test_no_space_in_the_middle_of_a_write_leaves_the_last_checkpoint_and_no_res
 
 
 def test_a_file_size_quota_stops_the_run_with_bytes(values: dict[str, Any], tmp_path: Path) -> None:
-    """A quota of the process's own (RLIMIT_FSIZE), below the size of the optimiser's state and above that of the masters."""
+    """A quota of the process's own (RLIMIT_FSIZE), below the size of the optimiser's state and
+    above that of the masters.
+    """
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps({**values, "output": str(tmp_path / "run")}), encoding="utf-8")
     code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY));"
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, "
+        "resource.RLIM_INFINITY));"
         f"from isobit.cli.main import main; sys.exit(main(['train', {str(recipe)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "the checkpoint of step 2 could not be written" in done.stderr
-    assert "File too large" in done.stderr and "needed: 1," in done.stderr and "free: " in done.stderr
+    assert (
+        "File too large" in done.stderr and "needed: 1," in done.stderr and "free: " in done.stderr
+    )
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
@@ -87,32 +114,43 @@ def test_a_small_file_system_stops_the_run_and_it_goes_on_with_more_space(
     expected: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """A tmpfs of 6 MiB, mounted in a namespace of the test's own; in step 5 a neighbour leaves it 1 MiB."""
+    """A tmpfs of 6 MiB, mounted in a namespace of the test's own; in step 5 a neighbour leaves it 1
+    MiB.
+    """
     config = make_config()
     recipe, small, kept = tmp_path / "recipe.toml", tmp_path / "small", tmp_path / "run"
     small.mkdir()
     recipe.write_text(tomli_w.dumps({**values, "output": str(small / "run")}), encoding="utf-8")
     hook(
         "import shutil\n"
-        f"if call == 2 * 3 + 4 * 16 + 3: hook.unlink(); open({str(small / 'neighbour')!r}, 'wb').write("
+        f"if call == 2 * 3 + 4 * 16 + 3: hook.unlink(); open({str(small / 'neighbour')!r}, "
+        "'wb').write("
         f"bytes(shutil.disk_usage({str(small)!r}).free - (1 << 20)))"
     )
     script = (
         f"mount -t tmpfs -o size=6m tmpfs {small} || exit 99; "
-        f"{sys.executable} -m isobit.cli.main train {recipe}; code=$?; cp -r {small}/run {kept}; exit $code"
+        f"{sys.executable} -m isobit.cli.main train {recipe}; code=$?; cp -r {small}/run {kept}; "
+        "exit $code"
     )
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False
+    )
     if done.returncode not in (0, 2) or "unshare failed" in done.stderr:
         pytest.skip(f"no namespace of our own here: {done.stderr[-200:]}")
     assert done.returncode == 2, "two checkpoints of 1.4 MB fit, a third beside them does not"
     assert "error: the checkpoint of step 6 needs 1," in done.stderr and "are free" in done.stderr
-    assert sorted(path.name for path in (kept / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    assert sorted(path.name for path in (kept / "checkpoints").iterdir()) == [
+        "step_000002",
+        "step_000004",
+    ]
     train(config, resume=True)
     assert outcome(kept) == expected
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_cannot_be_written_is_refused_at_the_start(make_config: MakeConfig) -> None:
+def test_a_directory_that_cannot_be_written_is_refused_at_the_start(
+    make_config: MakeConfig,
+) -> None:
     config = make_config()
     train(config)
     config.output.chmod(0o500)
@@ -123,7 +161,9 @@ def test_a_directory_that_cannot_be_written_is_refused_at_the_start(make_config:
         config.output.chmod(0o700)
 
 
-def test_a_directory_that_vanishes_stops_the_run(make_config: MakeConfig, hook: Callable[[str], None]) -> None:
+def test_a_directory_that_vanishes_stops_the_run(
+    make_config: MakeConfig, hook: Callable[[str], None]
+) -> None:
     config = make_config()
     hook(f"import shutil\nif call == 60: hook.unlink(); shutil.rmtree({str(config.output)!r})")
     with pytest.raises(StorageError, match="could not be written"):

@@ -1,7 +1,8 @@
-"""Kill -9 at random moments of ``isobit train``, checkpoint writing included, and resume until it is done: the files of a run that
-nothing happened to.
+"""Kill -9 at random moments of ``isobit train``, checkpoint writing included, and resume until it
+is done: the files of a run that nothing happened to.
 
-``ISOBIT_KILLS=30 pytest tests/faults/test_kill.py -s`` kills that often (5 by default) and prints where the kills fell.
+``ISOBIT_KILLS=30 pytest tests/faults/test_kill.py -s`` kills that often (5 by default) and prints
+where the kills fell.
 """
 
 import os
@@ -24,7 +25,9 @@ from isobit.run.loop import train
 
 KILLS = int(os.environ.get("ISOBIT_KILLS", "5"))
 LONGEST_DELAY_S = 1.2
-"""After a line of output: about as long as the steps take together, with rewards that take their time."""
+"""After a line of output: about as long as the steps take together, with rewards that take their
+time.
+"""
 SLOW_REWARD = "import time; time.sleep(0.003)"
 
 
@@ -36,24 +39,44 @@ class Attempt:
         self.newest = newest_checkpoint(output)
         self._printed = output.with_suffix(".log")
         with self._printed.open("w") as file:
-            command = [sys.executable, "-m", "isobit.cli.main", "train", str(recipe), "--resume", "--output", str(output)]
+            command = [
+                sys.executable,
+                "-m",
+                "isobit.cli.main",
+                "train",
+                str(recipe),
+                "--resume",
+                "--output",
+                str(output),
+            ]
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 
     def kill(self, rng: random.Random, aim_at_writing: bool) -> bool:
-        """Kill it some time after it began to load or to work, or milliseconds after a checkpoint begins; False if it was done before."""
+        """Kill it some time after it began to load or to work, or milliseconds after a checkpoint
+        begins; False if it was done before.
+        """
         if aim_at_writing:
             self._wait(lambda: any((self.output / "checkpoints").glob(".step_*.partial")))
             time.sleep(rng.uniform(0, 0.006))
         else:
-            line = rng.choice(("r", "lm_head", "lm_head", "lm_head"))  # of its first line; and of the last before the first evaluation
+            line = rng.choice(
+                ("r", "lm_head", "lm_head", "lm_head")
+            )  # of its first line; and of the last before the first evaluation
             self._wait(lambda: line in self._printed.read_text())
             time.sleep(rng.uniform(0, LONGEST_DELAY_S))
         self.process.send_signal(signal.SIGKILL)
         return self.process.wait() == -signal.SIGKILL
 
     def check_repeated(self) -> None:
-        """The first step it did is the one after the newest checkpoint: only the steps since were repeated."""
-        steps = [int(number) for number in re.findall(r"^step +(\d+)/", self._printed.read_text(), flags=re.MULTILINE)]
+        """The first step it did is the one after the newest checkpoint: only the steps since were
+        repeated.
+        """
+        steps = [
+            int(number)
+            for number in re.findall(
+                r"^step +(\d+)/", self._printed.read_text(), flags=re.MULTILINE
+            )
+        ]
         assert steps == list(range(self.newest + 1, self.newest + 1 + len(steps)))
 
     def finish(self) -> None:
@@ -65,7 +88,9 @@ class Attempt:
 
 
 def newest_checkpoint(output: Path) -> int:
-    return max((int(folder.name[5:]) for folder in (output / "checkpoints").glob("step_??????")), default=0)
+    return max(
+        (int(folder.name[5:]) for folder in (output / "checkpoints").glob("step_??????")), default=0
+    )
 
 
 def state_of(output: Path) -> str:
@@ -79,10 +104,17 @@ def state_of(output: Path) -> str:
 @pytest.mark.timeout(60 + 20 * KILLS)
 @pytest.mark.parametrize("moments", ["fp32", "fp8"])
 def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
-    moments: str, values: dict[str, Any], hook: Callable[[str], None], outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
+    moments: str,
+    values: dict[str, Any],
+    hook: Callable[[str], None],
+    outcome: Callable[[Path], dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     hook(SLOW_REWARD)
-    longer = values | {"training": values["training"] | {"steps": 18, "moments": moments}, "checkpoint": {"every": 3}}
+    longer = values | {
+        "training": values["training"] | {"steps": 18, "moments": moments},
+        "checkpoint": {"every": 3},
+    }
     train(RunConfig.model_validate(longer | {"output": tmp_path / "uninterrupted"}))
     expected = outcome(tmp_path / "uninterrupted")
     rng = random.Random(KILLS)
@@ -105,4 +137,7 @@ def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
             attempt.check_repeated()
         assert outcome(output) == expected
         assert not list((output / "checkpoints").glob(".*"))
-    print(f"\n{kills} kills in {runs} runs: " + ", ".join(f"{count} {where}" for where, count in sorted(places.items()) if count))
+    print(
+        f"\n{kills} kills in {runs} runs: "
+        + ", ".join(f"{count} {where}" for where, count in sorted(places.items()) if count)
+    )

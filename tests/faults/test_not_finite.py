@@ -1,4 +1,6 @@
-"""An infinity in a gradient costs the run that update, and the console says in which layer it was."""
+"""An infinity in a gradient costs the run that update, and the console says in which layer it
+was.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,8 +11,8 @@ import pytest
 import torch
 
 from isobit.config.schema import RunConfig
-from isobit.run.checkpoint.keeper import CheckpointKeeper
 from isobit.run.loop import train
+from isobit.store.checkpoint.keeper import CheckpointKeeper
 from isobit.training.trainer import Trainer
 
 PLANTED = "layers.0.o_proj.weight"
@@ -22,12 +24,23 @@ class Death(BaseException):
 
 @pytest.fixture
 def infinity_in_step_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One element of the gradient of one matrix, in the first of the step's two updates; another matrix before it sees one too."""
+    """One element of the gradient of one matrix, in the first of the step's two updates; another
+    matrix before it sees one too.
+    """
     update = Trainer.update
 
     def planting(self: Trainer, *arguments: Any) -> Any:
-        masters = [self.policy.masters[name] for name in ("layers.0.qkv_proj.weight", PLANTED)] if self.updates == 4 else []
-        hooks = [master.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([5]), math.inf)) for master in masters]
+        masters = (
+            [self.policy.masters[name] for name in ("layers.0.qkv_proj.weight", PLANTED)]
+            if self.updates == 4
+            else []
+        )
+        hooks = [
+            master.register_hook(
+                lambda gradient: gradient.index_fill(0, torch.tensor([5]), math.inf)
+            )
+            for master in masters
+        ]
         metrics = update(self, *arguments)
         for hook in hooks:
             hook.remove()
@@ -48,14 +61,18 @@ def test_the_update_is_skipped_with_its_layer_and_a_resumed_run_skips_it_again(
     summary = train(config)
     printed = capsys.readouterr().out
     assert printed.count("an optimiser step was skipped") == summary.skipped_updates == 1
-    assert f"note: an optimiser step was skipped: the gradient of {PLANTED} is not finite" in printed
+    assert (
+        f"note: an optimiser step was skipped: the gradient of {PLANTED} is not finite" in printed
+    )
     skipped = outcome(config.output)
     steps = [line for line in skipped["metrics"] if "updates/skipped" in line]
     assert [line["updates/skipped"] for line in steps] == [0, 0, 1, 0, 0, 0]
     assert skipped["masters.safetensors"] != expected["masters.safetensors"]
     killed = make_config(output=config.output.with_name("killed"))
 
-    def die_after_step_3(self: CheckpointKeeper, step: int, save_if_due: Any = CheckpointKeeper.save_if_due) -> None:
+    def die_after_step_3(
+        self: CheckpointKeeper, step: int, save_if_due: Any = CheckpointKeeper.save_if_due
+    ) -> None:
         save_if_due(self, step)
         if step == 3:
             raise Death

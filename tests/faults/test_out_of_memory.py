@@ -1,4 +1,6 @@
-"""A run that runs out of memory goes on with smaller micro-batches, and a resumed one makes that change again where it was made."""
+"""A run that runs out of memory goes on with smaller micro-batches, and a resumed one makes that
+change again where it was made.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,14 +14,16 @@ import torch
 from isobit.config.schema import RunConfig
 from isobit.errors import ConfigError
 from isobit.records import PackedBatch
-from isobit.run.checkpoint import keeper
 from isobit.run.loop import train
+from isobit.store.checkpoint import keeper
 from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., RunConfig]
 Outcome = Callable[[Path], dict[str, Any]]
 UPDATE, STEP = 5, 3
-"""The second update of step 3 of 6: updates are counted from 0, and a step has two.  Checkpoints follow steps 2, 4 and 6."""
+"""The second update of step 3 of 6: updates are counted from 0, and a step has two.  Checkpoints
+follow steps 2, 4 and 6.
+"""
 BUDGET = {"tokens_per_microbatch": 64}
 
 
@@ -62,17 +66,24 @@ def death_after(step: int) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def lowered(values: dict[str, Any], outcome: Outcome, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def lowered(
+    values: dict[str, Any], outcome: Outcome, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """The outcome of a run with little memory that nothing else happens to."""
     output = tmp_path_factory.mktemp("lowered") / "run"
-    config = RunConfig.model_validate({**values, "training": values["training"] | BUDGET, "output": output})
+    config = RunConfig.model_validate(
+        {**values, "training": values["training"] | BUDGET, "output": output}
+    )
     with little_memory():
         train(config)
     return outcome(output) | {"budget.jsonl": (output / "budget.jsonl").read_bytes()}
 
 
 def test_the_change_is_journalled_and_said_and_decides_bits(
-    lowered: dict[str, Any], make_config: MakeConfig, outcome: Outcome, capsys: pytest.CaptureFixture[str]
+    lowered: dict[str, Any],
+    make_config: MakeConfig,
+    outcome: Outcome,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = json.loads(lowered["budget.jsonl"])
     assert line == {"step": STEP, "update": UPDATE, "old": 64, "new": 32}
@@ -83,20 +94,31 @@ def test_the_change_is_journalled_and_said_and_decides_bits(
     assert said in capsys.readouterr().out
     train(make_config(training=BUDGET, output=config.output.with_name("plenty")))
     plenty = outcome(config.output.with_name("plenty"))
-    assert plenty["masters.safetensors"] != lowered["masters.safetensors"], "else the tests below show nothing"
+    assert plenty["masters.safetensors"] != lowered["masters.safetensors"], (
+        "else the tests below show nothing"
+    )
 
 
 @pytest.mark.parametrize("step", [STEP, 4, 5])
 def test_a_killed_run_makes_the_change_again_without_running_out_of_memory(
-    step: int, lowered: dict[str, Any], make_config: MakeConfig, outcome: Outcome, capsys: pytest.CaptureFixture[str]
+    step: int,
+    lowered: dict[str, Any],
+    make_config: MakeConfig,
+    outcome: Outcome,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """After step 3 the newest checkpoint is older than the change; after steps 4 and 5 it holds it."""
+    """After step 3 the newest checkpoint is older than the change; after steps 4 and 5 it holds
+    it.
+    """
     config = make_config(training=BUDGET)
     with death_after(step), little_memory():
         train(config)
     capsys.readouterr()
     train(config, resume=True)
-    assert outcome(config.output) | {"budget.jsonl": (config.output / "budget.jsonl").read_bytes()} == lowered
+    assert (
+        outcome(config.output) | {"budget.jsonl": (config.output / "budget.jsonl").read_bytes()}
+        == lowered
+    )
     assert "out of memory" not in capsys.readouterr().out
 
 
@@ -110,14 +132,27 @@ def test_a_kill_while_the_line_is_written_runs_out_of_memory_once_more(
     (config.output / "budget.jsonl").write_bytes(lowered["budget.jsonl"][:20])
     with little_memory():
         train(config, resume=True)
-    assert outcome(config.output) | {"budget.jsonl": (config.output / "budget.jsonl").read_bytes()} == lowered
+    assert (
+        outcome(config.output) | {"budget.jsonl": (config.output / "budget.jsonl").read_bytes()}
+        == lowered
+    )
 
 
-def test_a_run_that_cannot_go_on_keeps_what_it_has_learnt(make_config: MakeConfig, outcome: Outcome, expected: dict[str, Any]) -> None:
+def test_a_run_that_cannot_go_on_keeps_what_it_has_learnt(
+    make_config: MakeConfig, outcome: Outcome, expected: dict[str, Any]
+) -> None:
     config = make_config()
-    with little_memory(2 * STEP, tokens=1), pytest.raises(ConfigError, match=r"with one sequence of \d+ tokens in a micro-batch"):
+    with (
+        little_memory(2 * STEP, tokens=1),
+        pytest.raises(ConfigError, match=r"with one sequence of \d+ tokens in a micro-batch"),
+    ):
         train(config)
-    assert sorted(path.name for path in (config.output / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
-    recomputing = make_config(training={"recompute": "full"})  # what the message advises; it leaves every bit as it is
+    assert sorted(path.name for path in (config.output / "checkpoints").iterdir()) == [
+        "step_000002",
+        "step_000003",
+    ]
+    recomputing = make_config(
+        training={"recompute": "full"}
+    )  # what the message advises; it leaves every bit as it is
     train(recomputing, resume=True)
     assert outcome(config.output) == expected

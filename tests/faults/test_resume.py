@@ -1,4 +1,6 @@
-"""A run that stops and goes on is the run that never stopped; one that is not the same run is refused."""
+"""A run that stops and goes on is the run that never stopped; one that is not the same run is
+refused.
+"""
 
 import json
 import shutil
@@ -22,7 +24,9 @@ EVALUATION, STEP = 3, 16
 """Rewards asked for by an evaluation and by a step."""
 
 
-def stop(config: RunConfig, hook: Hook, call: int, signal: str = "SIGTERM", resume: bool = False) -> None:
+def stop(
+    config: RunConfig, hook: Hook, call: int, signal: str = "SIGTERM", resume: bool = False
+) -> None:
     """Run until the signal that comes while reward number ``call`` is computed."""
     hook(STOP.format(call=call, signal=signal))
     with pytest.raises(Interrupted):
@@ -40,7 +44,11 @@ def stop(config: RunConfig, hook: Hook, call: int, signal: str = "SIGTERM", resu
     ],
 )
 def test_a_stopped_and_resumed_run_leaves_the_same_files(
-    call: int, make_config: MakeConfig, hook: Hook, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]]
+    call: int,
+    make_config: MakeConfig,
+    hook: Hook,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
 ) -> None:
     config = make_config()
     stop(config, hook, call)
@@ -51,7 +59,9 @@ def test_a_stopped_and_resumed_run_leaves_the_same_files(
 
 def test_no_step_appears_twice_in_tensorboard(make_config: MakeConfig, hook: Hook) -> None:
     config = make_config(checkpoint={"every": 4})
-    hook("if call == 3 + 5 * 16 + 3: hook.unlink(); raise KeyboardInterrupt")  # in step 6, with no checkpoint of step 5
+    hook(
+        "if call == 3 + 5 * 16 + 3: hook.unlink(); raise KeyboardInterrupt"
+    )  # in step 6, with no checkpoint of step 5
     with pytest.raises(KeyboardInterrupt):
         train(config)
     assert "step_000004" in {path.name for path in (config.output / "checkpoints").iterdir()}
@@ -63,13 +73,21 @@ def test_no_step_appears_twice_in_tensorboard(make_config: MakeConfig, hook: Hoo
 
 
 def test_rewards_of_repeated_steps_are_not_asked_for_again(
-    make_config: MakeConfig, hook: Hook, place: Path, outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
+    make_config: MakeConfig,
+    hook: Hook,
+    place: Path,
+    outcome: Callable[[Path], dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     """A reward that is no function of its arguments: a resumed run takes what was recorded."""
     (tmp_path / "moody.py").write_text(
-        "import random\nsource = random.SystemRandom()\ndef reward(prompt, completion):\n    return source.random()\n", encoding="utf-8"
+        "import random\nsource = random.SystemRandom()\ndef reward(prompt, completion):\n    "
+        "return source.random()\n",
+        encoding="utf-8",
     )
-    config = make_config(reward={"function": f"{tmp_path / 'moody.py'}:reward"}, checkpoint={"every": 0})
+    config = make_config(
+        reward={"function": f"{tmp_path / 'moody.py'}:reward"}, checkpoint={"every": 0}
+    )
     train(config)
     first = outcome(config.output)
     shutil.rmtree(config.output / "checkpoints")  # every step is repeated
@@ -86,7 +104,9 @@ def test_a_finished_run_may_be_resumed_and_stays_as_it_is(
     assert outcome(config.output) == expected
 
 
-def test_resume_begins_a_run_where_there_is_none(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_begins_a_run_where_there_is_none(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = make_config(training={"steps": 1})
     train(config, resume=True)
     assert "nothing to resume" in capsys.readouterr().out
@@ -101,10 +121,14 @@ def test_files_that_are_no_run_are_refused(make_config: MakeConfig) -> None:
     assert (config.output / "thesis.tex").exists()
 
 
-def test_another_configuration_is_refused_with_all_keys_and_both_values(make_config: MakeConfig) -> None:
+def test_another_configuration_is_refused_with_all_keys_and_both_values(
+    make_config: MakeConfig,
+) -> None:
     train(make_config(training={"steps": 2}))
     before = sorted((path, path.stat().st_mtime_ns) for path in make_config().output.rglob("*"))
-    changed = make_config(training={"steps": 3, "learning_rate": 1e-2}, precision={"preset": "bf16"}, seed=5)
+    changed = make_config(
+        training={"steps": 3, "learning_rate": 1e-2}, precision={"preset": "bf16"}, seed=5
+    )
     with pytest.raises(ConfigError) as error:
         train(changed, resume=True)
     for line in (
@@ -115,9 +139,11 @@ def test_another_configuration_is_refused_with_all_keys_and_both_values(make_con
         "training.steps: 2 in the run, 3 now",  # a cosine reaches its end where the run ends
     ):
         assert line in str(error.value)
-    assert sorted((path, path.stat().st_mtime_ns) for path in make_config().output.rglob("*") if path.name != ".lock") == [
-        pair for pair in before if pair[0].name != ".lock"
-    ]
+    assert sorted(
+        (path, path.stat().st_mtime_ns)
+        for path in make_config().output.rglob("*")
+        if path.name != ".lock"
+    ) == [pair for pair in before if pair[0].name != ".lock"]
 
 
 def test_what_may_change_may_and_more_steps_are_those_of_a_longer_run(
@@ -128,8 +154,21 @@ def test_what_may_change_may_and_more_steps_are_those_of_a_longer_run(
     train(config)
     train(make_config(training={**constant, "steps": 3}))
     small = {"max_sequences": 3, "max_batched_tokens": 70, "kv_pages": 6}
-    train(make_config(training=constant, rollout=small, checkpoint={"every": 5, "keep_last": 1}, evaluation={"every": 3}), resume=True)
-    names = ("model/model.safetensors", "completions.jsonl", "masters.safetensors", "optimiser.safetensors")
+    train(
+        make_config(
+            training=constant,
+            rollout=small,
+            checkpoint={"every": 5, "keep_last": 1},
+            evaluation={"every": 3},
+        ),
+        resume=True,
+    )
+    names = (
+        "model/model.safetensors",
+        "completions.jsonl",
+        "masters.safetensors",
+        "optimiser.safetensors",
+    )
     short, long = outcome(tmp_path / "run"), outcome(config.output)
     assert {name: short[name] for name in names} == {name: long[name] for name in names}
     resumed = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
@@ -140,15 +179,22 @@ def test_other_training_prompts_are_refused(make_config: MakeConfig, tmp_path: P
     path = tmp_path / "data.jsonl"
     lines = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(6)]
     path.write_text("\n".join(lines), encoding="utf-8")
-    config = make_config(data={"train": {"type": "jsonl", "path": str(path)}}, training={"steps": 2})
+    config = make_config(
+        data={"train": {"type": "jsonl", "path": str(path)}}, training={"steps": 2}
+    )
     train(config)
-    path.write_text("\n".join([*lines[:-1], json.dumps({"prompt": "5+1=", "answer": "7"})]), encoding="utf-8")
+    path.write_text(
+        "\n".join([*lines[:-1], json.dumps({"prompt": "5+1=", "answer": "7"})]), encoding="utf-8"
+    )
     with pytest.raises(DataError, match="training prompts are not those"):
         train(config, resume=True)
 
 
 def test_a_run_that_failed_goes_on_once_its_reward_is_mended(
-    make_config: MakeConfig, hook: Hook, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]]
+    make_config: MakeConfig,
+    hook: Hook,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
 ) -> None:
     config = make_config()
     hook("if call >= 3 + 2 * 16: raise KeyError('answer')")
@@ -160,7 +206,9 @@ def test_a_run_that_failed_goes_on_once_its_reward_is_mended(
     assert outcome(config.output) == expected
 
 
-def test_the_threads_of_the_run_are_kept(make_config: MakeConfig, hook: Hook, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_threads_of_the_run_are_kept(
+    make_config: MakeConfig, hook: Hook, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = make_config(threads=None, training={"steps": 1})
     train(config)
     torch.set_num_threads(2)
@@ -176,8 +224,23 @@ def test_the_command_line_resumes_from_recipe_or_directory(
 
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps({**values, "output": str(tmp_path / "run")}), encoding="utf-8")
-    assert main(["train", str(recipe), "--training.schedule", "constant", "--training.steps", "1"]) == 0
-    assert main(["train", str(recipe), "--resume", "--training.schedule=constant", "--training.steps", "2"]) == 0
+    assert (
+        main(["train", str(recipe), "--training.schedule", "constant", "--training.steps", "1"])
+        == 0
+    )
+    assert (
+        main(
+            [
+                "train",
+                str(recipe),
+                "--resume",
+                "--training.schedule=constant",
+                "--training.steps",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert main(["train", str(tmp_path / "run"), "--resume", "--training.steps", "3"]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
     assert main(["train", str(recipe)]) == 2

@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C: a checkpoint and a documented exit code; a second Ctrl-C ends at once, and nothing half done is kept."""
+"""SIGTERM and Ctrl-C: a checkpoint and a documented exit code; a second Ctrl-C ends at once, and
+nothing half done is kept.
+"""
 
 import os
 import signal
@@ -35,10 +37,18 @@ def recipe(values: dict[str, Any], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_its_code(
-    name: str, code: int, recipe: Path, make_config: MakeConfig, hook: Hook, capfd: pytest.CaptureFixture[str]
+    name: str,
+    code: int,
+    recipe: Path,
+    make_config: MakeConfig,
+    hook: Hook,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     make_config()
-    hook(f"import os, signal\nif call == {IN_STEP_4}: hook.unlink(); os.kill(os.getpid(), signal.{name})")
+    hook(
+        f"import os, signal\nif call == {IN_STEP_4}: hook.unlink(); os.kill(os.getpid(), "
+        f"signal.{name})"
+    )
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert main(["train", str(recipe)]) == code
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -52,11 +62,16 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_its_code(
 
 def test_a_second_ctrl_c_ends_at_once(make_config: MakeConfig, hook: Hook) -> None:
     config = make_config()
-    hook(f"import os, signal\nif call == {IN_STEP_4}: hook.unlink(); [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]")
+    hook(
+        f"import os, signal\nif call == {IN_STEP_4}: hook.unlink(); [os.kill(os.getpid(), "
+        "signal.SIGINT) for _ in range(2)]"
+    )
     with pytest.raises(KeyboardInterrupt) as stopped:
         train(config)
     assert not isinstance(stopped.value, Interrupted)
-    assert {path.name for path in config.output.joinpath("checkpoints").iterdir()} == {"step_000002"}
+    assert {path.name for path in config.output.joinpath("checkpoints").iterdir()} == {
+        "step_000002"
+    }
     assert not (config.output / "model").exists()
 
 
@@ -68,7 +83,9 @@ def test_a_policy_half_updated_is_never_saved(
     expected: dict[str, Any],
     outcome: Callable[[Path], Any],
 ) -> None:
-    """Cut off between the optimiser's change of the masters and their publication, in the second update of step 3."""
+    """Cut off between the optimiser's change of the masters and their publication, in the second
+    update of step 3.
+    """
     config = make_config()
     step = torch.optim.AdamW.step
     calls = iter(range(1000))
@@ -83,7 +100,9 @@ def test_a_policy_half_updated_is_never_saved(
         with pytest.raises(error):
             train(config)
     assert not (config.output / "model").exists()
-    assert {path.name for path in config.output.joinpath("checkpoints").iterdir()} == {"step_000002"}
+    assert {path.name for path in config.output.joinpath("checkpoints").iterdir()} == {
+        "step_000002"
+    }
     train(config, resume=True)
     assert outcome(config.output) == expected
 
@@ -104,7 +123,9 @@ def test_an_error_between_two_updates_of_a_step_keeps_the_weights_but_no_checkpo
     with pytest.raises(MemoryError):
         train(config)
     assert (config.output / "model" / "model.safetensors").is_file()
-    assert {path.name for path in config.output.joinpath("checkpoints").iterdir()} == {"step_000002"}
+    assert {path.name for path in config.output.joinpath("checkpoints").iterdir()} == {
+        "step_000002"
+    }
 
 
 def test_signals_switched_off_by_the_caller_stay_off() -> None:
@@ -133,14 +154,21 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
 
 
 def test_two_processes_on_one_directory(recipe: Path, hook: Hook) -> None:
-    """The second is refused with the holder's process; once the first is killed, the directory is free."""
+    """The second is refused with the holder's process; once the first is killed, the directory is
+    free.
+    """
     hook("import time\nif call == 5: time.sleep(60)")
-    first = subprocess.Popen([sys.executable, "-m", "isobit.cli.main", "train", str(recipe)], stdout=subprocess.DEVNULL)
+    first = subprocess.Popen(
+        [sys.executable, "-m", "isobit.cli.main", "train", str(recipe)], stdout=subprocess.DEVNULL
+    )
     try:
         while not (recipe.parent / "run" / "rewards.jsonl").exists():
             assert first.poll() is None
         refused = subprocess.run(
-            [sys.executable, "-m", "isobit.cli.main", "train", str(recipe), "--resume"], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "isobit.cli.main", "train", str(recipe), "--resume"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert refused.returncode == 2
         assert f"in use by process {first.pid} on " in refused.stderr

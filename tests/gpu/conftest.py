@@ -36,8 +36,12 @@ def shape(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make_policy() -> Callable[..., Policy]:
-    def make(shape: str, preset: Preset, scales: ScaleKind = "power_of_two", trainable: bool = True) -> Policy:
-        precision = PrecisionConfig(preset=preset, scales=scales, last_layers_bf16=1 if shape == "llama" else 0)
+    def make(
+        shape: str, preset: Preset, scales: ScaleKind = "power_of_two", trainable: bool = True
+    ) -> Policy:
+        precision = PrecisionConfig(
+            preset=preset, scales=scales, last_layers_bf16=1 if shape == "llama" else 0
+        )
         return random_policy(SHAPES[shape], precision, 0, "cuda", trainable)
 
     return make

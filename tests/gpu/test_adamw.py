@@ -1,4 +1,6 @@
-"""AdamW on the GPU gives the bits of its CPU specification, for every format of the moments and every size."""
+"""AdamW on the GPU gives the bits of its CPU specification, for every format of the moments and
+every size.
+"""
 
 from collections.abc import Callable
 
@@ -8,9 +10,9 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels import moments
-from isobit.kernels.adamw import adamw_step, noise_key, round_stochastically
-from isobit.kernels.noise import splitmix64
+from isobit.kernels.spec import moments
+from isobit.kernels.spec.adamw import adamw_step, noise_key, round_stochastically
+from isobit.kernels.spec.noise import splitmix64
 
 SETTINGS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
 NOISE = (2**40 + 3, 290)
@@ -19,13 +21,20 @@ SHAPES = [(1,), (17,), (128,), (1000, 37), (513, 1024)]
 
 
 def some_state(shape: tuple[int, ...], kind: str) -> list[torch.Tensor]:
-    """Master, exp_avg, exp_avg_sq and the scales that 8-bit ones have, as they are before the first step, on the host."""
+    """Master, exp_avg, exp_avg_sq and the scales that 8-bit ones have, as they are before the first
+    step, on the host.
+    """
     master = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
     if kind != "fp8":
         dtype = torch.float32 if kind == "fp32" else torch.bfloat16
         return [master, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)]
     scales = [torch.zeros(moments.num_groups(master.numel()), dtype=torch.uint8) for _ in range(2)]
-    return [master, torch.zeros(shape, dtype=moments.FIRST), torch.zeros(shape, dtype=moments.SECOND), *scales]
+    return [
+        master,
+        torch.zeros(shape, dtype=moments.FIRST),
+        torch.zeros(shape, dtype=moments.SECOND),
+        *scales,
+    ]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -37,12 +46,18 @@ def some_gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
     """Of all magnitudes from below FP32's normal numbers to 1e15, with zeros in between."""
     generator = torch.Generator().manual_seed(step)
     exponents = torch.randint(-44, 16, shape, generator=generator)
-    return torch.randn(shape, generator=generator) * 10.0**exponents * (torch.rand(shape, generator=generator) > 0.1)
+    return (
+        torch.randn(shape, generator=generator)
+        * 10.0**exponents
+        * (torch.rand(shape, generator=generator) > 0.1)
+    )
 
 
 def even_gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
     """Of magnitudes near each other, which fall a hundredfold midway."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(step)) * (1.0 if step < 4 else 0.01)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step)) * (
+        1.0 if step < 4 else 0.01
+    )
 
 
 def take_steps(state: list[torch.Tensor], steps: range, gradients: list[torch.Tensor]) -> None:
@@ -59,7 +74,9 @@ def take_steps(state: list[torch.Tensor], steps: range, gradients: list[torch.Te
 @pytest.mark.parametrize("gradient", [some_gradient, even_gradient])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_bits_are_those_of_the_cpu(kind: str, shape: tuple[int, ...], gradient: Callable[..., torch.Tensor]) -> None:
+def test_bits_are_those_of_the_cpu(
+    kind: str, shape: tuple[int, ...], gradient: Callable[..., torch.Tensor]
+) -> None:
     ours = some_state(shape, kind)
     theirs = [x.cuda() for x in ours]
     gradients = [gradient(shape, step) for step in range(1, 7)]
@@ -128,9 +145,25 @@ def test_more_elements_than_32_bits_count() -> None:
 def test_more_elements_than_32_bits_count_with_8_bit_moments() -> None:
     size, tail = (1 << 31) + 4096, 8192
     master, grad = torch.zeros(size, device="cuda"), torch.ones(size, device="cuda")
-    first, second = torch.zeros(size, dtype=moments.FIRST, device="cuda"), torch.zeros(size, dtype=moments.SECOND, device="cuda")
-    scales = [torch.zeros(moments.num_groups(size), dtype=torch.uint8, device="cuda") for _ in range(2)]
-    adamw_step(master, grad, first, second, **SETTINGS, rate=1.0, step=1, clip=1.0, noise=(1, 2), scales=(scales[0], scales[1]))
+    first, second = (
+        torch.zeros(size, dtype=moments.FIRST, device="cuda"),
+        torch.zeros(size, dtype=moments.SECOND, device="cuda"),
+    )
+    scales = [
+        torch.zeros(moments.num_groups(size), dtype=torch.uint8, device="cuda") for _ in range(2)
+    ]
+    adamw_step(
+        master,
+        grad,
+        first,
+        second,
+        **SETTINGS,
+        rate=1.0,
+        step=1,
+        clip=1.0,
+        noise=(1, 2),
+        scales=(scales[0], scales[1]),
+    )
     assert torch.equal(master[-tail:], master[:tail]) and master[0] < -0.99
     noise = splitmix64(torch.tensor([noise_key(1, 1, 2)]), torch.arange(size - tail, size))
     root = torch.full((tail,), 1 - 0.999).double().sqrt().float()
@@ -139,5 +172,7 @@ def test_more_elements_than_32_bits_count_with_8_bit_moments() -> None:
         moments.encode_second(root, (noise >> 16 & 0xFFFF).int()),
     )
     for codes, found, (rounded, scale) in zip((first, second), scales, expected, strict=True):
-        assert torch.equal(bits(codes[-tail:]), bits(rounded)) and bits(rounded).unique().numel() == 2
+        assert (
+            torch.equal(bits(codes[-tail:]), bits(rounded)) and bits(rounded).unique().numel() == 2
+        )
         assert torch.equal(found[-len(scale) :].cpu(), scale)

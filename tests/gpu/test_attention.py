@@ -1,27 +1,46 @@
-"""Attention on a Hopper GPU: decode, prefill, chunks and packed batches give the same bits; the values are right."""
+"""Attention on a Hopper GPU: decode, prefill, chunks and packed batches give the same bits; the
+values are right.
+"""
 
 import random
 
 import pytest
 import torch
 
-from isobit.kernels.heads import Heads
-from isobit.kernels.quantise import scale_of_byte
+from isobit.kernels.spec.heads import Heads
+from isobit.kernels.spec.quantise import scale_of_byte
 from isobit.precision.formats import E4M3
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.attention import PART, TILE, PackedKeys, PagedKeys, decode_attention, prefill_attention
+from isobit.kernels.hopper.attention import (
+    PART,
+    TILE,
+    PackedKeys,
+    PagedKeys,
+    decode_attention,
+    prefill_attention,
+)
 
 LAYOUTS = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128)]
 FORMS = ["e4m3", "bf16"]
 
 
 class Case:
-    """Random packed q, k, v, with outliers and a bias on K unless plain; the same K and V in shuffled pages."""
+    """Random packed q, k, v, with outliers and a bias on K unless plain; the same K and V in
+    shuffled pages.
+    """
 
-    def __init__(self, form: str, lengths: list[int], heads: int, kv_heads: int, dim: int, plain: bool = False) -> None:
+    def __init__(
+        self,
+        form: str,
+        lengths: list[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        plain: bool = False,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -44,7 +63,9 @@ class Case:
             k_byte, v_byte = (x.bytes.cuda() for x in encoded[1:])
             self.packed = PackedKeys(k8, k_byte, v8.half(), v_byte)
             values = self._page(v8).transpose(2, 3).contiguous().view(E4M3)
-            self.pages = PagedKeys(self._page(k8).view(E4M3), self._page(k_byte), values, self._page(v_byte))
+            self.pages = PagedKeys(
+                self._page(k8).view(E4M3), self._page(k_byte), values, self._page(v_byte)
+            )
         else:
             self.exact = [x.double().cuda() for x in inputs]
             self.q, k16, v16 = (x.cuda() for x in inputs)
@@ -55,17 +76,28 @@ class Case:
     @property
     def table(self) -> torch.Tensor:
         most = -(-max(self.lengths) // TILE)
-        shuffled = torch.randperm(most * len(self.lengths), generator=torch.Generator().manual_seed(1))
+        shuffled = torch.randperm(
+            most * len(self.lengths), generator=torch.Generator().manual_seed(1)
+        )
         return shuffled.view(len(self.lengths), most).int().cuda()
 
     def _page(self, packed: torch.Tensor) -> torch.Tensor:
         """[T, G, ...] -> [page, G, TILE, ...]; E4M3 as bytes."""
         source = packed.view(torch.uint8) if packed.dtype == E4M3 else packed
         table = self.table
-        paged = torch.zeros(table.numel(), source.shape[1], TILE, *source.shape[2:], dtype=source.dtype, device="cuda")
+        paged = torch.zeros(
+            table.numel(),
+            source.shape[1],
+            TILE,
+            *source.shape[2:],
+            dtype=source.dtype,
+            device="cuda",
+        )
         for b, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
             position = torch.arange(length, device="cuda")
-            paged[table[b, position // TILE].long(), :, position % TILE] = source[start : start + length]
+            paged[table[b, position // TILE].long(), :, position % TILE] = source[
+                start : start + length
+            ]
         return paged
 
     def queries(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -74,14 +106,27 @@ class Case:
             return self.q[rows], None
         return self.q.view(torch.uint8)[rows].view(E4M3), self.q_scale[rows]
 
-    def prefill(self, ranges: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The queries [first, last) of each sequence -> output, log-sum-exp, and the packed rows that they are."""
-        rows = torch.cat([torch.arange(s + a, s + z) for s, (a, z) in zip(self.starts, ranges, strict=True)]).cuda()
+    def prefill(
+        self, ranges: list[tuple[int, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The queries [first, last) of each sequence -> output, log-sum-exp, and the packed rows
+        that they are.
+        """
+        rows = torch.cat(
+            [torch.arange(s + a, s + z) for s, (a, z) in zip(self.starts, ranges, strict=True)]
+        ).cuda()
         counts = [z - a for a, z in ranges]
         starts = [sum(counts[:b]) for b in range(len(counts))]
         last = [z for _, z in ranges]
         output, lse = prefill_attention(
-            *self.queries(rows), self.packed, ints(starts), ints(counts), ints(self.starts), ints(last), max(counts), max(last)
+            *self.queries(rows),
+            self.packed,
+            ints(starts),
+            ints(counts),
+            ints(self.starts),
+            ints(last),
+            max(counts),
+            max(last),
         )
         return output, lse, rows
 
@@ -90,7 +135,9 @@ def packed_rows(packed: PackedKeys, rows: torch.Tensor) -> PackedKeys:
     def take(x: torch.Tensor) -> torch.Tensor:
         return x.view(torch.uint8)[rows].view(x.dtype)
 
-    key_bytes, value_bytes = (None if x is None else x[rows] for x in (packed.key_bytes, packed.value_bytes))
+    key_bytes, value_bytes = (
+        None if x is None else x[rows] for x in (packed.key_bytes, packed.value_bytes)
+    )
     return PackedKeys(take(packed.keys), key_bytes, take(packed.values), value_bytes)
 
 
@@ -100,7 +147,9 @@ def ints(values: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
-def test_decode_and_chunks_equal_the_training_forward(form: str, layout: tuple[int, int, int]) -> None:
+def test_decode_and_chunks_equal_the_training_forward(
+    form: str, layout: tuple[int, int, int]
+) -> None:
     lengths = [1, 63, 64, 65, 127, 128, 129, 700, PART - 1, PART, PART + 1, 2 * PART + 300]
     case = Case(form, lengths, *layout)
     output, lse, _ = case.prefill([(0, n) for n in lengths])
@@ -108,14 +157,22 @@ def test_decode_and_chunks_equal_the_training_forward(form: str, layout: tuple[i
     compared = 0
     for _ in range(8):
         positions = [choose.choice([n - 1, choose.randrange(n)]) for n in lengths]
-        rows = torch.tensor([s + p for s, p in zip(case.starts, positions, strict=True)], device="cuda")
-        limit = max(positions) + 1 + choose.choice([0, 3 * PART])  # the launch is sized for more than there is, as under CUDA graphs
+        rows = torch.tensor(
+            [s + p for s, p in zip(case.starts, positions, strict=True)], device="cuda"
+        )
+        limit = (
+            max(positions) + 1 + choose.choice([0, 3 * PART])
+        )  # the launch is sized for more than there is, as under CUDA graphs
         limit = min(limit, case.table.shape[1] * TILE)
-        got, got_lse = decode_attention(*case.queries(rows), case.pages, case.table, ints([p + 1 for p in positions]), limit)
+        got, got_lse = decode_attention(
+            *case.queries(rows), case.pages, case.table, ints([p + 1 for p in positions]), limit
+        )
         assert torch.equal(got, output[rows]) and torch.equal(got_lse, lse[rows])
         compared += got.numel()
         firsts = [choose.randrange(n) for n in lengths]
-        chunk, chunk_lse, chunk_rows = case.prefill([(a, choose.randint(a + 1, n)) for a, n in zip(firsts, lengths, strict=True)])
+        chunk, chunk_lse, chunk_rows = case.prefill(
+            [(a, choose.randint(a + 1, n)) for a, n in zip(firsts, lengths, strict=True)]
+        )
         assert torch.equal(chunk, output[chunk_rows]) and torch.equal(chunk_lse, lse[chunk_rows])
     assert compared > 50_000
     assert output.isfinite().all() and lse.isfinite().all()
@@ -129,20 +186,28 @@ def test_a_sequence_alone_equals_itself_in_company(form: str) -> None:
     for start, n in zip(case.starts, lengths, strict=True):
         rows = torch.arange(start, start + n, device="cuda")
         keys = packed_rows(case.packed, rows)
-        alone, alone_lse = prefill_attention(*case.queries(rows), keys, ints([0]), ints([n]), ints([0]), ints([n]), n, n)
+        alone, alone_lse = prefill_attention(
+            *case.queries(rows), keys, ints([0]), ints([n]), ints([0]), ints([n]), n, n
+        )
         assert torch.equal(alone, output[rows]) and torch.equal(alone_lse, lse[rows])
 
 
 @pytest.mark.parametrize("length", [500, PART + 600])
 @pytest.mark.parametrize("form", FORMS)
 def test_values_against_fp64(form: str, length: int) -> None:
-    case = Case(form, [length], 8, 2, 128, plain=True)  # with scores in the thousands the tensor cores' 14 bits are what one would measure
+    case = Case(
+        form, [length], 8, 2, 128, plain=True
+    )  # with scores in the thousands the tensor cores' 14 bits are what one would measure
     output, lse, _ = case.prefill([(0, length)])
     q, k, v = (x.transpose(0, 1) for x in case.exact)
     scores = (q @ k.repeat_interleave(4, 0).transpose(1, 2)) / 128**0.5
-    scores.masked_fill_(torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1), -torch.inf)
+    scores.masked_fill_(
+        torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1), -torch.inf
+    )
     exact = (scores.softmax(-1) @ v.repeat_interleave(4, 0)).transpose(0, 1)
-    assert (output.double() - exact).norm() / exact.norm() < 3e-3  # 1.7e-3 of it is the rounding of the output to BF16
+    assert (
+        output.double() - exact
+    ).norm() / exact.norm() < 3e-3  # 1.7e-3 of it is the rounding of the output to BF16
     exact_lse = scores.logsumexp(-1).t() / torch.log(torch.tensor(2.0, dtype=torch.float64))
     assert ((lse.double() - exact_lse).abs() / exact_lse.abs().clamp(min=1)).max() < 2e-3
 
@@ -155,18 +220,28 @@ def test_a_nan_reaches_every_query_that_sees_it(form: str, which: str) -> None:
     for stored in (case.packed, case.pages):
         values = getattr(stored, which)
         paged = (int(case.table[0, place // TILE]), slice(None), place % TILE)
-        where = place if stored is case.packed else (paged if which == "keys" or form == "bf16" else (*paged[:2], slice(None), paged[2]))
+        where = (
+            place
+            if stored is case.packed
+            else (
+                paged if which == "keys" or form == "bf16" else (*paged[:2], slice(None), paged[2])
+            )
+        )
         if values.dtype == E4M3:
             values.view(torch.uint8)[where] = 0x7F
         else:
             values[where] = torch.nan
     output, _, _ = case.prefill([(0, length)])
-    clean = place if which == "keys" else place // TILE * TILE  # a tile's values are multiplied with a masked key's weight too: 0 NaN
+    clean = (
+        place if which == "keys" else place // TILE * TILE
+    )  # a tile's values are multiplied with a masked key's weight too: 0 NaN
     assert output[:clean].isfinite().all() and output[place:].isnan().all()
     positions = [place - TILE, place, length - 1]
     for position in positions:
         rows = torch.tensor([position], device="cuda")
-        got, _ = decode_attention(*case.queries(rows), case.pages, case.table, ints([position + 1]), length)
+        got, _ = decode_attention(
+            *case.queries(rows), case.pages, case.table, ints([position + 1]), length
+        )
         assert got.isnan().all() if position >= place else got.isfinite().all()
 
 

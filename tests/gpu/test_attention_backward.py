@@ -1,4 +1,6 @@
-"""The backward of attention on a Hopper GPU: as accurate as PyTorch's, the same bits again and in any company."""
+"""The backward of attention on a Hopper GPU: as accurate as PyTorch's, the same bits again and in
+any company.
+"""
 
 from dataclasses import dataclass
 
@@ -6,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from isobit.kernels.heads import Heads
-from isobit.kernels.quantise import scale_of_byte
+from isobit.kernels.spec.heads import Heads
+from isobit.kernels.spec.quantise import scale_of_byte
 from isobit.precision.formats import Format
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
@@ -24,7 +26,9 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass
 class Case:
-    """Packed sequences: what the kernels read, and the numbers that it stands for (q, k, v in BF16, exactly)."""
+    """Packed sequences: what the kernels read, and the numbers that it stands for (q, k, v in BF16,
+    exactly).
+    """
 
     lengths: list[int]
     queries: torch.Tensor
@@ -45,10 +49,21 @@ class Case:
         group = self.queries.shape[1] // self.keys.keys.shape[1]
         parts: list[tuple[torch.Tensor, ...]] = []
         for rows in self.rows():
-            q, k, v = (x[rows].transpose(0, 1)[None].to(dtype).requires_grad_() for x in self.dequantised)
-            output = scaled_dot_product_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True)
-            parts.append(torch.autograd.grad(output, (q, k, v), self.d_output[rows].transpose(0, 1)[None].to(dtype)))
-        dq, dk, dv = (torch.cat([part[0].transpose(0, 1) for part in gradients]) for gradients in zip(*parts, strict=True))
+            q, k, v = (
+                x[rows].transpose(0, 1)[None].to(dtype).requires_grad_() for x in self.dequantised
+            )
+            output = scaled_dot_product_attention(
+                q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True
+            )
+            parts.append(
+                torch.autograd.grad(
+                    output, (q, k, v), self.d_output[rows].transpose(0, 1)[None].to(dtype)
+                )
+            )
+        dq, dk, dv = (
+            torch.cat([part[0].transpose(0, 1) for part in gradients])
+            for gradients in zip(*parts, strict=True)
+        )
         return dq, dk, dv
 
     def rows(self) -> list[slice]:
@@ -61,12 +76,23 @@ class Case:
 
         keys = self.keys
         q, k, v = self.dequantised
-        packed = PackedKeys(keys.keys[rows], cut(keys.key_bytes), keys.values[rows], cut(keys.value_bytes))
+        packed = PackedKeys(
+            keys.keys[rows], cut(keys.key_bytes), keys.values[rows], cut(keys.value_bytes)
+        )
         length, scales = rows.stop - rows.start, cut(self.query_scales)
-        return Case([length], self.queries[rows], scales, packed, (q[rows], k[rows], v[rows]), self.d_output[rows])
+        return Case(
+            [length],
+            self.queries[rows],
+            scales,
+            packed,
+            (q[rows], k[rows], v[rows]),
+            self.d_output[rows],
+        )
 
 
-def make(lengths: list[int], layout: tuple[int, int, int], format: Format, magnitude: float = 1.0) -> Case:
+def make(
+    lengths: list[int], layout: tuple[int, int, int], format: Format, magnitude: float = 1.0
+) -> Case:
     heads, kv_heads, dim = layout
     generator = torch.Generator().manual_seed(0)
 
@@ -78,7 +104,9 @@ def make(lengths: list[int], layout: tuple[int, int, int], format: Format, magni
     values = q_values, k_values, v_values
     d_output = (normal(heads) * magnitude).bfloat16().cuda()
     if format == "bf16":
-        return Case(lengths, q_values, None, PackedKeys(k_values, None, v_values, None), values, d_output)
+        return Case(
+            lengths, q_values, None, PackedKeys(k_values, None, v_values, None), values, d_output
+        )
     packed = PackedKeys(k.values.cuda(), k.bytes.cuda(), v.values.half().cuda(), v.bytes.cuda())
     return Case(lengths, q.values.cuda(), scale_of_byte(q.bytes).cuda(), packed, values, d_output)
 
@@ -92,23 +120,36 @@ def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
 def test_values_against_fp64(layout: tuple[int, int, int], format: Format) -> None:
     case = make(LENGTHS, layout, format)
     for name, got, theirs, exact in zip(
-        ("dq", "dk", "dv"), case.gradients(), case.autograd(torch.bfloat16), case.autograd(torch.float64), strict=True
+        ("dq", "dk", "dv"),
+        case.gradients(),
+        case.autograd(torch.bfloat16),
+        case.autograd(torch.float64),
+        strict=True,
     ):
         ours, reference = relative_error(got, exact), relative_error(theirs, exact)
-        print(f"{format} {layout} {name}: relative error {ours:.5f}, PyTorch's BF16 {reference:.5f}")
+        print(
+            f"{format} {layout} {name}: relative error {ours:.5f}, PyTorch's BF16 {reference:.5f}"
+        )
         assert ours <= 1.1 * reference
-        for rows in case.rows():  # no short sequence drowns in the long ones; the gradients of q and k of a single token are zero
+        # no short sequence drowns in the long ones; the gradients of q and k of a single token are
+        # zero
+        for rows in case.rows():
             assert relative_error(got[rows], exact[rows]) < 0.01 or exact[rows].norm() < 1e-9
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layout", [(32, 8, 128), (14, 2, 64)])
-def test_bits_repeat_and_do_not_depend_on_the_company(layout: tuple[int, int, int], format: Format) -> None:
+def test_bits_repeat_and_do_not_depend_on_the_company(
+    layout: tuple[int, int, int], format: Format
+) -> None:
     case = make(LENGTHS, layout, format)
     once, again = case.gradients(), case.gradients()
     assert all(map(torch.equal, once, again))
     for rows in case.rows():
-        assert all(torch.equal(alone, together[rows]) for alone, together in zip(case.alone(rows).gradients(), once, strict=True))
+        assert all(
+            torch.equal(alone, together[rows])
+            for alone, together in zip(case.alone(rows).gradients(), once, strict=True)
+        )
 
 
 def test_a_nan_stays_in_its_sequence() -> None:
@@ -149,6 +190,8 @@ def test_inputs_that_are_not_supported_are_refused() -> None:
         case.gradients()
     case = make([10], (4, 2, 64), "bf16")
     case.queries = case.queries[..., :32].contiguous()
-    case.keys = PackedKeys(case.keys.keys[..., :32].contiguous(), None, case.keys.values[..., :32].contiguous(), None)
+    case.keys = PackedKeys(
+        case.keys.keys[..., :32].contiguous(), None, case.keys.values[..., :32].contiguous(), None
+    )
     with pytest.raises(ValueError, match="head sizes 64 and 128"):
         case.gradients()

@@ -1,4 +1,6 @@
-"""A fault planted in one GPU kernel, on one side, is named by ``verify --bisect``: its layer and its operation."""
+"""A fault planted in one GPU kernel, on one side, is named by ``verify --bisect``: its layer and
+its operation.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,10 +21,10 @@ from isobit.kernels.hopper.qkv import Queries
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.models import hopper_decoder
 from isobit.models.policy import Policy
-from isobit.rollout import gpu_sampling
-from isobit.rollout.engine import Engine
-from isobit.run.bisect.bisect import trace_scenario
-from isobit.run.scenarios import build_workload, engine_scenarios
+from isobit.proof.bisect.bisect import trace_scenario
+from isobit.proof.scenarios import build_workload, engine_scenarios
+from isobit.rollout.native import gpu_sampling
+from isobit.rollout.native.engine import Engine
 from isobit.training.trainer import Trainer
 
 Side = Literal["rollout", "training"]
@@ -32,7 +34,9 @@ LAYER = 1
 
 @dataclass
 class Where:
-    """Which side and layer runs now, and how often the planted function was called in that layer."""
+    """Which side and layer runs now, and how often the planted function was called in that
+    layer.
+    """
 
     side: Side | None = None
     layer: int | None = None
@@ -77,7 +81,9 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Where:
 
 
 def nudge(tensor: torch.Tensor) -> None:
-    """Every third row, by the last bit; an E4M3 number of the largest magnitude stays, since its neighbour is a NaN."""
+    """Every third row, by the last bit; an E4M3 number of the largest magnitude stays, since its
+    neighbour is a NaN.
+    """
     bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])[::3]
     if tensor.element_size() == 1:
         bits ^= ((bits & 0x7F) < 0x7E).to(torch.uint8)
@@ -104,30 +110,67 @@ def itself(result: Any) -> torch.Tensor:
 
 PAIR = {"rollout": paged_attention, "training": packed_attention}
 FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]] = {
-    "norm and quantise": (hopper_decoder, "rms_norm_quantise", 0, quantised_norm, "layers.1.qkv_proj.input", "quantiser"),
+    "norm and quantise": (
+        hopper_decoder,
+        "rms_norm_quantise",
+        0,
+        quantised_norm,
+        "layers.1.qkv_proj.input",
+        "quantiser",
+    ),
     "GEMM": (hopper_decoder, "gemm_e4m3", 1, itself, "layers.1.o_proj", "GEMM"),
     "quantise": (hopper_decoder, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
-    "SwiGLU": (hopper_decoder, "swiglu_quantise", 0, itself, "layers.1.down_proj.input", "quantiser"),
-    "encode": (PAIR, {"rollout": "encode_paged", "training": "encode_packed"}, 0, queries, "layers.1.attention.q", "quantiser"),
+    "SwiGLU": (
+        hopper_decoder,
+        "swiglu_quantise",
+        0,
+        itself,
+        "layers.1.down_proj.input",
+        "quantiser",
+    ),
+    "encode": (
+        PAIR,
+        {"rollout": "encode_paged", "training": "encode_packed"},
+        0,
+        queries,
+        "layers.1.attention.q",
+        "quantiser",
+    ),
     "prefill": (PAIR, "prefill_attention", 0, first, "layers.1.attention", "attention"),
-    "head": ({"rollout": gemm, "training": token_log_probs}, "gemm_bf16", 0, itself, "lm_head", "head"),
+    "head": (
+        {"rollout": gemm, "training": token_log_probs},
+        "gemm_bf16",
+        0,
+        itself,
+        "lm_head",
+        "head",
+    ),
 }
-"""By kernel: whose function (of each side), which of its calls in the layer, what of its result, the site, and the kind of operation."""
+"""By kernel: whose function (of each side), which of its calls in the layer, what of its result,
+the site, and the kind of operation.
+"""
 
 
 def trace(make_policy: MakePolicy, scenario: str) -> Any:
     trainer = Trainer(make_policy("qwen3", "fp8"), TrainingConfig(), total_updates=1)
-    workload = build_workload(1000, 1024, prompts=5, samples=2, max_new_tokens=6, seed=0, page_tokens=128)
+    workload = build_workload(
+        1000, 1024, prompts=5, samples=2, max_new_tokens=6, seed=0, page_tokens=128
+    )
     (chosen,) = [one for one in engine_scenarios(workload) if one.name == scenario]
     return trace_scenario(chosen, workload, trainer, seed=0).parting
 
 
 @pytest.mark.parametrize("side", ["rollout", "training"])
 @pytest.mark.parametrize("kernel", FAULTS)
-def test_the_kernel_is_named(kernel: str, side: Side, where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_named(
+    kernel: str, side: Side, where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner, name, call, part, site, kind = FAULTS[kernel]
     layer = LAYER if site.startswith("layers") else None
-    owner, name = owner[side] if isinstance(owner, dict) else owner, name[side] if isinstance(name, dict) else name
+    owner, name = (
+        owner[side] if isinstance(owner, dict) else owner,
+        name[side] if isinstance(name, dict) else name,
+    )
     exact = getattr(owner, name)
 
     def planted(*arguments: Any, **options: Any) -> Any:
@@ -143,7 +186,9 @@ def test_the_kernel_is_named(kernel: str, side: Side, where: Where, make_policy:
     assert parting is not None and (parting.difference.site, parting.kind) == (site, kind)
 
 
-def test_decode_attention_is_named(where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_attention_is_named(
+    where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exact = paged_attention.decode_attention
 
     def planted(*arguments: Any) -> Any:
@@ -157,10 +202,14 @@ def test_decode_attention_is_named(where: Where, make_policy: MakePolicy, monkey
     assert parting is not None and parting.difference.site == "layers.1.attention"
 
 
-def test_a_page_write_is_named(where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_write_is_named(
+    where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exact = paged_attention.encode_paged
 
-    def planted(qkv: Any, transform: Any, positions: Any, slots: torch.Tensor, pages: PagedKeys) -> Any:
+    def planted(
+        qkv: Any, transform: Any, positions: Any, slots: torch.Tensor, pages: PagedKeys
+    ) -> Any:
         result = exact(qkv, transform, positions, slots, pages)
         if where.layer == LAYER:
             page, offset = divmod(int(slots[0]), 128)
@@ -170,10 +219,15 @@ def test_a_page_write_is_named(where: Where, make_policy: MakePolicy, monkeypatc
 
     monkeypatch.setattr(paged_attention, "encode_paged", planted)
     parting = trace(make_policy, "roomy")
-    assert parting is not None and (parting.difference.site, parting.kind) == ("layers.1.kv_cache.v", "KV write")
+    assert parting is not None and (parting.difference.site, parting.kind) == (
+        "layers.1.kv_cache.v",
+        "KV write",
+    )
 
 
-def test_the_sampler_is_named(where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampler_is_named(
+    where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exact = gpu_sampling.sample_tokens
 
     def planted(*arguments: Any) -> Any:

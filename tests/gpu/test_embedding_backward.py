@@ -1,4 +1,6 @@
-"""The embedding's backward on the GPU: the bits of the CPU's, which adds a token's rows in their order."""
+"""The embedding's backward on the GPU: the bits of the CPU's, which adds a token's rows in their
+order.
+"""
 
 import pytest
 import torch
@@ -45,7 +47,9 @@ def test_the_bits_are_those_of_the_specification(tokens: int, columns: int, kind
 
 def test_a_training_batch() -> None:
     generator = torch.Generator().manual_seed(0)
-    ids = (50000 * torch.rand(8192, generator=generator) ** 8).long()  # a few frequent tokens, many rare ones
+    ids = (
+        50000 * torch.rand(8192, generator=generator) ** 8
+    ).long()  # a few frequent tokens, many rare ones
     dh = torch.randn(8192, 1024, generator=generator).bfloat16()
     grad = torch.zeros(50000, 1024, device="cuda")
     embedding_backward(dh.cuda(), ids.cuda(), grad)
@@ -58,11 +62,17 @@ def test_offsets_beyond_two_to_the_31() -> None:
     dh = torch.randn(3, 1024).bfloat16()
     grad = torch.zeros(rows, 1024, device="cuda")
     embedding_backward(dh.cuda(), ids.cuda(), grad)
-    assert torch.equal(grad[rows - 1].cpu(), dh[0].float() + dh[2].float()) and torch.equal(grad[3].cpu(), dh[1].float())
+    assert torch.equal(grad[rows - 1].cpu(), dh[0].float() + dh[2].float()) and torch.equal(
+        grad[3].cpu(), dh[1].float()
+    )
     assert grad.count_nonzero(1).gt(0).sum() == 2
 
 
 def test_no_tokens_change_nothing() -> None:
     grad = torch.ones(4, 64, device="cuda")
-    embedding_backward(torch.empty(0, 64, dtype=torch.bfloat16, device="cuda"), torch.empty(0, dtype=torch.int64, device="cuda"), grad)
+    embedding_backward(
+        torch.empty(0, 64, dtype=torch.bfloat16, device="cuda"),
+        torch.empty(0, dtype=torch.int64, device="cuda"),
+        grad,
+    )
     assert (grad == 1).all()

@@ -1,4 +1,6 @@
-"""On a GPU too, what the engine records is what the training forward computes: graphs, chunks, sharing, preemption."""
+"""On a GPU too, what the engine records is what the training forward computes: graphs, chunks,
+sharing, preemption.
+"""
 
 from collections.abc import Callable
 
@@ -11,10 +13,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.models.policy import Policy
+from isobit.proof.verify import VerifyOptions, VerifyResult, verify_policy
 from isobit.records import Prompt, SamplingParams
-from isobit.rollout.engine import Engine
+from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
-from isobit.run.verify import VerifyOptions, VerifyResult, verify_policy
 
 MakePolicy = Callable[..., Policy]
 
@@ -43,24 +45,43 @@ def test_a_flow_with_two_functions_differs(make_policy: MakePolicy) -> None:
 
 def requests(samples: int, **sampling: float) -> list[Request]:
     generator = torch.Generator().manual_seed(3)
-    prompts = [tuple(torch.randint(1000, (n,), generator=generator).tolist()) for n in (5, 130, 300, 64)]
+    prompts = [
+        tuple(torch.randint(1000, (n,), generator=generator).tolist()) for n in (5, 130, 300, 64)
+    ]
     params = SamplingParams(40, **sampling)  # type: ignore[arg-type]
     return [Request(Prompt(f"p{i}", "", ids), 0, samples, params) for i, ids in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9, "temperature": 1.3}])
-def test_a_sample_does_not_depend_on_how_it_was_scheduled(sampling: dict[str, float], make_policy: MakePolicy) -> None:
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9, "temperature": 1.3}]
+)
+def test_a_sample_does_not_depend_on_how_it_was_scheduled(
+    sampling: dict[str, float], make_policy: MakePolicy
+) -> None:
     policy = make_policy("qwen3", "fp8", trainable=False)
-    settings = [{}, {"max_sequences": 3}, {"kv_pages": 9, "max_batched_tokens": 70}, {"max_batched_tokens": 33, "max_sequences": 7}]
-    made = [Engine(policy, RolloutConfig(**one), None, seed=1).generate(requests(4, **sampling)) for one in settings]  # type: ignore[arg-type]
+    settings = [
+        {},
+        {"max_sequences": 3},
+        {"kv_pages": 9, "max_batched_tokens": 70},
+        {"max_batched_tokens": 33, "max_sequences": 7},
+    ]
+    made = [
+        Engine(policy, RolloutConfig(**one), None, seed=1).generate(requests(4, **sampling))
+        for one in settings
+    ]  # type: ignore[arg-type]
     assert all(other == made[0] for other in made[1:])
-    alone = [Engine(policy, RolloutConfig(), None, seed=1).generate([one])[0] for one in requests(4, **sampling)]
+    alone = [
+        Engine(policy, RolloutConfig(), None, seed=1).generate([one])[0]
+        for one in requests(4, **sampling)
+    ]
     assert alone == made[0]
 
 
 def test_samples_of_a_prompt_differ_and_repeat_with_their_seed(make_policy: MakePolicy) -> None:
     policy = make_policy("qwen3", "fp8", trainable=False)
-    first, again, other = (Engine(policy, RolloutConfig(), None, seed).generate(requests(4)) for seed in (0, 0, 1))
+    first, again, other = (
+        Engine(policy, RolloutConfig(), None, seed).generate(requests(4)) for seed in (0, 0, 1)
+    )
     assert first == again and first != other
     assert len({completion.token_ids for group in first for completion in group}) == 16
 

@@ -1,13 +1,15 @@
-"""The GEMMs on a Hopper GPU: rows free of the batch, all back ends equal where scaling is exact, and the values of the specification."""
+"""The GEMMs on a Hopper GPU: rows free of the batch, all back ends equal where scaling is exact,
+and the values of the specification.
+"""
 
 from typing import Literal
 
 import pytest
 import torch
 
-from isobit.kernels.gemm import gemm_e4m3 as specification
-from isobit.kernels.quantise import quantise_blocks
-from isobit.kernels.quantise import quantise_rows as quantise_rows_on_cpu
+from isobit.kernels.spec.gemm import gemm_e4m3 as specification
+from isobit.kernels.spec.quantise import quantise_blocks
+from isobit.kernels.spec.quantise import quantise_rows as quantise_rows_on_cpu
 from isobit.precision.formats import ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -18,12 +20,21 @@ from isobit.kernels.hopper.gemm import BackEnd, gemm_bf16, gemm_e4m3, why_not_de
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import quantise_rows
 
-BF16_BACK_ENDS: list[Literal["deep_gemm", "triton"]] = ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
+BF16_BACK_ENDS: list[Literal["deep_gemm", "triton"]] = (
+    ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
+)
 BACK_ENDS: list[BackEnd] = [*BF16_BACK_ENDS, "scaled_mm"]
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
-INVARIANT = [(back_end, kind) for back_end in BACK_ENDS for kind in KINDS if (back_end, kind) != ("scaled_mm", "fp32")]
+INVARIANT = [
+    (back_end, kind)
+    for back_end in BACK_ENDS
+    for kind in KINDS
+    if (back_end, kind) != ("scaled_mm", "fp32")
+]
 ROWS = (1, 2, 3, 4, 7, 16, 33, 64, 100, 129, 257, 512)
-needs_deep_gemm = pytest.mark.skipif(len(BF16_BACK_ENDS) == 1, reason="DeepGEMM or nvcc is not installed")
+needs_deep_gemm = pytest.mark.skipif(
+    len(BF16_BACK_ENDS) == 1, reason="DeepGEMM or nvcc is not installed"
+)
 
 
 def on_gpu(x: QuantTensor) -> QuantTensor:
@@ -42,7 +53,9 @@ def bf16(rows: int, columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("back_end", "kind"), INVARIANT)
 @pytest.mark.parametrize(("n", "k"), [(1536, 1024), (256, 896), (4096, 12288)])
-def test_fp8_rows_do_not_depend_on_the_batch(back_end: BackEnd, kind: ScaleKind, n: int, k: int) -> None:
+def test_fp8_rows_do_not_depend_on_the_batch(
+    back_end: BackEnd, kind: ScaleKind, n: int, k: int
+) -> None:
     x, w = bf16(1024, k), random_weight(n, k, kind)
     whole = gemm_e4m3(quantise_rows(x, kind), w, kind, back_end)
     for m in ROWS:
@@ -61,7 +74,9 @@ def test_fp8_rows_do_not_depend_on_the_batch(back_end: BackEnd, kind: ScaleKind,
         (40, 72, torch.float32),  # DeepGEMM is left out: its tiles are larger
     ],
 )
-def test_bf16_rows_do_not_depend_on_the_batch(back_end: Literal["deep_gemm", "triton"], n: int, k: int, dtype: torch.dtype) -> None:
+def test_bf16_rows_do_not_depend_on_the_batch(
+    back_end: Literal["deep_gemm", "triton"], n: int, k: int, dtype: torch.dtype
+) -> None:
     rows = 4096 if n < 100_000 else 2048
     x, w = bf16(rows, k), bf16(n, k)
     whole = gemm_bf16(x, w, dtype, back_end)
@@ -77,7 +92,11 @@ def test_every_back_end_gives_the_same_bits(m: int) -> None:
         a, w = quantise_rows(bf16(m, k)), random_weight(n, k)
         expected = gemm_e4m3(a, w, "power_of_two", "triton")
         for back_end in BACK_ENDS:
-            assert torch.equal(gemm_e4m3(a, w, "power_of_two", back_end), expected), (back_end, n, k)
+            assert torch.equal(gemm_e4m3(a, w, "power_of_two", back_end), expected), (
+                back_end,
+                n,
+                k,
+            )
 
 
 @needs_deep_gemm
@@ -86,7 +105,9 @@ def test_triton_and_deep_gemm_agree_with_fp32_scales_and_in_bf16(m: int) -> None
     a, w = quantise_rows(bf16(m, 4096), "fp32"), random_weight(1536, 4096, "fp32")
     assert torch.equal(gemm_e4m3(a, w, "fp32", "deep_gemm"), gemm_e4m3(a, w, "fp32", "triton"))
     x, y = bf16(m, 4096), bf16(1536, 4096)
-    assert torch.equal(gemm_bf16(x, y, torch.float32, "deep_gemm"), gemm_bf16(x, y, torch.float32, "triton"))
+    assert torch.equal(
+        gemm_bf16(x, y, torch.float32, "deep_gemm"), gemm_bf16(x, y, torch.float32, "triton")
+    )
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)

@@ -25,13 +25,19 @@ class Shape:
 
 def tensors(cache: HopperKvCache) -> list[torch.Tensor]:
     """Bytes of every tensor of every layer."""
-    every = (x for pages in cache.layers for x in (pages.keys, pages.key_bytes, pages.values, pages.value_bytes))
+    every = (
+        x
+        for pages in cache.layers
+        for x in (pages.keys, pages.key_bytes, pages.values, pages.value_bytes)
+    )
     return [x.view(torch.uint8) for x in every if x is not None]
 
 
 @pytest.mark.parametrize("options", [{}, {"first_layers_bf16": 1, "last_layers_bf16": 2}])
 @pytest.mark.parametrize("pairs", [[], [(3, 0)], [(3, 0), (3, 7), (5, 6), (1, 8)]])
-def test_pages_are_copied_in_every_layer(pairs: list[tuple[int, int]], options: dict[str, int]) -> None:
+def test_pages_are_copied_in_every_layer(
+    pairs: list[tuple[int, int]], options: dict[str, int]
+) -> None:
     flow = build_flow(PrecisionConfig.model_validate({"preset": "fp8", **options}), LAYERS)
     cache = HopperKvCache(Shape(), flow, 9, torch.zeros(1).cuda().device)
     for x in tensors(cache):

@@ -1,11 +1,13 @@
-"""DGrad and WGrad on the GPU against FP64 over the very operands that they multiply; they repeat and add up in place."""
+"""DGrad and WGrad on the GPU against FP64 over the very operands that they multiply; they repeat
+and add up in place.
+"""
 
 import pytest
 import torch
 
-from isobit.kernels.linear import LinearWeight
-from isobit.kernels.linear import dgrad as dgrad_on_cpu
-from isobit.kernels.linear import wgrad as wgrad_on_cpu
+from isobit.kernels.spec.linear import LinearWeight
+from isobit.kernels.spec.linear import dgrad as dgrad_on_cpu
+from isobit.kernels.spec.linear import wgrad as wgrad_on_cpu
 from isobit.precision.flow import Site
 from isobit.precision.formats import BLOCK, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
@@ -14,7 +16,13 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.kernels.hopper.gemm import WGradBackEnd, gemm_e4m3, why_not_deep_gemm
-from isobit.kernels.hopper.linear_backward import dgrad, dgrad_bf16, transpose_blocks, wgrad, wgrad_bf16
+from isobit.kernels.hopper.linear_backward import (
+    dgrad,
+    dgrad_bf16,
+    transpose_blocks,
+    wgrad,
+    wgrad_bf16,
+)
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
 from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens
@@ -23,17 +31,28 @@ KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 BACK_ENDS: list[WGradBackEnd] = ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
 TENSOR_CORE = 2e-3  # of a norm: FP8 tensor cores keep 14 bits within a group
 BF16_ROUNDING = 3e-3  # 1.7e-3, and the above
-SHAPES = [(128, 256), (896, 384), (1536, 1024)]  # N, K: never square, since a square hides a transposed operand
+SHAPES = [
+    (128, 256),
+    (896, 384),
+    (1536, 1024),
+]  # N, K: never square, since a square hides a transposed operand
 
 
 def published(n: int, k: int, kind: ScaleKind = "power_of_two") -> QuantTensor:
     weight = QuantTensor.empty_blocks(n, k, torch.device("cuda"))
-    publish_blocks(torch.randn(n, k, device="cuda") * torch.exp(2 * torch.randn(n, 1, device="cuda")), weight, kind)
+    publish_blocks(
+        torch.randn(n, k, device="cuda") * torch.exp(2 * torch.randn(n, 1, device="cuda")),
+        weight,
+        kind,
+    )
     return weight
 
 
 def bf16(rows: int, columns: int) -> torch.Tensor:
-    return (torch.randn(rows, columns, device="cuda") * torch.exp(torch.randn(rows, columns, device="cuda"))).bfloat16()
+    return (
+        torch.randn(rows, columns, device="cuda")
+        * torch.exp(torch.randn(rows, columns, device="cuda"))
+    ).bfloat16()
 
 
 def rows_fp64(x: QuantRows) -> torch.Tensor:
@@ -42,7 +61,9 @@ def rows_fp64(x: QuantRows) -> torch.Tensor:
 
 
 def blocks_fp64(w: QuantTensor) -> torch.Tensor:
-    return w.values.double() * w.scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return w.values.double() * w.scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(
+        BLOCK, 1
+    )
 
 
 def relative(ours: torch.Tensor, exact: torch.Tensor) -> float:
@@ -51,7 +72,9 @@ def relative(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (4096, 12288), (128, 128)])
 def test_transpose_blocks_moves_bytes(n: int, k: int) -> None:
-    every = torch.randint(0, 256, (n, k), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    every = torch.randint(0, 256, (n, k), dtype=torch.uint8, device="cuda").view(
+        torch.float8_e4m3fn
+    )
     weight = QuantTensor(every, torch.randn(n // BLOCK, k // BLOCK, device="cuda"), "128x128")
     turned = transpose_blocks(weight)
     assert turned.values.is_contiguous() and turned.scales.is_contiguous()
@@ -75,7 +98,9 @@ def test_dgrad_against_fp64(kind: ScaleKind, n: int, k: int) -> None:
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_wgrad_adds_to_the_gradient(back_end: WGradBackEnd, kind: ScaleKind, n: int, k: int) -> None:
+def test_wgrad_adds_to_the_gradient(
+    back_end: WGradBackEnd, kind: ScaleKind, n: int, k: int
+) -> None:
     for tokens in (1, 128, 300, 1000):
         dy, x = quantise_tokens(bf16(tokens, n), kind), quantise_tokens(bf16(tokens, k), kind)
         exact = rows_fp64(dy) @ rows_fp64(x).t()
@@ -103,7 +128,9 @@ def test_wgrad_repeats_at_a_training_shape(back_end: WGradBackEnd) -> None:
 
 
 @pytest.mark.skipif(len(BACK_ENDS) < 2, reason="needs DeepGEMM")
-@pytest.mark.parametrize(("n", "k"), [(128, 128), (384, 2048), (1536, 1024)])  # 384: half a program's rows are outside
+@pytest.mark.parametrize(
+    ("n", "k"), [(128, 128), (384, 2048), (1536, 1024)]
+)  # 384: half a program's rows are outside
 def test_back_ends_of_wgrad_give_the_same_bits(n: int, k: int) -> None:
     for tokens in (1, 300, 4000):
         dy, x = quantise_tokens(bf16(tokens, n)), quantise_tokens(bf16(tokens, k))
@@ -138,13 +165,21 @@ def test_bf16() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_gradients_are_those_of_the_cpu(kind: ScaleKind) -> None:
-    """From the same master and the same BF16 dY and X: the two differ by the GPU's rounding of its sums and of dX alone."""
+    """From the same master and the same BF16 dY and X: the two differ by the GPU's rounding of its
+    sums and of dX alone.
+    """
     site = Site("qkv_proj", "linear", "e4m3", kind, "e4m3", "e4m3")
     master, dy, x = torch.randn(384, 256), bf16(200, 384).cpu(), bf16(200, 256).cpu()
     weight = QuantTensor.empty_blocks(384, 256, torch.device("cuda"))
     publish_blocks(master.cuda(), weight, kind)
     rows, by_token = quantise_both(dy.cuda(), kind)
-    assert relative(dgrad(rows, weight, kind).cpu(), dgrad_on_cpu(dy, LinearWeight.publish(site, master)).double()) < BF16_ROUNDING
+    assert (
+        relative(
+            dgrad(rows, weight, kind).cpu(),
+            dgrad_on_cpu(dy, LinearWeight.publish(site, master)).double(),
+        )
+        < BF16_ROUNDING
+    )
     gradient = torch.zeros(384, 256, device="cuda")
     wgrad(by_token, quantise_tokens(x.cuda(), kind), gradient)
     assert relative(gradient.cpu(), wgrad_on_cpu(dy, x, site).double()) < TENSOR_CORE

@@ -1,4 +1,6 @@
-"""Log-probabilities on the GPU: near FP64, free of the batch, and the same bits in the sampler and in training's forward."""
+"""Log-probabilities on the GPU: near FP64, free of the batch, and the same bits in the sampler and
+in training's forward.
+"""
 
 import pytest
 import torch
@@ -45,25 +47,46 @@ def test_rows_do_not_depend_on_the_batch(vocab_size: int) -> None:
 
 def test_rows_that_are_not_finite_give_nan() -> None:
     logits, temperatures = some_logits(6, 9000)
-    logits[1, 8999], logits[2, 0], logits[3, 5000], logits[4] = torch.nan, torch.inf, -torch.inf, torch.nan
+    logits[1, 8999], logits[2, 0], logits[3, 5000], logits[4] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+    )
     log_sums, entropies = log_sums_and_entropies(logits, temperatures)
-    assert log_sums.isnan().tolist() == entropies.isnan().tolist() == [False, True, True, True, True, False]
+    assert (
+        log_sums.isnan().tolist()
+        == entropies.isnan().tolist()
+        == [False, True, True, True, True, False]
+    )
 
 
 @pytest.mark.parametrize("back_end", sorted({"triton", bf16_back_end()}))
-def test_sampler_and_training_give_the_same_bits(back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampler_and_training_give_the_same_bits(
+    back_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gemm, "bf16_back_end", lambda: back_end)
-    hidden, weight = torch.randn(1024, 1024, device="cuda").bfloat16(), (torch.randn(VOCABULARY, 1024, device="cuda") / 8).bfloat16()
-    temperatures = (0.5 + torch.rand(1024, device="cuda")).masked_fill_(torch.arange(1024, device="cuda") % 5 == 0, 0.0)
+    hidden, weight = (
+        torch.randn(1024, 1024, device="cuda").bfloat16(),
+        (torch.randn(VOCABULARY, 1024, device="cuda") / 8).bfloat16(),
+    )
+    temperatures = (0.5 + torch.rand(1024, device="cuda")).masked_fill_(
+        torch.arange(1024, device="cuda") % 5 == 0, 0.0
+    )
     temperatures[1::5] = 1.0
     keys = torch.randint(-(2**62), 2**62, (1024,), device="cuda")
-    tokens, sampled = torch.empty(1024, dtype=torch.int64, device="cuda"), torch.empty(1024, device="cuda")
+    tokens, sampled = (
+        torch.empty(1024, dtype=torch.int64, device="cuda"),
+        torch.empty(1024, device="cuda"),
+    )
     done = 0
     for batch in (1, 7, 256, 760):
         part = slice(done, done + batch)
         rows = torch.arange(batch, dtype=torch.int32, device="cuda")
         logits = gemm_bf16(hidden[part], weight, torch.float32)
-        tokens[part], sampled[part] = sample_tokens(logits, rows, temperatures[part], keys[part], keys[part] & 1023)
+        tokens[part], sampled[part] = sample_tokens(
+            logits, rows, temperatures[part], keys[part], keys[part] & 1023
+        )
         done += batch
     for logits_at_once in (1 << 28, 1 << 26):
         monkeypatch.setattr(head_parts, "FORWARD_LOGITS", logits_at_once)

@@ -1,4 +1,6 @@
-"""Engine and trainer by turns on a GPU: memory really comes back, bits stay, and what a phase takes is what was planned."""
+"""Engine and trainer by turns on a GPU: memory really comes back, bits stay, and what a phase takes
+is what was planned.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +13,14 @@ from isobit.config.schema import PrecisionConfig, Recompute, RolloutConfig, Trai
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from isobit.clock import Clock
+from isobit.memory.device import device_memory, plan_gpu
+from isobit.memory.turns import GpuTurns
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import Engine
+from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
-from isobit.run.clock import Clock
-from isobit.run.gpu_memory import device_memory, plan_gpu
-from isobit.run.turns import GpuTurns
 from isobit.training.host_moments import HostMoments
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
@@ -31,44 +33,66 @@ PAGES = 2000
 
 def generate(engine: Engine, **sampling: Any) -> list[list[Completion]]:
     generator = torch.Generator().manual_seed(3)
-    prompts = [tuple(torch.randint(1000, (n,), generator=generator).tolist()) for n in (5, 130, 300)]
-    return engine.generate([Request(Prompt(f"p{i}", "", ids), 0, 3, SamplingParams(24, **sampling)) for i, ids in enumerate(prompts)])
+    prompts = [
+        tuple(torch.randint(1000, (n,), generator=generator).tolist()) for n in (5, 130, 300)
+    ]
+    return engine.generate(
+        [
+            Request(Prompt(f"p{i}", "", ids), 0, 3, SamplingParams(24, **sampling))
+            for i, ids in enumerate(prompts)
+        ]
+    )
 
 
 def update(trainer: Trainer, lengths: tuple[int, ...], seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     vocabulary = trainer.policy.config.vocab_size
-    rows = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
-    batches = pack_pairs([((first,), rest) for first, *rest in rows], trainer.config.tokens_per_microbatch)
+    rows = [
+        torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths
+    ]
+    batches = pack_pairs(
+        [((first,), rest) for first, *rest in rows], trainer.config.tokens_per_microbatch
+    )
     metrics = trainer.update(batches, SupervisedObjective())
     assert metrics.skipped is None, metrics.skipped
 
 
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 20}])
-def test_a_released_engine_holds_nothing_and_draws_the_same_again(preset: str, sampling: dict[str, int], make_policy: MakePolicy) -> None:
+def test_a_released_engine_holds_nothing_and_draws_the_same_again(
+    preset: str, sampling: dict[str, int], make_policy: MakePolicy
+) -> None:
     policy = make_policy("qwen3", preset, trainable=False)
     engine = Engine(policy, RolloutConfig(kv_pages=PAGES), None, seed=1)
     first = generate(engine, **sampling)
     engine.release()
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()  # with what libraries keep
+    allocated, reserved = (
+        torch.cuda.memory_allocated(),
+        torch.cuda.memory_reserved(),
+    )  # with what libraries keep
     assert generate(engine, **sampling) == first
     cache = torch.cuda.memory_allocated() - allocated
     assert cache > 200 * MIB
     engine.release()
     assert torch.cuda.memory_allocated() - allocated < MIB, "the engine's graphs and cache are gone"
     assert torch.cuda.memory_reserved() - reserved < 64 * MIB, "and others may have their memory"
-    blocker = torch.full((cache,), 0xFF, dtype=torch.uint8, device="cuda")  # where the cache and the graphs were
+    blocker = torch.full(
+        (cache,), 0xFF, dtype=torch.uint8, device="cuda"
+    )  # where the cache and the graphs were
     assert generate(engine, **sampling) == first
     assert bool((blocker == 0xFF).all()), "no graph writes where it once did"
 
 
-def test_kernels_are_not_announced_again(make_policy: MakePolicy, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    from isobit.rollout import graph_runner
+def test_kernels_are_not_announced_again(
+    make_policy: MakePolicy, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    from isobit.rollout.native import graph_runner
 
     monkeypatch.setattr(graph_runner, "_SLOW_CAPTURE", 0.0)
     monkeypatch.setattr(graph_runner, "_compiled", set())
-    engine = Engine(make_policy("qwen3", "fp8", trainable=False), RolloutConfig(kv_pages=PAGES), None, seed=1)
+    engine = Engine(
+        make_policy("qwen3", "fp8", trainable=False), RolloutConfig(kv_pages=PAGES), None, seed=1
+    )
     generate(engine)
     assert "were compiled or loaded" in capsys.readouterr().err
     engine.release()
@@ -77,7 +101,9 @@ def test_kernels_are_not_announced_again(make_policy: MakePolicy, capsys: pytest
 
 
 @pytest.mark.parametrize("moments", ["fp8", "bf16", "fp32"])
-def test_moments_on_the_host_leave_the_gpu_and_keep_their_bits(moments: str, make_policy: MakePolicy) -> None:
+def test_moments_on_the_host_leave_the_gpu_and_keep_their_bits(
+    moments: str, make_policy: MakePolicy
+) -> None:
     config = TrainingConfig.model_validate({"moments": moments, "learning_rate": 1e-3})
     plain, moved = (Trainer(make_policy("qwen3", "fp8"), config, total_updates=4) for _ in range(2))
     host = HostMoments(moved)
@@ -91,8 +117,14 @@ def test_moments_on_the_host_leave_the_gpu_and_keep_their_bits(moments: str, mak
         large = [tensor for name, tensor in moved.moments().items() if not name.endswith(".step")]
         assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in large)
         assert before - torch.cuda.memory_allocated() >= sum(tensor.nbytes for tensor in large)
-        assert all(torch.equal(tensor.cpu(), plain.moments()[name].cpu()) for name, tensor in moved.moments().items())
-    assert all(torch.equal(a, b) for a, b in zip(plain.policy.parameters(), moved.policy.parameters(), strict=True))
+        assert all(
+            torch.equal(tensor.cpu(), plain.moments()[name].cpu())
+            for name, tensor in moved.moments().items()
+        )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain.policy.parameters(), moved.policy.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
@@ -101,11 +133,20 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute) -> Non
     """Within 4% and 64 MiB: torch rounds blocks up, and libraries take workspaces from it."""
     torch.cuda.empty_cache()
     standing = torch.cuda.memory_allocated()
-    config = TrainingConfig(moments="bf16", recompute=recompute, tokens_per_microbatch=8192, offload_moments=True, learning_rate=1e-3)
+    config = TrainingConfig(
+        moments="bf16",
+        recompute=recompute,
+        tokens_per_microbatch=8192,
+        offload_moments=True,
+        learning_rate=1e-3,
+    )
     policy = random_policy(WIDE, PrecisionConfig.model_validate(preset), 0, "cuda")
     rollout = RolloutConfig(kv_pages=PAGES)
     plan = plan_gpu(WIDE, policy.flow, rollout, config, 8192, device_memory())
-    engine, trainer = Engine(policy, rollout, None, seed=0), Trainer(policy, config, total_updates=4)
+    engine, trainer = (
+        Engine(policy, rollout, None, seed=0),
+        Trainer(policy, config, total_updates=4),
+    )
     turns, clock = GpuTurns(plan, engine, trainer), Clock()
     drawn = []
     for _ in range(2):
@@ -114,8 +155,21 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute) -> Non
             update(trainer, (8192, 4096, 4096))
     assert drawn[0] != drawn[1], "the second rollout reads the new weights"
     assert generate(Engine(policy, rollout, None, seed=0)) == generate(engine)
-    measured = {phase: turns.figures()[f"memory/{phase}_peak_gib"] * (1 << 30) - standing for phase in plan.peaks}
-    print(preset, recompute, {phase: (round(measured[phase] / MIB), round(size / MIB)) for phase, size in plan.peaks.items()})
-    assert abs(measured["training"] - plan.peaks["training"]) < 0.04 * plan.peaks["training"] + 64 * MIB
+    measured = {
+        phase: turns.figures()[f"memory/{phase}_peak_gib"] * (1 << 30) - standing
+        for phase in plan.peaks
+    }
+    print(
+        preset,
+        recompute,
+        {
+            phase: (round(measured[phase] / MIB), round(size / MIB))
+            for phase, size in plan.peaks.items()
+        },
+    )
+    assert (
+        abs(measured["training"] - plan.peaks["training"])
+        < 0.04 * plan.peaks["training"] + 64 * MIB
+    )
     assert measured["rollout"] < plan.peaks["rollout"] + 64 * MIB
     assert clock.take()["offload"] > 0

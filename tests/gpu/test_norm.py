@@ -1,4 +1,6 @@
-"""The gradient's norm on the GPU: near FP64, repeatable, and not finite exactly where a gradient is not."""
+"""The gradient's norm on the GPU: near FP64, repeatable, and not finite exactly where a gradient is
+not.
+"""
 
 import math
 
@@ -15,7 +17,10 @@ SHAPES = [(1,), (128,), (1000, 37), (513, 1024), (2050, 2048)]
 
 def some_gradients() -> list[torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
-    return [10.0 ** (3 - 4 * i) * torch.randn(shape, device="cuda", generator=generator) for i, shape in enumerate(SHAPES)]
+    return [
+        10.0 ** (3 - 4 * i) * torch.randn(shape, device="cuda", generator=generator)
+        for i, shape in enumerate(SHAPES)
+    ]
 
 
 def test_values_against_fp64() -> None:
@@ -29,7 +34,9 @@ def test_values_against_fp64() -> None:
 
 def test_neither_overflow_nor_underflow() -> None:
     assert gradient_norm([torch.full((4,), 3e38, device="cuda")]) == pytest.approx(6e38, rel=1e-6)
-    assert gradient_norm([torch.full((4,), 1e-45, device="cuda")]) == pytest.approx(2 * 2.0**-149, rel=1e-12)
+    assert gradient_norm([torch.full((4,), 1e-45, device="cuda")]) == pytest.approx(
+        2 * 2.0**-149, rel=1e-12
+    )
     assert gradient_norm([torch.zeros(100, device="cuda")]) == 0
 
 

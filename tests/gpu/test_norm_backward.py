@@ -1,9 +1,11 @@
-"""RMSNorm's backward on the GPU: as near to the exact gradient as the CPU's, the same bits every time, rows free of the batch."""
+"""RMSNorm's backward on the GPU: as near to the exact gradient as the CPU's, the same bits every
+time, rows free of the batch.
+"""
 
 import pytest
 import torch
 
-from isobit.kernels.rms_norm import rms_norm
+from isobit.kernels.spec.rms_norm import rms_norm
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -12,7 +14,15 @@ from isobit.kernels.hopper.block_sums import add_block_sums
 from isobit.kernels.hopper.norm_backward import BLOCKS, rms_norm_backward
 
 EPSILON = 1e-6
-COLUMNS = [128, 896, 1024, 2560, 4096, 5120, 12288]  # one to 16 rows at once, with padding and without
+COLUMNS = [
+    128,
+    896,
+    1024,
+    2560,
+    4096,
+    5120,
+    12288,
+]  # one to 16 rows at once, with padding and without
 MANY = 2 * BLOCKS + 77  # several tokens a block, in the widest rows too
 
 
@@ -26,18 +36,25 @@ class Case:
             return torch.randn(*shape, generator=generator)
 
         sizes = torch.exp(3 * normal(tokens, 1))
-        self.dy, self.residual = normal(tokens, columns).bfloat16(), normal(tokens, columns).bfloat16()
+        self.dy, self.residual = (
+            normal(tokens, columns).bfloat16(),
+            normal(tokens, columns).bfloat16(),
+        )
         self.h = (sizes * normal(tokens, columns)).bfloat16()
         self.h[::9, ::2] *= 30
         self.h[::11] *= 1e-4
         self.weight = (1 + 0.3 * normal(columns)).bfloat16()
         self.grad = normal(columns)
 
-    def run(self, residual: bool = True, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, residual: bool = True, rows: slice = slice(None)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> dh, and the weight's gradient, which was ``grad`` before."""
         grad = self.grad.clone().cuda()
         past = self.residual[rows].cuda() if residual else None
-        dh = rms_norm_backward(self.dy[rows].cuda(), self.h[rows].cuda(), self.weight.cuda(), EPSILON, past, grad)
+        dh = rms_norm_backward(
+            self.dy[rows].cuda(), self.h[rows].cuda(), self.weight.cuda(), EPSILON, past, grad
+        )
         return dh, grad
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +67,9 @@ class Case:
     def specification(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The CPU's, which rounds before the residual's gradient is added."""
         h, master = self.h.clone().requires_grad_(), self.weight.float().requires_grad_()
-        d_h, d_weight = torch.autograd.grad(rms_norm(h, self.weight, master, EPSILON), (h, master), self.dy)
+        d_h, d_weight = torch.autograd.grad(
+            rms_norm(h, self.weight, master, EPSILON), (h, master), self.dy
+        )
         return d_h, d_weight
 
 
@@ -70,7 +89,10 @@ def test_against_the_exact_gradient(tokens: int, columns: int) -> None:
     assert (alone.cpu() != cpu_h).sum() <= 4 + 1e-3 * cpu_h.numel()
     dh, grad = case.run()
     total = d_h + case.residual.double()
-    assert ((dh.cpu().double() - total).abs() <= total.abs() * 2.0**-8 + 1e-5 * d_h.abs().amax(-1, keepdim=True)).all()
+    assert (
+        (dh.cpu().double() - total).abs()
+        <= total.abs() * 2.0**-8 + 1e-5 * d_h.abs().amax(-1, keepdim=True)
+    ).all()
     assert row_errors(dh.cpu(), total).max() <= 2.0**-8
     expected = case.grad.double() + d_weight
     yardstick = (cpu_weight.double() - d_weight).norm() + 2.0**-24 * expected.norm()
@@ -97,7 +119,12 @@ def test_a_bad_row_stays_a_row() -> None:
     good = torch.ones(70, dtype=torch.bool)
     good[[3, 40]] = False
     assert torch.equal(dh[good.cuda()], clean[good.cuda()])
-    assert not dh[3].isfinite().any() and not dh[40, 1000].isfinite() and not grad[5].isfinite() and not grad[1000].isfinite()
+    assert (
+        not dh[3].isfinite().any()
+        and not dh[40, 1000].isfinite()
+        and not grad[5].isfinite()
+        and not grad[1000].isfinite()
+    )
 
 
 def test_no_tokens_change_nothing() -> None:
@@ -109,7 +136,10 @@ def test_no_tokens_change_nothing() -> None:
 @pytest.mark.parametrize("shape", [(1, 64), (127, 33), (513, 100), (2048, 6144)])
 def test_block_sums(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
-    sums, start = torch.randn(shape, generator=generator), torch.randn(shape[1], generator=generator)
+    sums, start = (
+        torch.randn(shape, generator=generator),
+        torch.randn(shape[1], generator=generator),
+    )
     got = [start.clone().cuda() for _ in range(3)]
     for grad in got:
         add_block_sums(sums.cuda(), grad)

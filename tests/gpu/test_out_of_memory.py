@@ -1,4 +1,6 @@
-"""An update that runs out of the GPU's memory, which is limited for the purpose, ends with the bits of the budget that it fits with."""
+"""An update that runs out of the GPU's memory, which is limited for the purpose, ends with the bits
+of the budget that it fits with.
+"""
 
 import gc
 from collections.abc import Sequence
@@ -36,15 +38,30 @@ def free() -> None:
 
 
 def groups_of(trainer: Trainer) -> list[Group]:
-    """8 prompts of 4 sequences of 300 to 512 tokens, with the log-probabilities of the trainer, each computed alone."""
+    """8 prompts of 4 sequences of 300 to 512 tokens, with the log-probabilities of the trainer,
+    each computed alone.
+    """
     random = Random(0)
 
     def group(number: int) -> Group:
-        ids = [tuple(random.randrange(1000) for _ in range(random.randint(250, 462))) for _ in range(4)]
+        ids = [
+            tuple(random.randrange(1000) for _ in range(random.randint(250, 462))) for _ in range(4)
+        ]
         prompt = Prompt(f"test/{number}", "", tuple(random.randrange(1000) for _ in range(50)))
-        blank = Group(prompt, 0, [Completion(tokens, (0.0,) * len(tokens), "", "stop", 1.0, 1) for tokens in ids], [0.0, 1.0, 1.0, 0.0])
-        alone = [pack(samples_of([replace(blank, completions=[one], rewards=[0.0])], [[0.0]]), 1)[0] for one in blank.completions]
-        recorded = [replace(c, logprobs=tuple(trainer.log_probs(b).tolist())) for c, b in zip(blank.completions, alone, strict=True)]
+        blank = Group(
+            prompt,
+            0,
+            [Completion(tokens, (0.0,) * len(tokens), "", "stop", 1.0, 1) for tokens in ids],
+            [0.0, 1.0, 1.0, 0.0],
+        )
+        alone = [
+            pack(samples_of([replace(blank, completions=[one], rewards=[0.0])], [[0.0]]), 1)[0]
+            for one in blank.completions
+        ]
+        recorded = [
+            replace(c, log_probs=tuple(trainer.log_probs(b).tolist()))
+            for c, b in zip(blank.completions, alone, strict=True)
+        ]
         return replace(blank, completions=recorded)
 
     return [group(number) for number in range(8)]
@@ -58,11 +75,17 @@ def test_a_step_without_memory_is_that_of_a_smaller_budget(preset: Preset) -> No
 
 
 def steps_with_less_and_less_memory(preset: Preset) -> None:
-    def step(tokens: int, changes: Sequence[BudgetChange] = ()) -> tuple[dict[str, torch.Tensor], MicrobatchBudget, int]:
-        """One step of two updates -> the masters on the host, the budget, and the most bytes that torch had from the GPU."""
+    def step(
+        tokens: int, changes: Sequence[BudgetChange] = ()
+    ) -> tuple[dict[str, torch.Tensor], MicrobatchBudget, int]:
+        """One step of two updates -> the masters on the host, the budget, and the most bytes that
+        torch had from the GPU.
+        """
         free()
         trainer = Trainer(
-            random_policy(SHAPE, precision, 0, "cuda"), TrainingConfig(tokens_per_microbatch=tokens, epochs=2, learning_rate=1e-3), 10
+            random_policy(SHAPE, precision, 0, "cuda"),
+            TrainingConfig(tokens_per_microbatch=tokens, epochs=2, learning_rate=1e-3),
+            10,
         )
         for change in changes:
             trainer.budget.set(change.update, change.new)
@@ -79,13 +102,20 @@ def steps_with_less_and_less_memory(preset: Preset) -> None:
     large, _, most = step(LARGE)
     small, _, least = step(SMALL)
     assert most - least > 100 << 20, "the limit below must stand between the two"
-    assert any(not torch.equal(large[name], small[name]) for name in small), "the cut must decide some bit"
+    assert any(not torch.equal(large[name], small[name]) for name in small), (
+        "the cut must decide some bit"
+    )
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((least + (most - least) / 4) / total)
     limited, budget, _ = step(LARGE)
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert budget.changes and budget.changes[0].update == 0
-    reached = [(change.update, change.new) for change in budget.changes]  # the second update has moments, too
-    print(f"{preset}: {most >> 20} MiB with {LARGE} tokens a micro-batch, {least >> 20} with {SMALL}; limited, it came to {reached}")
+    reached = [
+        (change.update, change.new) for change in budget.changes
+    ]  # the second update has moments, too
+    print(
+        f"{preset}: {most >> 20} MiB with {LARGE} tokens a micro-batch, {least >> 20} with "
+        f"{SMALL}; limited, it came to {reached}"
+    )
     expected, _, _ = step(LARGE, budget.changes)
     assert all(torch.equal(limited[name], expected[name]) for name in expected)

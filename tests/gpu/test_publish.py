@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isobit.kernels.quantise import quantise_blocks
+from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.precision.formats import ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -14,11 +14,17 @@ from isobit.kernels.hopper.publish import publish_blocks
 
 
 def masters(rows: int, columns: int) -> torch.Tensor:
-    """FP32 with more bits than BF16 holds; blocks of zeros, of tiny numbers, and some that are not finite."""
+    """FP32 with more bits than BF16 holds; blocks of zeros, of tiny numbers, and some that are not
+    finite.
+    """
     x = torch.randn(rows, columns) * torch.exp(6 * torch.randn(rows, columns))
     x[:128, :128] = 0.0
     x[128:256, :128] = -torch.rand(128, 128) * 1e-30
-    x[130, 130], x[300, 260], x[5, 300] = torch.nan, torch.inf, 3.4e38  # the last becomes infinite in BF16
+    x[130, 130], x[300, 260], x[5, 300] = (
+        torch.nan,
+        torch.inf,
+        3.4e38,
+    )  # the last becomes infinite in BF16
     return x
 
 
@@ -35,5 +41,7 @@ def test_bytes_of_the_specification(kind: ScaleKind, rows: int, columns: int) ->
         assert torch.equal(out.values.view(torch.uint8).cpu(), expected.values.view(torch.uint8))
         assert torch.equal(out.scales.view(torch.int32).cpu(), expected.scales.view(torch.int32))
         differs = before != expected.values.view(torch.uint8)
-        assert torch.equal(changed.cpu(), differs.view(rows // 128, 128, columns // 128, 128).sum((1, 3)).int())
+        assert torch.equal(
+            changed.cpu(), differs.view(rows // 128, 128, columns // 128, 128).sum((1, 3)).int()
+        )
     assert places == (out.values.data_ptr(), out.scales.data_ptr())

@@ -1,4 +1,6 @@
-"""From the qkv GEMM to attention on a Hopper GPU: the CPU's bytes, the same for every batch, in pages and packed."""
+"""From the qkv GEMM to attention on a Hopper GPU: the CPU's bytes, the same for every batch, in
+pages and packed.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,17 +9,24 @@ import pytest
 import torch
 
 from isobit.errors import ConfigError
-from isobit.kernels.heads import Heads
-from isobit.kernels.quantise import scale_of_byte
-from isobit.kernels.rms_norm import rms_norm_forward
-from isobit.kernels.rope import RopeTable, rotate
+from isobit.kernels.spec.heads import Heads
+from isobit.kernels.spec.quantise import scale_of_byte
+from isobit.kernels.spec.rms_norm import rms_norm_forward
+from isobit.kernels.spec.rope import RopeTable, rotate
 from isobit.precision.formats import DTYPES, E4M3, E8M0_BIAS, Format
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.kernels.hopper.attention import TILE, PackedKeys, PagedKeys
-from isobit.kernels.hopper.qkv import PLANS, QkvTransform, Queries, encode_packed, encode_paged, gather_pages
+from isobit.kernels.hopper.qkv import (
+    PLANS,
+    QkvTransform,
+    Queries,
+    encode_packed,
+    encode_paged,
+    gather_pages,
+)
 
 LAYOUTS = [(32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64)]
 FORMATS: list[Format] = ["e4m3", "bf16"]
@@ -26,9 +35,19 @@ MANY = int(PLANS[0].most) + 700  # takes the second plan
 
 
 class Case:
-    """Random qkv of T tokens with vectors of all sizes, and a layer's constants, on the CPU and on the GPU."""
+    """Random qkv of T tokens with vectors of all sizes, and a layer's constants, on the CPU and on
+    the GPU.
+    """
 
-    def __init__(self, tokens: int, heads: int, kv_heads: int, dim: int, norms: bool = True, bias: bool = True) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        norms: bool = True,
+        bias: bool = True,
+    ) -> None:
         generator = torch.Generator().manual_seed(tokens)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -41,10 +60,14 @@ class Case:
         self.shape = (heads, kv_heads, dim)
         self.qkv = x.bfloat16().view(tokens, -1)
         self.positions = torch.randint(0, POSITIONS, (tokens,), generator=generator)
-        self.rope = RopeTable.build(10000.0 ** -(torch.arange(dim // 2, dtype=torch.float64) / (dim // 2)), POSITIONS)
+        self.rope = RopeTable.build(
+            10000.0 ** -(torch.arange(dim // 2, dtype=torch.float64) / (dim // 2)), POSITIONS
+        )
         q_norm, k_norm = (normal(dim).bfloat16() if norms else None for _ in range(2))
         added = normal(vectors * dim).bfloat16() if bias else None
-        self.on_cpu = QkvTransform(heads, kv_heads, dim, self.rope.cos, self.rope.sin, 1e-6, q_norm, k_norm, added)
+        self.on_cpu = QkvTransform(
+            heads, kv_heads, dim, self.rope.cos, self.rope.sin, 1e-6, q_norm, k_norm, added
+        )
         cos, sin = self.rope.cos.cuda(), self.rope.sin.cuda()
         on_gpu = (None if w is None else w.cuda() for w in (q_norm, k_norm, added))
         self.transform = QkvTransform(heads, kv_heads, dim, cos, sin, 1e-6, *on_gpu)
@@ -54,33 +77,53 @@ class Case:
         x, layer = self.qkv, self.on_cpu
         if layer.bias is not None:
             x = (x.float() + layer.bias.float()).bfloat16()
-        q, k, v = x.view(x.shape[0], -1, layer.head_dim).split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+        q, k, v = x.view(x.shape[0], -1, layer.head_dim).split(
+            [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1
+        )
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm_forward(q, layer.q_norm, layer.epsilon)[0], rms_norm_forward(k, layer.k_norm, layer.epsilon)[0]
+            q, k = (
+                rms_norm_forward(q, layer.q_norm, layer.epsilon)[0],
+                rms_norm_forward(k, layer.k_norm, layer.epsilon)[0],
+            )
         rows = self.rope.rows(self.positions)
         return [encoded(x, format) for x in (rotate(q, rows), rotate(k, rows), v)]
 
     def packed(self, format: Format, rows: slice = slice(None)) -> tuple[Queries, PackedKeys]:
-        return encode_packed(self.qkv[rows].cuda(), self.transform, self.positions[rows].cuda(), format)
+        return encode_packed(
+            self.qkv[rows].cuda(), self.transform, self.positions[rows].cuda(), format
+        )
 
     def pages(self, count: int, format: Format, fill: int = 0) -> PagedKeys:
         _, kv_heads, dim = self.shape
         vectors = (count, kv_heads, TILE)
-        k, v = (torch.full((*vectors, dim * DTYPES[format].itemsize), fill, dtype=torch.uint8).cuda() for _ in range(2))
+        k, v = (
+            torch.full((*vectors, dim * DTYPES[format].itemsize), fill, dtype=torch.uint8).cuda()
+            for _ in range(2)
+        )
         if format == "bf16":
             return PagedKeys(k.view(torch.bfloat16), None, v.view(torch.bfloat16), None)
         scales = [torch.full(vectors, fill, dtype=torch.uint8).cuda() for _ in range(2)]
-        return PagedKeys(k.view(E4M3), scales[0], v.view(count, kv_heads, dim, TILE).view(E4M3), scales[1])
+        return PagedKeys(
+            k.view(E4M3), scales[0], v.view(count, kv_heads, dim, TILE).view(E4M3), scales[1]
+        )
 
 
 def encoded(x: torch.Tensor, format: Format) -> Heads:
     """On the GPU, BF16 stays as it is."""
-    return Heads.encode(x, format) if format == "e4m3" else Heads(x, torch.full(x.shape[:-1], E8M0_BIAS, dtype=torch.uint8))
+    return (
+        Heads.encode(x, format)
+        if format == "e4m3"
+        else Heads(x, torch.full(x.shape[:-1], E8M0_BIAS, dtype=torch.uint8))
+    )
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
     """Bits on the CPU."""
-    return x.cpu().contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+    return (
+        x.cpu()
+        .contiguous()
+        .view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+    )
 
 
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -92,17 +135,29 @@ def same_queries(a: Queries, b: Queries) -> bool:
 
 
 def same_keys(a: PackedKeys, b: PackedKeys) -> bool:
-    pairs = ((a.keys, b.keys), (a.key_bytes, b.key_bytes), (a.values, b.values), (a.value_bytes, b.value_bytes))
+    pairs = (
+        (a.keys, b.keys),
+        (a.key_bytes, b.key_bytes),
+        (a.values, b.values),
+        (a.value_bytes, b.value_bytes),
+    )
     return all(same(x, y) for x, y in pairs)
 
 
 def heads_of(queries: Queries, keys: PackedKeys, format: Format) -> list[Heads]:
     """As the specification has them."""
-    tensors = [(queries.values, queries.scales), (keys.keys, keys.key_bytes), (keys.values.to(DTYPES[format]), keys.value_bytes)]
+    tensors = [
+        (queries.values, queries.scales),
+        (keys.keys, keys.key_bytes),
+        (keys.values.to(DTYPES[format]), keys.value_bytes),
+    ]
     ones = [torch.full(x.shape[:2], E8M0_BIAS, dtype=torch.uint8) for x, _ in tensors]
     if queries.scales is not None:
         tensors[0] = (queries.values, (queries.scales.view(torch.int32) >> 23).to(torch.uint8))
-    return [Heads(x.cpu(), one if byte is None else byte.cpu()) for (x, byte), one in zip(tensors, ones, strict=True)]
+    return [
+        Heads(x.cpu(), one if byte is None else byte.cpu())
+        for (x, byte), one in zip(tensors, ones, strict=True)
+    ]
 
 
 def rows_of(keys: PackedKeys, rows: slice) -> PackedKeys:
@@ -119,26 +174,40 @@ def gathered(pages: PagedKeys, order: torch.Tensor, tokens: int) -> PackedKeys:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [1, 37, MANY])
-def test_without_norms_the_bytes_are_those_of_the_specification(tokens: int, layout: tuple[int, int, int], format: Format) -> None:
+def test_without_norms_the_bytes_are_those_of_the_specification(
+    tokens: int, layout: tuple[int, int, int], format: Format
+) -> None:
     case = Case(tokens, *layout, norms=False, bias=tokens != 37)
-    for ours, exact in zip(heads_of(*case.packed(format), format), case.specification(format), strict=True):
+    for ours, exact in zip(
+        heads_of(*case.packed(format), format), case.specification(format), strict=True
+    ):
         assert same(ours.values, exact.values) and torch.equal(ours.bytes, exact.bytes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_norms_they_differ_only_where_a_sum_of_squares_rounds_differently(layout: tuple[int, int, int]) -> None:
+def test_with_norms_they_differ_only_where_a_sum_of_squares_rounds_differently(
+    layout: tuple[int, int, int],
+) -> None:
     case = Case(MANY, *layout)
-    for ours, exact in zip(heads_of(*case.packed("bf16"), "bf16"), case.specification("bf16"), strict=True):
+    for ours, exact in zip(
+        heads_of(*case.packed("bf16"), "bf16"), case.specification("bf16"), strict=True
+    ):
         assert (raw(ours.values) != raw(exact.values)).float().mean() < 1e-3
-        assert (ours.values.double() - exact.values.double()).abs().max() <= exact.values.abs().max() * 2.0**-8
-    for ours, exact in zip(heads_of(*case.packed("e4m3"), "e4m3"), case.specification("e4m3"), strict=True):
+        assert (
+            ours.values.double() - exact.values.double()
+        ).abs().max() <= exact.values.abs().max() * 2.0**-8
+    for ours, exact in zip(
+        heads_of(*case.packed("e4m3"), "e4m3"), case.specification("e4m3"), strict=True
+    ):
         assert (raw(ours.values) != raw(exact.values)).float().mean() < 1e-3
         assert (ours.bytes != exact.bytes).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_and_packed_and_every_batch_agree(layout: tuple[int, int, int], format: Format) -> None:
+def test_pages_and_packed_and_every_batch_agree(
+    layout: tuple[int, int, int], format: Format
+) -> None:
     case = Case(MANY, *layout)
     queries, keys = case.packed(format)
     count = -(-MANY // TILE)
@@ -149,9 +218,17 @@ def test_pages_and_packed_and_every_batch_agree(layout: tuple[int, int, int], fo
     for batches in ([slice(0, MANY)], [slice(a, z) for a, z in pairwise(cuts)]):
         pages = case.pages(count, format)
         for rows in batches:
-            got = encode_paged(case.qkv[rows].cuda(), case.transform, case.positions[rows].cuda(), slots[rows].cuda(), pages)
+            got = encode_paged(
+                case.qkv[rows].cuda(),
+                case.transform,
+                case.positions[rows].cuda(),
+                slots[rows].cuda(),
+                pages,
+            )
             alone, alone_keys = case.packed(format, rows)
-            assert same(got.values, queries.values[rows]) and (got.scales is None or same(got.scales, queries.scales[rows]))  # type: ignore[index]
+            assert same(got.values, queries.values[rows])
+            if got.scales is not None and queries.scales is not None:
+                assert same(got.scales, queries.scales[rows])
             assert same_queries(alone, got) and same_keys(alone_keys, rows_of(keys, rows))
         assert same_keys(gathered(pages, order, MANY), keys)
 
@@ -171,7 +248,10 @@ def test_slots_in_any_order_and_nothing_else_is_written(tokens: int, format: For
     written = slots >= 0
     for target, source in ((expected.keys, keys.keys), (expected.values, keys.values)):
         target.view(torch.uint8)[slots[written].cuda()] = source.view(torch.uint8)[written.cuda()]
-    for target, source in ((expected.key_bytes, keys.key_bytes), (expected.value_bytes, keys.value_bytes)):
+    for target, source in (
+        (expected.key_bytes, keys.key_bytes),
+        (expected.value_bytes, keys.value_bytes),
+    ):
         if target is not None and source is not None:
             target[slots[written].cuda()] = source[written.cuda()]
     assert same_keys(gathered(pages, torch.arange(count), count * TILE), expected)
@@ -187,9 +267,14 @@ def test_a_vector_that_is_not_finite_is_marked(bad: float, norms: bool) -> None:
         assert (got.bytes == 255).sum() == 1 and (raw(got.values)[got.bytes == 255] == 0x7F).all()
     queries, _ = case.packed("e4m3")
     assert queries.scales is not None and queries.scales[3, 5].isnan()
-    assert same(queries.scales, scale_of_byte((queries.scales.cpu().view(torch.int32) >> 23).to(torch.uint8)))
+    assert same(
+        queries.scales,
+        scale_of_byte((queries.scales.cpu().view(torch.int32) >> 23).to(torch.uint8)),
+    )
     if not norms:
-        for got, exact in zip(heads_of(*case.packed("e4m3"), "e4m3"), case.specification("e4m3"), strict=True):
+        for got, exact in zip(
+            heads_of(*case.packed("e4m3"), "e4m3"), case.specification("e4m3"), strict=True
+        ):
             assert same(got.values, exact.values) and torch.equal(got.bytes, exact.bytes)
     for got in heads_of(*case.packed("bf16"), "bf16"):
         assert not got.values.isfinite().all()
@@ -200,16 +285,28 @@ def test_gather_lays_a_batch_end_to_end() -> None:
     _, keys = case.packed("e4m3")
     count = -(-900 // TILE)
     pages = case.pages(count, "e4m3")
-    encode_paged(case.qkv.cuda(), case.transform, case.positions.cuda(), torch.arange(900).cuda(), pages)
+    encode_paged(
+        case.qkv.cuda(), case.transform, case.positions.cuda(), torch.arange(900).cuda(), pages
+    )
     table = torch.tensor([[2, 0], [1, 3], [4, 5], [6, 0]], dtype=torch.int32)
     lengths, starts, picks = [TILE + 1, 2 * TILE, 1, 64], [0, 130, 129, 386], []
     for row, length in zip(table.tolist(), lengths, strict=True):
-        picks.append(torch.cat([torch.arange(page * TILE, (page + 1) * TILE) for page in row])[:length])
+        picks.append(
+            torch.cat([torch.arange(page * TILE, (page + 1) * TILE) for page in row])[:length]
+        )
     first, counts = (torch.tensor(x, dtype=torch.int32).cuda() for x in (starts, lengths))
     got = gather_pages(pages, table.cuda(), first, counts, 450, 2 * TILE)
     for pick, start, length in zip(picks, starts, lengths, strict=True):
-        chosen = PackedKeys(*(raw(x)[pick] for x in (keys.keys, keys.key_bytes, keys.values, keys.value_bytes) if x is not None))
-        assert same_keys(PackedKeys(*(raw(x)[start : start + length] for x in tensors(got))), chosen)
+        chosen = PackedKeys(
+            *(
+                raw(x)[pick]
+                for x in (keys.keys, keys.key_bytes, keys.values, keys.value_bytes)
+                if x is not None
+            )
+        )
+        assert same_keys(
+            PackedKeys(*(raw(x)[start : start + length] for x in tensors(got))), chosen
+        )
 
 
 def tensors(keys: PackedKeys) -> list[torch.Tensor]:
@@ -222,7 +319,11 @@ def test_offsets_beyond_two_to_the_31() -> None:
     pages = case.pages(1, "e4m3")
     k, v = (torch.zeros(count, 8, TILE * 128, dtype=torch.uint8, device="cuda") for _ in range(2))
     scales = [torch.zeros(count, 8, TILE, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    large = replace(pages, keys=k.view(count, 8, TILE, 128).view(E4M3), values=v.view(count, 8, 128, TILE).view(E4M3))
+    large = replace(
+        pages,
+        keys=k.view(count, 8, TILE, 128).view(E4M3),
+        values=v.view(count, 8, 128, TILE).view(E4M3),
+    )
     large = replace(large, key_bytes=scales[0], value_bytes=scales[1])
     slots = (count - 1) * TILE + torch.arange(3)
     encode_paged(case.qkv.cuda(), case.transform, case.positions.cuda(), slots.cuda(), large)
@@ -244,7 +345,10 @@ def test_it_can_be_captured_in_a_graph() -> None:
     graph.replay()
     assert same_queries(queries, expected)
     got = gathered(pages, torch.arange(2), 164)
-    assert same_keys(PackedKeys(*(raw(x)[100:].flip(0) for x in tensors(got))), PackedKeys(*(raw(x) for x in tensors(keys))))
+    assert same_keys(
+        PackedKeys(*(raw(x)[100:].flip(0) for x in tensors(got))),
+        PackedKeys(*(raw(x) for x in tensors(keys))),
+    )
 
 
 def test_what_is_not_supported_is_refused() -> None:
@@ -252,4 +356,6 @@ def test_what_is_not_supported_is_refused() -> None:
     with pytest.raises(ConfigError, match="fp32"):
         case.packed("fp32")
     with pytest.raises(ValueError, match="contiguous"):
-        encode_packed(case.qkv.cuda().t().contiguous().t(), case.transform, case.positions.cuda(), "e4m3")
+        encode_packed(
+            case.qkv.cuda().t().contiguous().t(), case.transform, case.positions.cuda(), "e4m3"
+        )

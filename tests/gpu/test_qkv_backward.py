@@ -1,10 +1,12 @@
-"""From attention's gradients to the qkv GEMM's on the GPU: the CPU's bits without norms, within its own rounding of them with norms."""
+"""From attention's gradients to the qkv GEMM's on the GPU: the CPU's bits without norms, within its
+own rounding of them with norms.
+"""
 
 import pytest
 import torch
 
-from isobit.kernels.rms_norm import rms_norm
-from isobit.kernels.rope import RopeTable, rope
+from isobit.kernels.spec.rms_norm import rms_norm
+from isobit.kernels.spec.rope import RopeTable, rope
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -21,7 +23,9 @@ EPSILON = 1e-6
 class Case:
     """Random gradients of T tokens, the forward's input, and a layer's constants, on the CPU."""
 
-    def __init__(self, tokens: int, layout: tuple[int, int, int], norms: bool = True, bias: bool = True) -> None:
+    def __init__(
+        self, tokens: int, layout: tuple[int, int, int], norms: bool = True, bias: bool = True
+    ) -> None:
         generator = torch.Generator().manual_seed(tokens)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -30,22 +34,43 @@ class Case:
         heads, kv_heads, dim = layout
         vectors = heads + 2 * kv_heads
         self.layout, self.norms = layout, norms
-        self.gradients = [(normal(tokens, n, dim) * torch.exp(2 * normal(tokens, n, 1))).bfloat16() for n in (heads, kv_heads, kv_heads)]
-        self.qkv = (normal(tokens, vectors, dim) * torch.exp(2 * normal(tokens, vectors, 1))).bfloat16().view(tokens, -1)
+        self.gradients = [
+            (normal(tokens, n, dim) * torch.exp(2 * normal(tokens, n, 1))).bfloat16()
+            for n in (heads, kv_heads, kv_heads)
+        ]
+        self.qkv = (
+            (normal(tokens, vectors, dim) * torch.exp(2 * normal(tokens, vectors, 1)))
+            .bfloat16()
+            .view(tokens, -1)
+        )
         self.positions = torch.randint(0, POSITIONS, (tokens,), generator=generator)
-        self.rope = RopeTable.build(10000.0 ** -(torch.arange(dim // 2, dtype=torch.float64) / (dim // 2)), POSITIONS)
-        self.q_norm, self.k_norm = ((1 + 0.3 * normal(dim)).bfloat16() if norms else None for _ in range(2))
+        self.rope = RopeTable.build(
+            10000.0 ** -(torch.arange(dim // 2, dtype=torch.float64) / (dim // 2)), POSITIONS
+        )
+        self.q_norm, self.k_norm = (
+            (1 + 0.3 * normal(dim)).bfloat16() if norms else None for _ in range(2)
+        )
         self.bias = normal(vectors * dim).bfloat16() if bias else None
-        self.start = [normal(dim) if norms else None, normal(dim) if norms else None, normal(vectors * dim) if bias else None]
+        self.start = [
+            normal(dim) if norms else None,
+            normal(dim) if norms else None,
+            normal(vectors * dim) if bias else None,
+        ]
 
     def run(self, rows: slice = slice(None)) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """-> d_qkv, and the gradients that there are of norms and bias, which were ``start`` before."""
+        """-> d_qkv, and the gradients that there are of norms and bias, which were ``start``
+        before.
+        """
         on_gpu = (None if w is None else w.cuda() for w in (self.q_norm, self.k_norm, self.bias))
         heads, kv_heads, dim = self.layout
-        transform = QkvTransform(heads, kv_heads, dim, self.rope.cos.cuda(), self.rope.sin.cuda(), EPSILON, *on_gpu)
+        transform = QkvTransform(
+            heads, kv_heads, dim, self.rope.cos.cuda(), self.rope.sin.cuda(), EPSILON, *on_gpu
+        )
         grads = [None if grad is None else grad.clone().cuda() for grad in self.start]
         dq, dk, dv = (x[rows].cuda() for x in self.gradients)
-        d_qkv = qkv_backward(dq, dk, dv, self.qkv[rows].cuda(), transform, self.positions[rows].cuda(), *grads)
+        d_qkv = qkv_backward(
+            dq, dk, dv, self.qkv[rows].cuda(), transform, self.positions[rows].cuda(), *grads
+        )
         return d_qkv, [grad for grad in grads if grad is not None]
 
     def specification(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -57,8 +82,13 @@ class Case:
         masters = []
         if self.q_norm is not None and self.k_norm is not None:
             masters = [weight.float().requires_grad_() for weight in (self.q_norm, self.k_norm)]
-            q, k = rms_norm(q, self.q_norm, masters[0], EPSILON), rms_norm(k, self.k_norm, masters[1], EPSILON)
-        q, k = rope(torch.cat([q, k], 1), self.rope.rows(self.positions)).split([heads, kv_heads], 1)
+            q, k = (
+                rms_norm(q, self.q_norm, masters[0], EPSILON),
+                rms_norm(k, self.k_norm, masters[1], EPSILON),
+            )
+        q, k = rope(torch.cat([q, k], 1), self.rope.rows(self.positions)).split(
+            [heads, kv_heads], 1
+        )
         d_x, *d_norms = torch.autograd.grad((q, k, v), [x, *masters], self.gradients)
         return d_x, d_norms + ([] if self.bias is None else [d_x.float().sum(0)])
 
@@ -66,7 +96,9 @@ class Case:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [1, 37, MANY])
 @pytest.mark.parametrize("bias", [True, False])
-def test_without_norms_the_bits_are_those_of_the_specification(tokens: int, layout: tuple[int, int, int], bias: bool) -> None:
+def test_without_norms_the_bits_are_those_of_the_specification(
+    tokens: int, layout: tuple[int, int, int], bias: bool
+) -> None:
     case = Case(tokens, layout, norms=False, bias=bias)
     (d_qkv, _), (expected, _) = case.run(), case.specification()
     assert d_qkv.dtype == torch.bfloat16 and torch.equal(d_qkv.cpu(), expected)
@@ -75,11 +107,16 @@ def test_without_norms_the_bits_are_those_of_the_specification(tokens: int, layo
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [1, 37, MANY])
 @pytest.mark.parametrize("bias", [True, False])
-def test_with_norms_they_differ_only_where_a_sum_rounds_differently(tokens: int, layout: tuple[int, int, int], bias: bool) -> None:
+def test_with_norms_they_differ_only_where_a_sum_rounds_differently(
+    tokens: int, layout: tuple[int, int, int], bias: bool
+) -> None:
     case = Case(tokens, layout, bias=bias)
     (d_qkv, _), (expected, _) = case.run(), case.specification()
     assert (d_qkv.cpu() != expected).sum() <= 4 + 1e-3 * expected.numel()
-    heads = d_qkv.cpu().double().view(tokens, -1, layout[2]), expected.double().view(tokens, -1, layout[2])
+    heads = (
+        d_qkv.cpu().double().view(tokens, -1, layout[2]),
+        expected.double().view(tokens, -1, layout[2]),
+    )
     largest = heads[1].abs().amax(-1, keepdim=True)
     assert ((heads[0] - heads[1]).abs() <= heads[1].abs() * 2.0**-7 + 1e-5 * largest).all()
     values = layout[1] * layout[2]
@@ -101,7 +138,9 @@ def test_gradients_of_norms_and_bias(layout: tuple[int, int, int], norms: bool) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_repeats_its_bits_and_a_row_does_not_depend_on_the_batch(layout: tuple[int, int, int]) -> None:
+def test_it_repeats_its_bits_and_a_row_does_not_depend_on_the_batch(
+    layout: tuple[int, int, int],
+) -> None:
     case = Case(MANY, layout)
     d_qkv, grads = case.run()
     for _ in range(3):

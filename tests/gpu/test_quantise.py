@@ -1,11 +1,13 @@
-"""The GPU's quantisers give the CPU's bytes, for every value that there is; the fused ones give those of their parts."""
+"""The GPU's quantisers give the CPU's bytes, for every value that there is; the fused ones give
+those of their parts.
+"""
 
 import pytest
 import torch
 
-from isobit.kernels import quantise as specification
-from isobit.kernels.rms_norm import rms_norm_forward
-from isobit.kernels.swiglu import swiglu_forward
+from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec.rms_norm import rms_norm_forward
+from isobit.kernels.spec.swiglu import swiglu_forward
 from isobit.precision.formats import ScaleKind
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
@@ -14,7 +16,15 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.quantise import QuantRows, four_sigmoids, quantise_rows, rms_norm_quantise, silu, swiglu, swiglu_quantise
+from isobit.kernels.hopper.quantise import (
+    QuantRows,
+    four_sigmoids,
+    quantise_rows,
+    rms_norm_quantise,
+    silu,
+    swiglu,
+    swiglu_quantise,
+)
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 
@@ -50,7 +60,9 @@ def test_every_bf16_number(kind: ScaleKind) -> None:
 
 
 @pytest.mark.parametrize("columns", [128, 896, 4096, 5120])
-def test_rms_norm_quantises_its_own_rounded_output_and_rows_do_not_depend_on_the_batch(columns: int) -> None:
+def test_rms_norm_quantises_its_own_rounded_output_and_rows_do_not_depend_on_the_batch(
+    columns: int,
+) -> None:
     h, x, weight = (
         torch.randn(70, columns).bfloat16().cuda(),
         torch.randn(70, columns).bfloat16().cuda(),
@@ -59,7 +71,9 @@ def test_rms_norm_quantises_its_own_rounded_output_and_rows_do_not_depend_on_the
     new, norm, quantised = rms_norm_quantise(h, x, weight, 1e-6, keep=True)
     assert norm is not None and quantised is not None
     assert torch.equal(new, h + x)
-    _, nothing, without = rms_norm_quantise(h, x, weight, 1e-6)  # rollout does not keep the norm, training does
+    _, nothing, without = rms_norm_quantise(
+        h, x, weight, 1e-6
+    )  # rollout does not keep the norm, training does
     assert nothing is None and without is not None and torch.equal(without.scales, quantised.scales)
     assert torch.equal(without.values.view(torch.uint8), quantised.values.view(torch.uint8))
     assert_same(quantised, norm, "power_of_two")
@@ -69,9 +83,14 @@ def test_rms_norm_quantises_its_own_rounded_output_and_rows_do_not_depend_on_the
     cpu = rms_norm_forward(new.cpu(), weight.cpu(), 1e-6)[0]
     assert (norm.cpu() != cpu).float().mean() < 1e-3  # sums in another order, rounded to BF16
     for rows in (slice(0, 1), slice(5, 6), slice(13, 40), slice(69, 70)):
-        alone, alone_norm, alone_quantised = rms_norm_quantise(h[rows], x[rows], weight, 1e-6, keep=True)
-        assert alone_quantised is not None and torch.equal(alone, new[rows]) and torch.equal(alone_norm, norm[rows])  # type: ignore[arg-type]
-        assert torch.equal(alone_quantised.values.view(torch.uint8), quantised.values.view(torch.uint8)[rows])
+        alone, alone_norm, alone_quantised = rms_norm_quantise(
+            h[rows], x[rows], weight, 1e-6, keep=True
+        )
+        assert alone_quantised is not None and alone_norm is not None
+        assert torch.equal(alone, new[rows]) and torch.equal(alone_norm, norm[rows])
+        assert torch.equal(
+            alone_quantised.values.view(torch.uint8), quantised.values.view(torch.uint8)[rows]
+        )
         assert torch.equal(alone_quantised.scales, quantised.scales[rows])
 
 
@@ -89,7 +108,8 @@ def _sigmoids_kernel(numbers, short, plain, count: tl.constexpr):
 def test_the_short_sigmoid_has_the_bits_of_the_plain_one() -> None:
     x = every_bf16().cuda()
     short, plain = (torch.empty(2, x.numel(), device="cuda") for _ in range(2))
-    _sigmoids_kernel[(x.numel() // 128,)](x, short, plain, x.numel(), num_warps=4, enable_fp_fusion=False)  # pyright: ignore
+    launch = _sigmoids_kernel[(x.numel() // 128,)]
+    launch(x, short, plain, x.numel(), num_warps=4, enable_fp_fusion=False)  # pyright: ignore
     assert torch.equal(short.isnan(), plain.isnan())
     assert torch.equal(*(torch.where(y.isnan(), 0, y).view(torch.int32) for y in (short, plain)))
 
@@ -101,7 +121,9 @@ def test_swiglu_against_the_specification(columns: int) -> None:
     expected = specification.quantise_rows(swiglu_forward(gate_up))
     assert ours.values.shape == expected.values.shape
     different = ours.values.view(torch.uint8).cpu() != expected.values.view(torch.uint8)
-    assert different.float().mean() < 2e-3  # the GPU's exp rounds differently, and so, rarely, does the BF16 that is quantised
+    assert (
+        different.float().mean() < 2e-3
+    )  # the GPU's exp rounds differently, and so, rarely, does the BF16 that is quantised
     unquantised = swiglu(gate_up.cuda())
     assert_same(ours, unquantised, "power_of_two")
     assert (unquantised.cpu() != swiglu_forward(gate_up)).float().mean() < 2e-3

@@ -1,7 +1,9 @@
-"""A run on the GPU that is killed, between updates and while it writes a checkpoint, resumes to the bytes of one that never was.
+"""A run on the GPU that is killed, between updates and while it writes a checkpoint, resumes to the
+bytes of one that never was.
 
-Reinforcement learning, and fine-tuning whose evaluations take turns with it and send the moments to the host.  A small model by default;
-``ISOBIT_GPU_SHAPE=qwen3-0.6b pytest tests/gpu/test_resume.py -s -k fp32`` takes that shape (25 GB of disk, some minutes).
+Reinforcement learning, and fine-tuning whose evaluations take turns with it and send the moments to
+the host.  A small model by default; ``ISOBIT_GPU_SHAPE=qwen3-0.6b pytest tests/gpu/test_resume.py
+-s -k fp32`` takes that shape (25 GB of disk, some minutes).
 """
 
 import gc
@@ -23,13 +25,13 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.config.schema import PrecisionConfig
-from isobit.models.checkpoint import save_policy
 from isobit.models.config import ModelConfig
+from isobit.models.folder import save_policy
 from isobit.models.policy import random_policy
 from isobit.models.shapes import model_shape
-from isobit.run.checkpoint.format import MASTERS, OPTIMISER, read_checkpoint
 from isobit.starter import starter_folder
 from isobit.starter.tasks import problems, question, worked_out
+from isobit.store.checkpoint.format import MASTERS, OPTIMISER, read_checkpoint
 
 DEVICE = "cuda"
 SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
@@ -42,7 +44,7 @@ writing    while the checkpoint of step 4 is written, with its masters whole and
 import itertools, os, signal
 from pathlib import Path
 
-from isobit.run.checkpoint import format
+from isobit.store.checkpoint import format
 
 calls, write_tensors = itertools.count(), format.write_tensors
 
@@ -104,11 +106,18 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tuning(recipe: Path) -> Path:
-    """Four steps of 4 examples, evaluated before and after every 2 on 16 graded completions: the kill comes in the third evaluation."""
+    """Four steps of 4 examples, evaluated before and after every 2 on 16 graded completions: the
+    kill comes in the third evaluation.
+    """
     content = tomllib.loads(recipe.read_text(encoding="utf-8"))
-    rows = [{"prompt": question(p), "completion": worked_out(p), "answer": str(sum(p))} for p in problems(held_out=False)[:32]]
+    rows = [
+        {"prompt": question(p), "completion": worked_out(p), "answer": str(sum(p))}
+        for p in problems(held_out=False)[:32]
+    ]
     for name, part in (("train", rows[:16]), ("held_out", rows[16:])):
-        recipe.with_name(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+        recipe.with_name(f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8"
+        )
     content["data"] = {
         "train": {"type": "jsonl", "path": str(recipe.with_name("train.jsonl"))},
         "eval": {"held_out": {"type": "jsonl", "path": str(recipe.with_name("held_out.jsonl"))}},
@@ -132,7 +141,16 @@ class Attempt:
 
     def __init__(self, recipe: Path, output: Path, command: str = "train") -> None:
         self._log, self._output = output.with_suffix(".log"), output
-        arguments = [sys.executable, "-m", "isobit.cli.main", command, str(recipe), "--resume", "--output", str(output)]
+        arguments = [
+            sys.executable,
+            "-m",
+            "isobit.cli.main",
+            command,
+            str(recipe),
+            "--resume",
+            "--output",
+            str(output),
+        ]
         self._started_at = time.monotonic()
         with self._log.open("a") as file:
             self._process = subprocess.Popen(arguments, stdout=file, stderr=subprocess.STDOUT)
@@ -152,14 +170,22 @@ def folders(output: Path) -> list[str]:
 
 
 def outcome(output: Path) -> dict[str, Any]:
-    """What the run leaves, times, rates and peaks of memory aside; large files by their SHA-256, which ``read_checkpoint`` has checked."""
+    """What the run leaves, times, rates and peaks of memory aside; large files by their SHA-256,
+    which ``read_checkpoint`` has checked.
+    """
     files = read_checkpoint(output / "checkpoints" / "step_000004").manifest["files"]
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     other = ("time/", "tokens_per_s/", "memory/")
     return {
         **{name: files[name]["sha256"] for name in (MASTERS, OPTIMISER)},
-        **{name: (output / name).read_bytes() for name in ("completions.jsonl", "rewards.jsonl", "model/model.safetensors")},
-        "metrics": [{name: value for name, value in line.items() if not name.startswith(other)} for line in metrics],
+        **{
+            name: (output / name).read_bytes()
+            for name in ("completions.jsonl", "rewards.jsonl", "model/model.safetensors")
+        },
+        "metrics": [
+            {name: value for name, value in line.items() if not name.startswith(other)}
+            for line in metrics
+        ],
     }
 
 
@@ -169,7 +195,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(recipe: Path) -> None:
     expected = outcome(recipe.with_name("whole"))
     for line in expected["metrics"]:
         assert line["updates/taken"] == 1 and line["reward/std"] > 0
-        assert line["logprob_diff/tokens_compared"] > 0 == line["logprob_diff/tokens_differing"]
+        assert line["log_prob_diff/tokens_compared"] > 0 == line["log_prob_diff/tokens_differing"]
 
     killed = recipe.with_name("killed")
     recipe.with_name("between").touch()

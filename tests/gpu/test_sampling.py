@@ -1,13 +1,15 @@
-"""Sampling on the GPU: the distribution, the noise of the specification, greedy rows, and rows that do not know their neighbours."""
+"""Sampling on the GPU: the distribution, the noise of the specification, greedy rows, and rows that
+do not know their neighbours.
+"""
 
 import math
 
 import pytest
 import torch
 
-from isobit.kernels import sampling as specification
-from isobit.kernels.log_prob import log_softmax
-from isobit.kernels.noise import gumbel
+from isobit.kernels.spec import sampling as specification
+from isobit.kernels.spec.log_prob import log_softmax
+from isobit.kernels.spec.noise import gumbel
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -25,15 +27,25 @@ def batch(samples: int, vocab_size: int, seed: int = 0) -> tuple[torch.Tensor, .
     temperatures = 0.5 + torch.rand(samples, device="cuda", generator=generator)
     temperatures[::4] = 0.0
     keys = torch.randint(-(2**63), 2**63 - 1, (samples,), device="cuda", generator=generator)
-    return logits, torch.arange(samples, dtype=torch.int32, device="cuda"), temperatures, keys, keys & 4095
+    return (
+        logits,
+        torch.arange(samples, dtype=torch.int32, device="cuda"),
+        temperatures,
+        keys,
+        keys & 4095,
+    )
 
 
-def two_stage_draw(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def two_stage_draw(
+    logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     """The draw in FP64, as the module's docstring has it."""
     (rows, vocab_size), chunks = logits.shape, -(-logits.shape[1] // CHUNK)
     noise = gumbel(keys, positions, vocab_size + chunks)
     fill = (0, chunks * CHUNK - vocab_size)
-    x = torch.nn.functional.pad(logits.double() / temperatures[:, None], fill, value=-torch.inf).view(rows, chunks, CHUNK)
+    x = torch.nn.functional.pad(
+        logits.double() / temperatures[:, None], fill, value=-torch.inf
+    ).view(rows, chunks, CHUNK)
     chunk = (x.logsumexp(2) + noise[:, vocab_size:]).argmax(1)
     scores = x + torch.nn.functional.pad(noise[:, :vocab_size], fill).view(rows, chunks, CHUNK)
     return chunk * CHUNK + scores[torch.arange(rows, device="cuda"), chunk].argmax(1)
@@ -44,8 +56,15 @@ def test_the_draw_of_the_specification_and_its_log_probability(vocab_size: int) 
     logits, rows, temperatures, keys, positions = batch(64, vocab_size)
     tokens, log_probs = sample_tokens(logits, rows, temperatures, keys, positions)
     one = torch.where(temperatures > 0, temperatures, 1.0)
-    assert torch.equal(tokens, torch.where(temperatures > 0, two_stage_draw(logits, one, keys, positions), logits.argmax(1)))
-    exact = log_softmax(logits.cpu().double(), one.cpu().double()).gather(1, tokens[:, None].cpu())[:, 0]
+    assert torch.equal(
+        tokens,
+        torch.where(
+            temperatures > 0, two_stage_draw(logits, one, keys, positions), logits.argmax(1)
+        ),
+    )
+    exact = log_softmax(logits.cpu().double(), one.cpu().double()).gather(1, tokens[:, None].cpu())[
+        :, 0
+    ]
     assert (log_probs.cpu() - exact).abs().max() < 1e-5
 
 
@@ -73,16 +92,26 @@ def test_greedy_rows_take_the_lowest_of_the_largest() -> None:
     logits[4, [8191, 8192]] = 60.0
     tokens, log_probs = sample_tokens(logits, rows, temperatures, keys, positions)
     assert tokens[[0, 4]].tolist() == [7, 8191]
-    assert torch.allclose(log_probs[[0, 4]].cpu(), torch.tensor([-math.log(4), -math.log(2)]), atol=1e-5)
+    assert torch.allclose(
+        log_probs[[0, 4]].cpu(), torch.tensor([-math.log(4), -math.log(2)]), atol=1e-5
+    )
     only_greedy = sample_tokens(logits, rows, torch.zeros_like(temperatures), keys, positions)
-    assert torch.equal(only_greedy[0][::4], tokens[::4]) and torch.equal(only_greedy[1][::4], log_probs[::4])
+    assert torch.equal(only_greedy[0][::4], tokens[::4]) and torch.equal(
+        only_greedy[1][::4], log_probs[::4]
+    )
 
 
 def test_a_sample_does_not_depend_on_its_neighbours_or_its_row() -> None:
     logits, rows, temperatures, keys, positions = batch(256, VOCABULARY)
     tokens, log_probs = sample_tokens(logits, rows, temperatures, keys, positions)
     for part in (slice(0, 1), slice(9, 10), slice(31, 38)):
-        alone = sample_tokens(logits[part].clone(), rows[: part.stop - part.start], temperatures[part], keys[part], positions[part])
+        alone = sample_tokens(
+            logits[part].clone(),
+            rows[: part.stop - part.start],
+            temperatures[part],
+            keys[part],
+            positions[part],
+        )
         assert torch.equal(alone[0], tokens[part]) and torch.equal(alone[1], log_probs[part])
     order = torch.randperm(256, device="cuda")[:100]
     mixed = sample_tokens(logits, order.int(), temperatures[order], keys[order], positions[order])
@@ -105,15 +134,32 @@ def test_a_graph_replays_it() -> None:
 def test_rows_that_are_not_finite() -> None:
     logits, rows, temperatures, keys, positions = batch(20, 9000)
     expected = sample_tokens(logits, rows, temperatures, keys, positions)
-    logits[2, 8999], logits[4, 0], logits[5, 5000], logits[6] = torch.nan, torch.inf, -torch.inf, torch.nan
-    filters = torch.full_like(keys, 50), torch.full((20,), 0.9, dtype=torch.float64).cuda(), torch.zeros(20, dtype=torch.float64).cuda()
+    logits[2, 8999], logits[4, 0], logits[5, 5000], logits[6] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+    )
+    filters = (
+        torch.full_like(keys, 50),
+        torch.full((20,), 0.9, dtype=torch.float64).cuda(),
+        torch.zeros(20, dtype=torch.float64).cuda(),
+    )
     bad = torch.tensor([2, 4, 5, 6], device="cuda")
     good = torch.tensor([row for row in range(20) if row not in (2, 4, 5, 6)], device="cuda")
     tokens, log_probs = sample_tokens(logits, rows, temperatures, keys, positions)
-    assert torch.equal(tokens[good], expected[0][good]) and torch.equal(log_probs[good], expected[1][good])
+    assert torch.equal(tokens[good], expected[0][good]) and torch.equal(
+        log_probs[good], expected[1][good]
+    )
     assert log_probs[bad].isnan().all() and (tokens[bad] == 0).all()
-    tokens, log_probs, truncated = sample_truncated(logits, rows, temperatures, keys, positions, *filters)
-    assert log_probs[bad].isnan().all() and truncated[bad].isnan().all() and not log_probs[good].isnan().any()
+    tokens, log_probs, truncated = sample_truncated(
+        logits, rows, temperatures, keys, positions, *filters
+    )
+    assert (
+        log_probs[bad].isnan().all()
+        and truncated[bad].isnan().all()
+        and not log_probs[good].isnan().any()
+    )
     assert ((tokens >= 0) & (tokens < 9000)).all()
 
 
@@ -129,16 +175,26 @@ def test_truncation() -> None:
     plain, plain_log_probs = sample_tokens(logits, rows, temperatures, keys, positions)
     unfiltered = (temperatures == 0) | ((top_k == 0) & (top_p == 1) & (min_p == 0))
     assert 0 < unfiltered.sum() < 40
-    assert torch.equal(tokens[unfiltered], plain[unfiltered]) and torch.equal(log_probs[unfiltered], plain_log_probs[unfiltered])
+    assert torch.equal(tokens[unfiltered], plain[unfiltered]) and torch.equal(
+        log_probs[unfiltered], plain_log_probs[unfiltered]
+    )
 
     one = torch.where(temperatures > 0, temperatures, 1.0).cpu()
     full = log_softmax(logits.cpu(), one)
     cut = specification.truncate(full, top_k.cpu(), top_p.cpu(), min_p.cpu())
     chosen = cut.gather(1, tokens[:, None].cpu())[:, 0]
     filtered = ~unfiltered.cpu()
-    assert chosen[filtered].isfinite().all() and (truncated.cpu() - chosen)[filtered].abs().max() < 1e-5
+    assert (
+        chosen[filtered].isfinite().all()
+        and (truncated.cpu() - chosen)[filtered].abs().max() < 1e-5
+    )
     assert (log_probs.cpu() - full.gather(1, tokens[:, None].cpu())[:, 0]).abs().max() < 1e-5
 
     for part in (slice(1, 2), slice(14, 20)):
-        alone = sample_truncated(logits[part].clone(), rows[: part.stop - part.start], *(x[part] for x in arguments[2:]))
-        assert all(torch.equal(x, y[part]) for x, y in zip(alone, (tokens, log_probs, truncated), strict=True))
+        alone = sample_truncated(
+            logits[part].clone(), rows[: part.stop - part.start], *(x[part] for x in arguments[2:])
+        )
+        assert all(
+            torch.equal(x, y[part])
+            for x, y in zip(alone, (tokens, log_probs, truncated), strict=True)
+        )

@@ -1,10 +1,12 @@
-"""WGrad's operands on the GPU have the CPU's bytes, transposed; the fused quantisers give those of their parts."""
+"""WGrad's operands on the GPU have the CPU's bytes, transposed; the fused quantisers give those of
+their parts.
+"""
 
 import pytest
 import torch
 
-from isobit.kernels import quantise as specification
-from isobit.kernels import swiglu as swiglu_on_cpu
+from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec import swiglu as swiglu_on_cpu
 from isobit.precision.formats import BLOCK, ScaleKind
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
@@ -12,7 +14,12 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, swiglu, swiglu_quantise
 from isobit.kernels.hopper.swiglu_backward import swiglu_backward, swiglu_backward_quantise
-from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens, swiglu_both, swiglu_tokens
+from isobit.kernels.hopper.token_groups import (
+    quantise_both,
+    quantise_tokens,
+    swiglu_both,
+    swiglu_tokens,
+)
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 TOKENS = (1, 127, 128, 129, 300)
@@ -26,7 +33,9 @@ def assert_rows(ours: QuantRows, x: torch.Tensor, kind: ScaleKind) -> None:
 
 
 def assert_tokens(ours: QuantRows, x: torch.Tensor, kind: ScaleKind) -> None:
-    """The specification's bytes of x in token groups, transposed, with zeros beyond the batch, in the layout that the GEMMs read."""
+    """The specification's bytes of x in token groups, transposed, with zeros beyond the batch, in
+    the layout that the GEMMs read.
+    """
     tokens, columns = x.shape
     expected = specification.quantise_tokens(x.cpu(), kind)
     padded = -(-tokens // BLOCK) * BLOCK
@@ -41,11 +50,15 @@ def assert_tokens(ours: QuantRows, x: torch.Tensor, kind: ScaleKind) -> None:
 
 def assert_equal(a: QuantRows, b: QuantRows) -> None:
     assert torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8))
-    assert torch.equal(a.scales.contiguous().view(torch.int32), b.scales.contiguous().view(torch.int32))
+    assert torch.equal(
+        a.scales.contiguous().view(torch.int32), b.scales.contiguous().view(torch.int32)
+    )
 
 
 def wild(tokens: int, columns: int) -> torch.Tensor:
-    """Magnitudes over many orders, with zeros of both signs, an infinity, a NaN, tiny and subnormal numbers where there is room."""
+    """Magnitudes over many orders, with zeros of both signs, an infinity, a NaN, tiny and subnormal
+    numbers where there is room.
+    """
     x = (torch.randn(tokens, columns) * torch.exp(6 * torch.randn(tokens, columns))).bfloat16()
     x[:, 0], x[:, 1], x[:, 2], x[:, 3] = 0.0, -0.0, 1e-12, 1e-38
     x[tokens // 2, 5], x[tokens - 1, 6] = torch.inf, torch.nan
@@ -77,7 +90,9 @@ def test_every_bf16_number(kind: ScaleKind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [128, 1536])
-def test_swiglu_in_both_groupings_quantises_what_swiglu_gives(kind: ScaleKind, columns: int) -> None:
+def test_swiglu_in_both_groupings_quantises_what_swiglu_gives(
+    kind: ScaleKind, columns: int
+) -> None:
     for tokens in TOKENS:
         tame = (3 * torch.randn(tokens, 2 * columns)).bfloat16()
         for gate_up in (tame.cuda(), wild(tokens, 2 * columns).cuda()):
@@ -93,7 +108,10 @@ def test_swiglu_in_both_groupings_quantises_what_swiglu_gives(kind: ScaleKind, c
 @pytest.mark.parametrize("columns", [128, 1536])
 def test_swiglu_backward_quantises_its_own_rounded_output(kind: ScaleKind, columns: int) -> None:
     for tokens in TOKENS:
-        dy, gate_up = torch.randn(tokens, columns).bfloat16().cuda(), (3 * torch.randn(tokens, 2 * columns)).bfloat16().cuda()
+        dy, gate_up = (
+            torch.randn(tokens, columns).bfloat16().cuda(),
+            (3 * torch.randn(tokens, 2 * columns)).bfloat16().cuda(),
+        )
         d = swiglu_backward(dy, gate_up)
         rows, by_token = swiglu_backward_quantise(dy, gate_up, kind)
         assert_rows(rows, d, kind)
@@ -103,14 +121,18 @@ def test_swiglu_backward_quantises_its_own_rounded_output(kind: ScaleKind, colum
 @pytest.mark.parametrize("columns", [128, 896, 12288])  # 896: a row that is no power of two
 def test_swiglu_backward_against_fp64_and_the_specification(columns: int) -> None:
     dy, gate_up = torch.randn(50, columns).bfloat16(), (3 * torch.randn(50, 2 * columns)).bfloat16()
-    gate_up[0, :9] = torch.tensor([-200.0, -100.0, -50.0, 0.0, -0.0, 20.0, 50.0, 100.0, 200.0])  # exp overflows, or vanishes
+    gate_up[0, :9] = torch.tensor(
+        [-200.0, -100.0, -50.0, 0.0, -0.0, 20.0, 50.0, 100.0, 200.0]
+    )  # exp overflows, or vanishes
     ours = swiglu_backward(dy.cuda(), gate_up.cuda()).cpu()
     exact = gate_up.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     (torch.nn.functional.silu(gate) * up).backward(dy.double())
     assert exact.grad is not None
     error = (ours.double() - exact.grad).abs()
-    assert (error <= 2**-8 * exact.grad.abs() + 1e-6).all()  # one rounding to BF16, and d gate's cancellation near -1.28
+    assert (
+        error <= 2**-8 * exact.grad.abs() + 1e-6
+    ).all()  # one rounding to BF16, and d gate's cancellation near -1.28
     leaf = gate_up.clone().requires_grad_()
     swiglu_on_cpu.swiglu(leaf).backward(dy)
     assert leaf.grad is not None
@@ -120,9 +142,14 @@ def test_swiglu_backward_against_fp64_and_the_specification(columns: int) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_do_not_depend_on_the_rest_of_the_batch_and_results_repeat(kind: ScaleKind) -> None:
-    dy, gate_up = torch.randn(640, 512).bfloat16().cuda(), (3 * torch.randn(640, 1024)).bfloat16().cuda()
+    dy, gate_up = (
+        torch.randn(640, 512).bfloat16().cuda(),
+        (3 * torch.randn(640, 1024)).bfloat16().cuda(),
+    )
     rows, by_token = swiglu_backward_quantise(dy, gate_up, kind)
-    for again, expected in zip(swiglu_backward_quantise(dy, gate_up, kind), (rows, by_token), strict=True):
+    for again, expected in zip(
+        swiglu_backward_quantise(dy, gate_up, kind), (rows, by_token), strict=True
+    ):
         assert_equal(again, expected)
     y_rows, y_by_token = swiglu_both(gate_up, kind)
     for again, expected in zip(swiglu_both(gate_up, kind), (y_rows, y_by_token), strict=True):

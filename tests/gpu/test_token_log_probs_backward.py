@@ -1,4 +1,6 @@
-"""The backward of lm_head and log-probability on the GPU: near FP64, repeatable, in parts, and added to what is there."""
+"""The backward of lm_head and log-probability on the GPU: near FP64, repeatable, in parts, and
+added to what is there.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,11 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.kernels.hopper import head_parts
 from isobit.kernels.hopper.log_prob import log_sum_exp
-from isobit.kernels.hopper.token_log_probs import logit_gradients, token_log_probs, token_log_probs_backward
+from isobit.kernels.hopper.token_log_probs import (
+    logit_gradients,
+    token_log_probs,
+    token_log_probs_backward,
+)
 
 VOCABULARIES = [1000, 5001, 151936]
 WIDTH = 512
@@ -17,7 +23,9 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 
 def some_inputs(rows: int, vocab_size: int, size: float = 1.0) -> Inputs:
-    """Hidden, weight, targets (half of them likely ones), temperatures (0 and 1 among them) and the gradients of magnitude ``size``."""
+    """Hidden, weight, targets (half of them likely ones), temperatures (0 and 1 among them) and the
+    gradients of magnitude ``size``.
+    """
     generator = torch.Generator("cuda").manual_seed(vocab_size)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -54,25 +62,36 @@ def test_values_against_fp64(vocab_size: int, size: float) -> None:
     hidden, weight, targets, temperatures, d_log_probs = inputs
     d_logits, d_hidden, d_weight = exact_gradients(inputs)
     logits = hidden.float() @ weight.float().t()
-    ours = logit_gradients(logits, targets, temperatures, log_sum_exp(logits, temperatures), d_log_probs)
+    ours = logit_gradients(
+        logits, targets, temperatures, log_sum_exp(logits, temperatures), d_log_probs
+    )
     row = (d_log_probs / temperatures.masked_fill(temperatures == 0, 1.0)).abs().double()[:, None]
-    # half a unit in BF16's last place; the logits themselves are rounded to FP32, and 1 - p carries the error of p in full
+    # half a unit in BF16's last place; the logits themselves are rounded to FP32, and 1 - p carries
+    # the error of p in full
     onehot = torch.zeros_like(d_logits).scatter_(1, targets[:, None], 1.0)
-    assert ((ours.double() - d_logits).abs() <= (2.0**-8 + 5e-5) * d_logits.abs() + row * (5e-5 * onehot + 1e-12)).all()
+    assert (
+        (ours.double() - d_logits).abs()
+        <= (2.0**-8 + 5e-5) * d_logits.abs() + row * (5e-5 * onehot + 1e-12)
+    ).all()
     grad = torch.zeros_like(weight, dtype=torch.float32)
     assert distance(token_log_probs_backward(*inputs, grad), d_hidden) < 4e-3
     assert distance(grad, d_weight) < 4e-3
 
 
 def test_a_loss_falls_along_the_gradient() -> None:
-    """The direction is that of the forward: a step along the gradient raises the log-probabilities by what the gradient says."""
+    """The direction is that of the forward: a step along the gradient raises the log-probabilities
+    by what the gradient says.
+    """
     hidden, weight, targets, temperatures, _ = some_inputs(256, 5001)
     ones = torch.ones_like(temperatures)
     grad = torch.zeros_like(weight, dtype=torch.float32)
     token_log_probs_backward(hidden, weight, targets, temperatures, ones, grad)
     rate = 1e-3
     after = (weight.float() + rate * grad).bfloat16()
-    gain = (token_log_probs(hidden, after, targets, temperatures)[0] - token_log_probs(hidden, weight, targets, temperatures)[0]).sum()
+    gain = (
+        token_log_probs(hidden, after, targets, temperatures)[0]
+        - token_log_probs(hidden, weight, targets, temperatures)[0]
+    ).sum()
     predicted = (grad.double() * (after.double() - weight.double())).sum()
     assert gain.item() == pytest.approx(predicted.item(), rel=0.2) and gain > 0
 
@@ -89,9 +108,13 @@ def test_rows_of_the_logits_gradient_do_not_depend_on_the_batch(vocab_size: int)
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
-def test_the_same_bits_every_time_in_parts_or_not(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_every_time_in_parts_or_not(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = some_inputs(700, vocab_size)
-    start = torch.randn(vocab_size, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    start = torch.randn(
+        vocab_size, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(0)
+    )
 
     def backward() -> tuple[torch.Tensor, torch.Tensor]:
         grad = start.clone()
@@ -101,7 +124,10 @@ def test_the_same_bits_every_time_in_parts_or_not(vocab_size: int, monkeypatch: 
     monkeypatch.setattr(head_parts, "BACKWARD_BYTES", 6 * vocab_size * 256)
     parts = backward()
     assert all(torch.equal(a, b) for a, b in zip(parts, backward(), strict=True))
-    assert distance(parts[0], whole[0].double()) < 4e-3 and distance(parts[1] - start, (whole[1] - start).double()) < 1e-4
+    assert (
+        distance(parts[0], whole[0].double()) < 4e-3
+        and distance(parts[1] - start, (whole[1] - start).double()) < 1e-4
+    )
     monkeypatch.undo()
     assert all(torch.equal(a, b) for a, b in zip(whole, backward(), strict=True))
 

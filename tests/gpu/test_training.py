@@ -1,4 +1,6 @@
-"""The training forward with gradients, on a GPU: the bits of the one without, and gradients near those of the CPU, the same every time."""
+"""The training forward with gradients, on a GPU: the bits of the one without, and gradients near
+those of the CPU, the same every time.
+"""
 
 from collections.abc import Callable
 
@@ -21,40 +23,63 @@ def batch(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (sum(LENGTHS),), generator=generator)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    return ids, positions, torch.randint(vocab_size, (sum(LENGTHS),), generator=generator), torch.randn(sum(LENGTHS), generator=generator)
+    return (
+        ids,
+        positions,
+        torch.randint(vocab_size, (sum(LENGTHS),), generator=generator),
+        torch.randn(sum(LENGTHS), generator=generator),
+    )
 
 
 def log_probs_of(policy: Policy, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     device = policy.device
-    return head.token_log_probs(policy, "training", hidden, targets.to(device), torch.ones(targets.numel(), device=device))[0]
+    return head.token_log_probs(
+        policy, "training", hidden, targets.to(device), torch.ones(targets.numel(), device=device)
+    )[0]
 
 
-def gradients(policy: Policy, recompute: Recompute = "none") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(
+    policy: Policy, recompute: Recompute = "none"
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities, and the gradients of their weighted sum by master, all on the host."""
     ids, positions, targets, weights = batch(policy.config.vocab_size)
     if policy.device.type == "cpu":
         hidden = decoder.packed_hidden_states(policy, ids, positions, LENGTHS)
     else:
-        hidden = hopper_training.packed_hidden_states(policy, ids.cuda(), positions.cuda(), LENGTHS, recompute)
+        hidden = hopper_training.packed_hidden_states(
+            policy, ids.cuda(), positions.cuda(), LENGTHS, recompute
+        )
     log_probs = log_probs_of(policy, hidden, targets)
     (log_probs * weights.to(policy.device) / 100).sum().backward()
-    found = {name: master.grad.cpu() for name, master in policy.masters.items() if master.grad is not None}
+    found = {
+        name: master.grad.cpu()
+        for name, master in policy.masters.items()
+        if master.grad is not None
+    }
     for master in policy.parameters():
         master.grad = None
     return log_probs.detach().cpu(), found
 
 
 def on_cpu(policy: Policy, precision: PrecisionConfig) -> Policy:
-    return Policy(policy.config, precision, {name: master.detach().cpu() for name, master in policy.masters.items()})
+    return Policy(
+        policy.config,
+        precision,
+        {name: master.detach().cpu() for name, master in policy.masters.items()},
+    )
 
 
 @pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16"])
 def test_gradients_against_the_cpus(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
-    """Against FP32 they are not worse than the CPU's in the same flow: the two flows' bits differ, their errors do not."""
+    """Against FP32 they are not worse than the CPU's in the same flow: the two flows' bits differ,
+    their errors do not.
+    """
     policy = make_policy(shape, preset)
     log_probs, ours = gradients(policy)
     last = 1 if shape == "llama" else 0
-    cpu_log_probs, cpu = gradients(on_cpu(policy, PrecisionConfig(preset=preset, last_layers_bf16=last)))
+    cpu_log_probs, cpu = gradients(
+        on_cpu(policy, PrecisionConfig(preset=preset, last_layers_bf16=last))
+    )
     _, exact = gradients(on_cpu(policy, PrecisionConfig(preset="fp32")))
     assert (log_probs - cpu_log_probs).abs().mean() < 0.02
     assert ours.keys() == exact.keys() == policy.masters.keys()
@@ -64,16 +89,22 @@ def test_gradients_against_the_cpus(shape: str, preset: Preset, make_policy: Mak
 
 
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])
-def test_the_forward_has_the_same_bits_with_gradients_and_without(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
+def test_the_forward_has_the_same_bits_with_gradients_and_without(
+    shape: str, preset: Preset, make_policy: MakePolicy
+) -> None:
     policy = make_policy(shape, preset)
     ids, positions, targets, _ = batch(policy.config.vocab_size)
     with torch.no_grad():
-        plain = log_probs_of(policy, decoder.packed_hidden_states(policy, ids, positions, LENGTHS), targets).cpu()
+        plain = log_probs_of(
+            policy, decoder.packed_hidden_states(policy, ids, positions, LENGTHS), targets
+        ).cpu()
     assert torch.equal(gradients(policy)[0], plain)
 
 
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])
-def test_gradients_repeat_their_bits_also_when_layers_are_computed_again(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
+def test_gradients_repeat_their_bits_also_when_layers_are_computed_again(
+    shape: str, preset: Preset, make_policy: MakePolicy
+) -> None:
     policy = make_policy(shape, preset)
     levels: tuple[Recompute, ...] = ("none", "none", "mlp", "full")
     (_, first), *others = (gradients(policy, level) for level in levels)

@@ -20,7 +20,10 @@ def test_an_observer_sees_the_tensors_themselves_under_their_joined_names():
     with observing(recorder(seen)):
         assert observe(values, "layers", 2, "rope.q") is values
         assert observe(values, "norm", scales=scales) is values
-    assert [(name, a is values, b) for name, a, b in seen] == [("layers.2.rope.q", True, None), ("norm", True, scales)]
+    assert [(name, a is values, b) for name, a, b in seen] == [
+        ("layers.2.rope.q", True, None),
+        ("norm", True, scales),
+    ]
 
 
 def test_nothing_is_done_where_nobody_observes():

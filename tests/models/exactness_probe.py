@@ -1,4 +1,5 @@
-"""Run in a process of its own by test_exactness.py: the log-probabilities of paged decoding and of packed training, as one JSON line.
+"""Run in a process of its own by test_exactness.py: the log-probabilities of paged decoding and of
+packed training, as one JSON line.
 
 A process, because the number of threads and the instruction set are fixed before torch starts.
 """
@@ -13,9 +14,9 @@ import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
 from isobit.config.schema import PrecisionConfig
-from isobit.kernels.kv_cache import KvCache
-from isobit.kernels.packed_attention import PackedAttention
-from isobit.kernels.paged_attention import PagedAttention, PagedBatch
+from isobit.kernels.spec.kv_cache import KvCache
+from isobit.kernels.spec.packed_attention import PackedAttention
+from isobit.kernels.spec.paged_attention import PagedAttention, PagedBatch
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states
 from isobit.models.head import token_log_probs
@@ -42,12 +43,16 @@ def make_policy(preset: str) -> Policy:
 
 def packed(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
     positions = torch.cat([torch.arange(n) for n in lengths])
-    hidden = hidden_states(policy, "training", ids, positions, PackedAttention(policy.flow, lengths))
+    hidden = hidden_states(
+        policy, "training", ids, positions, PackedAttention(policy.flow, lengths)
+    )
     return token_log_probs(policy, "training", hidden, ids, torch.ones(ids.numel()))[0]
 
 
 def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """One token a step for every sequence that is not finished; the longest starts with a chunk of 50."""
+    """One token a step for every sequence that is not finished; the longest starts with a chunk of
+    50.
+    """
     pages = -(-max(lengths) // 64)
     table = torch.arange(len(lengths) * pages).flip(0).view(len(lengths), pages)
     cache = KvCache(policy.config, policy.flow, table.numel())
@@ -57,14 +62,20 @@ def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.
     while members := [s for s, n in enumerate(lengths) if done[s] < n]:
         counts = [50 if done[s] == 0 and lengths[s] == max(lengths) else 1 for s in members]
         sequence = torch.tensor(members).repeat_interleave(torch.tensor(counts))
-        positions = torch.cat([torch.arange(done[s], done[s] + c) for s, c in zip(members, counts, strict=True)])
+        positions = torch.cat(
+            [torch.arange(done[s], done[s] + c) for s, c in zip(members, counts, strict=True)]
+        )
         slots = table[sequence, positions // 64] * 64 + positions % 64
         for s, c in zip(members, counts, strict=True):
             done[s] += c
         batch = PagedBatch(tuple(counts), tuple(done[s] for s in members), table[members], slots)
         rows = starts[sequence] + positions
-        hidden = hidden_states(policy, "rollout", ids[rows], positions, PagedAttention(cache, batch))
-        log_probs[rows] = token_log_probs(policy, "rollout", hidden, ids[rows], torch.ones(rows.numel()))[0]
+        hidden = hidden_states(
+            policy, "rollout", ids[rows], positions, PagedAttention(cache, batch)
+        )
+        log_probs[rows] = token_log_probs(
+            policy, "rollout", hidden, ids[rows], torch.ones(rows.numel())
+        )[0]
     return log_probs
 
 
@@ -79,7 +90,11 @@ def main(threads: int, presets: list[str]) -> None:
         differing[preset] = int((paged(policy, ids, LENGTHS) != training).sum())
         last = packed(policy, ids[-LENGTHS[-1] :], LENGTHS[-1:])
         differing[f"{preset}, alone"] = int((last != training[-LENGTHS[-1] :]).sum())
-    print(json.dumps({"differing": differing, "instructions": torch.backends.cpu.get_cpu_capability()}))
+    print(
+        json.dumps(
+            {"differing": differing, "instructions": torch.backends.cpu.get_cpu_capability()}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The decoder in FP32 computes what transformers' own models compute: logits and gradients, for random small configurations."""
+"""The decoder in FP32 computes what transformers' own models compute: logits and gradients, for
+random small configurations.
+"""
 
 from typing import Any
 
@@ -8,25 +10,36 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from isobit.config.schema import PrecisionConfig
-from isobit.kernels.packed_attention import PackedAttention
-from isobit.models.checkpoint import fuse_tensors
+from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states
+from isobit.models.folder import fuse_tensors
 from isobit.models.head import head_logits, token_log_probs
 from isobit.models.policy import Policy
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 @st.composite
 def configurations(draw: st.DrawFn) -> Any:
     family = draw(st.sampled_from(sorted(CONFIGS)))
-    kv_heads, repeat, head_dim = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([8, 16, 32]))
+    kv_heads, repeat, head_dim = (
+        draw(st.sampled_from([1, 2, 3])),
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([8, 16, 32])),
+    )
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": draw(st.sampled_from([1e4, 1e6]))}
     if family == "llama" and draw(st.booleans()):
         rope |= {"rope_type": "llama3"} | LLAMA3
-    hidden = draw(st.sampled_from([24, 48, 120, 144, 264]))  # Llama's configuration asks for a multiple of the heads
+    hidden = draw(
+        st.sampled_from([24, 48, 120, 144, 264])
+    )  # Llama's configuration asks for a multiple of the heads
     return CONFIGS[family](
         vocab_size=draw(st.sampled_from([50, 128])),
         hidden_size=hidden,
@@ -44,7 +57,9 @@ def configurations(draw: st.DrawFn) -> Any:
 
 
 def as_policy(model: Any) -> Policy:
-    config = ModelConfig.from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]}, "test")
+    config = ModelConfig.from_hf(
+        model.config.to_dict() | {"architectures": [type(model).__name__]}, "test"
+    )
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     return Policy(config, PrecisionConfig(preset="fp32"), fuse_tensors(config, tensors))
 
@@ -61,15 +76,21 @@ def test_logits_and_gradients(hf_config: Any, seed: int) -> None:
     lengths = (70, 3)
     ids = torch.randint(0, hf_config.vocab_size, (sum(lengths),))
     positions = torch.cat([torch.arange(n) for n in lengths])
-    hidden = hidden_states(policy, "training", ids, positions, PackedAttention(policy.flow, lengths))
+    hidden = hidden_states(
+        policy, "training", ids, positions, PackedAttention(policy.flow, lengths)
+    )
     logits = [model(part[None]).logits[0] for part in ids.split(lengths)]
-    for ours, theirs in zip(head_logits(policy, "training", hidden.detach()).split(lengths), logits, strict=True):
+    for ours, theirs in zip(
+        head_logits(policy, "training", hidden.detach()).split(lengths), logits, strict=True
+    ):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     targets = torch.randint(0, hf_config.vocab_size, (sum(lengths),))
     log_probs, _ = token_log_probs(policy, "training", hidden, targets, torch.ones(sum(lengths)))
     (-log_probs).mean().backward()
     torch.nn.functional.cross_entropy(torch.cat(logits), targets).backward()
-    theirs = fuse_tensors(policy.config, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    theirs = fuse_tensors(
+        policy.config, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    )
     for name, master in policy.masters.items():
         assert master.grad is not None
         scale = theirs[name].abs().max().clamp(min=1e-3)

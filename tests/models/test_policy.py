@@ -3,7 +3,7 @@
 import torch
 
 from isobit.config.schema import PrecisionConfig, Preset
-from isobit.kernels.quantise import quantise_blocks
+from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.quant_tensor import QuantTensor
@@ -40,24 +40,40 @@ def test_publish_quantises_the_bf16_rounding_of_the_master_in_place() -> None:
     with torch.no_grad():
         for master in policy.masters.values():
             master.add_(torch.randn_like(master))
-    assert torch.equal(matrix.values.view(torch.uint8), before), "nothing changes before the publish"
+    assert torch.equal(matrix.values.view(torch.uint8), before), (
+        "nothing changes before the publish"
+    )
     policy.publish()
     assert policy.version == 2
     expected = quantise_blocks(policy.masters[f"{name}.weight"].detach().bfloat16())
     again = policy.weights("training").linears[name].matrix
     assert isinstance(again, QuantTensor) and again.values.data_ptr() == place
-    assert torch.equal(again.values.view(torch.uint8), expected.values.view(torch.uint8)) and torch.equal(again.scales, expected.scales)
+    assert torch.equal(
+        again.values.view(torch.uint8), expected.values.view(torch.uint8)
+    ) and torch.equal(again.scales, expected.scales)
     assert not torch.equal(
-        expected.values.view(torch.uint8), quantise_blocks(policy.masters[f"{name}.weight"].detach()).values.view(torch.uint8)
+        expected.values.view(torch.uint8),
+        quantise_blocks(policy.masters[f"{name}.weight"].detach()).values.view(torch.uint8),
     )
     bias = policy.weights("rollout").linears["layers.0.qkv_proj"].bias
-    assert bias is not None and torch.equal(bias, policy.masters["layers.0.qkv_proj.bias"].detach().bfloat16())
-    assert torch.equal(policy.weights("rollout").plain["norm.weight"], policy.masters["norm.weight"].detach().bfloat16())
+    assert bias is not None and torch.equal(
+        bias, policy.masters["layers.0.qkv_proj.bias"].detach().bfloat16()
+    )
+    assert torch.equal(
+        policy.weights("rollout").plain["norm.weight"],
+        policy.masters["norm.weight"].detach().bfloat16(),
+    )
 
 
 def test_the_policy_does_not_share_memory_with_what_it_was_made_from() -> None:
     policy = make_policy("bf16")
-    copy = Policy(CONFIG, PrecisionConfig(preset="bf16"), {name: m.detach() for name, m in policy.masters.items()})
+    copy = Policy(
+        CONFIG,
+        PrecisionConfig(preset="bf16"),
+        {name: m.detach() for name, m in policy.masters.items()},
+    )
     with torch.no_grad():
         next(copy.parameters()).zero_()
-    assert not torch.equal(policy.masters["embed_tokens.weight"], copy.masters["embed_tokens.weight"])
+    assert not torch.equal(
+        policy.masters["embed_tokens.weight"], copy.masters["embed_tokens.weight"]
+    )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isobit.config.schema import PrecisionConfig, Preset
-from isobit.kernels.quantise import quantise_blocks
+from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 
@@ -35,7 +35,14 @@ def test_the_share_is_that_of_the_bytes_of_all_linears() -> None:
     names = [f"{name}.weight" for name in policy.weights("training").linears]
 
     def published() -> torch.Tensor:
-        return torch.cat([quantise_blocks(policy.masters[name].detach().bfloat16()).values.view(torch.uint8).flatten() for name in names])
+        return torch.cat(
+            [
+                quantise_blocks(policy.masters[name].detach().bfloat16())
+                .values.view(torch.uint8)
+                .flatten()
+                for name in names
+            ]
+        )
 
     before = published()
     share = publish_after(policy, 1e-5)
@@ -48,5 +55,8 @@ def test_one_changed_number_is_seen() -> None:
     with torch.no_grad():
         policy.masters["layers.1.down_proj.weight"][5, 7] *= -1
     policy.publish()
-    numbers = sum(weight.matrix.values.numel() for weight in policy.weights("rollout").linears.values())  # type: ignore[union-attr]
+    numbers = sum(
+        weight.matrix.values.numel()  # pyright: ignore[reportAttributeAccessIssue]
+        for weight in policy.weights("rollout").linears.values()
+    )
     assert policy.change.share == 1 / numbers

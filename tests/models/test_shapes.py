@@ -7,13 +7,21 @@ from isobit.models.config import ModelConfig
 from isobit.models.policy import master_shapes
 from isobit.models.shapes import SHAPES, model_shape
 
-PARAMETERS = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen2.5-7b": 7_615_616_512, "qwen3-32b": 32_762_123_264}
+PARAMETERS = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-32b": 32_762_123_264,
+}
 """As Hugging Face counts those checkpoints."""
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_has_as_many_parameters_as_the_checkpoint(name: str):
-    assert sum(math.prod(shape) for shape in master_shapes(model_shape(name)).values()) == PARAMETERS[name]
+    assert (
+        sum(math.prod(shape) for shape in master_shapes(model_shape(name)).values())
+        == PARAMETERS[name]
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -22,5 +30,8 @@ def test_survives_a_config_json(name: str):
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'qwen9' is not known; known are qwen3-0\.6b, qwen3-8b, qwen2\.5-7b, qwen3-32b"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'qwen9' is not known; known are qwen3-0\.6b, qwen3-8b, qwen2\.5-7b, qwen3-32b",
+    ):
         model_shape("qwen9")

@@ -28,10 +28,15 @@ def make_shape(layers: int = 4, hidden: int = 256, intermediate: int = 512) -> D
         ("fp8", True, ("e4m3", "e4m3"), ("e4m3", "e4m3")),
     ],
 )
-def test_presets(preset: Preset, exact: bool, linears: tuple[str, str], attention: tuple[str, str]) -> None:
+def test_presets(
+    preset: Preset, exact: bool, linears: tuple[str, str], attention: tuple[str, str]
+) -> None:
     flow = build_flow(PrecisionConfig(preset=preset), make_shape())
     assert flow.exact is exact
-    assert (flow.rollout.linear(2, "down_proj").forward, flow.training.linear(2, "down_proj").forward) == linears
+    assert (
+        flow.rollout.linear(2, "down_proj").forward,
+        flow.training.linear(2, "down_proj").forward,
+    ) == linears
     assert (flow.rollout.attention_format(0), flow.training.attention_format(0)) == attention
     assert flow.rollout.site("lm_head").forward == ("fp32" if preset == "fp32" else "bf16")
     assert not flow.fallbacks
@@ -39,23 +44,41 @@ def test_presets(preset: Preset, exact: bool, linears: tuple[str, str], attentio
 
 def test_backward_formats() -> None:
     site = build_flow(PrecisionConfig(preset="fp8"), make_shape()).training.linear(0, "qkv_proj")
-    assert (site.forward, site.dgrad, site.wgrad, site.scales) == ("e4m3", "e4m3", "e4m3", "power_of_two")
-    site = build_flow(PrecisionConfig(preset="fp8", wgrad="bf16", scales="fp32"), make_shape()).training.linear(0, "qkv_proj")
+    assert (site.forward, site.dgrad, site.wgrad, site.scales) == (
+        "e4m3",
+        "e4m3",
+        "e4m3",
+        "power_of_two",
+    )
+    site = build_flow(
+        PrecisionConfig(preset="fp8", wgrad="bf16", scales="fp32"), make_shape()
+    ).training.linear(0, "qkv_proj")
     assert (site.forward, site.dgrad, site.wgrad, site.scales) == ("e4m3", "e4m3", "bf16", "fp32")
 
 
 def test_layers_kept_in_bf16_have_bf16_kv_and_attention() -> None:
-    flow = build_flow(PrecisionConfig(preset="fp8", first_layers_bf16=1, last_layers_bf16=2), make_shape())
+    flow = build_flow(
+        PrecisionConfig(preset="fp8", first_layers_bf16=1, last_layers_bf16=2), make_shape()
+    )
     for layer, expected in enumerate(["bf16", "e4m3", "bf16", "bf16"]):
-        assert flow.rollout.attention_format(layer) == flow.rollout.linear(layer, "o_proj").forward == expected
+        assert (
+            flow.rollout.attention_format(layer)
+            == flow.rollout.linear(layer, "o_proj").forward
+            == expected
+        )
         assert flow.rollout.site(f"layers.{layer}.kv_cache").forward == expected
     assert flow.exact
 
 
-@pytest.mark.parametrize(("module", "kept"), [("down_proj", {0, 1, 2, 3}), ("layers.2.down_proj", {2}), ("layers.1.gate_proj", set())])
+@pytest.mark.parametrize(
+    ("module", "kept"),
+    [("down_proj", {0, 1, 2, 3}), ("layers.2.down_proj", {2}), ("layers.1.gate_proj", set())],
+)
 def test_modules_kept_in_bf16(module: str, kept: set[int]) -> None:
     flow = build_flow(PrecisionConfig(preset="fp8", modules_bf16=(module,)), make_shape())
-    assert {layer for layer in range(4) if flow.training.linear(layer, "down_proj").forward == "bf16"} == kept
+    assert {
+        layer for layer in range(4) if flow.training.linear(layer, "down_proj").forward == "bf16"
+    } == kept
     assert (flow.training.linear(1, "gate_up_proj").forward == "bf16") is ("gate" in module)
 
 
@@ -67,12 +90,18 @@ def test_a_module_that_does_not_exist_is_refused_by_name(module: str) -> None:
 
 def test_more_bf16_layers_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="is 5, but the model has 4 layers"):
-        build_flow(PrecisionConfig(preset="fp8", first_layers_bf16=3, last_layers_bf16=2), make_shape())
+        build_flow(
+            PrecisionConfig(preset="fp8", first_layers_bf16=3, last_layers_bf16=2), make_shape()
+        )
 
 
 def test_sizes_that_do_not_fill_blocks_stay_in_bf16_and_are_named() -> None:
     flow = build_flow(PrecisionConfig(preset="fp8"), make_shape(intermediate=320))
-    assert flow.training.linear(0, "gate_up_proj").forward == flow.training.linear(0, "down_proj").forward == "bf16"
+    assert (
+        flow.training.linear(0, "gate_up_proj").forward
+        == flow.training.linear(0, "down_proj").forward
+        == "bf16"
+    )
     assert flow.training.linear(0, "o_proj").forward == "e4m3"
     assert [reason.split()[0] for reason in flow.fallbacks] == ["gate_up_proj", "down_proj"]
     assert not build_flow(PrecisionConfig(preset="bf16"), make_shape(intermediate=320)).fallbacks
@@ -81,7 +110,10 @@ def test_sizes_that_do_not_fill_blocks_stay_in_bf16_and_are_named() -> None:
 def test_graph_differences_name_the_sites() -> None:
     flow = build_flow(PrecisionConfig(preset="fp8-rollout", last_layers_bf16=3), make_shape())
     names = [difference.name for difference in graph_differences(flow.rollout, flow.training)]
-    assert names == [f"layers.0.{name}" for name in ("qkv_proj", "kv_cache", "attention", "o_proj", "gate_up_proj", "down_proj")]
+    assert names == [
+        f"layers.0.{name}"
+        for name in ("qkv_proj", "kv_cache", "attention", "o_proj", "gate_up_proj", "down_proj")
+    ]
     exact = build_flow(PrecisionConfig(preset="fp8"), make_shape())
     assert graph_differences(exact.rollout, exact.training) == []
     shorter = build_flow(PrecisionConfig(preset="fp8"), make_shape(layers=3))
@@ -90,8 +122,13 @@ def test_graph_differences_name_the_sites() -> None:
 
 
 def test_description_folds_equal_layers_and_says_whether_the_sides_agree() -> None:
-    lines = describe_flow(build_flow(PrecisionConfig(preset="fp8", last_layers_bf16=1), make_shape()))
+    lines = describe_flow(
+        build_flow(PrecisionConfig(preset="fp8", last_layers_bf16=1), make_shape())
+    )
     assert sum(line.startswith("layers.0-2.") for line in lines) == 7
     assert sum(line.startswith("layers.3.") for line in lines) == 7
     assert lines[-1] == "fp8: one function in rollout and training"
-    assert "differ" in describe_flow(build_flow(PrecisionConfig(preset="fp8-rollout"), make_shape()))[-1]
+    assert (
+        "differ"
+        in describe_flow(build_flow(PrecisionConfig(preset="fp8-rollout"), make_shape()))[-1]
+    )

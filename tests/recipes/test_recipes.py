@@ -1,4 +1,6 @@
-"""Every shipped recipe runs for a step, with overrides that keep it small; the table names them all."""
+"""Every shipped recipe runs for a step, with overrides that keep it small; the table names them
+all.
+"""
 
 import json
 from pathlib import Path
@@ -11,8 +13,8 @@ from isobit.config.load import load_config, load_recipe
 from isobit.config.schema import PrecisionConfig
 from isobit.config.sft import SftConfig
 from isobit.errors import CheckpointError
-from isobit.models.checkpoint import save_policy
 from isobit.models.config import ModelConfig
+from isobit.models.folder import save_policy
 from isobit.models.policy import random_policy
 from isobit.run.setup import prepare
 from isobit.starter.build import save_tokenizer, write_text
@@ -23,7 +25,8 @@ TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "your_data")
 SFT = ("fine_tune", "starter")
 SMALL = {"training.steps": 1, "training.prompts_per_step": 2, "threads": 1}
 CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' "
+    "}}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -36,7 +39,9 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def chat_folder(tmp_path: Path) -> Path:
     """A tiny Hugging Face folder with the starter's tokenizer and a chat template."""
-    config = ModelConfig("llama", 128, 128, 128, 2, 4, 2, 32, 1024, 1e-6, 10000.0, tied_embeddings=False)
+    config = ModelConfig(
+        "llama", 128, 128, 128, 2, 4, 2, 32, 1024, 1e-6, 10000.0, tied_embeddings=False
+    )
     folder = tmp_path / "checkpoint"
     save_policy(random_policy(config, PrecisionConfig(preset="fp32"), seed=0), folder)
     tokenizer: PreTrainedTokenizerFast = build_tokenizer(config.max_positions)
@@ -47,7 +52,11 @@ def chat_folder(tmp_path: Path) -> Path:
 
 def run(command: str, name: str, output: Path, **changes: object) -> dict[str, object]:
     """The summary of a recipe run with overrides; ``__`` in a keyword stands for a dot."""
-    settings = {**SMALL, **{key.replace("__", "."): value for key, value in changes.items()}, "output": output}
+    settings = {
+        **SMALL,
+        **{key.replace("__", "."): value for key, value in changes.items()},
+        "output": output,
+    }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     assert main([command, str(RECIPES / f"{name}.toml"), *words]) == 0
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
@@ -58,19 +67,33 @@ def test_every_recipe_is_listed_here_and_in_the_table() -> None:
     assert names == sorted((*TRAIN, *SFT))
     table = (RECIPES / "README.md").read_text(encoding="utf-8")
     for name in names:
-        assert f"| [{name}.toml]({name}.toml) | `isobit {'sft' if name in SFT else 'train'}` |" in table
+        assert (
+            f"| [{name}.toml]({name}.toml) | `isobit {'sft' if name in SFT else 'train'}` |"
+            in table
+        )
 
 
 @pytest.mark.parametrize("name", ["quickstart", "your_data"])
 def test_recipes_of_the_starter_model_train(name: str, tmp_path: Path) -> None:
-    summary = run("train", name, tmp_path / "run", training__samples_per_prompt=2, data__eval__held_out__limit=4)
+    summary = run(
+        "train",
+        name,
+        tmp_path / "run",
+        training__samples_per_prompt=2,
+        data__eval__held_out__limit=4,
+    )
     assert summary["tokens_differing"] == 0 != summary["tokens_compared"]
 
 
 def test_the_mix_of_tasks_trains_and_evaluates_each(tmp_path: Path) -> None:
     tasks = ("chain_sum", "spell_backward", "letter_counting", "gcd")
     few = {f"data__eval__{task}__size": 2 for task in tasks}
-    changes = {"training__samples_per_prompt": 2, "training__prompts_per_step": 8, "rollout__max_new_tokens": 8, **few}
+    changes = {
+        "training__samples_per_prompt": 2,
+        "training__prompts_per_step": 8,
+        "rollout__max_new_tokens": 8,
+        **few,
+    }
     summary = run("train", "reasoning_gym", tmp_path / "run", data__train__size=40, **changes)
     evaluations = summary["evaluations"]
     assert isinstance(evaluations, dict)
@@ -79,17 +102,40 @@ def test_the_mix_of_tasks_trains_and_evaluates_each(tmp_path: Path) -> None:
 
 
 def test_the_evaluation_of_the_mix_keeps_its_own_problems(tmp_path: Path) -> None:
-    """Entries are drawn from seed + index: seeds closer than the sizes would give the same problems to both."""
-    config = load_config(RECIPES / "reasoning_gym.toml", ["--output", str(tmp_path / "run"), "--data.train.size", "200"])
-    assert prepare(config).dropped_prompts < 20, "small numbers and short words repeat, whole sets do not"
+    """Entries are drawn from seed + index: seeds closer than the sizes would give the same problems
+    to both.
+    """
+    config = load_config(
+        RECIPES / "reasoning_gym.toml",
+        ["--output", str(tmp_path / "run"), "--data.train.size", "200"],
+    )
+    assert prepare(config).dropped_prompts < 20, (
+        "small numbers and short words repeat, whole sets do not"
+    )
 
 
-def test_a_checkpoint_on_disk_trains_through_its_chat_template(chat_folder: Path, tmp_path: Path) -> None:
-    small = {"data__train__size": 4, "data__eval__chain_sum__size": 2, "rollout__max_new_tokens": 4, "rollout__max_sequences": 4}
-    summary = run("train", "checkpoint", tmp_path / "run", model=chat_folder, training__samples_per_prompt=2, **small)
+def test_a_checkpoint_on_disk_trains_through_its_chat_template(
+    chat_folder: Path, tmp_path: Path
+) -> None:
+    small = {
+        "data__train__size": 4,
+        "data__eval__chain_sum__size": 2,
+        "rollout__max_new_tokens": 4,
+        "rollout__max_sequences": 4,
+    }
+    summary = run(
+        "train",
+        "checkpoint",
+        tmp_path / "run",
+        model=chat_folder,
+        training__samples_per_prompt=2,
+        **small,
+    )
     assert summary["tokens_differing"] == 0 != summary["tokens_compared"]
     lines = (tmp_path / "run" / "completions.jsonl").read_text(encoding="utf-8").splitlines()
-    assert all(json.loads(line)["prompt"].startswith("<system>Give the number alone") for line in lines)
+    assert all(
+        json.loads(line)["prompt"].startswith("<system>Give the number alone") for line in lines
+    )
 
 
 def test_the_recipe_for_a_checkpoint_asks_for_a_folder(tmp_path: Path) -> None:
@@ -108,7 +154,11 @@ def test_the_quickstart_measures_what_it_promises() -> None:
 
 
 def test_fine_tuning_on_worked_examples_lowers_the_loss(tmp_path: Path) -> None:
-    small = {"training__steps": 6, "training__prompts_per_step": 16, "data__eval__held_out__limit": 16}
+    small = {
+        "training__steps": 6,
+        "training__prompts_per_step": 16,
+        "data__eval__held_out__limit": 16,
+    }
     summary = run("sft", "fine_tune", tmp_path / "run", training__learning_rate=1e-4, **small)
     before, after = summary["loss_before"], summary["loss_after"]
     assert isinstance(before, float) and isinstance(after, float)
@@ -118,7 +168,11 @@ def test_fine_tuning_on_worked_examples_lowers_the_loss(tmp_path: Path) -> None:
 
 def test_the_starter_model_is_made_by_its_recipe(tmp_path: Path) -> None:
     write_text(tmp_path / "text", batches=1)
-    small = {"data__train__path": tmp_path / "text" / "text.jsonl", "data__eval__held_out__limit": 4, "rollout__max_new_tokens": 4}
+    small = {
+        "data__train__path": tmp_path / "text" / "text.jsonl",
+        "data__eval__held_out__limit": 4,
+        "rollout__max_new_tokens": 4,
+    }
     small["data__eval__held_out__path"] = tmp_path / "text" / "held_out_text.jsonl"
     summary = run("sft", "starter", tmp_path / "run", model=tmp_path / "text", **small)
     assert summary["preset"] == "bf16"
@@ -129,4 +183,8 @@ def test_the_starter_recipe_has_the_shape_and_the_sizes_of_its_text() -> None:
     config = load_recipe(SftConfig, RECIPES / "starter.toml")
     assert config.from_scratch is not None
     assert config.from_scratch.max_positions == 512
-    assert (config.training.steps, config.training.prompts_per_step, config.data.shuffle) == (1000, 96, False)
+    assert (config.training.steps, config.training.prompts_per_step, config.data.shuffle) == (
+        1000,
+        96,
+        False,
+    )

@@ -49,7 +49,10 @@ def test_a_function_from_a_file(module: Path) -> None:
 
 def test_a_function_from_a_module() -> None:
     reward = load_reward("isobit.starter.tasks:correct_answer")
-    assert (reward(PROMPT, completion("11,13,22")), reward(PROMPT, completion("11,13,21"))) == (1.0, 0.0)
+    assert (reward(PROMPT, completion("11,13,22")), reward(PROMPT, completion("11,13,21"))) == (
+        1.0,
+        0.0,
+    )
 
 
 def test_the_task_scorer_by_name() -> None:
@@ -64,12 +67,22 @@ def test_the_task_scorer_by_name() -> None:
         (":exact", "cannot read the reward ':exact'"),
         ("mine.py:", "cannot read the reward 'mine.py:'"),
         ("none.py:exact", "there is no reward file none.py"),
-        ("mine.py:exakt", "mine.py has no function 'exakt'; its functions are exact, batch, later; did you mean 'exact'"),
+        (
+            "mine.py:exakt",
+            "mine.py has no function 'exakt'; its functions are exact, batch, later; did you mean "
+            "'exact'",
+        ),
         ("mine.py:LIMIT", "mine.py has no function 'LIMIT'"),
-        ("mine.py:batch", r"must take \(prompt, completion\), but is batch\(prompts, completions, answers\)"),
+        (
+            "mine.py:batch",
+            r"must take \(prompt, completion\), but is batch\(prompts, completions, answers\)",
+        ),
         ("mine.py:later", "is async"),
         ("builtins:max", "is built in"),
-        ("no_such_package.rewards:exact", "cannot be imported: ModuleNotFoundError.*named by its path"),
+        (
+            "no_such_package.rewards:exact",
+            "cannot be imported: ModuleNotFoundError.*named by its path",
+        ),
     ],
 )
 def test_a_wrong_name_is_explained(name: str, message: str) -> None:
@@ -77,7 +90,9 @@ def test_a_wrong_name_is_explained(name: str, message: str) -> None:
         load_reward(name)
 
 
-@pytest.mark.parametrize("source", ["import no_such_package", "def exact(:", "raise ValueError('broken')"])
+@pytest.mark.parametrize(
+    "source", ["import no_such_package", "def exact(:", "raise ValueError('broken')"]
+)
 def test_a_file_that_fails_on_import_is_named(module: Path, source: str) -> None:
     module.write_text(source)
     with pytest.raises(RewardError, match=r"the reward file mine\.py fails on import: "):

@@ -16,7 +16,10 @@ def groups(*texts: list[str]) -> list[Group]:
     def completion(text: str) -> Completion:
         return Completion((2,), (0.0,), text, "stop", 1.0, 0)
 
-    return [Group(Prompt(f"train/{index}", "", (1,)), 0, [completion(text) for text in group]) for index, group in enumerate(texts)]
+    return [
+        Group(Prompt(f"train/{index}", "", (1,)), 0, [completion(text) for text in group])
+        for index, group in enumerate(texts)
+    ]
 
 
 def returns(value: Any) -> RewardFunction:
@@ -43,7 +46,9 @@ def test_rewards_keep_the_order_of_groups_and_completions() -> None:
     assert (stats.graded, stats.failed, stats.failures, stats.first_error) == (4, 0, {}, None)
 
 
-@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.float64(1), np.int64(1), np.bool_(True), Fraction(1)])
+@pytest.mark.parametrize(
+    "value", [1, True, 1.0, np.float32(1), np.float64(1), np.int64(1), np.bool_(True), Fraction(1)]
+)
 def test_every_kind_of_number_is_a_float(value: Any) -> None:
     (group,) = graded = groups(["a"])
     grade(graded, returns(value))
@@ -94,7 +99,10 @@ def test_a_reward_that_exits_is_a_failure_not_an_end() -> None:
 
 def test_too_many_failures_stop_the_run_with_the_first_error() -> None:
     assert grade(groups(["a", "!"]), length_or_fail, max_failed_fraction=0.5).failed == 1
-    with pytest.raises(RewardError, match=r"2 of 3 rewards failed, more than .* 0.5 .*prompt train/0, sample 1: KeyError: 'answer'"):
+    with pytest.raises(
+        RewardError,
+        match=r"2 of 3 rewards failed, more than .* 0.5 .*prompt train/0, sample 1: KeyError: 'answer'",
+    ):
         grade(groups(["a", "!", "?"]), length_or_fail, max_failed_fraction=0.5)
 
 

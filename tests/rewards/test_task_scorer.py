@@ -1,4 +1,6 @@
-"""reasoning-gym's own scorers: rebuilt from a row, and refused where they execute what the model wrote."""
+"""reasoning-gym's own scorers: rebuilt from a row, and refused where they execute what the model
+wrote.
+"""
 
 import ast
 import inspect
@@ -72,25 +74,50 @@ def test_a_prompt_of_no_task_is_an_error() -> None:
 
 
 def test_a_scorer_that_executes_answers_is_refused() -> None:
-    with pytest.raises(RewardError, match="scorer of 'countdown' executes the model's answer as Python"):
+    with pytest.raises(
+        RewardError, match="scorer of 'countdown' executes the model's answer as Python"
+    ):
         score(prompt("countdown"), "1+1")
-    mixed = {"datasets": [{"name": "chain_sum", "weight": 1, "config": {}}, {"name": "n_queens", "weight": 1, "config": {}}]}
-    made = Prompt("train/0", "", (1,), {"answer": "", "reasoning_gym": {"task": "composite", "size": 1, "seed": 0, "options": mixed}})
+    mixed = {
+        "datasets": [
+            {"name": "chain_sum", "weight": 1, "config": {}},
+            {"name": "n_queens", "weight": 1, "config": {}},
+        ]
+    }
+    made = Prompt(
+        "train/0",
+        "",
+        (1,),
+        {
+            "answer": "",
+            "reasoning_gym": {"task": "composite", "size": 1, "seed": 0, "options": mixed},
+        },
+    )
     with pytest.raises(RewardError, match="scorer of 'n_queens' executes"):
         score(made, "1+1")
 
 
 def test_a_scorer_that_expands_answers_is_refused() -> None:
-    with pytest.raises(RewardError, match="scorer of 'rubiks_cube' expands the model's answer without a bound"):
+    with pytest.raises(
+        RewardError, match="scorer of 'rubiks_cube' expands the model's answer without a bound"
+    ):
         score(prompt("rubiks_cube"), "R999999999")
 
 
 def executes_answer(task: str) -> bool:
-    """Whether the task's ``score_answer`` calls an evaluating function with ``answer`` among its arguments."""
+    """Whether the task's ``score_answer`` calls an evaluating function with ``answer`` among its
+    arguments.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(DATASETS[task][0].score_answer)))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     evaluating = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in EVALUATING]
-    names = {node.id for call in evaluating for argument in call.args for node in ast.walk(argument) if isinstance(node, ast.Name)}
+    names = {
+        node.id
+        for call in evaluating
+        for argument in call.args
+        for node in ast.walk(argument)
+        if isinstance(node, ast.Name)
+    }
     return "answer" in names
 
 

@@ -9,14 +9,16 @@ from isobit.errors import RequestError
 from isobit.records import Prompt, SamplingParams
 from isobit.rollout.request import Limits, Request, check_requests
 
-from .history_model import make_engine
+from .native.history_model import make_engine
 
 LIMITS = Limits(context=300, vocab_size=50, num_pages=4, page_tokens=64, has_tokenizer=True)
 
 
 def a_request(length: int = 10, samples: int = 2, token: int = 7, **sampling: Any) -> Request:
     sampling.setdefault("max_new_tokens", 20)
-    return Request(Prompt("gsm8k/12", "", (token,) * length), 0, samples, SamplingParams(**sampling))
+    return Request(
+        Prompt("gsm8k/12", "", (token,) * length), 0, samples, SamplingParams(**sampling)
+    )
 
 
 def refusal(*requests: Request, limits: Limits = LIMITS) -> str:
@@ -26,13 +28,18 @@ def refusal(*requests: Request, limits: Limits = LIMITS) -> str:
 
 
 def test_the_largest_request_that_fits_is_accepted():
-    check_requests([a_request(length=237, max_new_tokens=20)], LIMITS)  # 257 tokens, of which 256 are cached
+    check_requests(
+        [a_request(length=237, max_new_tokens=20)], LIMITS
+    )  # 257 tokens, of which 256 are cached
     check_requests([a_request(length=299, max_new_tokens=1000)], replace(LIMITS, num_pages=5))
 
 
 def test_a_request_longer_than_the_cache_is_refused_with_the_numbers():
     message = refusal(a_request(length=238, max_new_tokens=20))
-    assert "'gsm8k/12' can grow to 258 tokens (238 of the prompt, at most 20 new, context 300)" in message
+    assert (
+        "'gsm8k/12' can grow to 258 tokens (238 of the prompt, at most 20 new, context 300)"
+        in message
+    )
     assert "5 pages of 64 tokens, and the KV cache has 4" in message
     assert "rollout.kv_pages" in message
 
@@ -68,7 +75,9 @@ def test_impossible_requests_are_refused_by_name(request_: Request, message: str
 
 
 def test_stop_strings_need_a_tokenizer():
-    assert "need a tokenizer" in refusal(a_request(stop_strings=("\n",)), limits=replace(LIMITS, has_tokenizer=False))
+    assert "need a tokenizer" in refusal(
+        a_request(stop_strings=("\n",)), limits=replace(LIMITS, has_tokenizer=False)
+    )
 
 
 def test_the_same_visit_twice_is_refused():

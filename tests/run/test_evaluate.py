@@ -19,11 +19,15 @@ SETS = {
 }
 
 
-def test_every_named_set_is_measured_greedily(make_config: MakeConfig, write_reward: Callable[[str], str], tiny_folder: Path) -> None:
+def test_every_named_set_is_measured_greedily(
+    make_config: MakeConfig, write_reward: Callable[[str], str], tiny_folder: Path
+) -> None:
     config = make_config(write_reward("return float(prompt.row['answer'] != '') / 2"), data=SETS)
     moments: list[Progress] = []
     results = evaluate_folder(tiny_folder, config, moments.append)
-    assert {name: (result.problems, result.accuracy, result.samples) for name, result in results.items()} == {
+    assert {
+        name: (result.problems, result.accuracy, result.samples) for name, result in results.items()
+    } == {
         "a": (4, 0.5, 1),
         "b": (3, 0.5, 1),
     }
@@ -31,7 +35,9 @@ def test_every_named_set_is_measured_greedily(make_config: MakeConfig, write_rew
     assert not config.output.exists()
 
 
-def test_several_samples_differ_and_repeat(make_config: MakeConfig, write_reward: Callable[[str], str], tiny_folder: Path) -> None:
+def test_several_samples_differ_and_repeat(
+    make_config: MakeConfig, write_reward: Callable[[str], str], tiny_folder: Path
+) -> None:
     config = make_config(
         write_reward("return float(completion.token_ids[0] % 2)"),
         data=SETS,
@@ -46,7 +52,9 @@ def test_several_samples_differ_and_repeat(make_config: MakeConfig, write_reward
     assert result.response_length <= 2
 
 
-def test_what_cannot_be_evaluated(make_config: MakeConfig, write_reward: Callable[[str], str], tiny_folder: Path) -> None:
+def test_what_cannot_be_evaluated(
+    make_config: MakeConfig, write_reward: Callable[[str], str], tiny_folder: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"data.eval names no set"):
         evaluate_folder(tiny_folder, make_config(data={"eval": {}}))
     with pytest.raises(RewardError, match=r"5 of 5 rewards failed.*ValueError: no"):

@@ -1,4 +1,6 @@
-"""Runs of two steps: what they leave behind, that they repeat, and that what they save loads elsewhere."""
+"""Runs of two steps: what they leave behind, that they repeat, and that what they save loads
+elsewhere.
+"""
 
 import json
 from collections.abc import Callable
@@ -12,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isobit.config.schema import Preset, RunConfig
 from isobit.errors import RewardError
+from isobit.models.loaded import load_model
 from isobit.run.loop import train
-from isobit.run.model import load_model
 
 MakeConfig = Callable[..., RunConfig]
 LENGTH_REWARD = "return float(len(completion.token_ids) > 4 or completion.token_ids[0] % 2)"
@@ -24,22 +26,37 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("preset", get_args(Preset))
-def test_every_preset_trains(preset: str, make_config: MakeConfig, write_reward: Callable[[str], str], tiny_folder: Path) -> None:
-    config = make_config(write_reward("return float(completion.token_ids[0] % 2)"), precision={"preset": preset})
+def test_every_preset_trains(
+    preset: str, make_config: MakeConfig, write_reward: Callable[[str], str], tiny_folder: Path
+) -> None:
+    config = make_config(
+        write_reward("return float(completion.token_ids[0] % 2)"), precision={"preset": preset}
+    )
     summary = train(config)
     assert summary.tokens_compared == summary.tokens_generated > 0
     assert (summary.tokens_differing > 0) == (preset == "fp8-rollout")
-    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_folder, summary.model))
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (tiny_folder, summary.model)
+    )
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_directory_holds_what_the_run_did(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_directory_holds_what_the_run_did(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = make_config(evaluation={"every": 1})
     summary = train(config)
     root = config.output
     written = json.loads((root / "summary.json").read_text())
-    figures = ("accuracy_before", "accuracy_after", "problems", "tokens_compared", "tokens_differing", "train_seconds")
+    figures = (
+        "accuracy_before",
+        "accuracy_after",
+        "problems",
+        "tokens_compared",
+        "tokens_differing",
+        "train_seconds",
+    )
     assert [written[name] for name in figures] == [getattr(summary, name) for name in figures]
     assert written["problems"] == 5
     manifest = json.loads((root / "run.json").read_text())
@@ -51,26 +68,39 @@ def test_the_directory_holds_what_the_run_did(make_config: MakeConfig, capsys: p
     assert list((root / "tensorboard").iterdir())
     printed = capsys.readouterr().out.splitlines()
     assert printed[-2].startswith(f"files: {root}")
-    assert any(f"0 of {summary.tokens_compared} log-probabilities differ" in line for line in printed[-5:])
+    assert any(
+        f"0 of {summary.tokens_compared} log-probabilities differ" in line for line in printed[-5:]
+    )
 
 
 def test_a_run_repeats_its_bits(make_config: MakeConfig, tmp_path: Path) -> None:
     first, second = (train(make_config(output=tmp_path / name)) for name in ("a", "b"))
     for name in ("completions.jsonl", "model/model.safetensors"):
         assert (first.directory / name).read_bytes() == (second.directory / name).read_bytes()
-    for a, b in zip(lines(tmp_path / "a" / "metrics.jsonl"), lines(tmp_path / "b" / "metrics.jsonl"), strict=True):
+    for a, b in zip(
+        lines(tmp_path / "a" / "metrics.jsonl"),
+        lines(tmp_path / "b" / "metrics.jsonl"),
+        strict=True,
+    ):
         timed = {name for name in a if name.startswith(("time/", "tokens_per_s/"))}
-        assert {name: a[name] for name in a.keys() - timed} == {name: b[name] for name in b.keys() - timed}
+        assert {name: a[name] for name in a.keys() - timed} == {
+            name: b[name] for name in b.keys() - timed
+        }
 
 
 def test_the_result_loads_in_transformers_and_here(make_config: MakeConfig) -> None:
     config = make_config()
     summary = train(config)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(summary.model, dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        summary.model, dtype=torch.float32, output_loading_info=True
+    )
     model, loading = loaded
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokenizer = AutoTokenizer.from_pretrained(summary.model)
-    assert tokenizer("1+2=")["input_ids"] == load_model(config.model, config.precision).tokenizer("1+2=")["input_ids"]
+    assert (
+        tokenizer("1+2=")["input_ids"]
+        == load_model(config.model, config.precision).tokenizer("1+2=")["input_ids"]
+    )
     embedding = load_model(summary.model, config.precision).policy.masters["embed_tokens.weight"]
     assert torch.equal(model.get_input_embeddings().weight, embedding)
 
@@ -80,7 +110,11 @@ def test_rewards_that_fail_are_excluded_counted_and_said(
 ) -> None:
     body = "token = completion.token_ids[0] % 4; return 1 / 0 if token == 0 else float('nan') if token == 1 else 1.0"
     config = make_config(write_reward(body), data={"eval": {}})
-    summary = train(config.model_copy(update={"reward": config.reward.model_copy(update={"max_failed_fraction": 1.0})}))
+    summary = train(
+        config.model_copy(
+            update={"reward": config.reward.model_copy(update={"max_failed_fraction": 1.0})}
+        )
+    )
     steps = [line for line in lines(config.output / "metrics.jsonl") if "reward/failed" in line]
     assert sum(line["reward/failed"] for line in steps) == summary.failed_rewards > 0
     assert all(line["reward/mean"] == 1.0 for line in steps), "a failed reward is no zero"
@@ -88,11 +122,19 @@ def test_rewards_that_fail_are_excluded_counted_and_said(
 
 
 def test_a_run_that_ends_early_keeps_its_weights_and_figures(
-    make_config: MakeConfig, write_reward: Callable[[str], str], capsys: pytest.CaptureFixture[str], tiny_folder: Path
+    make_config: MakeConfig,
+    write_reward: Callable[[str], str],
+    capsys: pytest.CaptureFixture[str],
+    tiny_folder: Path,
 ) -> None:
     config = make_config(write_reward("raise KeyError('answer')"), data={"eval": {}})
     with pytest.raises(RewardError, match="KeyError"):
         train(config)
-    assert (config.output / "model" / "model.safetensors").read_bytes() == (tiny_folder / "model.safetensors").read_bytes()
+    assert (config.output / "model" / "model.safetensors").read_bytes() == (
+        tiny_folder / "model.safetensors"
+    ).read_bytes()
     assert (config.output / "run.json").exists()
-    assert f"weights of the last optimiser step are in {config.output / 'model'}" in capsys.readouterr().out
+    assert (
+        f"weights of the last optimiser step are in {config.output / 'model'}"
+        in capsys.readouterr().out
+    )

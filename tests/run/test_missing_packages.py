@@ -1,4 +1,6 @@
-"""Packages that a run does not use need not be there: a GPU machine often has torch and little else."""
+"""Packages that a run does not use need not be there: a GPU machine often has torch and little
+else.
+"""
 
 import json
 import subprocess
@@ -26,11 +28,17 @@ sys.exit(main(["train", sys.argv[1]]))
 """
 
 
-def test_a_run_on_jsonl_needs_neither_datasets_nor_reasoning_gym_nor_tensorboard(make_config: Callable[..., RunConfig]) -> None:
+def test_a_run_on_jsonl_needs_neither_datasets_nor_reasoning_gym_nor_tensorboard(
+    make_config: Callable[..., RunConfig],
+) -> None:
     config = make_config()
     recipe = config.output.with_name("recipe.toml")
-    recipe.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
-    done = subprocess.run([sys.executable, "-c", CODE, str(recipe)], capture_output=True, text=True, check=False)
+    recipe.write_text(
+        tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)), encoding="utf-8"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(recipe)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "the package tensorboard is not installed: no events are written" in done.stdout
     assert not (config.output / "tensorboard").exists()

@@ -10,12 +10,19 @@ import pytest
 import torch
 
 from isobit.config.schema import RunConfig
-from isobit.errors import CheckpointError, ConfigError, DataError, IsobitError, RequestError, RewardError
+from isobit.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    IsobitError,
+    RequestError,
+    RewardError,
+)
+from isobit.memory.host import MemoryEstimate
+from isobit.memory.machine import Memory
 from isobit.models import policy
 from isobit.run import plan as planning
 from isobit.run import setup
-from isobit.run.machine import Memory
-from isobit.run.memory import MemoryEstimate
 from isobit.run.plan import describe_plan, plan_run
 from isobit.run.setup import prepare
 
@@ -33,16 +40,23 @@ def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
     assert plan.flow == run.model.policy.flow
     assert plan.model.config == run.model.policy.config
     assert plan.training_prompts == run.sampler.state()["prompts"]
-    assert plan.evaluation_problems == {name: len(prompts) for name, prompts in run.evaluator.sets.items()}
+    assert plan.evaluation_problems == {
+        name: len(prompts) for name, prompts in run.evaluator.sets.items()
+    }
     assert isinstance(plan.memory, MemoryEstimate)
-    assert plan.memory.size("masters") == sum(4 * master.numel() for master in run.model.policy.parameters())
+    assert plan.memory.size("masters") == sum(
+        4 * master.numel() for master in run.model.policy.parameters()
+    )
 
 
 def test_the_text_holds_recipe_flow_data_and_memory(make_config: MakeConfig) -> None:
     text = "\n".join(describe_plan(plan_run(make_config(precision="fp8-rollout")), PLENTY))
     assert "samples_per_prompt = 3" in text
     assert "16 training prompts; evaluation problems: 5 in held_out" in text
-    assert "rollout E4M3 1x128 x 128x128" in text and "sites differ between rollout and training" in text
+    assert (
+        "rollout E4M3 1x128 x 128x128" in text
+        and "sites differ between rollout and training" in text
+    )
     assert "KV pages" in text and "1,024 GiB free" in text
     assert "warning" not in text
 
@@ -53,7 +67,9 @@ def test_too_little_memory_is_a_warning_with_the_key(make_config: MakeConfig) ->
     assert any("but 1 MiB are free" in line and "lower rollout.kv_pages" in line for line in lines)
 
 
-def test_nothing_is_touched(make_config: MakeConfig, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_touched(
+    make_config: MakeConfig, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(policy.Policy, "__init__", None)  # weights are not loaded either
     before = files(tmp_path), files(tiny_folder)
     config = make_config()
@@ -67,17 +83,35 @@ def test_nothing_is_touched(make_config: MakeConfig, tiny_folder: Path, tmp_path
     [
         ({"algorithm": {"kl_coefficient": 0.1}}, ConfigError, "algorithm.kl_coefficient is 0.1"),
         ({"rollout": {"temperature": 0.0}}, ConfigError, "rollout.temperature is 0"),
-        ({"rollout": {"max_new_tokens": 250}}, DataError, "prompt held_out/0 has 9 tokens.*259.*context of 256.*to 247"),
-        ({"rollout": {"max_new_tokens": 100, "kv_pages": 1}}, RequestError, "2 pages of 64 tokens, and the KV cache has 1"),
+        (
+            {"rollout": {"max_new_tokens": 250}},
+            DataError,
+            "prompt held_out/0 has 9 tokens.*259.*context of 256.*to 247",
+        ),
+        (
+            {"rollout": {"max_new_tokens": 100, "kv_pages": 1}},
+            RequestError,
+            "2 pages of 64 tokens, and the KV cache has 1",
+        ),
         ({"rollout": {"kv_memory_gib": 1e-9}}, ConfigError, "rollout.kv_memory_gib"),
-        ({"evaluation": {"samples": 4}}, ConfigError, "evaluation.samples is 4, but evaluation.temperature is 0"),
-        ({"precision": {"modules_bf16": ["mlp"]}}, ConfigError, "names 'mlp', which the model does not have"),
+        (
+            {"evaluation": {"samples": 4}},
+            ConfigError,
+            "evaluation.samples is 4, but evaluation.temperature is 0",
+        ),
+        (
+            {"precision": {"modules_bf16": ["mlp"]}},
+            ConfigError,
+            "names 'mlp', which the model does not have",
+        ),
         ({"checkpoint": {"keep_best": "eval/no/accuracy"}}, ConfigError, "checkpoint.keep_best"),
         ({"reward": "no_such_module:reward"}, RewardError, "no_such_module"),
         ({"model": "no/such/folder"}, CheckpointError, "no/such/folder is not a folder"),
     ],
 )
-def test_what_a_run_refuses(make_config: MakeConfig, sections: dict[str, Any], kind: type[IsobitError], match: str) -> None:
+def test_what_a_run_refuses(
+    make_config: MakeConfig, sections: dict[str, Any], kind: type[IsobitError], match: str
+) -> None:
     with pytest.raises(kind, match=match):
         plan_run(make_config(**sections))
 
@@ -98,11 +132,15 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, total: int, main_memory: int = 1 <
     monkeypatch.setattr(setup, "read_memory", lambda: Memory(1 << 40, main_memory))
 
 
-def test_a_run_on_a_gpu_is_planned_with_its_memory(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_gpu_is_planned_with_its_memory(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_a_gpu(monkeypatch, 8 << 30)
     text = "\n".join(describe_plan(plan_run(make_config(rollout={"kv_pages": 50})), PLENTY))
     assert re.search(r"GPU memory, of 8 GiB: +rollout +training", text)
-    assert "50 pages of 128 tokens in rollout; micro-batches of up to 102 tokens in training" in text
+    assert (
+        "50 pages of 128 tokens in rollout; micro-batches of up to 102 tokens in training" in text
+    )
     with pytest.raises(RequestError, match="2 pages of 128 tokens, and the KV cache has 1"):
         plan_run(make_config(rollout={"max_new_tokens": 150, "kv_pages": 1}))
 
@@ -117,5 +155,17 @@ def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
             start(make_config())
     on_a_gpu(monkeypatch, 8 << 30, main_memory=1000)
     for start in (plan_run, prepare):
-        with pytest.raises(ConfigError, match=r"offload_moments puts [\d.]+ MiB into main memory, and 0\.977 KiB are free"):
-            start(make_config(training={"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 3, "offload_moments": True}))
+        with pytest.raises(
+            ConfigError,
+            match=r"offload_moments puts [\d.]+ MiB into main memory, and 0\.977 KiB are free",
+        ):
+            start(
+                make_config(
+                    training={
+                        "steps": 2,
+                        "prompts_per_step": 2,
+                        "samples_per_prompt": 3,
+                        "offload_moments": True,
+                    }
+                )
+            )

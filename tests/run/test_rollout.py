@@ -18,26 +18,41 @@ def test_texts_are_completed_in_order(tiny_folder: Path) -> None:
     assert [group.prompt.text for group in groups] == ["1+2=", "3+4="]
     completions = [completion for group in groups for completion in group.completions]
     assert len(completions) == 4
-    assert all(len(completion.token_ids) == len(completion.logprobs) <= 6 for completion in completions)
+    assert all(
+        len(completion.token_ids) == len(completion.log_probs) <= 6 for completion in completions
+    )
     again = rollout_folder(tiny_folder, ["1+2=", "3+4="], SETTINGS, samples=2)
     assert [group.completions for group in again] == [group.completions for group in groups]
 
 
 def test_a_files_rows_keep_their_columns(tiny_folder: Path) -> None:
-    groups = rollout_folder(tiny_folder, JsonlData(path=Path("starter:train.jsonl"), limit=2), SETTINGS)
+    groups = rollout_folder(
+        tiny_folder, JsonlData(path=Path("starter:train.jsonl"), limit=2), SETTINGS
+    )
     records = [json.loads(line) for line in completion_lines(groups)]
-    assert [record["columns"]["answer"] for record in records] == [str(sum(map(int, r["prompt"][:-1].split("+")))) for r in records]
-    assert records[0]["logprobs"] == list(groups[0].completions[0].logprobs), "floats survive as they are"
+    assert [record["columns"]["answer"] for record in records] == [
+        str(sum(map(int, r["prompt"][:-1].split("+")))) for r in records
+    ]
+    assert records[0]["log_probs"] == list(groups[0].completions[0].log_probs), (
+        "floats survive as they are"
+    )
 
 
 def test_a_completion_ends_at_the_context(tiny_folder: Path) -> None:
-    greedy = GenerationConfig(precision=PRECISION, rollout=RolloutConfig(max_new_tokens=100, temperature=0.0))
+    greedy = GenerationConfig(
+        precision=PRECISION, rollout=RolloutConfig(max_new_tokens=100, temperature=0.0)
+    )
     (group,) = rollout_folder(tiny_folder, ["1" * 250], greedy)
     assert len(group.prompt.token_ids) + len(group.completions[0].token_ids) <= 256
 
 
 def test_what_cannot_be_completed(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match="3 samples at temperature 0"):
-        rollout_folder(tiny_folder, ["1"], GenerationConfig(precision=PRECISION, rollout=RolloutConfig(temperature=0.0)), samples=3)
+        rollout_folder(
+            tiny_folder,
+            ["1"],
+            GenerationConfig(precision=PRECISION, rollout=RolloutConfig(temperature=0.0)),
+            samples=3,
+        )
     with pytest.raises(DataError, match="no room in the model's context of 256"):
         rollout_folder(tiny_folder, ["1" * 300], SETTINGS)

@@ -22,21 +22,33 @@ def test_the_text_repeats_and_leaves_held_out_problems_out() -> None:
     assert rows == list(build.pretraining_text(batches=5, seed=1))
     assert len(rows) == 5 * build.BATCH
     for start in range(0, len(rows), build.BATCH):
-        assert len({row["prompt"] for row in rows[start : start + build.BATCH]}) == build.BATCH, "a batch holds no problem twice"
+        assert len({row["prompt"] for row in rows[start : start + build.BATCH]}) == build.BATCH, (
+            "a batch holds no problem twice"
+        )
     for row in rows:
         one, two, three, four = row["prompt"].rstrip("=").split("+")
         assert not is_held_out((int(one), int(two), int(three), int(four)))
-        assert not is_worked_out(row["completion"]) or final_answer(row["completion"]) == row["answer"]
+        assert (
+            not is_worked_out(row["completion"]) or final_answer(row["completion"]) == row["answer"]
+        )
 
 
 def test_the_folder_of_the_text_has_the_shipped_tokenizer_and_problems(tmp_path: Path) -> None:
     build.main(["text", str(tmp_path)])
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "train.jsonl", "held_out.jsonl"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "train.jsonl",
+        "held_out.jsonl",
+    ):
         assert (tmp_path / name).read_bytes() == (starter_folder() / name).read_bytes()
     assert len(load_tokenizer(tmp_path)) == 99
     assert len(load_rows(JsonlData(path=tmp_path / "text.jsonl"))) == build.BATCHES * build.BATCH
     held_out = [row.prompt for row in load_rows(JsonlData(path=tmp_path / "held_out_text.jsonl"))]
-    assert held_out == [row.prompt for row in load_rows(JsonlData(path=tmp_path / "held_out.jsonl"))]
+    assert held_out == [
+        row.prompt for row in load_rows(JsonlData(path=tmp_path / "held_out.jsonl"))
+    ]
 
 
 def test_the_card_tells_of_the_run_that_made_the_weights(
@@ -52,8 +64,18 @@ def test_the_card_tells_of_the_run_that_made_the_weights(
         "training.steps": 1,
         "threads": 1,
     }
-    sft(load_recipe(SftConfig, RECIPE, [word for key, value in changes.items() for word in (f"--{key}", str(value))]))
-    held_out = (starter_folder() / "held_out.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:3]
+    sft(
+        load_recipe(
+            SftConfig,
+            RECIPE,
+            [word for key, value in changes.items() for word in (f"--{key}", str(value))],
+        )
+    )
+    held_out = (
+        (starter_folder() / "held_out.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines(keepends=True)[:3]
+    )
     (tmp_path / "held_out.jsonl").write_text("".join(held_out))
     monkeypatch.setattr(build, "PROBLEMS", tmp_path / "held_out.jsonl")
     build.main(["card", str(tmp_path / "run")])

@@ -1,4 +1,6 @@
-"""What the package ships: a model that Isobit and transformers load, and problems that do not overlap."""
+"""What the package ships: a model that Isobit and transformers load, and problems that do not
+overlap.
+"""
 
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from isobit.config.schema import JsonlData, PrecisionConfig
 from isobit.config.sft import SftConfig
 from isobit.data.sources import load_rows
 from isobit.data.tokenizer import load_tokenizer, stop_token_ids
-from isobit.models.checkpoint import load_policy
+from isobit.models.folder import load_policy
 from isobit.run.sft.setup import decoder_of
 from isobit.starter import starter_folder
 from isobit.starter.figures import measure
@@ -24,13 +26,20 @@ FOLDER = starter_folder()
 
 def test_finding_the_folder_imports_no_torch() -> None:
     code = "import sys; from isobit.starter import starter_folder; assert starter_folder().is_dir(); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )
 
 
 def test_the_shipped_problems_are_those_of_the_task() -> None:
     for name, held_out in (("train", False), ("held_out", True)):
         rows = load_rows(JsonlData(path=FOLDER / f"{name}.jsonl"))
-        expected = [(question(problem), {"answer": str(sum(problem))}) for problem in problems(held_out)]
+        expected = [
+            (question(problem), {"answer": str(sum(problem))}) for problem in problems(held_out)
+        ]
         assert [(row.prompt, row.columns) for row in rows] == expected
 
 
@@ -58,9 +67,16 @@ def test_transformers_loads_it_and_can_add() -> None:
 
 
 def test_there_is_much_to_learn_and_a_way_to_it() -> None:
-    """Few greedy answers are right, a good part of the samples is worked out, and working out pays: what the quickstart rests on."""
+    """Few greedy answers are right, a good part of the samples is worked out, and working out pays:
+    what the quickstart rests on.
+    """
     torch.set_num_threads(1)
-    figures = measure(load_policy(FOLDER, PrecisionConfig(preset="fp8")), load_tokenizer(FOLDER), FOLDER / "held_out.jsonl", limit=200)
+    figures = measure(
+        load_policy(FOLDER, PrecisionConfig(preset="fp8")),
+        load_tokenizer(FOLDER),
+        FOLDER / "held_out.jsonl",
+        limit=200,
+    )
     assert 0.2 < figures.greedy_accuracy < 0.65
     assert 0.2 < figures.sampled_worked_out < 0.5
     assert figures.worked_out_accuracy > 0.75

@@ -57,7 +57,17 @@ def test_the_split_is_disjoint_complete_and_fixed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"), [("22", 1.0), ("11,13,22", 1.0), ("1,2,22", 1.0), ("21", 0.0), ("22,", 0.0), ("22 ", 0.0), ("022", 0.0), ("", 0.0)]
+    ("text", "reward"),
+    [
+        ("22", 1.0),
+        ("11,13,22", 1.0),
+        ("1,2,22", 1.0),
+        ("21", 0.0),
+        ("22,", 0.0),
+        ("22 ", 0.0),
+        ("022", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_the_reward_reads_the_final_answer_only(text: str, reward: float) -> None:
     prompt = Prompt("train/0", "3+8+2+9=", (1,), {"answer": "22"})

@@ -21,7 +21,11 @@ def test_ids_fit_the_model() -> None:
     tokenizer = build_tokenizer(512)
     assert len(tokenizer) == 99
     assert max(tokenizer.get_vocab().values()) < VOCAB_SIZE
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (PAD_ID, BOS_ID, EOS_ID)
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (
+        PAD_ID,
+        BOS_ID,
+        EOS_ID,
+    )
 
 
 def test_other_characters_are_unknown_one_each() -> None:

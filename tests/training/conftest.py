@@ -1,4 +1,6 @@
-"""A tiny model, and groups as an exact engine would hand them over: recorded log-probabilities are those of the training forward."""
+"""A tiny model, and groups as an exact engine would hand them over: recorded log-probabilities are
+those of the training forward.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,7 +49,9 @@ def make_policy() -> Callable[..., Policy]:
 @pytest.fixture
 def make_trainer(make_policy: Callable[..., Policy]) -> Callable[..., Trainer]:
     def make(preset: Preset = "fp32", **settings: float | str) -> Trainer:
-        config = TrainingConfig.model_validate({"tokens_per_microbatch": 128, "learning_rate": 1e-3, **settings})
+        config = TrainingConfig.model_validate(
+            {"tokens_per_microbatch": 128, "learning_rate": 1e-3, **settings}
+        )
         return Trainer(make_policy(preset), config, total_updates=10)
 
     return make
@@ -55,18 +59,25 @@ def make_trainer(make_policy: Callable[..., Policy]) -> Callable[..., Trainer]:
 
 @pytest.fixture
 def make_groups() -> Callable[..., list[Group]]:
-    """Random completions with random 0/1 rewards, both kinds in every group; log-probabilities recorded from ``trainer``."""
+    """Random completions with random 0/1 rewards, both kinds in every group; log-probabilities
+    recorded from ``trainer``.
+    """
 
     def make(trainer: Trainer, num_groups: int = 4, samples: int = 4, seed: int = 0) -> list[Group]:
         random = Random(seed)
 
         def tokens(low: int, high: int) -> tuple[int, ...]:
-            return tuple(random.randrange(TINY.vocab_size) for _ in range(random.randint(low, high)))
+            return tuple(
+                random.randrange(TINY.vocab_size) for _ in range(random.randint(low, high))
+            )
 
         groups = []
         for index in range(num_groups):
             prompt = Prompt(f"test/{index}", "", tokens(2, 12))
-            completions = [Completion(ids, (0.0,) * len(ids), "", "stop", 1.0, 1) for ids in (tokens(1, 24) for _ in range(samples))]
+            completions = [
+                Completion(ids, (0.0,) * len(ids), "", "stop", 1.0, 1)
+                for ids in (tokens(1, 24) for _ in range(samples))
+            ]
             rewards: list[float | None] = [float(random.random() < 0.5) for _ in completions]
             rewards[0], rewards[1] = 0.0, 1.0
             groups.append(record(trainer, Group(prompt, 0, completions, rewards)))
@@ -77,12 +88,17 @@ def make_groups() -> Callable[..., list[Group]]:
 
 def record(trainer: Trainer, group: Group) -> Group:
     """The group with each completion's log-probabilities computed by itself, in a batch of one."""
-    return replace(group, completions=[_recorded(trainer, group.prompt, completion) for completion in group.completions])
+    return replace(
+        group,
+        completions=[
+            _recorded(trainer, group.prompt, completion) for completion in group.completions
+        ],
+    )
 
 
 def _recorded(trainer: Trainer, prompt: Prompt, completion: Completion) -> Completion:
     (batch,) = pack(samples_of([Group(prompt, 0, [completion])], [[0.0]]), 1)
-    return replace(completion, logprobs=tuple(trainer.log_probs(batch).tolist()))
+    return replace(completion, log_probs=tuple(trainer.log_probs(batch).tolist()))
 
 
 @pytest.fixture
@@ -93,13 +109,23 @@ def snapshot() -> Callable[[Policy], dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def gradients_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, torch.Tensor]]:
-    """The gradients that one update on-policy would hand to the optimiser, before clipping, by master; no weight moves."""
+    """The gradients that one update on-policy would hand to the optimiser, before clipping, by
+    master; no weight moves.
+    """
 
-    def gradients(trainer: Trainer, batches: Sequence[PackedBatch], objective: Objective) -> dict[str, torch.Tensor]:
+    def gradients(
+        trainer: Trainer, batches: Sequence[PackedBatch], objective: Objective
+    ) -> dict[str, torch.Tensor]:
         caught: dict[str, torch.Tensor] = {}
 
         def catch(norm: float, rate: float) -> None:
-            caught.update({name: master.grad.clone() for name, master in trainer.policy.masters.items() if master.grad is not None})
+            caught.update(
+                {
+                    name: master.grad.clone()
+                    for name, master in trainer.policy.masters.items()
+                    if master.grad is not None
+                }
+            )
 
         monkeypatch.setattr(trainer, "_step", catch)
         trainer.update(batches, objective, [trainer.log_probs(batch) for batch in batches])

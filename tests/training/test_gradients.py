@@ -1,11 +1,14 @@
-"""The FP8 backward of the starter model against the exact backward of the same forward bits, and against a plain FP32 model.
+"""The FP8 backward of the starter model against the exact backward of the same forward bits, and
+against a plain FP32 model.
 
-The exact backward is that of the mathematics: dX = dY Wq and dW = dY^T X, with the quantised weights that the forward multiplied with
-and the BF16 activations as they were before quantisation.  A site whose DGrad and WGrad are not E4M3 computes just this.
+The exact backward is that of the mathematics: dX = dY Wq and dW = dY^T X, with the quantised
+weights that the forward multiplied with and the BF16 activations as they were before quantisation.
+A site whose DGrad and WGrad are not E4M3 computes just this.
 
-The cosine depends on the batch too: each term of a WGrad carries its own rounding error of a few percent, and where terms cancel (like
-tokens with opposite advantages, or a model at its optimum) the sum shrinks and the errors do not.  Hence batches of the size that a
-step has, not a handful of answers.
+The cosine depends on the batch too: each term of a WGrad carries its own rounding error of a few
+percent, and where terms cancel (like tokens with opposite advantages, or a model at its optimum)
+the sum shrinks and the errors do not.  Hence batches of the size that a step has, not a handful of
+answers.
 """
 
 from collections.abc import Callable
@@ -17,12 +20,18 @@ import torch
 
 from isobit.algorithms.objective import Objective
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig, PrecisionConfig, Preset, RolloutConfig, TrainingConfig
+from isobit.config.schema import (
+    AlgorithmConfig,
+    PrecisionConfig,
+    Preset,
+    RolloutConfig,
+    TrainingConfig,
+)
 from isobit.data.tokenizer import load_tokenizer
-from isobit.models.checkpoint import load_policy
+from isobit.models.folder import load_policy
 from isobit.models.policy import Policy
 from isobit.records import Group, PackedBatch, Prompt, SamplingParams
-from isobit.rollout.engine import Engine
+from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.starter import starter_folder
 from isobit.starter.tasks import correct_answer, pretraining_answer, problems, question
@@ -41,7 +50,9 @@ def pretraining_batches() -> list[PackedBatch]:
     tokenizer, random = load_tokenizer(starter_folder()), Random(0)
     pairs = []
     for problem in problems(held_out=False)[:512]:
-        answer = tokenizer(pretraining_answer(problem, random), add_special_tokens=False)["input_ids"]
+        answer = tokenizer(pretraining_answer(problem, random), add_special_tokens=False)[
+            "input_ids"
+        ]
         pairs.append((tokenizer(question(problem))["input_ids"], [*answer, EOS_ID]))
     return pack_pairs(pairs, 4096)
 
@@ -50,14 +61,24 @@ def sampled_batches() -> list[PackedBatch]:
     """What the model itself answers, with GRPO's advantages."""
     tokenizer = load_tokenizer(starter_folder())
     prompts = [
-        Prompt(question(problem), question(problem), tuple(tokenizer(question(problem))["input_ids"]), {"answer": str(sum(problem))})
+        Prompt(
+            question(problem),
+            question(problem),
+            tuple(tokenizer(question(problem))["input_ids"]),
+            {"answer": str(sum(problem))},
+        )
         for problem in problems(held_out=False)[:16]
     ]
     sampling = SamplingParams(max_new_tokens=16, stop_token_ids=(EOS_ID,))
     engine = Engine(starter("fp8"), RolloutConfig(), tokenizer, seed=0)
     completions = engine.generate([Request(prompt, 0, 16, sampling) for prompt in prompts])
-    groups = [Group(prompt, 0, answers) for prompt, answers in zip(prompts, completions, strict=True)]
-    rewards = [[correct_answer(group.prompt, completion) for completion in group.completions] for group in groups]
+    groups = [
+        Group(prompt, 0, answers) for prompt, answers in zip(prompts, completions, strict=True)
+    ]
+    rewards = [
+        [correct_answer(group.prompt, completion) for completion in group.completions]
+        for group in groups
+    ]
     return pack(samples_of(groups, [GRPO.advantages(group) for group in rewards]), 4096)
 
 
@@ -79,7 +100,9 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("objective", "make_batches"), [(SupervisedObjective(), pretraining_batches), (GRPO, sampled_batches)], ids=["supervised", "grpo"]
+    ("objective", "make_batches"),
+    [(SupervisedObjective(), pretraining_batches), (GRPO, sampled_batches)],
+    ids=["supervised", "grpo"],
 )
 def test_fp8_backward_against_the_exact_one(
     objective: Objective,
@@ -88,17 +111,30 @@ def test_fp8_backward_against_the_exact_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     batches = make_batches()
-    policies = {"fp8": starter("fp8"), "exact": with_exact_backward(starter("fp8")), "fp32": starter("fp32")}
+    policies = {
+        "fp8": starter("fp8"),
+        "exact": with_exact_backward(starter("fp8")),
+        "fp32": starter("fp32"),
+    }
     trainers = {name: Trainer(policy, TrainingConfig(), 1) for name, policy in policies.items()}
-    assert all(torch.equal(trainers["fp8"].log_probs(batch), trainers["exact"].log_probs(batch)) for batch in batches)
-    gradients = {name: gradients_of(trainer, batches, objective) for name, trainer in trainers.items()}
+    assert all(
+        torch.equal(trainers["fp8"].log_probs(batch), trainers["exact"].log_probs(batch))
+        for batch in batches
+    )
+    gradients = {
+        name: gradients_of(trainer, batches, objective) for name, trainer in trainers.items()
+    }
     matrices = [name for name, master in policies["fp8"].masters.items() if master.dim() == 2]
     exact = {name: cosine(gradients["fp8"][name], gradients["exact"][name]) for name in matrices}
     fp32 = {name: cosine(gradients["fp8"][name], gradients["fp32"][name]) for name in matrices}
-    worst, furthest = min(exact, key=lambda name: exact[name]), min(fp32, key=lambda name: fp32[name])
+    worst, furthest = (
+        min(exact, key=lambda name: exact[name]),
+        min(fp32, key=lambda name: fp32[name]),
+    )
     with capsys.disabled():
         print(
-            f"\n{type(objective).__name__}: smallest cosine of the fp8 gradients {exact[worst]:.5f} ({worst}) against the exact backward, "
+            f"\n{type(objective).__name__}: smallest cosine of the fp8 gradients "
+            f"{exact[worst]:.5f} ({worst}) against the exact backward, "
             f"{fp32[furthest]:.3f} ({furthest}) against an FP32 model"
         )
     assert exact[worst] >= SMALLEST_COSINE

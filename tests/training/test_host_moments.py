@@ -1,4 +1,6 @@
-"""Moments go to the host and come back with their bits, and the state that holds them does not notice."""
+"""Moments go to the host and come back with their bits, and the state that holds them does not
+notice.
+"""
 
 from pathlib import Path
 
@@ -17,7 +19,11 @@ TINY = ModelConfig("qwen3", 96, 128, 128, 2, 4, 2, 32, 64, 1e-6, 1e4, tied_embed
 
 def make_trainer(moments: str) -> Trainer:
     policy = random_policy(TINY, PrecisionConfig(preset="bf16"), seed=0)
-    return Trainer(policy, TrainingConfig.model_validate({"moments": moments, "learning_rate": 1e-2}), total_updates=4)
+    return Trainer(
+        policy,
+        TrainingConfig.model_validate({"moments": moments, "learning_rate": 1e-2}),
+        total_updates=4,
+    )
 
 
 def step(trainer: Trainer, seed: int) -> None:
@@ -45,12 +51,20 @@ def test_training_goes_on_with_the_same_bits(moments: str, tmp_path: Path) -> No
     assert buffer is not None
     large = [tensor for name, tensor in moved.moments().items() if not name.endswith(".step")]
     assert buffer.nbytes == sum(tensor.nbytes for tensor in large)
-    assert {tensor.untyped_storage().data_ptr() for tensor in large} == {buffer.data_ptr()}, "nothing is left on the device"
+    assert {tensor.untyped_storage().data_ptr() for tensor in large} == {buffer.data_ptr()}, (
+        "nothing is left on the device"
+    )
     save_file(moved.moments(), tmp_path / "moments.safetensors")  # a checkpoint on this side
-    assert all(torch.equal(tensor, plain.moments()[name]) for name, tensor in load_file(tmp_path / "moments.safetensors").items())
+    assert all(
+        torch.equal(tensor, plain.moments()[name])
+        for name, tensor in load_file(tmp_path / "moments.safetensors").items()
+    )
     host.to_device()
     assert not {tensor.untyped_storage().data_ptr() for tensor in large} & {buffer.data_ptr()}
-    assert all(torch.equal(master, other) for master, other in zip(plain.policy.parameters(), moved.policy.parameters(), strict=True))
+    assert all(
+        torch.equal(master, other)
+        for master, other in zip(plain.policy.parameters(), moved.policy.parameters(), strict=True)
+    )
 
 
 def test_restored_moments_are_moved_like_those_that_were_made() -> None:
@@ -60,4 +74,6 @@ def test_restored_moments_are_moved_like_those_that_were_made() -> None:
     restored.restore(trained.counters(), trained.moments())
     host = HostMoments(restored)
     host.to_host()
-    assert all(torch.equal(tensor, trained.moments()[name]) for name, tensor in restored.moments().items())
+    assert all(
+        torch.equal(tensor, trained.moments()[name]) for name, tensor in restored.moments().items()
+    )

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from isobit.config.schema import Moments, TrainingConfig
-from isobit.training.optimiser import build_optimiser, clip_gradients, gradient_norm, learning_rate, set_learning_rate
+from isobit.training.optimiser import (
+    build_optimiser,
+    clip_gradients,
+    gradient_norm,
+    learning_rate,
+    set_learning_rate,
+)
 
 
 def config(**settings: float | str) -> TrainingConfig:
@@ -14,8 +20,10 @@ def config(**settings: float | str) -> TrainingConfig:
 
 
 def test_constant_schedule_with_warmup() -> None:
-    settings = config(warmup_steps=3)
-    assert [learning_rate(update, settings, 6) for update in range(6)] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+    settings = config(warmup_updates=3)
+    assert [learning_rate(update, settings, 6) for update in range(6)] == pytest.approx(
+        [0.025, 0.05, 0.075, 0.1, 0.1, 0.1]
+    )
 
 
 def test_cosine_schedule_without_warmup_falls_towards_zero() -> None:
@@ -27,14 +35,16 @@ def test_cosine_schedule_without_warmup_falls_towards_zero() -> None:
 
 
 def test_cosine_schedule_after_warmup() -> None:
-    rates = [learning_rate(update, config(schedule="cosine", warmup_steps=2), 6) for update in range(6)]
+    rates = [
+        learning_rate(update, config(schedule="cosine", warmup_updates=2), 6) for update in range(6)
+    ]
     assert rates[:3] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
     assert rates[4] == pytest.approx(0.05)
     assert all(rate > 0 for rate in rates)
 
 
 def test_a_warmup_as_long_as_the_run_is_defined() -> None:
-    assert learning_rate(4, config(schedule="cosine", warmup_steps=4), 4) == pytest.approx(0.1)
+    assert learning_rate(4, config(schedule="cosine", warmup_updates=4), 4) == pytest.approx(0.1)
 
 
 def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
@@ -43,7 +53,10 @@ def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
     vector = torch.nn.Parameter(torch.tensor([3.0]))
     optimiser = build_optimiser([matrix, vector], settings)
     start = {matrix: matrix.detach().double(), vector: vector.detach().double()}
-    gradients = {matrix: [torch.tensor([[0.1, -0.2]]), torch.tensor([[0.3, 0.1]])], vector: [torch.tensor([0.5]), torch.tensor([-0.5])]}
+    gradients = {
+        matrix: [torch.tensor([[0.1, -0.2]]), torch.tensor([[0.3, 0.1]])],
+        vector: [torch.tensor([0.5]), torch.tensor([-0.5])],
+    }
     rates = [0.1, 0.05]
     for step, rate in enumerate(rates):
         for parameter in (matrix, vector):
@@ -56,7 +69,9 @@ def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
             g = gradients[parameter][step - 1].double()
             m = settings.beta1 * m + (1 - settings.beta1) * g
             v = settings.beta2 * v + (1 - settings.beta2) * g**2
-            corrected = (m / (1 - settings.beta1**step)) / ((v / (1 - settings.beta2**step)).sqrt() + settings.adam_epsilon)
+            corrected = (m / (1 - settings.beta1**step)) / (
+                (v / (1 - settings.beta2**step)).sqrt() + settings.adam_epsilon
+            )
             x = x * (1 - rate * decay) - rate * corrected
         torch.testing.assert_close(parameter.detach().double(), x, rtol=1e-6, atol=1e-7)
 
@@ -65,10 +80,15 @@ def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
 def test_small_moments_follow_fp32_ones_and_their_rounding_is_the_seeds(small: str) -> None:
     def train(moments: str, seed: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        target, parameter = torch.randn(64, 64, generator=generator), torch.nn.Parameter(torch.zeros(64, 64))
+        target, parameter = (
+            torch.randn(64, 64, generator=generator),
+            torch.nn.Parameter(torch.zeros(64, 64)),
+        )
         optimiser = build_optimiser([parameter], config(moments=moments, learning_rate=0.01), seed)
         for _ in range(300):
-            parameter.grad = parameter.detach() - target + 0.1 * torch.randn(64, 64, generator=generator)
+            parameter.grad = (
+                parameter.detach() - target + 0.1 * torch.randn(64, 64, generator=generator)
+            )
             optimiser.step()
         return parameter.detach() - target
 
@@ -78,7 +98,11 @@ def test_small_moments_follow_fp32_ones_and_their_rounding_is_the_seeds(small: s
 
 
 def test_gradients_are_scaled_together_down_to_the_largest_norm() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
+    parameters = [
+        torch.nn.Parameter(torch.zeros(2)),
+        torch.nn.Parameter(torch.zeros(1)),
+        torch.nn.Parameter(torch.zeros(1)),
+    ]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
     norm = gradient_norm(parameters)
     assert norm == 5.0
@@ -91,11 +115,15 @@ def test_gradients_are_scaled_together_down_to_the_largest_norm() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
 @pytest.mark.parametrize("moments", ["bf16", "fp8"])
-def test_a_clip_in_the_step_has_the_bits_of_one_before_it(moments: Moments, max_norm: float) -> None:
+def test_a_clip_in_the_step_has_the_bits_of_one_before_it(
+    moments: Moments, max_norm: float
+) -> None:
     def train(clip_before: bool) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         parameter = torch.nn.Parameter(torch.randn(32, 32, generator=generator))
-        optimiser = build_optimiser([parameter], TrainingConfig(moments=moments, learning_rate=1e-2))
+        optimiser = build_optimiser(
+            [parameter], TrainingConfig(moments=moments, learning_rate=1e-2)
+        )
         for step in range(4):
             parameter.grad = torch.randn(32, 32, generator=generator)
             if step == 3:  # a step without a clip takes none from the one before

@@ -1,4 +1,6 @@
-"""An update that runs out of memory is the update that a smaller budget would have made, and leaves nothing behind."""
+"""An update that runs out of memory is the update that a smaller budget would have made, and leaves
+nothing behind.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,7 +25,9 @@ MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total cap
 
 
 class Memory:
-    """Room for micro-batches of so many tokens: a larger one fails in the forward, or in the backward once all layers have run."""
+    """Room for micro-batches of so many tokens: a larger one fails in the forward, or in the
+    backward once all layers have run.
+    """
 
     def __init__(self, tokens: int, fails_in: str = "forward") -> None:
         self.tokens, self.fails_in = tokens, fails_in
@@ -35,7 +39,9 @@ class Memory:
         forward = Trainer._forward
 
         def limited(self_: Trainer, batch: PackedBatch) -> Any:
-            assert self.held is None or self.held() is None, "the failed attempt's tensors are still alive"
+            assert self.held is None or self.held() is None, (
+                "the failed attempt's tensors are still alive"
+            )
             log_probs, entropies = forward(self_, batch)
             if batch.token_ids.numel() > self.tokens:
                 self.failures += 1
@@ -67,9 +73,16 @@ def equal(first: Trainer, second: Trainer) -> bool:
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 @pytest.mark.parametrize("preset", ["fp8", "fp8-rollout"])
-def test_the_result_is_that_of_the_smaller_budget(preset: str, fails_in: str, make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
-    """Two steps of two updates with warm-up, so that an update counted twice would have another learning rate."""
-    small, large, limited = (make_trainer(preset, tokens_per_microbatch=n, updates_per_batch=2, warmup_steps=9) for n in (64, 128, 128))
+def test_the_result_is_that_of_the_smaller_budget(
+    preset: str, fails_in: str, make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
+    """Two steps of two updates with warm-up, so that an update counted twice would have another
+    learning rate.
+    """
+    small, large, limited = (
+        make_trainer(preset, tokens_per_microbatch=n, updates_per_batch=2, warmup_updates=9)
+        for n in (64, 128, 128)
+    )
     memory = Memory(64, fails_in)
     for seed in range(2):
         groups = make_groups(small, seed=seed)
@@ -90,9 +103,14 @@ def test_the_result_is_that_of_the_smaller_budget(preset: str, fails_in: str, ma
 def test_updates_before_it_keep_their_cut_and_a_recorded_change_is_made_again(
     preset: str, make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:
-    """Out of memory in the third update of four: a trainer that is told so, and never runs out of memory, ends with the same bits."""
+    """Out of memory in the third update of four: a trainer that is told so, and never runs out of
+    memory, ends with the same bits.
+    """
     settings = {"tokens_per_microbatch": 128, "updates_per_batch": 2, "epochs": 2}
-    limited, told, plain, small = (make_trainer(preset, **(settings | more)) for more in ({}, {}, {}, {"tokens_per_microbatch": 64}))
+    limited, told, plain, small = (
+        make_trainer(preset, **(settings | more))
+        for more in ({}, {}, {}, {"tokens_per_microbatch": 64})
+    )
     groups = make_groups(limited)
     update = Trainer.update
 
@@ -113,21 +131,33 @@ def test_updates_before_it_keep_their_cut_and_a_recorded_change_is_made_again(
     assert not equal(limited, plain) and not equal(limited, small)
 
 
-def test_a_change_is_announced_before_anything_is_learnt_with_it(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_a_change_is_announced_before_anything_is_learnt_with_it(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer()
     seen: list[tuple[BudgetChange, int]] = []
     trainer.budget.on_change = lambda change: seen.append((change, trainer.policy.version))
     with Memory(40).of(trainer):
         train_on_groups(trainer, make_groups(trainer), GRPO)
-    assert seen == [(BudgetChange(0, 128, 64), 1), (BudgetChange(0, 64, 34), 1)]  # 34 tokens are the longest sequence
+    assert seen == [
+        (BudgetChange(0, 128, 64), 1),
+        (BudgetChange(0, 64, 34), 1),
+    ]  # 34 tokens are the longest sequence
 
 
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        ({}, "set training.recompute = 'full' (now 'none'; the same bits), or set training.moments = 'bf16' or 'fp8' (now 'fp32')"),
+        (
+            {},
+            "set training.recompute = 'full' (now 'none'; the same bits), or set training.moments "
+            "= 'bf16' or 'fp8' (now 'fp32')",
+        ),
         ({"recompute": "full", "moments": "bf16"}, "set training.moments = 'fp8' (now 'bf16')"),
-        ({"recompute": "full", "moments": "fp8"}, "lower rollout.max_new_tokens or data.max_prompt_tokens"),
+        (
+            {"recompute": "full", "moments": "fp8"},
+            "lower rollout.max_new_tokens or data.max_prompt_tokens",
+        ),
     ],
 )
 def test_one_sequence_that_is_too_long_ends_it_with_the_keys(
@@ -146,10 +176,14 @@ def test_one_sequence_that_is_too_long_ends_it_with_the_keys(
     assert all(torch.equal(before[name], tensor) for name, tensor in state_of(trainer).items())
 
 
-def test_within_an_optimiser_step_it_ends_too(make_trainer: MakeTrainer, make_groups: MakeGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_within_an_optimiser_step_it_ends_too(
+    make_trainer: MakeTrainer, make_groups: MakeGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = make_trainer()
     groups = make_groups(trainer)
     monkeypatch.setattr(torch.optim.AdamW, "step", out_of_memory)
-    with pytest.raises(ConfigError, match="in the middle of an optimiser step, of which nothing is kept"):
+    with pytest.raises(
+        ConfigError, match="in the middle of an optimiser step, of which nothing is kept"
+    ):
         train_on_groups(trainer, groups, GRPO)
     assert not trainer.is_whole and trainer.budget.changes == []

@@ -1,4 +1,6 @@
-"""Each preset trains: the supervised loss falls, reinforcement learning raises the rewarded tokens, and the bits agree before each step."""
+"""Each preset trains: the supervised loss falls, reinforcement learning raises the rewarded tokens,
+and the bits agree before each step.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,21 +34,34 @@ def test_supervised_loss_falls(preset: str, make_trainer: Callable[..., Trainer]
 def test_reinforcement_learning_raises_what_is_rewarded(
     preset: str, make_trainer: Callable[..., Trainer], make_groups: Callable[..., list[Group]]
 ) -> None:
-    """The reward is the share of even tokens; the same completions are learnt from several times, re-recorded each time."""
+    """The reward is the share of even tokens; the same completions are learnt from several times,
+    re-recorded each time.
+    """
     algorithm = build_algorithm(AlgorithmConfig())
     trainer = make_trainer(preset)
 
     def graded() -> list[Group]:
-        groups = make_groups(trainer)  # the same tokens each time, log-probabilities under the present weights
+        groups = make_groups(
+            trainer
+        )  # the same tokens each time, log-probabilities under the present weights
         return [
-            replace(group, rewards=[sum(t % 2 == 0 for t in c.token_ids) / len(c.token_ids) for c in group.completions]) for group in groups
+            replace(
+                group,
+                rewards=[
+                    sum(t % 2 == 0 for t in c.token_ids) / len(c.token_ids)
+                    for c in group.completions
+                ],
+            )
+            for group in groups
         ]
 
     def advantage_weighted(groups: list[Group]) -> float:
         return sum(
-            advantage * sum(completion.logprobs) / len(completion.logprobs)
+            advantage * sum(completion.log_probs) / len(completion.log_probs)
             for group in groups
-            for completion, advantage in zip(group.completions, algorithm.advantages(group.rewards), strict=True)
+            for completion, advantage in zip(
+                group.completions, algorithm.advantages(group.rewards), strict=True
+            )
             if advantage is not None
         )
 

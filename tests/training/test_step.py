@@ -44,7 +44,13 @@ class Recorder:
 def shifted(groups: list[Group], difference: float) -> list[Group]:
     """The groups with other recorded log-probabilities than the trainer's."""
     return [
-        replace(group, completions=[replace(c, logprobs=tuple(x + difference for x in c.logprobs)) for c in group.completions])
+        replace(
+            group,
+            completions=[
+                replace(c, log_probs=tuple(x + difference for x in c.log_probs))
+                for c in group.completions
+            ],
+        )
         for group in groups
     ]
 
@@ -61,7 +67,9 @@ def test_cut_by_prompt(num_groups: int, num_parts: int) -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_one_update_for_each_part_and_epoch(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_one_update_for_each_part_and_epoch(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer(updates_per_batch=2, epochs=3)
     groups = make_groups(trainer, num_groups=5)
     metrics = train_on_groups(trainer, groups, GRPO)
@@ -71,7 +79,9 @@ def test_one_update_for_each_part_and_epoch(make_trainer: MakeTrainer, make_grou
     assert (metrics.samples, metrics.groups, metrics.skipped_updates) == (20, 5, 0)
 
 
-def test_only_the_first_update_is_on_policy(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_only_the_first_update_is_on_policy(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer("fp8", updates_per_batch=2, learning_rate=0.01)
     first, second = train_on_groups(trainer, make_groups(trainer), GRPO).updates
     assert first.objective["ratio_max"] == first.objective["ratio_mean"] == 1.0
@@ -83,30 +93,48 @@ def test_an_exact_flow_uses_the_recorded_log_probabilities_and_compares_the_firs
 ) -> None:
     trainer = make_trainer("fp8", updates_per_batch=2, epochs=2)
     groups = make_groups(trainer)
-    assert train_on_groups(trainer, groups, GRPO).comparison == Comparison(response_tokens(groups[:2]), 0, 0.0)
+    assert train_on_groups(trainer, groups, GRPO).comparison == Comparison(
+        response_tokens(groups[:2]), 0, 0.0
+    )
     planted = shifted(make_groups(trainer, seed=1), 0.5)
     recorder = Recorder()
     metrics = train_on_groups(trainer, planted, recorder)
-    recorded = sorted(x for group in planted for completion in group.completions for x in completion.logprobs)
+    recorded = sorted(
+        x for group in planted for completion in group.completions for x in completion.log_probs
+    )
     assert sorted(torch.cat(recorder.old).tolist()) == pytest.approx(sorted(recorded * 2))
     tokens = response_tokens(planted[:2])
-    assert (metrics.comparison.tokens_compared, metrics.comparison.tokens_differing) == (tokens, tokens)
+    assert (metrics.comparison.tokens_compared, metrics.comparison.tokens_differing) == (
+        tokens,
+        tokens,
+    )
     assert metrics.comparison.max_abs_diff == pytest.approx(0.5, rel=1e-4)
 
 
-def test_an_inexact_flow_recomputes_them_before_the_first_update(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_an_inexact_flow_recomputes_them_before_the_first_update(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer("fp8-rollout", updates_per_batch=2)
-    groups = make_groups(trainer)  # recorded by the trainer itself, so these are the values to be recomputed
+    groups = make_groups(
+        trainer
+    )  # recorded by the trainer itself, so these are the values to be recomputed
     recorder = Recorder()
     metrics = train_on_groups(trainer, shifted(groups, 0.5), recorder)
-    expected = sorted(x for group in groups for completion in group.completions for x in completion.logprobs)
+    expected = sorted(
+        x for group in groups for completion in group.completions for x in completion.log_probs
+    )
     assert sorted(torch.cat(recorder.old).tolist()) == expected
     assert metrics.updates[0].objective["ratio_max"] == 1.0
     tokens = response_tokens(groups)
-    assert (metrics.comparison.tokens_compared, metrics.comparison.tokens_differing) == (tokens, tokens)
+    assert (metrics.comparison.tokens_compared, metrics.comparison.tokens_differing) == (
+        tokens,
+        tokens,
+    )
 
 
-def test_samples_without_a_reward_are_left_out(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_samples_without_a_reward_are_left_out(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer()
     groups = make_groups(trainer, num_groups=3)
     groups[0].rewards[2] = None
@@ -117,7 +145,9 @@ def test_samples_without_a_reward_are_left_out(make_trainer: MakeTrainer, make_g
     assert metrics.updates[0].tokens == response_tokens(groups) - left_out
 
 
-def test_a_step_without_a_trainable_sample_makes_no_update(make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot) -> None:
+def test_a_step_without_a_trainable_sample_makes_no_update(
+    make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
+) -> None:
     trainer = make_trainer()
     groups = make_groups(trainer, num_groups=2)
     for group in groups:
@@ -130,7 +160,9 @@ def test_a_step_without_a_trainable_sample_makes_no_update(make_trainer: MakeTra
     assert all(torch.equal(before[name], master) for name, master in trainer.policy.masters.items())
 
 
-def test_level_groups_are_counted_and_carry_no_gradient(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_level_groups_are_counted_and_carry_no_gradient(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer()
     groups = make_groups(trainer, num_groups=2)
     for group in groups:
@@ -140,17 +172,23 @@ def test_level_groups_are_counted_and_carry_no_gradient(make_trainer: MakeTraine
     assert metrics.updates[0].grad_norm == 0.0
 
 
-def test_skipped_updates_are_counted_with_their_reason(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_skipped_updates_are_counted_with_their_reason(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer(updates_per_batch=2)
     groups = make_groups(trainer)
-    groups[3].completions[0] = replace(groups[3].completions[0], logprobs=(-1e4,) * len(groups[3].completions[0].logprobs))
+    groups[3].completions[0] = replace(
+        groups[3].completions[0], log_probs=(-1e4,) * len(groups[3].completions[0].log_probs)
+    )
     metrics = train_on_groups(trainer, groups, GRPO)
     assert metrics.skipped_updates == 1
     assert metrics.skip_reasons == ("the loss is inf",)
     assert metrics.scalars()["loss"] == metrics.updates[0].loss
 
 
-def test_more_parts_than_prompts_is_refused(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_more_parts_than_prompts_is_refused(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer(updates_per_batch=3)
     with pytest.raises(ConfigError, match=r"updates_per_batch is 3, but a step has 2 prompts"):
         train_on_groups(trainer, make_groups(trainer, num_groups=2), GRPO)
@@ -162,5 +200,15 @@ def test_scalars_join_the_updates(make_trainer: MakeTrainer, make_groups: MakeGr
     scalars = metrics.scalars()
     first, second = metrics.updates
     assert scalars["grad_norm"] == pytest.approx((first.grad_norm + second.grad_norm) / 2)
-    assert scalars["ratio_max"] == max(first.objective["ratio_max"], second.objective["ratio_max"]) > 1.0
-    assert {"loss", "entropy", "learning_rate", "clip_fraction_low", "clip_fraction_high"} <= scalars.keys()
+    assert (
+        scalars["ratio_max"]
+        == max(first.objective["ratio_max"], second.objective["ratio_max"])
+        > 1.0
+    )
+    assert {
+        "loss",
+        "entropy",
+        "learning_rate",
+        "clip_fraction_low",
+        "clip_fraction_high",
+    } <= scalars.keys()

@@ -15,7 +15,10 @@ def test_loss_is_the_mean_negative_log_probability_over_all_microbatches() -> No
     objective = SupervisedObjective()
     weights = objective.weights([torch.zeros(len(part), dtype=torch.int64) for part in parts])
     empty = torch.empty(0)
-    losses = [objective.loss(LossInputs(x, empty, empty, empty, w)).loss for x, w in zip(parts, weights, strict=True)]
+    losses = [
+        objective.loss(LossInputs(x, empty, empty, empty, w)).loss
+        for x, w in zip(parts, weights, strict=True)
+    ]
     assert float(sum(losses)) == pytest.approx(2.5)
 
 
@@ -27,7 +30,9 @@ def test_pairs_are_packed_with_the_answers_as_targets() -> None:
     assert batch.temperatures.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_mean_loss_is_the_loss_of_an_update_and_learns_nothing(make_trainer: Callable[..., Trainer]) -> None:
+def test_mean_loss_is_the_loss_of_an_update_and_learns_nothing(
+    make_trainer: Callable[..., Trainer],
+) -> None:
     trainer = make_trainer("bf16")
     batches = pack_pairs([([1, 2], [3, 4]), ([5], [6, 7, 8]), ([9], [10])], 6)
     assert len(batches) > 1

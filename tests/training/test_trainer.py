@@ -29,7 +29,9 @@ def batches_of(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
 
 
 class ScaledLoss:
-    """The supervised objective times a factor: infinity makes a loss, 1e38 only gradients, that are not finite."""
+    """The supervised objective times a factor: infinity makes a loss, 1e38 only gradients, that are
+    not finite.
+    """
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -56,18 +58,27 @@ class WholeStepWeights:
 
 @pytest.mark.parametrize(("preset", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-4)])
 def test_gradients_do_not_depend_on_the_cut(
-    preset: str, tolerance: float, make_trainer: MakeTrainer, make_groups: MakeGroups, gradients_of: GradientsOf
+    preset: str,
+    tolerance: float,
+    make_trainer: MakeTrainer,
+    make_groups: MakeGroups,
+    gradients_of: GradientsOf,
 ) -> None:
-    """Against a reference in which each sequence is a batch of its own and FP64 adds the gradients up.
+    """Against a reference in which each sequence is a batch of its own and FP64 adds the gradients
+    up.
 
-    In FP32 only the order of sums differs.  In BF16 a last bit of an FP32 GEMM can tip the rounding of a gradient between two
-    operators, 2^-9 of that value, and all gradients in front of it see that: hence the wider tolerance.
+    In FP32 only the order of sums differs.  In BF16 a last bit of an FP32 GEMM can tip the rounding
+    of a gradient between two operators, 2^-9 of that value, and all gradients in front of it see
+    that: hence the wider tolerance.
     """
     trainer = make_trainer(preset)
     groups = make_groups(trainer)
     singles = batches_of(groups, 1)
     weights = GRPO.weights([batch.sequence for batch in singles])
-    parts = [gradients_of(trainer, [batch], WholeStepWeights(w)) for batch, w in zip(singles, weights, strict=True)]
+    parts = [
+        gradients_of(trainer, [batch], WholeStepWeights(w))
+        for batch, w in zip(singles, weights, strict=True)
+    ]
     for budget in (64, 128, 4096):
         gradients = gradients_of(trainer, batches_of(groups, budget), GRPO)
         assert gradients.keys() == trainer.policy.masters.keys()
@@ -78,7 +89,9 @@ def test_gradients_do_not_depend_on_the_cut(
 
 
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8"])
-def test_training_twice_gives_the_same_bits(preset: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot) -> None:
+def test_training_twice_gives_the_same_bits(
+    preset: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
+) -> None:
     results = []
     for _ in range(2):
         trainer = make_trainer(preset)
@@ -103,20 +116,37 @@ def test_going_on_from_what_was_stored_gives_the_same_bits(
     train(stopped, range(2))
     resumed = make_trainer(moments=moments)
     resumed.policy.restore(snapshot(stopped.policy), stopped.policy.version)
-    resumed.restore(stopped.counters(), {name: tensor.clone() for name, tensor in stopped.moments().items()})
+    resumed.restore(
+        stopped.counters(), {name: tensor.clone() for name, tensor in stopped.moments().items()}
+    )
     train(resumed, range(2, 4))
-    assert all(torch.equal(master, resumed.policy.masters[name]) for name, master in straight.policy.masters.items())
-    assert all(torch.equal(value, resumed.moments()[name]) for name, value in straight.moments().items())
-    kinds = {name.rpartition(".")[2]: str(tensor.dtype).removeprefix("torch.") for name, tensor in resumed.moments().items()}
+    assert all(
+        torch.equal(master, resumed.policy.masters[name])
+        for name, master in straight.policy.masters.items()
+    )
+    assert all(
+        torch.equal(value, resumed.moments()[name]) for name, value in straight.moments().items()
+    )
+    kinds = {
+        name.rpartition(".")[2]: str(tensor.dtype).removeprefix("torch.")
+        for name, tensor in resumed.moments().items()
+    }
     expected = {
         "fp32": {"exp_avg": "float32", "exp_avg_sq": "float32"},
         "bf16": {"exp_avg": "bfloat16", "exp_avg_sq": "bfloat16"},
-        "fp8": {"exp_avg": "float8_e4m3fn", "exp_avg_sq": "uint8", "exp_avg_scale": "uint8", "exp_avg_sq_scale": "uint8"},
+        "fp8": {
+            "exp_avg": "float8_e4m3fn",
+            "exp_avg_sq": "uint8",
+            "exp_avg_scale": "uint8",
+            "exp_avg_sq_scale": "uint8",
+        },
     }
     assert kinds == {"step": "float32", **expected[moments]}
 
 
-def test_an_update_moves_every_master_and_publishes(make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot) -> None:
+def test_an_update_moves_every_master_and_publishes(
+    make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
+) -> None:
     trainer = make_trainer()
     before, version = snapshot(trainer.policy), trainer.policy.version
     batches = batches_of(make_groups(trainer), 128)
@@ -125,13 +155,17 @@ def test_an_update_moves_every_master_and_publishes(make_trainer: MakeTrainer, m
     assert metrics.skipped is None
     assert metrics.grad_norm > 0
     assert trainer.policy.version == version + 1
-    assert all(not torch.equal(before[name], master) for name, master in trainer.policy.masters.items())
-    assert not torch.equal(trainer.log_probs(batches[0]), log_probs), "the published weights are still the old ones"
+    assert all(
+        not torch.equal(before[name], master) for name, master in trainer.policy.masters.items()
+    )
+    assert not torch.equal(trainer.log_probs(batches[0]), log_probs), (
+        "the published weights are still the old ones"
+    )
     assert all(master.grad is None for master in trainer.policy.masters.values())
 
 
 def test_metrics_of_an_update(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
-    trainer = make_trainer(warmup_steps=1)
+    trainer = make_trainer(warmup_updates=1)
     batches = batches_of(make_groups(trainer), 64)
     metrics = trainer.update(batches, GRPO)
     tokens = sum(batch.targets.numel() for batch in batches)
@@ -139,26 +173,39 @@ def test_metrics_of_an_update(make_trainer: MakeTrainer, make_groups: MakeGroups
     assert len(batches) > 1
     assert metrics.tokens == tokens
     assert metrics.learning_rate == pytest.approx(5e-4)
-    assert metrics.loss == pytest.approx(-float(advantages.mean()), rel=1e-4), "on-policy every ratio is 1"
+    assert metrics.loss == pytest.approx(-float(advantages.mean()), rel=1e-4), (
+        "on-policy every ratio is 1"
+    )
     assert metrics.objective["ratio_mean"] == metrics.objective["ratio_max"] == 1.0
-    assert metrics.entropy == pytest.approx(math.log(128), rel=0.02), "a random model is almost uniform"
+    assert metrics.entropy == pytest.approx(math.log(128), rel=0.02), (
+        "a random model is almost uniform"
+    )
 
 
-def test_the_first_forward_is_compared_with_what_was_recorded(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_the_first_forward_is_compared_with_what_was_recorded(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer("fp8")
     batches = batches_of(make_groups(trainer), 64)
     tokens = sum(batch.targets.numel() for batch in batches)
-    batches[0].recorded_logprobs[2] += 0.25
+    batches[0].recorded_log_probs[2] += 0.25
     comparison = trainer.update(batches, GRPO, compare=True).comparison
     assert (comparison.tokens_compared, comparison.tokens_differing) == (tokens, 1)
     assert comparison.max_abs_diff == pytest.approx(0.25, rel=1e-4)
 
 
-@pytest.mark.parametrize(("factor", "reason"), [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (1e37, "the gradient ")])
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (1e37, "the gradient ")],
+)
 def test_a_step_that_is_not_finite_changes_nothing(
-    factor: float, reason: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
+    factor: float,
+    reason: str,
+    make_trainer: MakeTrainer,
+    make_groups: MakeGroups,
+    snapshot: Snapshot,
 ) -> None:
-    trainer, twin = make_trainer(max_skipped_steps=9), make_trainer(max_skipped_steps=9)
+    trainer, twin = make_trainer(max_skipped_updates=9), make_trainer(max_skipped_updates=9)
     batches = batches_of(make_groups(trainer), 64)
     trainer.update(batches, GRPO)
     twin.update(batches, GRPO)
@@ -170,41 +217,61 @@ def test_a_step_that_is_not_finite_changes_nothing(
     assert all(torch.equal(before[name], master) for name, master in trainer.policy.masters.items())
     trainer.update(batches, GRPO)
     twin.update(batches, GRPO)
-    assert all(torch.equal(twin.policy.masters[name], master) for name, master in trainer.policy.masters.items()), "Adam's state changed"
+    assert all(
+        torch.equal(twin.policy.masters[name], master)
+        for name, master in trainer.policy.masters.items()
+    ), "Adam's state changed"
 
 
-def test_a_gradient_that_is_not_finite_in_one_master_skips_the_step(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_a_gradient_that_is_not_finite_in_one_master_skips_the_step(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer()
-    trainer.policy.masters["layers.1.down_proj.weight"].register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), math.nan))
+    trainer.policy.masters["layers.1.down_proj.weight"].register_hook(
+        lambda gradient: gradient.index_fill(0, torch.tensor([3]), math.nan)
+    )
     metrics = trainer.update(batches_of(make_groups(trainer), 64), GRPO)
     assert metrics.skipped == "the gradient of layers.1.down_proj.weight is not finite"
 
 
 @pytest.mark.parametrize(("norm", "skipped"), [(3e38, None), (1e39, "the gradient norm is 1e+39")])
 def test_a_norm_that_only_fp64_holds_skips_the_step(
-    norm: float, skipped: str | None, make_trainer: MakeTrainer, make_groups: MakeGroups, monkeypatch: pytest.MonkeyPatch
+    norm: float,
+    skipped: str | None,
+    make_trainer: MakeTrainer,
+    make_groups: MakeGroups,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The GPU's norm is FP64; clipped by it in FP32 the gradients would be zeros, and the step one without a gradient."""
+    """The GPU's norm is FP64; clipped by it in FP32 the gradients would be zeros, and the step one
+    without a gradient.
+    """
     trainer = make_trainer()
     monkeypatch.setattr("isobit.training.trainer.gradient_norm", lambda _: norm)
     metrics = trainer.update(batches_of(make_groups(trainer), 64), GRPO)
     assert metrics.skipped == skipped
-    assert bool(trainer.moments()) == (skipped is None), "Adam's state is that of a step that was taken"
+    assert bool(trainer.moments()) == (skipped is None), (
+        "Adam's state is that of a step that was taken"
+    )
 
 
-def test_too_many_skipped_steps_in_a_row_stop_the_training(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
-    trainer = make_trainer(max_skipped_steps=2)
+def test_too_many_skipped_steps_in_a_row_stop_the_training(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
+    trainer = make_trainer(max_skipped_updates=2)
     batches = batches_of(make_groups(trainer), 128)
     trainer.update(batches, ScaledLoss(math.inf))
     trainer.update(batches, GRPO)
     trainer.update(batches, ScaledLoss(math.inf))
     with pytest.raises(
-        NonFiniteError, match=r"2 optimiser steps in a row were skipped, the last because the loss is inf; .*max_skipped_steps is 2"
+        NonFiniteError,
+        match=r"2 optimiser steps in a row were skipped, the last because the loss is inf; .*max_skipped_updates is 2",
     ):
         trainer.update(batches, ScaledLoss(math.inf))
 
 
-def test_a_master_that_is_not_finite_is_an_error(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_a_master_that_is_not_finite_is_an_error(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer("fp8")
     batches = batches_of(make_groups(trainer), 128)
     with torch.no_grad():
@@ -215,8 +282,17 @@ def test_a_master_that_is_not_finite_is_an_error(make_trainer: MakeTrainer, make
     assert all(master.grad is None for master in trainer.policy.masters.values())
 
 
-def test_old_log_probabilities_can_be_given(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+def test_old_log_probabilities_can_be_given(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
     trainer = make_trainer()
     batches = batches_of(make_groups(trainer), 4096)
-    shifted = [replace(batch, recorded_logprobs=batch.recorded_logprobs - 1.0) for batch in batches]
-    assert trainer.update(shifted, GRPO, old_log_probs=[batch.recorded_logprobs for batch in batches]).objective["ratio_max"] == 1.0
+    shifted = [
+        replace(batch, recorded_log_probs=batch.recorded_log_probs - 1.0) for batch in batches
+    ]
+    assert (
+        trainer.update(
+            shifted, GRPO, old_log_probs=[batch.recorded_log_probs for batch in batches]
+        ).objective["ratio_max"]
+        == 1.0
+    )

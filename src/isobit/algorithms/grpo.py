@@ -1,12 +1,14 @@
 """GRPO: the clipped surrogate of PPO with advantages relative to the group, and no critic.
 
-For a token with ratio r = pi(token) / pi_old(token) and the advantage A of its answer (PPO, arXiv 1707.06347, equation 7; GRPO,
-DeepSeekMath, arXiv 2402.03300, equation 3; two clip bounds: DAPO, arXiv 2503.14476, section 3.1):
+For a token with ratio r = pi(token) / pi_old(token) and the advantage A of its answer (PPO, arXiv
+1707.06347, equation 7; GRPO, DeepSeekMath, arXiv 2402.03300, equation 3; two clip bounds: DAPO,
+arXiv 2503.14476, section 3.1):
 
     l = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
 
-The gradient vanishes where the clip is active: r above the upper bound with A > 0, r below the lower bound with A < 0.  Where the
-policy that sampled is the one being trained, bit for bit, r is exactly 1 and l has the gradient of -A * log pi.
+The gradient vanishes where the clip is active: r above the upper bound with A > 0, r below the
+lower bound with A < 0.  Where the policy that sampled is the one being trained, bit for bit, r is
+exactly 1 and l has the gradient of -A * log pi.
 """
 
 from collections.abc import Sequence
@@ -35,15 +37,28 @@ class Grpo:
         return mean_weights(self.config.loss_mean, sequences)
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """The weighted sum of the clipped surrogate over the N tokens, with clip fractions and ratios to report."""
+        """The weighted sum of the clipped surrogate over the N tokens, with clip fractions and
+        ratios to report.
+        """
         ratio = torch.exp(inputs.log_probs - inputs.old_log_probs)
-        loss = (inputs.weights * clipped_surrogate(ratio, inputs.advantages, self.config.clip_low, self.config.clip_high)).sum()
-        sums, maxima = ratio_metrics(ratio.detach(), inputs.advantages, self.config.clip_low, self.config.clip_high)
+        loss = (
+            inputs.weights
+            * clipped_surrogate(
+                ratio, inputs.advantages, self.config.clip_low, self.config.clip_high
+            )
+        ).sum()
+        sums, maxima = ratio_metrics(
+            ratio.detach(), inputs.advantages, self.config.clip_low, self.config.clip_high
+        )
         return LossOutputs(loss, sums, maxima)
 
 
-def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
-    """The loss of each token, [N], from ratios [N] and advantages [N]; the formula is at the top of this file."""
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> torch.Tensor:
+    """The loss of each token, [N], from ratios [N] and advantages [N]; the formula is at the top of
+    this file.
+    """
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
@@ -51,7 +66,9 @@ def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: f
 def ratio_metrics(
     ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Sums and maxima over the tokens: ratios, and the tokens whose gradient the clip removes, below and above."""
+    """Sums and maxima over the tokens: ratios, and the tokens whose gradient the clip removes,
+    below and above.
+    """
     if not ratio.numel():
         return {}, {}
     sums = {

@@ -1,8 +1,10 @@
 """What an objective takes and gives: the seam between the trainer and the family of algorithms.
 
-An optimiser step is cut into micro-batches by a token budget, and the loss must not depend on the cut.  So an objective is asked
-twice: once for the weight of every response token, with the whole step in view, and then for the weighted **sum** of one
-micro-batch.  Sums over the micro-batches of a step add up to the step's loss, and so do their gradients:
+An optimiser step is cut into micro-batches by a token budget, and the loss must not depend on the
+cut.  So an objective is asked
+twice: once for the weight of every response token, with the whole step in view, and then for the
+weighted **sum** of one micro-batch.  Sums over the micro-batches of a step add up to the step's
+loss, and so do their gradients:
 
     loss = sum over micro-batches m, sum over tokens i of m:   w[i] * l[i]
 
@@ -23,15 +25,20 @@ class LossInputs:
     log_probs: torch.Tensor  # float32 [N], of the policy being trained; carries the gradient
     old_log_probs: torch.Tensor  # float32 [N], of the policy that sampled
     advantages: torch.Tensor  # float32 [N]
-    sequence: torch.Tensor  # int64 [N], ascending: the sequence of the micro-batch each token belongs to
-    weights: torch.Tensor  # float32 [N], share of each token in the mean over the whole optimiser step
+    sequence: (
+        torch.Tensor
+    )  # int64 [N], ascending: the sequence of the micro-batch each token belongs to
+    weights: (
+        torch.Tensor
+    )  # float32 [N], share of each token in the mean over the whole optimiser step
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
     """The micro-batch's part of the loss, and what to report about it.
 
-    ``sums`` are added over the micro-batches and divided by the number of tokens, ``maxima`` are joined by ``max``.
+    ``sums`` are added over the micro-batches and divided by the number of tokens, ``maxima`` are
+    joined by ``max``.
     """
 
     loss: torch.Tensor  # float32 scalar
@@ -43,7 +50,9 @@ class Objective(Protocol):
     """What the trainer minimises."""
 
     def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """``LossInputs.sequence`` of every micro-batch of a step (int64 [N] each) -> the weight of every token (float32 [N] each)."""
+        """``LossInputs.sequence`` of every micro-batch of a step (int64 [N] each) -> the weight of
+        every token (float32 [N] each).
+        """
         ...
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
@@ -52,8 +61,12 @@ class Objective(Protocol):
 
 
 class Algorithm(Objective, Protocol):
-    """An objective of reinforcement learning: it also turns the rewards of a group into advantages."""
+    """An objective of reinforcement learning: it also turns the rewards of a group into
+    advantages.
+    """
 
     def advantages(self, rewards: Sequence[float | None]) -> list[float | None]:
-        """Rewards of the samples of one prompt -> one advantage each; None leaves the sample out of training."""
+        """Rewards of the samples of one prompt -> one advantage each; None leaves the sample out of
+        training.
+        """
         ...

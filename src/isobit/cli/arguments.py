@@ -1,6 +1,14 @@
-"""What commands share: the arguments of those that take a model folder, of those that take a recipe, and dotted overrides."""
+"""What commands share: the arguments of those that take a model folder, of those that take a
+recipe, and dotted overrides.
+"""
 
-from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import (
+    REMAINDER,
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,8 +18,12 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="Strict")
 
 
-def folder_parser(command: str, description: str, tables: str, with_folder: bool = True) -> ArgumentParser:
-    """A parser with FOLDER (or without), --precision, --seed and --threads; ``tables`` names those whose keys may be set as well."""
+def folder_parser(
+    command: str, description: str, tables: str, with_folder: bool = True
+) -> ArgumentParser:
+    """A parser with FOLDER (or without), --precision, --seed and --threads; ``tables`` names those
+    whose keys may be set as well.
+    """
     parser = ArgumentParser(
         prog=f"isobit {command}",
         description=description,
@@ -20,15 +32,32 @@ def folder_parser(command: str, description: str, tables: str, with_folder: bool
         allow_abbrev=False,
     )
     if with_folder:
-        parser.add_argument("folder", metavar="FOLDER", help="a Hugging Face model folder, or `starter` for the shipped model")
-    parser.add_argument("--precision", metavar="NAME", default="fp8", help="fp32, bf16, fp8-rollout, fp8-linear or fp8 (default)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn; by default 0")
-    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads; by default torch's choice")
+        parser.add_argument(
+            "folder",
+            metavar="FOLDER",
+            help="a Hugging Face model folder, or `starter` for the shipped model",
+        )
+    parser.add_argument(
+        "--precision",
+        metavar="NAME",
+        default="fp8",
+        help="fp32, bf16, fp8-rollout, fp8-linear or fp8 (default)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of everything that is drawn; by default 0"
+    )
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="CPU threads; by default torch's choice"
+    )
     return parser
 
 
-def recipe_parser(command: str, description: str, example: str, schema: "type[Strict] | None") -> ArgumentParser:
-    """A parser with RECIPE.toml, --print-config and overrides; given the recipe's ``schema``, its help lists every key."""
+def recipe_parser(
+    command: str, description: str, example: str, schema: "type[Strict] | None"
+) -> ArgumentParser:
+    """A parser with RECIPE.toml, --print-config and overrides; given the recipe's ``schema``, its
+    help lists every key.
+    """
     parser = ArgumentParser(
         prog=f"isobit {command}",
         usage=f"isobit {command} [--print-config] RECIPE.toml [--KEY VALUE ...]",
@@ -37,9 +66,18 @@ def recipe_parser(command: str, description: str, example: str, schema: "type[St
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--print-config", action="store_true", help="check the recipe, print it with every default, and stop")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="check the recipe, print it with every default, and stop",
+    )
     parser.add_argument("recipe", metavar="RECIPE.toml", help=f"for example {example}")
-    parser.add_argument("overrides", metavar="--KEY VALUE", nargs=REMAINDER, help="changes of the recipe, for example --training.steps 5")
+    parser.add_argument(
+        "overrides",
+        metavar="--KEY VALUE",
+        nargs=REMAINDER,
+        help="changes of the recipe, for example --training.steps 5",
+    )
     return parser
 
 
@@ -60,7 +98,10 @@ def _describe_keys(schema: "type[Strict]") -> str:
     lines = ["keys of a recipe (NAME is yours to choose):"]
     for key in all_keys(schema):
         default = f", default {key.default}" if key.default else ""
-        lines += [f"  --{key.path}  ({key.kind}{default})", *([f"        {key.description}"] if key.description else [])]
+        lines += [
+            f"  --{key.path}  ({key.kind}{default})",
+            *([f"        {key.description}"] if key.description else []),
+        ]
     return "\n".join(lines)
 
 
@@ -73,12 +114,18 @@ def positive(text: str) -> int:
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """The values that are not None: what the command line leaves open keeps the schema's default."""
+    """The values that are not None: what the command line leaves open keeps the schema's
+    default.
+    """
     return {name: value for name, value in values.items() if value is not None}
 
 
-def settings_from(model: type[Settings], values: Mapping[str, Any], overrides: Sequence[str]) -> Settings:
-    """The settings of a command: ``values`` of its own arguments, under the dotted overrides left over.  Raises ConfigError."""
+def settings_from(
+    model: type[Settings], values: Mapping[str, Any], overrides: Sequence[str]
+) -> Settings:
+    """The settings of a command: ``values`` of its own arguments, under the dotted overrides left
+    over.  Raises ConfigError.
+    """
     from isobit.config.load import build
     from isobit.config.overrides import apply_overrides, parse_overrides
 

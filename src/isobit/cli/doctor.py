@@ -1,4 +1,6 @@
-"""``isobit doctor``: whether this machine computes what it must.  Exit codes: 0 nothing failed, 1 something did."""
+"""``isobit doctor``: whether this machine computes what it must.  Exit codes: 0 nothing failed, 1
+something did.
+"""
 
 import json
 import sys
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 from isobit.cli.waiting import starting
 
 if TYPE_CHECKING:
-    from isobit.run.doctor.finding import Finding
+    from isobit.proof.doctor.finding import Finding
 
 _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 
@@ -20,13 +22,20 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
 
     with starting():
-        from isobit.run.doctor.examine import examine
+        from isobit.proof.doctor.examine import examine
 
-    result = examine(options.directory) if options.json else examine(options.directory, _announce, _print_finding)
+    result = (
+        examine(options.directory)
+        if options.json
+        else examine(options.directory, _announce, _print_finding)
+    )
     if options.json:
         print(json.dumps(result.as_json(), indent=2))
         return result.exit_code
-    print(f"\n{result.count('pass')} passed, {result.count('warn')} warnings, {result.count('fail')} failed")
+    print(
+        f"\n{result.count('pass')} passed, {result.count('warn')} warnings, {result.count('fail')} "
+        "failed"
+    )
     for line in result.runs_here:
         print(line)
     return result.exit_code
@@ -48,14 +57,19 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="isobit doctor",
         description=(
-            "Test this machine: versions, disk and memory, the quantisers against stored bytes, every kernel for exactness at one thread\n"
+            "Test this machine: versions, disk and memory, the quantisers against stored bytes, "
+            "every kernel for exactness at one thread\n"
             "and at all, and the starter model.  Takes some seconds; exits 1 where anything failed."
         ),
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--directory", type=Path, default=Path(), metavar="DIR", help="where files are tried out; by default the current one"
+        "--directory",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where files are tried out; by default the current one",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser

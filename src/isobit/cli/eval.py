@@ -25,7 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     with starting():
-        from isobit.run.console import Report, describe_result
+        from isobit.observe.console import Report, describe_result
         from isobit.run.evaluate import evaluate_folder
 
     with Report(Console(stderr=True)).generating("evaluation") as progress:
@@ -33,14 +33,25 @@ def run(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({name: asdict(result) for name, result in results.items()}, indent=2))
     else:
-        Report().line("\n".join(f"{config.precision.preset}: {describe_result(name, result)}" for name, result in results.items()))
+        Report().line(
+            "\n".join(
+                f"{config.precision.preset}: {describe_result(name, result)}"
+                for name, result in results.items()
+            )
+        )
     return 0
 
 
 def _values(options: Namespace) -> dict[str, Any]:
-    """The tables of a run whose evaluation is this one.  What only training reads, its data and output, is filled in and not used."""
+    """The tables of a run whose evaluation is this one.  What only training reads, its data and
+    output, is filled in and not used.
+    """
     name, source = _source(options)
-    evaluation = given(samples=options.samples, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
+    evaluation = given(
+        samples=options.samples,
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+    )
     return {
         "output": options.folder,
         "seed": options.seed,
@@ -52,17 +63,32 @@ def _values(options: Namespace) -> dict[str, Any]:
 
 
 def _source(options: Namespace) -> tuple[str, dict[str, Any]]:
-    """The name of the set and its table: a task of reasoning-gym, a dataset's folder or a JSONL file."""
+    """The name of the set and its table: a task of reasoning-gym, a dataset's folder or a JSONL
+    file.
+    """
     text: str = options.data
     if text.startswith(_TASK):
         name = text.removeprefix(_TASK)
-        return name, {"type": "reasoning_gym", "task": name, "seed": options.seed, **given(size=options.problems)}
+        return name, {
+            "type": "reasoning_gym",
+            "task": name,
+            "seed": options.seed,
+            **given(size=options.problems),
+        }
     kind = "hf" if Path(text).is_dir() else "jsonl"
-    return Path(text.removeprefix("starter:")).stem, {"type": kind, "path": text, **given(limit=options.problems)}
+    return Path(text.removeprefix("starter:")).stem, {
+        "type": kind,
+        "path": text,
+        **given(limit=options.problems),
+    }
 
 
 def _parser() -> ArgumentParser:
-    parser = folder_parser("eval", "Measure a model folder on a dataset with a reward.", "precision, rollout, data and evaluation")
+    parser = folder_parser(
+        "eval",
+        "Measure a model folder on a dataset with a reward.",
+        "precision, rollout, data and evaluation",
+    )
     parser.add_argument(
         "--data",
         required=True,
@@ -75,10 +101,21 @@ def _parser() -> ArgumentParser:
         metavar="NAME",
         help="module:function or path/to/file.py:function; by default the scorer of the reasoning-gym task",
     )
-    parser.add_argument("--problems", type=positive, metavar="N", help="use the first N; by default all, or 1000 of a task")
-    parser.add_argument("--samples", metavar="N", help="samples a problem, by default 1: gives mean@n and pass@k")
+    parser.add_argument(
+        "--problems",
+        type=positive,
+        metavar="N",
+        help="use the first N; by default all, or 1000 of a task",
+    )
+    parser.add_argument(
+        "--samples", metavar="N", help="samples a problem, by default 1: gives mean@n and pass@k"
+    )
     parser.add_argument("--temperature", metavar="T", help="by default 0, greedy")
     parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
-    parser.add_argument("--no-chat", action="store_true", help="take prompts as they stand, without the tokenizer's chat template")
+    parser.add_argument(
+        "--no-chat",
+        action="store_true",
+        help="take prompts as they stand, without the tokenizer's chat template",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser

@@ -1,4 +1,6 @@
-"""``isobit rollout FOLDER``: completions of a text or of a file's prompts, printed or written as JSON lines."""
+"""``isobit rollout FOLDER``: completions of a text or of a file's prompts, printed or written as
+JSON lines.
+"""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Generate, and print or write.  Raises IsobitError for anything that cannot be used, before anything is generated."""
+    """Generate, and print or write.  Raises IsobitError for anything that cannot be used, before
+    anything is generated.
+    """
     options, overrides = _parser().parse_known_args(arguments)
     if options.out is not None:
         _check_new(options.out)
@@ -23,7 +27,9 @@ def run(arguments: Sequence[str]) -> int:
     from isobit.config.schema import GenerationConfig
 
     limits = given(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    settings = settings_from(GenerationConfig, {"precision": options.precision, "rollout": limits}, overrides)
+    settings = settings_from(
+        GenerationConfig, {"precision": options.precision, "rollout": limits}, overrides
+    )
     groups = _generate(options, settings)
     if options.out is None:
         _print(groups)
@@ -45,7 +51,7 @@ def _generate(options: Namespace, settings: "GenerationConfig") -> "list[Group]"
     from isobit.config.schema import JsonlData
 
     with starting():
-        from isobit.run.console import Report
+        from isobit.observe.console import Report
         from isobit.run.rollout import rollout_folder
 
     with Report(Console(stderr=True)).generating("rollout") as progress:
@@ -61,11 +67,14 @@ def _generate(options: Namespace, settings: "GenerationConfig") -> "list[Group]"
 
 
 def _print(groups: "Sequence[Group]") -> None:
-    from isobit.run.console import printable
+    from isobit.observe.console import printable
 
     for group in groups:
         for sample, completion in enumerate(group.completions):
-            print(f"[{group.prompt.id}, sample {sample}: {len(completion.token_ids)} tokens, {completion.finish_reason}]")
+            print(
+                f"[{group.prompt.id}, sample {sample}: {len(completion.token_ids)} tokens, "
+                f"{completion.finish_reason}]"
+            )
             print(printable(completion.text))
 
 
@@ -73,17 +82,40 @@ def _check_new(path: Path) -> None:
     if path.exists():
         raise ConfigError(f"--out is {str(path)!r}, which exists; name another file, or remove it")
     if not path.parent.is_dir():
-        raise ConfigError(f"--out is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it first")
+        raise ConfigError(
+            f"--out is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it first"
+        )
 
 
 def _parser() -> ArgumentParser:
-    parser = folder_parser("rollout", "Complete prompts with a model folder, in any precision.", "precision and rollout")
+    parser = folder_parser(
+        "rollout",
+        "Complete prompts with a model folder, in any precision.",
+        "precision and rollout",
+    )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="the text to complete")
-    prompts.add_argument("--data", metavar="FILE.jsonl", type=Path, help="a JSONL file with a column `prompt`")
+    prompts.add_argument(
+        "--data", metavar="FILE.jsonl", type=Path, help="a JSONL file with a column `prompt`"
+    )
     parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
     parser.add_argument("--temperature", metavar="T", help="0 is greedy; by default 1")
-    parser.add_argument("--samples", type=positive, default=1, metavar="N", help="completions of each prompt, by default 1")
-    parser.add_argument("--no-chat", action="store_true", help="take the text as it stands, without the tokenizer's chat template")
-    parser.add_argument("--out", metavar="FILE.jsonl", type=Path, help="write JSON lines there, with tokens and log-probabilities")
+    parser.add_argument(
+        "--samples",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="completions of each prompt, by default 1",
+    )
+    parser.add_argument(
+        "--no-chat",
+        action="store_true",
+        help="take the text as it stands, without the tokenizer's chat template",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE.jsonl",
+        type=Path,
+        help="write JSON lines there, with tokens and log-probabilities",
+    )
     return parser

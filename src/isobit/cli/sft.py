@@ -1,4 +1,6 @@
-"""``isobit sft RECIPE.toml [--resume | --dry-run] [--KEY VALUE ...]``: supervised fine-tuning; every key can be overridden."""
+"""``isobit sft RECIPE.toml [--resume | --dry-run] [--KEY VALUE ...]``: supervised fine-tuning;
+every key can be overridden.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,15 +15,19 @@ DESCRIPTION = "Fine-tune a model on prompts and completions as a TOML recipe say
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Fine-tune as the recipe says.  Raises IsobitError for anything that cannot be used, before anything is written."""
+    """Fine-tune as the recipe says.  Raises IsobitError for anything that cannot be used, before
+    anything is written.
+    """
     from isobit.config.sft import SftConfig
 
-    return TrainingCommand("sft", DESCRIPTION, "recipes/fine_tune.toml", SftConfig, _plan, _start).run(arguments)
+    return TrainingCommand(
+        "sft", DESCRIPTION, "recipes/fine_tune.toml", SftConfig, _plan, _start
+    ).run(arguments)
 
 
 def _plan(config: "SftConfig", resume: bool) -> list[str]:
     with starting():
-        from isobit.run.machine import read_memory
+        from isobit.memory.machine import read_memory
         from isobit.run.sft.plan import describe_plan, plan_sft
 
     return describe_plan(plan_sft(config, resume), read_memory())

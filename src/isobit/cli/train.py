@@ -1,4 +1,6 @@
-"""``isobit train RECIPE.toml [--resume | --dry-run] [--KEY VALUE ...]``: one training run; every key of the recipe can be overridden."""
+"""``isobit train RECIPE.toml [--resume | --dry-run] [--KEY VALUE ...]``: one training run; every
+key of the recipe can be overridden.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,15 +15,19 @@ DESCRIPTION = "Train a policy as a TOML recipe says, and leave it with all figur
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train as the recipe says.  Raises IsobitError for anything that cannot be used, before anything is written."""
+    """Train as the recipe says.  Raises IsobitError for anything that cannot be used, before
+    anything is written.
+    """
     from isobit.config.schema import RunConfig
 
-    return TrainingCommand("train", DESCRIPTION, "recipes/quickstart.toml", RunConfig, _plan, _start).run(arguments)
+    return TrainingCommand(
+        "train", DESCRIPTION, "recipes/quickstart.toml", RunConfig, _plan, _start
+    ).run(arguments)
 
 
 def _plan(config: "RunConfig", resume: bool) -> list[str]:
     with starting():
-        from isobit.run.machine import read_memory
+        from isobit.memory.machine import read_memory
         from isobit.run.plan import describe_plan, plan_run
 
     return describe_plan(plan_run(config, resume), read_memory())

@@ -1,7 +1,9 @@
-"""What ``isobit train`` and ``isobit sft`` share: a recipe with its overrides, ``--print-config``, ``--dry-run`` and ``--resume``.
+"""What ``isobit train`` and ``isobit sft`` share: a recipe with its overrides, ``--print-config``,
+``--dry-run`` and ``--resume``.
 
-With ``--resume`` the run in the recipe's output directory goes on from its newest usable checkpoint; where there is no run yet, it is
-begun, so that a script may always say it.  ``--dry-run`` prints what the run would use and take, and touches nothing.
+With ``--resume`` the run in the recipe's output directory goes on from its newest usable
+checkpoint; where there is no run yet, it is begun, so that a script may always say it.
+``--dry-run`` prints what the run would use and take, and touches nothing.
 """
 
 import json
@@ -22,7 +24,9 @@ Config = TypeVar("Config", bound="Strict")
 
 @dataclass(frozen=True, slots=True)
 class TrainingCommand(Generic[Config]):
-    """One of the two commands.  Configurations and what comes of them are imported when they are needed."""
+    """One of the two commands.  Configurations and what comes of them are imported when they are
+    needed.
+    """
 
     name: str
     description: str
@@ -35,17 +39,33 @@ class TrainingCommand(Generic[Config]):
     """The run itself; the flag of both says that it is resumed."""
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Do what the command line says.  Raises IsobitError for anything that cannot be used, before anything is written."""
+        """Do what the command line says.  Raises IsobitError for anything that cannot be used,
+        before anything is written.
+        """
         from isobit.config.load import dump_config, load_recipe
 
         helps = asks_for_help(arguments)
-        parser = recipe_parser(self.name, self.description, self.example, self.schema if helps else None)
-        parser.add_argument("--resume", action="store_true", help="go on with the run in the output directory; RECIPE may be that")
-        parser.add_argument("--dry-run", action="store_true", help="check the run, print what it would use and take, and touch nothing")
+        parser = recipe_parser(
+            self.name, self.description, self.example, self.schema if helps else None
+        )
+        parser.add_argument(
+            "--resume",
+            action="store_true",
+            help="go on with the run in the output directory; RECIPE may be that",
+        )
+        parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="check the run, print what it would use and take, and touch nothing",
+        )
         options = parser.parse_args(["--help"] if helps else flags_first(arguments, FLAGS))
         recipe = Path(options.recipe)
         of_run = options.resume and recipe.is_dir()
-        config = self._config_of_run(recipe, options.overrides) if of_run else load_recipe(self.schema, recipe, options.overrides)
+        config = (
+            self._config_of_run(recipe, options.overrides)
+            if of_run
+            else load_recipe(self.schema, recipe, options.overrides)
+        )
         if options.print_config:
             print(dump_config(config), end="")
         elif options.dry_run:
@@ -56,12 +76,14 @@ class TrainingCommand(Generic[Config]):
 
     def _print_plan(self, config: Config, resume: bool) -> None:
         lines = self.plan(config, resume)
-        from isobit.run.console import printable
+        from isobit.observe.console import printable
 
         print(printable("\n".join(lines)))
 
     def _config_of_run(self, directory: Path, overrides: Sequence[str]) -> Config:
-        """The resolved configuration of the run in a directory, for ``isobit train RUN --resume``."""
+        """The resolved configuration of the run in a directory, for ``isobit train RUN
+        --resume``.
+        """
         from isobit.config.load import build
         from isobit.config.overrides import apply_overrides, parse_overrides
 
@@ -70,6 +92,11 @@ class TrainingCommand(Generic[Config]):
             saved = json.loads(path.read_text(encoding="utf-8"))["config"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} cannot be read ({error}); name the recipe of the run instead: isobit {self.name} RECIPE.toml --resume"
+                f"{path} cannot be read ({error}); name the recipe of the run instead: isobit "
+                f"{self.name} RECIPE.toml --resume"
             ) from None
-        return build(self.schema, apply_overrides({**saved, "output": str(directory)}, parse_overrides(overrides)), str(path))
+        return build(
+            self.schema,
+            apply_overrides({**saved, "output": str(directory)}, parse_overrides(overrides)),
+            str(path),
+        )

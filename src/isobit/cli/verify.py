@@ -1,5 +1,5 @@
-"""``isobit verify FOLDER | --shape NAME``: whether sampled and trained log-probabilities are equal, bit for bit; ``--bisect``: where
-they part.
+"""``isobit verify FOLDER | --shape NAME``: whether sampled and trained log-probabilities are equal,
+bit for bit; ``--bisect``: where they part.
 
 Exit codes: 0 all equal, 1 some differ, 2 something could not be compared.
 """
@@ -18,13 +18,15 @@ from isobit.errors import ConfigError, IsobitError
 
 if TYPE_CHECKING:
     from isobit.config.schema import VerifyConfig
-    from isobit.run.verify import ScenarioResult, VerifyResult
+    from isobit.proof.verify import ScenarioResult, VerifyResult
 
 NOT_COMPARED = 2
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Verify, print the counts and return the exit code.  Raises IsobitError for anything that cannot be used."""
+    """Verify, print the counts and return the exit code.  Raises IsobitError for anything that
+    cannot be used.
+    """
     try:
         return _verify(arguments)
     except IsobitError:
@@ -46,7 +48,7 @@ def _verify(arguments: Sequence[str]) -> int:
     if options.bisect:
         return _bisect(options, settings)
     with starting():
-        from isobit.run.console import Report
+        from isobit.observe.console import Report
 
     with Report().busy("generating and comparing"):
         result = _compare(options, settings)
@@ -60,22 +62,33 @@ def _verify(arguments: Sequence[str]) -> int:
 def _compare(options: Namespace, settings: "VerifyConfig") -> "VerifyResult":
     on_scenario = None if options.json else _print_scenario
     if options.shape is not None:
-        from isobit.run.full_size import FullSizeOptions, verify_shape
+        from isobit.proof.full_size import FullSizeOptions, verify_shape
 
-        sizes = FullSizeOptions(**_sizes(options), **given(longest=options.longest), outliers=options.outliers)
+        sizes = FullSizeOptions(
+            **_sizes(options), **given(longest=options.longest), outliers=options.outliers
+        )
         return verify_shape(options.shape, settings.precision, settings.device, sizes, on_scenario)
-    from isobit.run.verify import VerifyOptions, verify
+    from isobit.proof.verify import VerifyOptions, verify
 
-    return verify(Path(options.folder), settings.precision, VerifyOptions(**_sizes(options)), on_scenario, settings.device)
+    return verify(
+        Path(options.folder),
+        settings.precision,
+        VerifyOptions(**_sizes(options)),
+        on_scenario,
+        settings.device,
+    )
 
 
 def _bisect(options: Namespace, settings: "VerifyConfig") -> int:
-    from isobit.run.bisect.bisect import bisect
-    from isobit.run.bisect.describe import describe_bisect
-    from isobit.run.verify import VerifyOptions
+    from isobit.proof.bisect.bisect import bisect
+    from isobit.proof.bisect.describe import describe_bisect
+    from isobit.proof.verify import VerifyOptions
 
     if options.shape is not None:
-        raise ConfigError("--bisect takes a FOLDER: a checksum of every operation of a full-sized model would fill the memory")
+        raise ConfigError(
+            "--bisect takes a FOLDER: a checksum of every operation of a full-sized model would "
+            "fill the memory"
+        )
     check = Path(options.folder), settings.precision, VerifyOptions(**_sizes(options))
     if options.json:
         result = bisect(*check, device=settings.device)
@@ -89,12 +102,21 @@ def _bisect(options: Namespace, settings: "VerifyConfig") -> int:
 
 
 def _sizes(options: Namespace) -> dict[str, Any]:
-    return given(prompts=options.prompts, samples=options.samples, max_new_tokens=options.max_new_tokens, seed=options.seed)
+    return given(
+        prompts=options.prompts,
+        samples=options.samples,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+    )
 
 
 def _print_scenario(scenario: "ScenarioResult") -> None:
     counts = scenario.comparison
-    print(f"{scenario.name:<40} {counts.tokens_compared:>8,} compared {counts.tokens_differing:>8,} differ", flush=True)
+    print(
+        f"{scenario.name:<40} {counts.tokens_compared:>8,} compared {counts.tokens_differing:>8,} "
+        "differ",
+        flush=True,
+    )
 
 
 def _print_trace(scenario: str) -> None:
@@ -104,7 +126,8 @@ def _print_trace(scenario: str) -> None:
 def _print_result(result: "VerifyResult") -> None:
     counts = result.comparison
     print(
-        f"{result.preset}: {counts.tokens_differing:,} of {counts.tokens_compared:,} log-probabilities differ, "
+        f"{result.preset}: {counts.tokens_differing:,} of {counts.tokens_compared:,} "
+        "log-probabilities differ, "
         f"by {counts.max_abs_diff:.3g} at most"
     )
     for missing in result.missing:
@@ -114,8 +137,10 @@ def _print_result(result: "VerifyResult") -> None:
 def _parser(with_folder: bool) -> ArgumentParser:
     parser = folder_parser(
         "verify",
-        "Generate ragged batches with preemption, chunking and prefix sharing, and compare every recorded log-probability\n"
-        "with the training forward, bit for bit.  Exits 1 on any difference, 2 where something could not be compared.",
+        "Generate ragged batches with preemption, chunking and prefix sharing, and compare every "
+        "recorded log-probability\n"
+        "with the training forward, bit for bit.  Exits 1 on any difference, 2 where something "
+        "could not be compared.",
         "precision and device",
         with_folder,
     )
@@ -123,10 +148,25 @@ def _parser(with_folder: bool) -> ArgumentParser:
     parser.add_argument("--samples", type=positive, metavar="N", help="completions of each prompt")
     parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="longest completion")
     parser.add_argument(
-        "--shape", metavar="NAME", help="random weights of a model's shape, made on the device, instead of FOLDER: qwen3-8b"
+        "--shape",
+        metavar="NAME",
+        help="random weights of a model's shape, made on the device, instead of FOLDER: qwen3-8b",
     )
-    parser.add_argument("--longest", type=positive, metavar="N", help="with --shape: tokens of the longest sequence, by default 8192")
-    parser.add_argument("--outliers", action="store_true", help="with --shape: plant outliers in the weights and large biases of K")
-    parser.add_argument("--bisect", action="store_true", help="name the first layer and operation that differ, from checksums of all")
+    parser.add_argument(
+        "--longest",
+        type=positive,
+        metavar="N",
+        help="with --shape: tokens of the longest sequence, by default 8192",
+    )
+    parser.add_argument(
+        "--outliers",
+        action="store_true",
+        help="with --shape: plant outliers in the weights and large biases of K",
+    )
+    parser.add_argument(
+        "--bisect",
+        action="store_true",
+        help="name the first layer and operation that differ, from checksums of all",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser

@@ -1,1 +1,3 @@
-"""What a run is: the schema, TOML files, dotted overrides, and errors that name the key.  Imports no torch."""
+"""What a run is: the schema, TOML files, dotted overrides, and errors that name the key.  Imports
+no torch.
+"""

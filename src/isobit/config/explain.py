@@ -1,4 +1,6 @@
-"""From pydantic's validation errors to one ``ConfigError`` that lists them all, each with its dotted path and what to do."""
+"""From pydantic's validation errors to one ``ConfigError`` that lists them all, each with its
+dotted path and what to do.
+"""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -17,7 +19,11 @@ def config_error(error: ValidationError, model: type[BaseModel], source: str) ->
     lines = [_explain(detail, model) for detail in error.errors(include_url=False)]
     if len(lines) == 1:
         return ConfigError(f"{source}: {lines[0]}")
-    return ConfigError("\n".join([f"{source}: {len(lines)} settings cannot be used", *(f"  {line}" for line in lines)]))
+    return ConfigError(
+        "\n".join(
+            [f"{source}: {len(lines)} settings cannot be used", *(f"  {line}" for line in lines)]
+        )
+    )
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
@@ -43,7 +49,9 @@ def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
-    """A near key of the same table; else the key of that name in another table; else what the table holds."""
+    """A near key of the same table; else the key of that name in another table; else what the table
+    holds.
+    """
     table, _, name = path.rpartition(".")
     hint = did_you_mean(name, siblings)
     if hint:

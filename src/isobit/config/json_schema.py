@@ -1,7 +1,9 @@
-"""The configuration as a JSON schema (draft 7, which editors of TOML know), from which editors complete and check a recipe.
+"""The configuration as a JSON schema (draft 7, which editors of TOML know), from which editors
+complete and check a recipe.
 
-A TOML file that starts with ``#:schema PATH`` is completed by Even Better TOML, taplo and what builds on them.  The files are
-``docs/run.schema.json`` (``isobit train``) and ``docs/sft.schema.json`` (``isobit sft``).
+A TOML file that starts with ``#:schema PATH`` is completed by Even Better TOML, taplo and what
+builds on them.  The files are ``docs/run.schema.json`` (``isobit train``) and
+``docs/sft.schema.json`` (``isobit sft``).
 """
 
 from typing import Any, get_args
@@ -21,9 +23,14 @@ def json_schema(model: type[BaseModel]) -> dict[str, Any]:
     schema["definitions"] = schema.pop("$defs")
     preset = {"type": "string", "enum": list(get_args(Preset)), "description": "A preset alone."}
     precision = schema["properties"]["precision"]
-    precision["anyOf"] = [preset, {"$ref": precision.pop("$ref")}]  # a name stands for the table with that preset
+    precision["anyOf"] = [
+        preset,
+        {"$ref": precision.pop("$ref")},
+    ]  # a name stands for the table with that preset
     for definition in schema["definitions"].values():
-        if "type" in definition.get("properties", {}):  # it chooses between tables, so it has to be written
+        if "type" in definition.get(
+            "properties", {}
+        ):  # it chooses between tables, so it has to be written
             definition["required"] = sorted({*definition.get("required", []), "type"})
     return {"$schema": "http://json-schema.org/draft-07/schema#", **_plain_text(schema)}
 
@@ -32,7 +39,10 @@ def _plain_text(part: Any) -> Any:
     """Descriptions without the marks and line ends of docstrings, at any depth."""
     if isinstance(part, dict):
         return {
-            key: _one_line(value) if key == "description" and isinstance(value, str) else _plain_text(value) for key, value in part.items()
+            key: _one_line(value)
+            if key == "description" and isinstance(value, str)
+            else _plain_text(value)
+            for key, value in part.items()
         }
     return [_plain_text(item) for item in part] if isinstance(part, list) else part
 

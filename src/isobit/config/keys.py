@@ -1,8 +1,10 @@
-"""The schema as dotted keys: which exist, what they take, and where in the models a pydantic error lies.
+"""The schema as dotted keys: which exist, what they take, and where in the models a pydantic error
+lies.
 
-A key is the path through the tables of a TOML file: ``training.steps``.  Where a table's keys are free, the path shows ``NAME``
-(``data.eval.NAME.task``).  Where a table's ``type`` chooses between models, all their keys are listed, and pydantic's path to an error
-holds the type as an extra part, which ``locate`` leaves out.
+A key is the path through the tables of a TOML file: ``training.steps``.  Where a table's keys are
+free, the path shows ``NAME`` (``data.eval.NAME.task``).  Where a table's ``type`` chooses between
+models, all their keys are listed, and pydantic's path to an error holds the type as an extra part,
+which ``locate`` leaves out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,13 +57,19 @@ def _merge(keys: Iterable[Key]) -> Iterator[Key]:
 
 
 def locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, list[str]]:
-    """The dotted path of a pydantic error's location, and the keys that are valid in the table that holds it."""
+    """The dotted path of a pydantic error's location, and the keys that are valid in the table that
+    holds it.
+    """
     annotation: Any = model
     parts: list[str] = []
     siblings: list[str] = []
     for part in location:
         models = _models(_plain(annotation))
-        tagged = [candidate for candidate in models if len(models) > 1 and candidate.model_fields["type"].default == part]
+        tagged = [
+            candidate
+            for candidate in models
+            if len(models) > 1 and candidate.model_fields["type"].default == part
+        ]
         if tagged:
             annotation = tagged[0]
             continue
@@ -87,7 +95,11 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    return [member for member in _members(annotation) if isinstance(member, type) and issubclass(member, BaseModel)]
+    return [
+        member
+        for member in _members(annotation)
+        if isinstance(member, type) and issubclass(member, BaseModel)
+    ]
 
 
 def _kind_text(annotation: Any) -> str:

@@ -1,7 +1,8 @@
 """From a TOML file and dotted overrides to a checked ``RunConfig``, and back to TOML.
 
-Defaults are overridden by the file, and the file by the overrides.  A relative path, in the file or in an override, is relative to the
-directory in which the command runs, not to the file: the same recipe then means the same files as the same command line.
+Defaults are overridden by the file, and the file by the overrides.  A relative path, in the file or
+in an override, is relative to the directory in which the command runs, not to the file: the same
+recipe then means the same files as the same command line.
 """
 
 import tomllib
@@ -21,22 +22,27 @@ Model = TypeVar("Model", bound=Strict)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a run, from a TOML file and command-line words such as ``--training.steps 5``.
+    """The configuration of a run, from a TOML file and command-line words such as
+    ``--training.steps 5``.
 
-    Raises ConfigError for a file that cannot be read as TOML, and for every unknown key, missing key and value out of range, all in
-    one message with their dotted paths.
+    Raises ConfigError for a file that cannot be read as TOML, and for every unknown key, missing
+    key and value out of range, all in one message with their dotted paths.
     """
     return load_recipe(RunConfig, path, overrides)
 
 
 def load_recipe(model: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
-    """A recipe of another command, read as its ``model``.  Raises ConfigError as ``load_config`` does."""
+    """A recipe of another command, read as its ``model``.  Raises ConfigError as ``load_config``
+    does.
+    """
     values = apply_overrides(read_toml(path), parse_overrides(overrides))
     return build(model, values, f"{path} with its overrides" if overrides else str(path))
 
 
 def build(model: type[Model], values: Mapping[str, Any], source: str) -> Model:
-    """Any part of the schema from nested tables; ``source`` names them in an error.  Raises ConfigError as ``load_config`` does."""
+    """Any part of the schema from nested tables; ``source`` names them in an error.  Raises
+    ConfigError as ``load_config`` does.
+    """
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -44,7 +50,8 @@ def build(model: type[Model], values: Mapping[str, Any], source: str) -> Model:
 
 
 def dump_config(config: Strict) -> str:
-    """The resolved configuration as TOML, every default written out: ``load_config`` reads it back to an equal one.
+    """The resolved configuration as TOML, every default written out: ``load_config`` reads it back
+    to an equal one.
 
     A key without a value (None) is left out, as TOML has no such thing.
     """
@@ -52,14 +59,20 @@ def dump_config(config: Strict) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a recipe, unchecked.  Raises ConfigError for a file that cannot be read as TOML."""
+    """The tables of a recipe, unchecked.  Raises ConfigError for a file that cannot be read as
+    TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; name a TOML file, for example recipes/quickstart.toml") from None
+        raise ConfigError(
+            f"{path}: no such file; name a TOML file, for example recipes/quickstart.toml"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start}); a configuration is a TOML file") from None
+        raise ConfigError(
+            f"{path}: not a text file in UTF-8 (byte {error.start}); a configuration is a TOML file"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None

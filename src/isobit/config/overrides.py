@@ -1,7 +1,9 @@
-"""Dotted overrides: ``--training.steps 5``, ``--training.steps=5`` or ``training.steps=5`` on top of a file's tables.
+"""Dotted overrides: ``--training.steps 5``, ``--training.steps=5`` or ``training.steps=5`` on top
+of a file's tables.
 
-A value is read as TOML where it is a TOML number, boolean, quoted string, list or inline table, and as plain text otherwise; so
-``--output 5`` needs ``--output '"5"'``.  The schema checks it afterwards, exactly like a value from the file.
+A value is read as TOML where it is a TOML number, boolean, quoted string, list or inline table, and
+as plain text otherwise; so ``--output 5`` needs ``--output '"5"'``.  The schema checks it
+afterwards, exactly like a value from the file.
 """
 
 import copy
@@ -16,13 +18,18 @@ Override: TypeAlias = tuple[tuple[str, ...], Any]
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """The overrides of a command line, in order.  Raises ConfigError for a word that is neither a key nor a key's value."""
+    """The overrides of a command line, in order.  Raises ConfigError for a word that is neither a
+    key nor a key's value.
+    """
     overrides: list[Override] = []
     words = iter(arguments)
     for word in words:
         key, equals, text = word.removeprefix("--").partition("=")
         if not equals and not word.startswith("--"):
-            raise ConfigError(f"{word!r} is not an override; write --KEY VALUE or KEY=VALUE, for example --training.steps 5")
+            raise ConfigError(
+                f"{word!r} is not an override; write --KEY VALUE or KEY=VALUE, for example "
+                "--training.steps 5"
+            )
         if not equals:
             text = next(words, "--")
             if text.startswith("--"):
@@ -35,7 +42,9 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def nested_overrides(values: Mapping[str, Any]) -> list[Override]:
-    """The overrides that tables stand for: ``{"training": {"steps": 5}, "data.train.limit": 9}`` sets two keys and no others."""
+    """The overrides that tables stand for: ``{"training": {"steps": 5}, "data.train.limit": 9}``
+    sets two keys and no others.
+    """
     overrides: list[Override] = []
     for key, value in values.items():
         parts = tuple(key.split("."))
@@ -47,10 +56,11 @@ def nested_overrides(values: Mapping[str, Any]) -> list[Override]:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
-    """A copy of ``values`` with the overrides set, tables made where they are missing; the last override of a key wins.
+    """A copy of ``values`` with the overrides set, tables made where they are missing; the last
+    override of a key wins.
 
-    A list is replaced as a whole.  ``--precision NAME`` changes the preset and keeps the table's other choices.  Raises ConfigError
-    where a key lies below something that is no table.
+    A list is replaced as a whole.  ``--precision NAME`` changes the preset and keeps the table's
+    other choices.  Raises ConfigError where a key lies below something that is no table.
     """
     result: dict[str, Any] = {}
     for name, value in values.items():
@@ -66,7 +76,10 @@ def _set(table: dict[str, Any], parts: tuple[str, ...], value: Any) -> None:
     for depth, part in enumerate(parts[:-1], start=1):
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{'.'.join(parts)} cannot be set: {'.'.join(parts[:depth])} is {table!r}, not a table")
+            raise ConfigError(
+                f"{'.'.join(parts)} cannot be set: {'.'.join(parts[:depth])} is {table!r}, not a "
+                "table"
+            )
     table[parts[-1]] = value
 
 
@@ -75,5 +88,7 @@ def _read_value(text: str) -> Any:
         values = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    readable = len(values) == 1 and isinstance(values["value"], bool | int | float | str | list | dict)
+    readable = len(values) == 1 and isinstance(
+        values["value"], bool | int | float | str | list | dict
+    )
     return values["value"] if readable else text  # a date, or more than one line, was meant as text

@@ -29,24 +29,39 @@ _TITLES = {"train": "isobit train (run.schema.json)", "sft": "isobit sft (sft.sc
 
 def configuration_page() -> str:
     """The page: a table of keys for each table of each kind of recipe."""
-    return _HEAD + "".join(f"\n## {_TITLES[command]}\n{_tables(model)}" for command, model in RECIPES.items())
+    return _HEAD + "".join(
+        f"\n## {_TITLES[command]}\n{_tables(model)}" for command, model in RECIPES.items()
+    )
 
 
 def _tables(model: type[BaseModel]) -> str:
     places = {name: place for place, name in enumerate(model.model_fields)}
 
-    def order(key: Key) -> tuple[bool, int, int]:  # keys of no table come first, and a table before those inside it, as in TOML
+    def order(
+        key: Key,
+    ) -> tuple[
+        bool, int, int
+    ]:  # keys of no table come first, and a table before those inside it, as in TOML
         parts = key.path.split(".")
         return len(parts) > 1, places[parts[0]] if len(parts) > 1 else 0, len(parts)
 
     sections = []
-    for table, members in groupby(sorted(all_keys(model), key=order), key=lambda key: key.path.rpartition(".")[0]):
+    for table, members in groupby(
+        sorted(all_keys(model), key=order), key=lambda key: key.path.rpartition(".")[0]
+    ):
         head = f"\n### [{table}]\n" if table else ""
-        sections.append("\n".join([head, "| key | takes | default | |", "|---|---|---|---|", *_rows(members)]) + "\n")
+        sections.append(
+            "\n".join([head, "| key | takes | default | |", "|---|---|---|---|", *_rows(members)])
+            + "\n"
+        )
     return "".join(sections)
 
 
 def _rows(keys: Iterator[Key]) -> Iterator[str]:
     for key in keys:
-        name, kind, default = key.path.rpartition(".")[2], key.kind.replace("|", "or"), f"`{key.default}`" if key.default else ""
+        name, kind, default = (
+            key.path.rpartition(".")[2],
+            key.kind.replace("|", "or"),
+            f"`{key.default}`" if key.default else "",
+        )
         yield f"| `{name}` | {kind} | {default} | {key.description.replace('|', 'or')} |"

@@ -1,4 +1,6 @@
-"""What a run of ``isobit sft`` is: supervised fine-tuning, with the tables and names of ``isobit.config.schema`` where the two agree."""
+"""What a run of ``isobit sft`` is: supervised fine-tuning, with the tables and names of
+``isobit.config.schema`` where the two agree.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,7 +23,9 @@ from isobit.config.schema import (
 
 
 class ModelShape(Strict):
-    """A decoder to be trained from random weights; the names are those of a Hugging Face ``config.json``."""
+    """A decoder to be trained from random weights; the names are those of a Hugging Face
+    ``config.json``.
+    """
 
     family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
     hidden_size: int = Field(gt=0)
@@ -47,7 +51,9 @@ class JsonlExamples(JsonlData):
     completion: str = "completion"
     """Column that holds the text to be learnt, or it as chat messages."""
     messages: str | None = None
-    """Column that holds whole conversations instead; every turn of the assistant is learnt, with all before it as its prompt."""
+    """Column that holds whole conversations instead; every turn of the assistant is learnt, with
+    all before it as its prompt.
+    """
 
 
 class HfExamples(HfData):
@@ -61,13 +67,17 @@ ExampleSource = Annotated[JsonlExamples | HfExamples, Field(discriminator="type"
 
 
 class SftDataConfig(Strict):
-    """Where examples come from.  A training example whose prompt also stands in an evaluation set is dropped, and counted."""
+    """Where examples come from.  A training example whose prompt also stands in an evaluation set
+    is dropped, and counted.
+    """
 
     train: ExampleSource
     eval: dict[str, ExampleSource] = Field(default={})
     """Named held-out sets."""
     chat: bool = True
-    """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is used as it stands."""
+    """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
+    used as it stands.
+    """
     max_tokens: int = Field(default=2048, gt=0)
     """Longer examples, prompt and completion together, are refused, by id."""
     shuffle: bool = True
@@ -79,7 +89,9 @@ class SftConfig(Strict):
     model: str = "starter"
     """A Hugging Face folder, or ``starter`` for the small model shipped with Isobit."""
     from_scratch: ModelShape | None = None
-    """Start from random weights of this shape; ``model`` then gives its tokenizer and nothing else."""
+    """Start from random weights of this shape; ``model`` then gives its tokenizer and nothing
+    else.
+    """
     output: Path
     """The run's directory; it must be new or empty, or with ``--resume`` the one to go on in."""
     precision: PrecisionConfig = PrecisionConfig()
@@ -92,7 +104,9 @@ class SftConfig(Strict):
     training: OptimisationConfig = OptimisationConfig()
     """A step learns from ``prompts_per_step`` prompts with their completions."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """When the loss of every held-out set is measured, and how completions are drawn where a reward grades them."""
+    """When the loss of every held-out set is measured, and how completions are drawn where a reward
+    grades them.
+    """
     reward: RewardConfig | None = None
     """With a reward, an evaluation also completes the held-out prompts and grades them."""
     rollout: RolloutConfig = RolloutConfig()

@@ -1,1 +1,3 @@
-"""Prompts in: dataset rows, chat templates, tokenizers, and the order in which training visits the prompts."""
+"""Prompts in: dataset rows, chat templates, tokenizers, and the order in which training visits the
+prompts.
+"""

@@ -1,8 +1,10 @@
-"""Rows become examples of supervised fine-tuning: a prompt, as rollout would see it, and the tokens to be learnt behind it.
+"""Rows become examples of supervised fine-tuning: a prompt, as rollout would see it, and the tokens
+to be learnt behind it.
 
-The completion is tokenised by itself, so that the prompt's tokens are those of the prompt alone, and it ends in a token that ends a
-completion in rollout too.  Through a chat template it is what the template writes behind its own generation prompt; white space
-after the end of the turn is not learnt, since nothing is sampled there.  A conversation gives one example for each turn of the
+The completion is tokenised by itself, so that the prompt's tokens are those of the prompt alone,
+and it ends in a token that ends a completion in rollout too.  Through a chat template it is what
+the template writes behind its own generation prompt; white space after the end of the turn is not
+learnt, since nothing is sampled there.  A conversation gives one example for each turn of the
 assistant, with all before it as the prompt.
 """
 
@@ -43,16 +45,23 @@ def build_examples(
     config: SftDataConfig,
     context_tokens: int,
 ) -> list[Example]:
-    """The examples of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows and of the turns in them.
+    """The examples of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows and
+    of the turns in them.
 
-    Raises ``DataError`` as ``load_rows`` does, and for a completion that is missing or no text, a conversation without a turn of the
-    assistant, and an example that is longer than ``config.max_tokens`` or the model's context.
+    Raises ``DataError`` as ``load_rows`` does, and for a completion that is missing or no text, a
+    conversation without a turn of the assistant, and an example that is longer than
+    ``config.max_tokens`` or the model's context.
     """
     rows, completions = zip(*_turns(source), strict=True)
     prompts = prompts_of_rows(name, rows, tokenizer, config.chat, context_tokens=context_tokens)
     examples = []
     for prompt, row, completion in zip(prompts, rows, completions, strict=True):
-        examples.append(Example(prompt, _completion_ids(prompt, row, completion, tokenizer, stop_token_ids, config.chat)))
+        examples.append(
+            Example(
+                prompt,
+                _completion_ids(prompt, row, completion, tokenizer, stop_token_ids, config.chat),
+            )
+        )
         _check_length(examples[-1], row, config.max_tokens, context_tokens)
     return examples
 
@@ -69,12 +78,21 @@ def _turns(source: ExampleSource) -> Iterator[tuple[Row, str]]:
 
 def _assistant_turns(row: Row, column: str) -> Iterator[tuple[Row, str]]:
     if isinstance(row.prompt, str):
-        raise DataError(f"{row.place}, column {column!r}: expected a list of messages with 'role' and 'content', found text")
+        raise DataError(
+            f"{row.place}, column {column!r}: expected a list of messages with 'role' and "
+            "'content', found text"
+        )
     places = [index for index, message in enumerate(row.prompt) if message["role"] == _ASSISTANT]
     if not places:
-        raise DataError(f"{row.place}, column {column!r}: no message has the role {_ASSISTANT!r}, so there is nothing to learn")
+        raise DataError(
+            f"{row.place}, column {column!r}: no message has the role {_ASSISTANT!r}, so there is "
+            "nothing to learn"
+        )
     if places[0] == 0:
-        raise DataError(f"{row.place}, column {column!r}: the first message is the assistant's; it needs a prompt before it")
+        raise DataError(
+            f"{row.place}, column {column!r}: the first message is the assistant's; it needs a "
+            "prompt before it"
+        )
     for index in places:
         yield Row(row.prompt[:index], row.columns, row.place), row.prompt[index]["content"]
 
@@ -83,14 +101,24 @@ def _completion(row: Row, column: str) -> str:
     """Text, or the content of one message of the assistant."""
     if column not in row.columns:
         raise DataError(
-            f"{row.place}: no column {column!r} with the text to be learnt; the columns are {', '.join(map(repr, row.columns)) or 'none'} "
-            "beside the prompt: name it in the key `completion`, or whole conversations in the key `messages`"
+            f"{row.place}: no column {column!r} with the text to be learnt; the columns are "
+            f"{', '.join(map(repr, row.columns)) or 'none'} "
+            "beside the prompt: name it in the key `completion`, or whole conversations in the key "
+            "`messages`"
         )
     value = row.columns[column]
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1 and _is_assistants(value[0]):
+    if (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) == 1
+        and _is_assistants(value[0])
+    ):
         value = value[0]["content"]
     if not isinstance(value, str):
-        raise DataError(f"{row.place}, column {column!r}: expected text or one message of the assistant, found {type(value).__name__}")
+        raise DataError(
+            f"{row.place}, column {column!r}: expected text or one message of the assistant, found "
+            f"{type(value).__name__}"
+        )
     return value
 
 
@@ -99,7 +127,12 @@ def _is_assistants(item: Any) -> bool:
 
 
 def _completion_ids(
-    prompt: Prompt, row: Row, completion: str, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], chat: bool
+    prompt: Prompt,
+    row: Row,
+    completion: str,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+    chat: bool,
 ) -> tuple[int, ...]:
     messages = chat_messages(row, tokenizer, chat)
     if messages is not None:
@@ -107,8 +140,10 @@ def _completion_ids(
         rendered = render_chat(turns, row, tokenizer, add_generation_prompt=False)
         if not rendered.startswith(prompt.text):
             raise DataError(
-                f"{row.place}: the chat template does not put the assistant's turn behind its own generation prompt, so the completion "
-                "cannot be told from the prompt; render the text yourself and set data.chat to false"
+                f"{row.place}: the chat template does not put the assistant's turn behind its own "
+                "generation prompt, so the completion "
+                "cannot be told from the prompt; render the text yourself and set data.chat to "
+                "false"
             )
         completion = rendered.removeprefix(prompt.text)
     ids: list[int] = tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
@@ -123,6 +158,7 @@ def _check_length(example: Example, row: Row, max_tokens: int, context_tokens: i
     limit, name = min((max_tokens, "data.max_tokens"), (context_tokens, "the model's context"))
     if example.tokens > limit:
         raise DataError(
-            f"example {example.prompt.id} ({row.place}) has {example.tokens} tokens, {len(example.completion_ids)} of them in its "
+            f"example {example.prompt.id} ({row.place}) has {example.tokens} tokens, "
+            f"{len(example.completion_ids)} of them in its "
             f"completion, more than {name} = {limit}: shorten or drop it"
         )

@@ -9,9 +9,11 @@ from isobit.errors import DataError
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of ``path`` with their line numbers from 1; blank lines are skipped, a byte order mark is allowed.
+    """The objects of ``path`` with their line numbers from 1; blank lines are skipped, a byte order
+    mark is allowed.
 
-    Raises ``DataError`` for a file that cannot be read, bytes that are not UTF-8, and a line that is not one JSON object.
+    Raises ``DataError`` for a file that cannot be read, bytes that are not UTF-8, and a line that
+    is not one JSON object.
     """
     try:
         with path.open("rb") as lines:
@@ -26,9 +28,13 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8") from error
+        raise DataError(
+            f"{place}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8"
+        ) from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}, column {error.colno}: not JSON ({error.msg}); expected one object a line") from error
+        raise DataError(
+            f"{place}, column {error.colno}: not JSON ({error.msg}); expected one object a line"
+        ) from error
     except RecursionError as error:
         raise DataError(f"{place}: nested too deeply") from error
     if not isinstance(value, dict):

@@ -1,7 +1,9 @@
-"""The order in which training visits its prompts: one permutation an epoch, a pure function of the seed.
+"""The order in which training visits its prompts: one permutation an epoch, a pure function of the
+seed.
 
-The permutation sorts the indices by a hash of (seed, epoch, index).  No random generator is involved, so the order depends on no
-global state and on no library's version, and two numbers say where a run stands.
+The permutation sorts the indices by a hash of (seed, epoch, index).  No random generator is
+involved, so the order depends on no global state and on no library's version, and two numbers say
+where a run stands.
 """
 
 import json
@@ -14,13 +16,16 @@ from isobit.records import Prompt
 
 
 class PromptSampler:
-    """Endless batches of ``prompts_per_step`` prompts, each with its visit: how often it was seen before.
+    """Endless batches of ``prompts_per_step`` prompts, each with its visit: how often it was seen
+    before.
 
-    An epoch that ends inside a batch is followed by the next; a batch larger than the dataset holds a prompt more than once, with
-    different visits.
+    An epoch that ends inside a batch is followed by the next; a batch larger than the dataset holds
+    a prompt more than once, with different visits.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int, shuffle: bool = True
+    ) -> None:
         if not prompts:
             raise DataError("there are no prompts to train on")
         self._prompts = prompts
@@ -40,22 +45,33 @@ class PromptSampler:
         return batch
 
     def state(self) -> dict[str, int]:
-        """Where the sampler stands, for ``restore``.  ``prompts`` is there to notice another dataset."""
+        """Where the sampler stands, for ``restore``.  ``prompts`` is there to notice another
+        dataset.
+        """
         return {"epoch": self._epoch, "cursor": self._cursor, "prompts": len(self._prompts)}
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all prompts in their order: ids, tokens, and the columns that a reward may read."""
+        """SHA-256 of all prompts in their order: ids, tokens, and the columns that a reward may
+        read.
+        """
         digest = sha256()
         for prompt in self._prompts:
-            digest.update(json.dumps([prompt.id, prompt.token_ids, dict(prompt.row)], sort_keys=True, default=str).encode())
+            digest.update(
+                json.dumps(
+                    [prompt.id, prompt.token_ids, dict(prompt.row)], sort_keys=True, default=str
+                ).encode()
+            )
         return digest.hexdigest()
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continue where ``state`` was taken.  Raises ``DataError`` if it belongs to a dataset of another size."""
+        """Continue where ``state`` was taken.  Raises ``DataError`` if it belongs to a dataset of
+        another size.
+        """
         if state["prompts"] != len(self._prompts):
             raise DataError(
-                f"the sampler's state is of {state['prompts']} prompts, but the dataset has {len(self._prompts)}; resume with the same data"
+                f"the sampler's state is of {state['prompts']} prompts, but the dataset has "
+                f"{len(self._prompts)}; resume with the same data"
             )
         self._go_to(state["epoch"], state["cursor"])
 

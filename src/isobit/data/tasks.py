@@ -8,7 +8,9 @@ from typing import Any, Protocol
 from isobit.errors import DataError
 
 TASK_COLUMN = "reasoning_gym"
-"""Column of a row that holds the task's name, size, seed and options: enough to build the task, and its scorer, again."""
+"""Column of a row that holds the task's name, size, seed and options: enough to build the task, and
+its scorer, again.
+"""
 
 
 class Task(Protocol):
@@ -26,24 +28,35 @@ class Task(Protocol):
 def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> Task:
     """The task ``name`` with ``size`` entries drawn from ``seed``.
 
-    ``composite`` mixes tasks: its option ``datasets`` lists tables with ``name``, ``weight`` and ``config``, the task's own options.
-    Raises ``DataError`` for an unknown task (with the nearest name), an unknown option (with those that exist) and a value that the
-    task refuses.
+    ``composite`` mixes tasks: its option ``datasets`` lists tables with ``name``, ``weight`` and
+    ``config``, the task's own options. Raises ``DataError`` for an unknown task (with the nearest
+    name), an unknown option (with those that exist) and a value that the task refuses.
     """
     import reasoning_gym  # takes about two seconds, and only these runs need it
 
     _check(name, options, drawn=True)
     try:
-        given = {**options, "datasets": _specs(options["datasets"])} if name == "composite" and "datasets" in options else options
+        given = (
+            {**options, "datasets": _specs(options["datasets"])}
+            if name == "composite" and "datasets" in options
+            else options
+        )
         return reasoning_gym.create_dataset(name, **given, size=size, seed=seed)
     except DataError:
         raise
-    except Exception as error:  # tasks check their options with assertions, ValueError, TypeError and more
-        raise DataError(f"reasoning-gym task {name!r} refuses the options {dict(options)}: {type(error).__name__}: {error}") from error
+    except (
+        Exception
+    ) as error:  # tasks check their options with assertions, ValueError, TypeError and more
+        raise DataError(
+            f"reasoning-gym task {name!r} refuses the options {dict(options)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _check(name: str, options: Mapping[str, Any], drawn: bool) -> None:
-    """Refuse a name or an option that does not exist; size and seed of a task that is ``drawn`` from are no options of it."""
+    """Refuse a name or an option that does not exist; size and seed of a task that is ``drawn``
+    from are no options of it.
+    """
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
@@ -54,10 +67,15 @@ def _check(name: str, options: Mapping[str, Any], drawn: bool) -> None:
             else f"it has {len(DATASETS)}, from {min(DATASETS)!r} to {max(DATASETS)!r}"
         )
         raise DataError(f"reasoning-gym has no task {name!r}; {hint}")
-    known = {field.name for field in fields(DATASETS[name][1])} - ({"size", "seed"} if drawn else set())
+    known = {field.name for field in fields(DATASETS[name][1])} - (
+        {"size", "seed"} if drawn else set()
+    )
     unknown = sorted(set(options) - known)
     if unknown:
-        raise DataError(f"reasoning-gym task {name!r} has no option {unknown[0]!r}; its options are {', '.join(sorted(known)) or 'none'}")
+        raise DataError(
+            f"reasoning-gym task {name!r} has no option {unknown[0]!r}; its options are "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
 
 
 def _specs(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -66,6 +84,12 @@ def _specs(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
 
     for part in parts:
         if set(part) - {"name", "weight", "config"} or not isinstance(part.get("name"), str):
-            raise DataError(f"a part of reasoning-gym's composite is {dict(part)}; expected a table with name, weight and config")
+            raise DataError(
+                f"a part of reasoning-gym's composite is {dict(part)}; expected a table with name, "
+                "weight and config"
+            )
         _check(part["name"], part.get("config", {}), drawn=False)
-    return [DatasetSpec(part["name"], part.get("weight", 1.0), dict(part.get("config", {}))) for part in parts]
+    return [
+        DatasetSpec(part["name"], part.get("weight", 1.0), dict(part.get("config", {})))
+        for part in parts
+    ]

@@ -14,23 +14,34 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face model folder, read from disk only, without remote code.
 
-    Raises ``CheckpointError`` for a folder that is missing, holds no tokenizer, or holds one that cannot be loaded.
+    Raises ``CheckpointError`` for a folder that is missing, holds no tokenizer, or holds one that
+    cannot be loaded.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; expected a Hugging Face model folder with a tokenizer")
+        raise CheckpointError(
+            f"{folder} is not a folder; expected a Hugging Face model folder with a tokenizer"
+        )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises many types, down to bare Exception from its Rust half
-        raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (
+        Exception
+    ) as error:  # the library raises many types, down to bare Exception from its Rust half
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's end of sequence and those of ``generation_config.json``, ascending.
+    """The tokens that end a completion: the tokenizer's end of sequence and those of
+    ``generation_config.json``, ascending.
 
-    Chat models often name an end of turn in only one of the two places, so both count.  Raises ``CheckpointError`` where neither
-    names any, since no completion would ever stop, and where the file is damaged.
+    Chat models often name an end of turn in only one of the two places, so both count.  Raises
+    ``CheckpointError`` where neither names any, since no completion would ever stop, and where the
+    file is damaged.
     """
     stops: set[int] = set()
     if isinstance(tokenizer.eos_token_id, int):
@@ -40,7 +51,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[in
         stops.update(_generation_stops(path))
     if not stops:
         raise CheckpointError(
-            f"{folder} names no end-of-sequence token, in neither its tokenizer nor generation_config.json; set eos_token_id there"
+            f"{folder} names no end-of-sequence token, in neither its tokenizer nor "
+            "generation_config.json; set eos_token_id there"
         )
     return tuple(sorted(stops))
 
@@ -53,16 +65,20 @@ def _generation_stops(path: Path) -> list[int]:
     value = config.get("eos_token_id") if isinstance(config, dict) else None
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, found {value!r}")
+        raise CheckpointError(
+            f"{path}: eos_token_id must be a token id or a list of them, found {value!r}"
+        )
     return ids
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """The text of ``token_ids`` without special tokens, exactly as the tokens spell it.
 
-    Byte-level tokens may cut a character in two, most often where the length limit ends a completion: bytes that form no character
-    become U+FFFD.
+    Byte-level tokens may cut a character in two, most often where the length limit ends a
+    completion: bytes that form no character become U+FFFD.
     """
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
     assert isinstance(text, str), "one sequence decodes to one text"
     return text

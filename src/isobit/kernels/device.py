@@ -1,4 +1,6 @@
-"""Which devices the kernels run on: any CPU, and NVIDIA GPUs of the Hopper generation (sm_90), for which they are written and proven."""
+"""Which devices the kernels run on: any CPU, and NVIDIA GPUs of the Hopper generation (sm_90), for
+which they are written and proven.
+"""
 
 import importlib.util
 
@@ -10,11 +12,14 @@ MOST_QUERY_HEADS = 16
 
 
 def heads_problem(heads: int, kv_heads: int, dim: int) -> str | None:
-    """Why attention on Hopper does not compute so many query and KV heads of that size, or None if it does."""
+    """Why attention on Hopper does not compute so many query and KV heads of that size, or None if
+    it does.
+    """
     if dim in (64, 128) and heads % kv_heads == 0 and heads // kv_heads <= MOST_QUERY_HEADS:
         return None
     return (
-        f"the model has {heads} query heads of {dim} over {kv_heads} KV heads, and attention on the GPU takes head sizes 64 and 128 and "
+        f"the model has {heads} query heads of {dim} over {kv_heads} KV heads, and attention on "
+        "the GPU takes head sizes 64 and 128 and "
         f"1 to {MOST_QUERY_HEADS} query heads a KV head"
     )
 

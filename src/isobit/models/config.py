@@ -1,7 +1,9 @@
-"""What a decoder is: the fields of a Hugging Face ``config.json`` that Llama 3, Qwen2 and Qwen3 dense models need.
+"""What a decoder is: the fields of a Hugging Face ``config.json`` that Llama 3, Qwen2 and Qwen3
+dense models need.
 
-The three families are one decoder: pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU.  They differ in biases on q, k
-and v (Qwen2), RMSNorm of each query and key head (Qwen3), tied or untied heads, and Llama 3's scaled rotary frequencies.
+The three families are one decoder: pre-norm, RMSNorm, rotary positions, grouped-query attention,
+SwiGLU.  They differ in biases on q, k and v (Qwen2), RMSNorm of each query and key head (Qwen3),
+tied or untied heads, and Llama 3's scaled rotary frequencies.
 """
 
 import math
@@ -17,7 +19,11 @@ from isobit.precision.flow import DecoderShape, LinearShape
 Family = Literal["llama", "qwen2", "qwen3"]
 MAX_HEAD_DIM = 128
 
-ARCHITECTURES: dict[str, Family] = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +56,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+            raise CheckpointError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
+            )
         if self.head_dim > MAX_HEAD_DIM or self.head_dim % 2:
-            raise CheckpointError(f"head size {self.head_dim} is not supported: it must be even and at most {MAX_HEAD_DIM}")
+            raise CheckpointError(
+                f"head size {self.head_dim} is not supported: it must be even and at most "
+                f"{MAX_HEAD_DIM}"
+            )
 
     @property
     def qk_norm(self) -> bool:
@@ -69,9 +80,14 @@ class ModelConfig:
         """The linears by site name, with the checkpoint's matrices that each fuses."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         linears = {
-            "qkv_proj": LinearShape({"q_proj": queries, "k_proj": keys, "v_proj": keys}, self.hidden_size),
+            "qkv_proj": LinearShape(
+                {"q_proj": queries, "k_proj": keys, "v_proj": keys}, self.hidden_size
+            ),
             "o_proj": LinearShape({"o_proj": self.hidden_size}, queries),
-            "gate_up_proj": LinearShape({"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size}, self.hidden_size),
+            "gate_up_proj": LinearShape(
+                {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
+                self.hidden_size,
+            ),
             "down_proj": LinearShape({"down_proj": self.hidden_size}, self.intermediate_size),
         }
         return DecoderShape(self.num_layers, linears)
@@ -84,10 +100,15 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], source: str) -> "ModelConfig":
-        """Read a ``config.json``; raises CheckpointError, naming ``source``, for what this decoder does not compute."""
+        """Read a ``config.json``; raises CheckpointError, naming ``source``, for what this decoder
+        does not compute.
+        """
         architecture = (config.get("architectures") or ["(none)"])[0]
         if architecture not in ARCHITECTURES:
-            raise CheckpointError(f"{source}: architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
+            raise CheckpointError(
+                f"{source}: architecture {architecture} is not supported; supported are "
+                f"{', '.join(ARCHITECTURES)}"
+            )
         family = ARCHITECTURES[architecture]
         _refuse_unsupported(config, family, source)
         try:
@@ -103,7 +124,9 @@ class ModelConfig:
                 head_dim=config.get("head_dim") or config["hidden_size"] // heads,
                 max_positions=config["max_position_embeddings"],
                 rms_epsilon=config["rms_norm_eps"],
-                rope_theta=_rope_parameters(config).get("rope_theta", config.get("rope_theta", 10000.0)),
+                rope_theta=_rope_parameters(config).get(
+                    "rope_theta", config.get("rope_theta", 10000.0)
+                ),
                 tied_embeddings=config.get("tie_word_embeddings", False),
                 rope_scaling=_rope_scaling(config, source),
             )
@@ -115,7 +138,9 @@ class ModelConfig:
         architecture = next(name for name, family in ARCHITECTURES.items() if family == self.family)
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.rope_scaling is not None:
-            rope |= {"rope_type": "llama3"} | {f.name: getattr(self.rope_scaling, f.name) for f in fields(RopeScaling)}
+            rope |= {"rope_type": "llama3"} | {
+                f.name: getattr(self.rope_scaling, f.name) for f in fields(RopeScaling)
+            }
         return {
             "architectures": [architecture],
             "model_type": self.family,
@@ -138,19 +163,25 @@ class ModelConfig:
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Rotary frequencies, FP64 [D/2]: theta^(-2i/D), stretched for Llama 3 as in transformers' ``rope_type: llama3``."""
+    """Rotary frequencies, FP64 [D/2]: theta^(-2i/D), stretched for Llama 3 as in transformers'
+    ``rope_type: llama3``.
+    """
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     frequencies = torch.exp(half * -math.log(config.rope_theta))
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    smooth = ((rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    smooth = (
+        (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    ).clamp(0, 1)
     return frequencies * (smooth + (1 - smooth) / scaling.factor)
 
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes ``rope_parameters``, earlier ones ``rope_scaling`` beside ``rope_theta``."""
+    """transformers 5 writes ``rope_parameters``, earlier ones ``rope_scaling`` beside
+    ``rope_theta``.
+    """
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
@@ -160,7 +191,9 @@ def _rope_scaling(config: dict[str, Any], source: str) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; supported are 'default' and 'llama3'")
+        raise CheckpointError(
+            f"{source}: rope_type {kind!r} is not supported; supported are 'default' and 'llama3'"
+        )
     return RopeScaling(**{f.name: parameters[f.name] for f in fields(RopeScaling)})
 
 

@@ -1,8 +1,10 @@
-"""From hidden states to logits (rollout) and to the log-probabilities of given tokens (training, reference, verification)."""
+"""From hidden states to logits (rollout) and to the log-probabilities of given tokens (training,
+reference, verification).
+"""
 
 import torch
 
-from isobit.kernels import token_log_probs as cpu
+from isobit.kernels.spec import token_log_probs as cpu
 from isobit.kernels.trace import observe
 from isobit.models.policy import Policy
 from isobit.precision.formats import Side
@@ -19,12 +21,17 @@ def head_logits(policy: Policy, side: Side, hidden: torch.Tensor) -> torch.Tenso
 
 
 def token_log_probs(
-    policy: Policy, side: Side, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+    policy: Policy,
+    side: Side,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] and entropies [N].
+    """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] and
+    entropies [N].
 
-    The log-probabilities are differentiable.  Where logits are not finite, the CPU raises NonFiniteError and the GPU, which nobody waits
-    for, gives NaN.
+    The log-probabilities are differentiable.  Where logits are not finite, the CPU raises
+    NonFiniteError and the GPU, which nobody waits for, gives NaN.
     """
     weight = policy.weights(side).plain["head"]
     if hidden.is_cuda:
@@ -35,4 +42,6 @@ def token_log_probs(
 
             return hopper_training.token_log_probs(policy, hidden, targets, temperatures)
         return without_gradients(hidden, weight, targets, temperatures)
-    return cpu.token_log_probs(hidden, policy.masters.get(policy.head_name), weight, targets, temperatures)
+    return cpu.token_log_probs(
+        hidden, policy.masters.get(policy.head_name), weight, targets, temperatures
+    )

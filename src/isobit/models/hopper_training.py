@@ -1,20 +1,25 @@
-"""The training forward on a Hopper GPU and the way back: what each layer saves, and its gradients, straight into the masters.
+"""The training forward on a Hopper GPU and the way back: what each layer saves, and its gradients,
+straight into the masters.
 
     forward, a layer    a = norm(h)   o = attention(Wqkv a)   h' = h + Wo o   b = norm(h')   h + 1 layer = h' + Wdown swiglu(Wgate_up b)
 
-    backward            the same in reverse.  With d the gradient of the residual stream behind an operation:
+    backward            the same in reverse.  With d the gradient of the residual stream behind an
+                        operation:
 
         d y = d              DGrad: d x = d y W        WGrad: gradient of W += d y^T x        for each of the four linears
         d h = d + (gradient through the norm of h)     at both norms
 
-The forward is ``isobit.models.hopper_decoder``, with the same bits: nothing is computed twice for the loss.  Gradients between operators
-are BF16; those of the masters are FP32 and added up in place, one addition an element and micro-batch.  Everything has one fixed order.
+The forward is ``isobit.models.hopper_decoder``, with the same bits: nothing is computed twice for
+the loss.  Gradients between operators are BF16; those of the masters are FP32 and added up in
+place, one addition an element and micro-batch.  Everything has one fixed order.
 
-A layer saves what its backward reads: the inputs of its norms, of RoPE and of SwiGLU in BF16, Q, K and V as encoded, the output of
-attention, and each linear's input as WGrad wants it, quantised along the tokens (or in BF16).  ``recompute`` trades that memory for
-operations that are done once more, to the same bits, on the way back: ``mlp`` leaves out what is behind the second norm, half of all, and
-computes it again from the residual stream (one GEMM); ``full`` keeps the residual stream alone and computes the layer again.  What will be
-computed again is made at first as rollout makes it, without WGrad's copies.
+A layer saves what its backward reads: the inputs of its norms, of RoPE and of SwiGLU in BF16, Q, K
+and V as encoded, the output of attention, and each linear's input as WGrad wants it, quantised
+along the tokens (or in BF16).  ``recompute`` trades that memory for operations that are done once
+more, to the same bits, on the way back: ``mlp`` leaves out what is behind the second norm, half of
+all, and computes it again from the residual stream (one GEMM); ``full`` keeps the residual stream
+alone and computes the layer again.  What will be computed again is made at first as rollout makes
+it, without WGrad's copies.
 """
 
 from collections.abc import Callable
@@ -83,10 +88,20 @@ class PackedPass:
     """One forward over packed sequences, and its backward."""
 
     def __init__(
-        self, policy: Policy, token_ids: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...], recompute: Recompute
+        self,
+        policy: Policy,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: tuple[int, ...],
+        recompute: Recompute,
     ) -> None:
         """token_ids and positions int64 [T], on the GPU."""
-        self._policy, self._token_ids, self._positions, self._recompute = policy, token_ids, positions, recompute
+        self._policy, self._token_ids, self._positions, self._recompute = (
+            policy,
+            token_ids,
+            positions,
+            recompute,
+        )
         self._plain, self._saving = Forward(policy, "training"), SavingForward(policy, "training")
         self._attend = PackedAttention(policy.flow.training, lengths, positions)
         self._saved: list[Saved] = []
@@ -100,8 +115,12 @@ class PackedPass:
         self._last_h, hidden = self._plain.leave(h, x)
         return hidden
 
-    def _layer(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream and what to add to it -> the same behind a layer, which is saved as far as it is not computed again."""
+    def _layer(
+        self, layer: int, h: torch.Tensor, x: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream and what to add to it -> the same behind a layer, which is saved as
+        far as it is not computed again.
+        """
         if self._recompute == "full":
             h, a = self._plain.enter(layer, h, x)
             self._saved.append(h)
@@ -113,17 +132,25 @@ class PackedPass:
         h, b = forward.enter_mlp(layer, attention.h, x)
         gate_up = forward.gate_up(layer, b)
         activation = forward.activation(layer, gate_up)
-        self._saved.append((attention, SavedMlp(h, b.saved, gate_up, activation.saved) if forward.saves else h))
+        self._saved.append(
+            (attention, SavedMlp(h, b.saved, gate_up, activation.saved) if forward.saves else h)
+        )
         return h, forward.down(layer, activation)
 
-    def _attention(self, layer: int, h: torch.Tensor, x: torch.Tensor | None) -> tuple[SavedAttention, torch.Tensor]:
-        """The first half of a layer: what its backward reads, and what it has to add to the residual stream."""
+    def _attention(
+        self, layer: int, h: torch.Tensor, x: torch.Tensor | None
+    ) -> tuple[SavedAttention, torch.Tensor]:
+        """The first half of a layer: what its backward reads, and what it has to add to the
+        residual stream.
+        """
         h, a = self._saving.enter(layer, h, x)
         made = self._saving.attention(layer, a, self._attend)
         return SavedAttention(h, a.saved, made.qkv, self._attend.take(), made.out.saved), made.x
 
     def backward(self, d_hidden: torch.Tensor) -> None:
-        """Add the gradients of everything but lm_head to the masters' ``grad``; the pass is used up."""
+        """Add the gradients of everything but lm_head to the masters' ``grad``; the pass is used
+        up.
+        """
         assert self._last_h is not None, "the forward comes first"
         d = self._norm("norm", d_hidden.contiguous(), self._last_h, None)
         self._last_h = None
@@ -153,26 +180,39 @@ class PackedPass:
         gate_up = self._saving.gate_up(layer, b)
         return SavedMlp(h, b.saved, gate_up, self._saving.activation_saved(layer, gate_up))
 
-    def _attention_backward(self, layer: int, saved: SavedAttention, d: torch.Tensor) -> torch.Tensor:
+    def _attention_backward(
+        self, layer: int, saved: SavedAttention, d: torch.Tensor
+    ) -> torch.Tensor:
         """The gradient of the residual stream behind attention -> before its norm."""
         path = f"layers.{layer}"
-        d_out = self._linear_backward(f"{path}.o_proj", self._output_gradient(f"{path}.o_proj", d), saved.out)
+        d_out = self._linear_backward(
+            f"{path}.o_proj", self._output_gradient(f"{path}.o_proj", d), saved.out
+        )
         d_qkv = self._qkv_backward(layer, saved.qkv, *self._attend.backward(saved.attended, d_out))
-        d_a = self._linear_backward(f"{path}.qkv_proj", self._output_gradient(f"{path}.qkv_proj", d_qkv), saved.normed)
+        d_a = self._linear_backward(
+            f"{path}.qkv_proj", self._output_gradient(f"{path}.qkv_proj", d_qkv), saved.normed
+        )
         return self._norm(f"{path}.input_norm", d_a, saved.h, d)
 
     def _mlp_backward(self, layer: int, saved: SavedMlp, d: torch.Tensor) -> torch.Tensor:
         """The gradient of the residual stream behind an MLP -> before its norm."""
         path = f"layers.{layer}"
-        d_activation = self._linear_backward(f"{path}.down_proj", self._output_gradient(f"{path}.down_proj", d), saved.activation)
+        d_activation = self._linear_backward(
+            f"{path}.down_proj", self._output_gradient(f"{path}.down_proj", d), saved.activation
+        )
         d_gate_up = self._swiglu_backward(f"{path}.gate_up_proj", d_activation, saved.gate_up)
         d_b = self._linear_backward(f"{path}.gate_up_proj", d_gate_up, saved.normed)
         return self._norm(f"{path}.post_attention_norm", d_b, saved.h, d)
 
-    def _linear_backward(self, path: str, dy: OutputGradient, x: LinearInput | None) -> torch.Tensor:
+    def _linear_backward(
+        self, path: str, dy: OutputGradient, x: LinearInput | None
+    ) -> torch.Tensor:
         """-> d x BF16 [T, K]; the gradient of W is added to the master's."""
         assert x is not None, "a forward that saves came before"
-        matrix, gradient = self._plain.weights.linears[path].matrix, self._gradient(f"{path}.weight")
+        matrix, gradient = (
+            self._plain.weights.linears[path].matrix,
+            self._gradient(f"{path}.weight"),
+        )
         if isinstance(x, QuantRows):
             assert isinstance(dy.tokens, QuantRows)
             wgrad(dy.tokens, x, gradient)
@@ -193,22 +233,40 @@ class PackedPass:
             return OutputGradient(quantise_rows(dy, site.scales), dy)
         return OutputGradient(*quantise_both(dy, site.scales))
 
-    def _swiglu_backward(self, path: str, d_activation: torch.Tensor, gate_up: torch.Tensor) -> OutputGradient:
+    def _swiglu_backward(
+        self, path: str, d_activation: torch.Tensor, gate_up: torch.Tensor
+    ) -> OutputGradient:
         """d y of the gate and up projections, ``path``."""
         site = self._site(path)
         if site.forward == "e4m3" and site.wgrad == "e4m3":
             return OutputGradient(*swiglu_backward_quantise(d_activation, gate_up, site.scales))
         return self._output_gradient(path, swiglu_backward(d_activation, gate_up))
 
-    def _qkv_backward(self, layer: int, qkv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
+    def _qkv_backward(
+        self, layer: int, qkv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+    ) -> torch.Tensor:
         path, config = f"layers.{layer}", self._policy.config
-        q_norm, k_norm = (self._gradient(f"{path}.{name}.weight") if config.qk_norm else None for name in ("q_norm", "k_norm"))
+        q_norm, k_norm = (
+            self._gradient(f"{path}.{name}.weight") if config.qk_norm else None
+            for name in ("q_norm", "k_norm")
+        )
         bias = self._gradient(f"{path}.qkv_proj.bias") if config.qkv_bias else None
-        return qkv_backward(dq, dk, dv, qkv, self._plain.transform(layer), self._positions, q_norm, k_norm, bias)
+        return qkv_backward(
+            dq, dk, dv, qkv, self._plain.transform(layer), self._positions, q_norm, k_norm, bias
+        )
 
-    def _norm(self, path: str, dy: torch.Tensor, h: torch.Tensor, d_residual: torch.Tensor | None) -> torch.Tensor:
+    def _norm(
+        self, path: str, dy: torch.Tensor, h: torch.Tensor, d_residual: torch.Tensor | None
+    ) -> torch.Tensor:
         name = f"{path}.weight"
-        return rms_norm_backward(dy, h, self._plain.weights.plain[name], self._policy.config.rms_epsilon, d_residual, self._gradient(name))
+        return rms_norm_backward(
+            dy,
+            h,
+            self._plain.weights.plain[name],
+            self._policy.config.rms_epsilon,
+            d_residual,
+            self._gradient(name),
+        )
 
     def _site(self, path: str) -> Site:
         return self._plain.weights.linears[path].site
@@ -226,18 +284,29 @@ def gradient_of(policy: Policy, name: str) -> torch.Tensor:
 
 
 def packed_hidden_states(
-    policy: Policy, token_ids: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...], recompute: Recompute
+    policy: Policy,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: tuple[int, ...],
+    recompute: Recompute,
 ) -> torch.Tensor:
-    """``isobit.models.decoder.packed_hidden_states`` on a GPU, with gradients: hidden states BF16 [T, hidden]."""
+    """``isobit.models.decoder.packed_hidden_states`` on a GPU, with gradients: hidden states BF16
+    [T, hidden].
+    """
     packed = PackedPass(policy, token_ids, positions, lengths, recompute)
-    anchor = torch.zeros((), device=token_ids.device, requires_grad=True)  # makes autograd come back here
+    anchor = torch.zeros(
+        (), device=token_ids.device, requires_grad=True
+    )  # makes autograd come back here
     return _HiddenStates.apply(anchor, packed.forward, packed.backward)  # pyright: ignore[reportReturnType]
 
 
 class _HiddenStates(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], None]
+        ctx: Any,
+        anchor: torch.Tensor,
+        forward: Callable[[], torch.Tensor],
+        backward: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
         ctx.backward_pass = backward
         return forward()
@@ -251,16 +320,24 @@ class _HiddenStates(torch.autograd.Function):
 def token_log_probs(
     policy: Policy, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``isobit.models.head.token_log_probs`` on a GPU, with gradients: log-probabilities and entropies FP32 [N]; the latter carry none."""
+    """``isobit.models.head.token_log_probs`` on a GPU, with gradients: log-probabilities and
+    entropies FP32 [N]; the latter carry none.
+    """
     return _TokenLogProbs.apply(hidden, policy, targets, temperatures)  # pyright: ignore[reportReturnType]
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, policy: Policy, targets: torch.Tensor, temperatures: torch.Tensor
+        ctx: Any,
+        hidden: torch.Tensor,
+        policy: Policy,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs, entropies = head.token_log_probs(hidden, policy.weights("training").plain["head"], targets, temperatures)
+        log_probs, entropies = head.token_log_probs(
+            hidden, policy.weights("training").plain["head"], targets, temperatures
+        )
         ctx.save_for_backward(hidden, targets, temperatures)
         ctx.policy = policy
         ctx.mark_non_differentiable(entropies)
@@ -270,5 +347,15 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, targets, temperatures = ctx.saved_tensors
         policy: Policy = ctx.policy
-        weight, gradient = policy.weights("training").plain["head"], gradient_of(policy, policy.head_name)
-        return head.token_log_probs_backward(hidden, weight, targets, temperatures, gradients[0], gradient), None, None, None
+        weight, gradient = (
+            policy.weights("training").plain["head"],
+            gradient_of(policy, policy.head_name),
+        )
+        return (
+            head.token_log_probs_backward(
+                hidden, weight, targets, temperatures, gradients[0], gradient
+            ),
+            None,
+            None,
+            None,
+        )

@@ -1,11 +1,14 @@
-"""The policy: FP32 masters that the optimiser moves, and what both sides of the flow read, published from them.
+"""The policy: FP32 masters that the optimiser moves, and what both sides of the flow read,
+published from them.
 
-A publication rounds every master to BF16 once and quantises it once, in place: the engine and the trainer hold the same tensors, so new
-weights need no copy and no message.  Where rollout and training have the same formats at a site, its weight exists once.
+A publication rounds every master to BF16 once and quantises it once, in place: the engine and the
+trainer hold the same tensors, so new weights need no copy and no message.  Where rollout and
+training have the same formats at a site, its weight exists once.
 
-Names of masters: ``embed_tokens.weight``, ``layers.N.{input_norm, post_attention_norm, q_norm, k_norm}.weight``,
-``layers.N.{qkv_proj, o_proj, gate_up_proj, down_proj}.weight`` (q, k, v and gate, up are fused along their outputs),
-``layers.N.qkv_proj.bias``, ``norm.weight``, and ``lm_head.weight`` where it is not tied.
+Names of masters: ``embed_tokens.weight``, ``layers.N.{input_norm, post_attention_norm, q_norm,
+k_norm}.weight``, ``layers.N.{qkv_proj, o_proj, gate_up_proj, down_proj}.weight`` (q, k, v and gate,
+up are fused along their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, and
+``lm_head.weight`` where it is not tied.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 
 from isobit.config.schema import PrecisionConfig
-from isobit.kernels.grid import snap_rows
-from isobit.kernels.linear import LinearWeight
-from isobit.kernels.rope import RopeTable
+from isobit.kernels.spec.grid import snap_rows
+from isobit.kernels.spec.linear import LinearWeight
+from isobit.kernels.spec.rope import RopeTable
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.published_change import PublishedChange
 from isobit.precision.flow import PrecisionFlow, Site, build_flow
@@ -25,7 +28,9 @@ from isobit.precision.formats import DTYPES, Side
 
 @dataclass(slots=True)
 class PublishedWeights:
-    """What one side reads: a LinearWeight for each linear, and the other tensors in the format between operators, by master name."""
+    """What one side reads: a LinearWeight for each linear, and the other tensors in the format
+    between operators, by master name.
+    """
 
     linears: dict[str, LinearWeight] = field(default_factory=dict)
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -34,7 +39,8 @@ class PublishedWeights:
 class Policy:
     """A decoder's configuration, flow, masters and published weights, on one device.
 
-    A policy that is not ``trainable`` keeps no masters: it holds what a rollout reads and nothing else.
+    A policy that is not ``trainable`` keeps no masters: it holds what a rollout reads and nothing
+    else.
     """
 
     def __init__(
@@ -45,15 +51,22 @@ class Policy:
         device: torch.device | str = "cpu",
         trainable: bool = True,
     ) -> None:
-        """``masters`` in the order of ``master_shapes``; pairs are taken one by one, so they need not fit the memory together."""
+        """``masters`` in the order of ``master_shapes``; pairs are taken one by one, so they need
+        not fit the memory together.
+        """
         self.config = config
         self.device = torch.device(device)
         self.flow: PrecisionFlow = build_flow(precision, config.shape)
         self.masters: dict[str, torch.nn.Parameter] = {}
         self.change = PublishedChange()
         """What the last publication changed."""
-        self.rope = RopeTable.build(inverse_frequencies(config), config.max_positions).to(self.device)
-        self._sides: dict[Side, PublishedWeights] = {"rollout": PublishedWeights(), "training": PublishedWeights()}
+        self.rope = RopeTable.build(inverse_frequencies(config), config.max_positions).to(
+            self.device
+        )
+        self._sides: dict[Side, PublishedWeights] = {
+            "rollout": PublishedWeights(),
+            "training": PublishedWeights(),
+        }
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
         for name, tensor in pairs:
@@ -79,7 +92,9 @@ class Policy:
         return "embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"
 
     def publish(self) -> None:
-        """Quantise each weight once, in place, from the BF16 rounding of its master; ``version`` counts the publications."""
+        """Quantise each weight once, in place, from the BF16 rounding of its master; ``version``
+        counts the publications.
+        """
         self.change = PublishedChange()
         for name, master in self.masters.items():
             self._publish(name, master)
@@ -87,7 +102,9 @@ class Policy:
 
     @torch.no_grad()
     def restore(self, masters: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take the values of other masters of the same names and shapes, publish them, and count on from ``version``."""
+        """Take the values of other masters of the same names and shapes, publish them, and count on
+        from ``version``.
+        """
         for name, master in self.masters.items():
             master.copy_(masters[name])
         self.publish()
@@ -149,7 +166,9 @@ class Policy:
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The masters' names and shapes, in the order of the forward pass."""
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (config.vocab_size, config.hidden_size)
+    }
     linears = config.shape.linears
     for layer in range(config.num_layers):
         path = f"layers.{layer}"
@@ -160,7 +179,9 @@ def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 if config.qkv_bias:
                     shapes[f"{path}.qkv_proj.bias"] = (linear.out_features,)
                 if config.qk_norm:
-                    shapes[f"{path}.q_norm.weight"] = shapes[f"{path}.k_norm.weight"] = (config.head_dim,)
+                    shapes[f"{path}.q_norm.weight"] = shapes[f"{path}.k_norm.weight"] = (
+                        config.head_dim,
+                    )
             if name == "o_proj":
                 shapes[f"{path}.post_attention_norm.weight"] = (config.hidden_size,)
     shapes["norm.weight"] = (config.hidden_size,)
@@ -170,13 +191,21 @@ def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_policy(
-    config: ModelConfig, precision: PrecisionConfig, seed: int, device: torch.device | str = "cpu", trainable: bool = True
+    config: ModelConfig,
+    precision: PrecisionConfig,
+    seed: int,
+    device: torch.device | str = "cpu",
+    trainable: bool = True,
 ) -> Policy:
-    """Masters drawn on the device as transformers draws them: matrices from N(0, 0.02), norms 1, biases 0."""
+    """Masters drawn on the device as transformers draws them: matrices from N(0, 0.02), norms 1,
+    biases 0.
+    """
     return Policy(config, precision, random_masters(config, seed, device), device, trainable)
 
 
-def random_masters(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+def random_masters(
+    config: ModelConfig, seed: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and values of one master after the other, as ``random_policy`` has them."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in master_shapes(config).items():

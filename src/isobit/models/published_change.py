@@ -1,18 +1,21 @@
 """How much of the quantised weights a publication changed.
 
-    share = numbers that are others now / numbers        over the matrices of all linears: E4M3 bytes, or BF16 numbers where one stays BF16
+    share = numbers that are others now / numbers        over the matrices of all linears: E4M3
+                                                         bytes, or BF16 numbers where one stays BF16
 
-A step that moves the masters by much less than their format's spacing changes few of them, and the function that samples and trains hardly
-at all.  Scales are not counted.
+A step that moves the masters by much less than their format's spacing changes few of them, and the
+function that samples and trains hardly at all.  Scales are not counted.
 """
 
 import torch
 
-from isobit.kernels.linear import LinearWeight
+from isobit.kernels.spec.linear import LinearWeight
 
 
 class PublishedChange:
-    """Counts what one publication changes; the counts stay on the device until ``share`` is asked for."""
+    """Counts what one publication changes; the counts stay on the device until ``share`` is asked
+    for.
+    """
 
     def __init__(self) -> None:
         self._changed: list[torch.Tensor] = []

@@ -1,4 +1,6 @@
-"""Shapes of real models by name, for checks and benchmarks with random weights: the values of their ``config.json``."""
+"""Shapes of real models by name, for checks and benchmarks with random weights: the values of their
+``config.json``.
+"""
 
 from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
@@ -24,7 +26,9 @@ def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool = False) -
 SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": _qwen3(hidden=1024, mlp=3072, layers=28, heads=16, tied=True),
     "qwen3-8b": _qwen3(hidden=4096, mlp=12288, layers=36, heads=32),
-    "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 32768, 1e-6, 1e6, tied_embeddings=False),
+    "qwen2.5-7b": ModelConfig(
+        "qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 32768, 1e-6, 1e6, tied_embeddings=False
+    ),
     "qwen3-32b": _qwen3(hidden=5120, mlp=25600, layers=64, heads=64),
 }
 

@@ -1,12 +1,15 @@
-"""safetensors files, written and read one tensor at a time: what they hold need not fit the host's memory beside what else is there.
+"""safetensors files, written and read one tensor at a time: what they hold need not fit the host's
+memory beside what else is there.
 
     8 bytes      length of the header, little-endian
-    header       JSON: name -> dtype, shape, and where its bytes begin and end behind the header; padded with spaces to 8 bytes
-    tensors      end to end, by format in the order of ``_FORMATS``, the widest first, so that each begins at a multiple of its width, and
-                 then by name
+    header       JSON: name -> dtype, shape, and where its bytes begin and end behind the header;
+                 padded with spaces to 8 bytes
+    tensors      end to end, by format in the order of ``_FORMATS``, the widest first, so that each
+                 begins at a multiple of its width, and then by name
 
-These are the bytes of safetensors' own ``save_file``, which copies everything to host memory before it writes the first one.  They are
-hashed on their way to the disk: what is read later is compared with what was meant, and nothing is read twice.
+These are the bytes of safetensors' own ``save_file``, which copies everything to host memory before
+it writes the first one.  They are hashed on their way to the disk: what is read later is compared
+with what was meant, and nothing is read twice.
 """
 
 import hashlib
@@ -19,16 +22,25 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-_FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
+_FORMATS = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
+}
 _ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
 
 
 def write_tensors(
-    path: Path, layout: Mapping[str, torch.Tensor], value: Callable[[str], torch.Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    layout: Mapping[str, torch.Tensor],
+    value: Callable[[str], torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> str:
     """Write ``value(name)`` for each name; -> the SHA-256 of the file.
 
-    ``layout`` has tensors of the same shapes and formats, which may be on the device ``meta``; values are on any device.
+    ``layout`` has tensors of the same shapes and formats, which may be on the device ``meta``;
+    values are on any device.
     """
     names = sorted(layout, key=lambda name: (_ORDER[layout[name].dtype], name))
     header = _header({name: layout[name] for name in names}, metadata)
@@ -37,7 +49,9 @@ def write_tensors(
         file.write(header)
 
         def write(name: str, tensor: torch.Tensor) -> None:
-            assert (tensor.shape, tensor.dtype) == (layout[name].shape, layout[name].dtype), f"{name} is not what the layout says"
+            assert (tensor.shape, tensor.dtype) == (layout[name].shape, layout[name].dtype), (
+                f"{name} is not what the layout says"
+            )
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             hashed = hashing.submit(digest.update, data)
             file.write(data)
@@ -53,7 +67,11 @@ def _header(layout: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
     end = 0
     for name, tensor in layout.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _FORMATS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[name] = {
+            "dtype": _FORMATS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

@@ -1,7 +1,8 @@
 """The comparison of the rollout graph with the training-forward graph, and a flow as lines of text.
 
-Jet-RL's condition (arXiv 2601.14243, section 4.1) is that inference quantises the same sites in the same way as the training
-forward does.  Peers find out at run time, from a drifting metric; here the two graphs are compared before the first token.
+Jet-RL's condition (arXiv 2601.14243, section 4.1) is that inference quantises the same sites in the
+same way as the training forward does.  Peers find out at run time, from a drifting metric; here the
+two graphs are compared before the first token.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ class Difference:
 
 
 def graph_differences(rollout: Graph, training: Graph) -> list[Difference]:
-    """Every site that the two sides do not compute in the same formats, in the order of the forward pass."""
+    """Every site that the two sides do not compute in the same formats, in the order of the forward
+    pass.
+    """
     by_name = {site.name: site for site in training.sites}
     differences = []
     for site in rollout.sites:
@@ -31,9 +34,13 @@ def graph_differences(rollout: Graph, training: Graph) -> list[Difference]:
 
 
 def describe_flow(flow: PrecisionFlow) -> list[str]:
-    """The flow as text: a line a site, equal layers folded together, then the fallbacks and whether the sides are one function."""
+    """The flow as text: a line a site, equal layers folded together, then the fallbacks and whether
+    the sides are one function.
+    """
     training = {site.name: site for site in flow.training.sites}
-    rows = [(site.name, _formats(site), _formats(training[site.name])) for site in flow.rollout.sites]
+    rows = [
+        (site.name, _formats(site), _formats(training[site.name])) for site in flow.rollout.sites
+    ]
     layers: dict[int, list[tuple[str, str, str]]] = {}
     for name, a, b in rows:
         if name.startswith("layers."):
@@ -47,7 +54,11 @@ def describe_flow(flow: PrecisionFlow) -> list[str]:
     lines += [f"fallback: {reason}" for reason in flow.fallbacks]
     differing = len(graph_differences(flow.rollout, flow.training))
     total = len(flow.rollout.sites)
-    verdict = "one function in rollout and training" if flow.exact else f"{differing} of {total} sites differ between rollout and training"
+    verdict = (
+        "one function in rollout and training"
+        if flow.exact
+        else f"{differing} of {total} sites differ between rollout and training"
+    )
     return [*lines, f"{flow.preset}: {verdict}"]
 
 
@@ -57,11 +68,17 @@ def _formats(site: Site) -> str:
     if site.kind == "linear":
         if site.forward == "e4m3":
             text += " 1x128 x 128x128" + (", FP32 scales" if site.scales == "fp32" else "")
-        text += f"  dgrad {name[site.dgrad or site.forward]}, wgrad {name[site.wgrad or site.forward]}"
+        text += (
+            f"  dgrad {name[site.dgrad or site.forward]}, wgrad {name[site.wgrad or site.forward]}"
+        )
     elif site.kind in ("kv_cache", "attention") and site.forward == "e4m3":
         text += ", a scale a token and head"
     return text
 
 
 def _line(name: str, rollout: str, training: str) -> str:
-    return f"{name:28} {rollout}" if rollout == training else f"{name:28} rollout {rollout} | training {training}"
+    return (
+        f"{name:28} {rollout}"
+        if rollout == training
+        else f"{name:28} rollout {rollout} | training {training}"
+    )

@@ -1,11 +1,13 @@
-"""The precision flow: for every site of the decoder, the format of each operand in rollout and in training.
+"""The precision flow: for every site of the decoder, the format of each operand in rollout and in
+training.
 
-A flow holds two graphs, one a side.  A graph is a list of sites in the order of the forward pass.  The condition for exactness is
-Jet-RL's (arXiv 2601.14243, section 4.1): the inference graph is a subgraph of the training forward graph, that is, every site
-reads and writes the same formats on both sides.  ``isobit.precision.compare`` checks it site by site.
+A flow holds two graphs, one a side.  A graph is a list of sites in the order of the forward pass.
+The condition for exactness is Jet-RL's (arXiv 2601.14243, section 4.1): the inference graph is a
+subgraph of the training forward graph, that is, every site reads and writes the same formats on
+both sides.  ``isobit.precision.compare`` checks it site by site.
 
-FProp is Y = X W^T, DGrad is dX = dY W, WGrad is dW = dY^T X.  In E4M3, X and dY have 1x128 groups along the contraction, W has
-128x128 blocks, and WGrad's two operands have groups of 128 tokens.
+FProp is Y = X W^T, DGrad is dX = dY W, WGrad is dW = dY^T X.  In E4M3, X and dY have 1x128 groups
+along the contraction, W has 128x128 blocks, and WGrad's two operands have groups of 128 tokens.
 """
 
 from collections.abc import Mapping
@@ -21,7 +23,9 @@ SiteKind = Literal["embedding", "norm", "linear", "attention", "kv_cache", "head
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """A linear of the decoder: the output sizes of the checkpoint's matrices that it fuses, by name, and its input size."""
+    """A linear of the decoder: the output sizes of the checkpoint's matrices that it fuses, by
+    name, and its input size.
+    """
 
     parts: Mapping[str, int]
     in_features: int
@@ -33,7 +37,9 @@ class LinearShape:
 
     @property
     def fills_blocks(self) -> bool:
-        """Whether 128x128 blocks tile it without a remainder and without crossing from one fused matrix into the next."""
+        """Whether 128x128 blocks tile it without a remainder and without crossing from one fused
+        matrix into the next.
+        """
         return all(size % BLOCK == 0 for size in (*self.parts.values(), self.in_features))
 
 
@@ -47,7 +53,9 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One operation of the decoder and the formats it works in; ``dgrad`` and ``wgrad`` are set for linears only."""
+    """One operation of the decoder and the formats it works in; ``dgrad`` and ``wgrad`` are set for
+    linears only.
+    """
 
     name: str
     kind: SiteKind
@@ -64,7 +72,9 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The sites of one side, in the order of the forward pass; ``activations`` is the format between operators."""
+    """The sites of one side, in the order of the forward pass; ``activations`` is the format
+    between operators.
+    """
 
     sites: tuple[Site, ...]
     activations: Format
@@ -84,7 +94,9 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionFlow:
-    """The graphs of both sides, and the linears that had to stay in BF16 with the reason for each."""
+    """The graphs of both sides, and the linears that had to stay in BF16 with the reason for
+    each.
+    """
 
     preset: str
     rollout: Graph
@@ -93,9 +105,12 @@ class PrecisionFlow:
 
     @property
     def exact(self) -> bool:
-        """Whether both sides compute the same function, so that recorded log-probabilities are the trainer's own."""
+        """Whether both sides compute the same function, so that recorded log-probabilities are the
+        trainer's own.
+        """
         return self.rollout.activations == self.training.activations and all(
-            a.forward_formats == b.forward_formats for a, b in zip(self.rollout.sites, self.training.sites, strict=True)
+            a.forward_formats == b.forward_formats
+            for a, b in zip(self.rollout.sites, self.training.sites, strict=True)
         )
 
     def graph(self, side: Side) -> Graph:
@@ -116,13 +131,17 @@ _PRESETS: dict[str, dict[Side, tuple[Format, Format]]] = {
 def build_flow(config: PrecisionConfig, shape: DecoderShape) -> PrecisionFlow:
     """Resolve a preset and its options for a model.
 
-    Raises ConfigError for a module that the model does not have, or for more BF16 layers than it has.
+    Raises ConfigError for a module that the model does not have, or for more BF16 layers than it
+    has.
     """
     _check_options(config, shape)
-    graphs: dict[Side, Graph] = {side: _build_graph(config, shape, side) for side in ("rollout", "training")}
+    graphs: dict[Side, Graph] = {
+        side: _build_graph(config, shape, side) for side in ("rollout", "training")
+    }
     uses_fp8 = any(site.forward == "e4m3" for graph in graphs.values() for site in graph.sites)
     fallbacks = tuple(
-        f"{name} stays in BF16: its sizes {tuple(linear.parts.values())} x {linear.in_features} are no multiples of {BLOCK}"
+        f"{name} stays in BF16: its sizes {tuple(linear.parts.values())} x {linear.in_features} "
+        f"are no multiples of {BLOCK}"
         for name, linear in shape.linears.items()
         if uses_fp8 and not linear.fills_blocks
     )
@@ -132,15 +151,19 @@ def build_flow(config: PrecisionConfig, shape: DecoderShape) -> PrecisionFlow:
 def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
     if config.first_layers_bf16 + config.last_layers_bf16 > shape.num_layers:
         raise ConfigError(
-            f"precision.first_layers_bf16 + precision.last_layers_bf16 is {config.first_layers_bf16 + config.last_layers_bf16}, "
+            "precision.first_layers_bf16 + precision.last_layers_bf16 is "
+            f"{config.first_layers_bf16 + config.last_layers_bf16}, "
             f"but the model has {shape.num_layers} layers"
         )
     known = {alias for name, linear in shape.linears.items() for alias in (name, *linear.parts)}
     for module in config.modules_bf16:
         layer, _, name = module.removeprefix("layers.").rpartition(".")
-        if name not in known or (layer and not (layer.isdecimal() and int(layer) < shape.num_layers)):
+        if name not in known or (
+            layer and not (layer.isdecimal() and int(layer) < shape.num_layers)
+        ):
             raise ConfigError(
-                f"precision.modules_bf16 names {module!r}, which the model does not have; name one of {', '.join(sorted(known))}, "
+                f"precision.modules_bf16 names {module!r}, which the model does not have; name one "
+                f"of {', '.join(sorted(known))}, "
                 f"alone or as layers.N.NAME with N below {shape.num_layers}"
             )
 
@@ -150,7 +173,9 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
     base: Format = "fp32" if config.preset == "fp32" else "bf16"
     sites = [Site("embed_tokens", "embedding", base)]
     for layer in range(shape.num_layers):
-        kept = layer < config.first_layers_bf16 or layer >= shape.num_layers - config.last_layers_bf16
+        kept = (
+            layer < config.first_layers_bf16 or layer >= shape.num_layers - config.last_layers_bf16
+        )
         layer_linears, layer_attention = (base, base) if kept else (linears, attention)
         path = f"layers.{layer}"
         for name, linear in shape.linears.items():
@@ -163,7 +188,9 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
     return Graph(tuple(sites), base)
 
 
-def _linear_site(config: PrecisionConfig, path: str, linear: LinearShape, wanted: Format, base: Format) -> Site:
+def _linear_site(
+    config: PrecisionConfig, path: str, linear: LinearShape, wanted: Format, base: Format
+) -> Site:
     layer_path, _, name = path.rpartition(".")
     aliases = {alias for part in (name, *linear.parts) for alias in (part, f"{layer_path}.{part}")}
     if wanted != "e4m3" or not linear.fills_blocks or aliases & set(config.modules_bf16):

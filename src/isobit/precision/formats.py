@@ -1,12 +1,15 @@
 """The number formats of the flow and the constants that every quantiser shares.
 
-E4M3 has 4 exponent and 3 mantissa bits, a largest value of 448, no infinity, and one NaN (byte 0x7F, or 0xFF with the sign).
-A scale is the factor that turns a stored value back into what it stands for: value = code * scale.
+E4M3 has 4 exponent and 3 mantissa bits, a largest value of 448, no infinity, and one NaN (byte
+0x7F, or 0xFF with the sign). A scale is the factor that turns a stored value back into what it
+stands for: value = code * scale.
 
-    scale = max(amax, 2^-60) / 448                  as FP32, or rounded up to a power of two (the default)
+    scale = max(amax, 2^-60) / 448                  as FP32, or rounded up to a power of two (the
+                                                    default)
 
-The floor on amax keeps gradients of 1e-12 alive and gives a block of zeros a scale.  A block that holds a NaN or an infinity gets
-a NaN scale (E8M0 byte 0xFF) and the value byte 0x7F everywhere, so that no kernel can turn it into a finite number again.
+The floor on amax keeps gradients of 1e-12 alive and gives a block of zeros a scale.  A block that
+holds a NaN or an infinity gets a NaN scale (E8M0 byte 0xFF) and the value byte 0x7F everywhere, so
+that no kernel can turn it into a finite number again.
 """
 
 from typing import Literal

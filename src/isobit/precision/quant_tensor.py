@@ -4,7 +4,8 @@ Granularities of an [R, C] matrix, by the shape of the group that shares a scale
 
     1x128      scales [R, C/128]        activations and output gradients, along the contraction
     128x128    scales [R/128, C/128]    weights
-    128x1      scales [ceil(R/128), C]  WGrad's operands, along the tokens; the last group may be short
+    128x1      scales [ceil(R/128), C]  WGrad's operands, along the tokens; the last group may be
+               short
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ Granularity = Literal["1x128", "128x128", "128x1"]
 
 @dataclass(frozen=True, slots=True)
 class QuantTensor:
-    """E4M3 values [R, C] with FP32 scales in one of three granularities; a scale of NaN marks a block that was not finite."""
+    """E4M3 values [R, C] with FP32 scales in one of three granularities; a scale of NaN marks a
+    block that was not finite.
+    """
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -28,8 +31,16 @@ class QuantTensor:
     def __post_init__(self) -> None:
         rows, columns = self.values.shape
         row_groups, column_groups = -(-rows // BLOCK), columns // BLOCK
-        expected = {"1x128": (rows, column_groups), "128x128": (row_groups, column_groups), "128x1": (row_groups, columns)}
-        assert self.scales.shape == expected[self.granularity], (self.values.shape, self.scales.shape, self.granularity)
+        expected = {
+            "1x128": (rows, column_groups),
+            "128x128": (row_groups, column_groups),
+            "128x1": (row_groups, columns),
+        }
+        assert self.scales.shape == expected[self.granularity], (
+            self.values.shape,
+            self.scales.shape,
+            self.granularity,
+        )
 
     @classmethod
     def empty_blocks(cls, rows: int, columns: int, device: torch.device) -> "QuantTensor":

@@ -1,7 +1,8 @@
-"""Grading a step: every completion gets a number or, if its reward failed, ``None``, which excludes it from its group.
+"""Grading a step: every completion gets a number or, if its reward failed, ``None``, which excludes
+it from its group.
 
-A failed reward is never a zero: a zero teaches the policy that the answer was wrong.  Failures are counted by kind, the first
-message is kept, and too many of them stop the run.
+A failed reward is never a zero: a zero teaches the policy that the answer was wrong.  Failures are
+counted by kind, the first message is kept, and too many of them stop the run.
 """
 
 import math
@@ -20,7 +21,9 @@ from isobit.rewards.function import RewardFunction
 
 @dataclass(frozen=True, slots=True)
 class GradeStats:
-    """How grading went: completions graded and failed, the failures by kind, and the first one's message."""
+    """How grading went: completions graded and failed, the failures by kind, and the first one's
+    message.
+    """
 
     graded: int
     failed: int
@@ -38,11 +41,14 @@ class _FailedError(Exception):
     """A reward that is no usable number: its kind and its message."""
 
 
-def grade(groups: Sequence[Group], reward: RewardFunction, max_failed_fraction: float = 1.0) -> GradeStats:
+def grade(
+    groups: Sequence[Group], reward: RewardFunction, max_failed_fraction: float = 1.0
+) -> GradeStats:
     """Fill ``group.rewards`` of every group, one entry a completion, in their order.
 
-    Raises ``RewardError`` with the first error if a larger share than ``max_failed_fraction`` failed, or all did.  A ``RewardError``
-    from the reward itself passes through: it says that no completion can be graded.
+    Raises ``RewardError`` with the first error if a larger share than ``max_failed_fraction``
+    failed, or all did.  A ``RewardError`` from the reward itself passes through: it says that no
+    completion can be graded.
     """
     failures: Counter[str] = Counter()
     first_error: str | None = None
@@ -57,10 +63,16 @@ def grade(groups: Sequence[Group], reward: RewardFunction, max_failed_fraction: 
                 first_error = first_error or f"prompt {group.prompt.id}, sample {index}: {message}"
                 group.rewards.append(None)
     failed = failures.total()
-    stats = GradeStats(sum(len(group.completions) for group in groups) - failed, failed, dict(failures), first_error)
+    stats = GradeStats(
+        sum(len(group.completions) for group in groups) - failed,
+        failed,
+        dict(failures),
+        first_error,
+    )
     if failed and (stats.graded == 0 or stats.failed_fraction > max_failed_fraction):
         raise RewardError(
-            f"{failed} of {failed + stats.graded} rewards failed, more than the allowed share of {max_failed_fraction:g} "
+            f"{failed} of {failed + stats.graded} rewards failed, more than the allowed share of "
+            f"{max_failed_fraction:g} "
             f"(reward.max_failed_fraction); the first was {first_error}"
         )
     return stats
@@ -71,15 +83,23 @@ def _score(reward: RewardFunction, prompt: Prompt, completion: Completion) -> fl
         value = reward(prompt, completion)
     except RewardError:
         raise
-    except (Exception, SystemExit) as error:  # a reward that calls sys.exit must not end the run unnoticed
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a reward that calls sys.exit must not end the run unnoticed
         raise _FailedError(type(error).__name__, f"{type(error).__name__}: {error}") from error
     return _number(value)
 
 
 def _number(value: Any) -> float:
-    """``value`` as a float: Python's and numpy's integers, floats and booleans are numbers, anything else is a failure."""
+    """``value`` as a float: Python's and numpy's integers, floats and booleans are numbers,
+    anything else is a failure.
+    """
     if not isinstance(value, Real | np.bool_):
-        raise _FailedError("not a number", f"the reward returned {type(value).__name__} {value!r:.80}, expected a number")
+        raise _FailedError(
+            "not a number",
+            f"the reward returned {type(value).__name__} {value!r:.80}, expected a number",
+        )
     try:
         number = float(value)
     except OverflowError:

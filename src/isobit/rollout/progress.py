@@ -1,4 +1,6 @@
-"""How far a call to the engine has come, and what it did: plain records for a progress bar, metrics and tests."""
+"""How far a call to the engine has come, and what it did: plain records for a progress bar, metrics
+and tests.
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +11,9 @@ class EngineStats:
 
     generated_tokens: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens put through the model: each prompt once, and again if its pages were given up."""
+    """Prompt tokens put through the model: each prompt once, and again if its pages were given
+    up.
+    """
     recomputed_tokens: int = 0
     """Generated tokens whose K and V were given up and computed again."""
     preemptions: int = 0
@@ -21,7 +25,9 @@ class EngineStats:
     copied_pages: int = 0
     """Shared partial pages that were copied before the first write into them."""
     chunks: int = 0
-    """Pieces of prompts, or of recomputations, that the token budget of a forward cut off before the end."""
+    """Pieces of prompts, or of recomputations, that the token budget of a forward cut off before
+    the end.
+    """
     forwards: int = 0
     seconds: float = 0.0
 

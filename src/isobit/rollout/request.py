@@ -1,7 +1,8 @@
 """What the engine is asked for, and the refusal of what it could never deliver.
 
-Everything that can be known to fail is refused before the first forward, with the numbers: once a batch has been accepted, every
-sequence of it can run to its full length alone in the cache, which is why the scheduler never gets stuck.
+Everything that can be known to fail is refused before the first forward, with the numbers: once a
+batch has been accepted, every sequence of it can run to its full length alone in the cache, which
+is why the scheduler never gets stuck.
 """
 
 import math
@@ -10,12 +11,14 @@ from dataclasses import dataclass
 
 from isobit.errors import RequestError
 from isobit.records import Prompt, SamplingParams
-from isobit.rollout.pages import pages_for
+from isobit.rollout.native.pages import pages_for
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``samples`` completions of one prompt.  ``visit`` counts how often a run has come back to the prompt: it keys the noise."""
+    """``samples`` completions of one prompt.  ``visit`` counts how often a run has come back to the
+    prompt: it keys the noise.
+    """
 
     prompt: Prompt
     visit: int
@@ -29,7 +32,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the cache can take: positions, vocabulary entries, pages and their tokens; and whether text can be decoded."""
+    """What the model and the cache can take: positions, vocabulary entries, pages and their tokens;
+    and whether text can be decoded.
+    """
 
     context: int
     vocab_size: int
@@ -49,22 +54,29 @@ def check_requests(requests: Sequence[Request], limits: Limits) -> None:
         name = (request.prompt.id, request.visit)
         if name in seen:
             raise RequestError(
-                f"prompt {request.prompt.id!r} is requested twice for visit {request.visit}: both would draw the same samples; "
+                f"prompt {request.prompt.id!r} is requested twice for visit {request.visit}: both "
+                "would draw the same samples; "
                 "ask once with more samples, or count the visits"
             )
         seen.add(name)
         _check_sampling(request)
         _check_prompt(request, limits)
         if request.sampling.stop_strings and not limits.has_tokenizer:
-            raise RequestError(f"prompt {request.prompt.id!r} asks for stop strings, which need a tokenizer; this engine has none")
+            raise RequestError(
+                f"prompt {request.prompt.id!r} asks for stop strings, which need a tokenizer; this "
+                "engine has none"
+            )
 
 
 def _check_sampling(request: Request) -> None:
     sampling = request.sampling
     wrong = {
         f"samples = {request.samples} must be at least 1": request.samples < 1,
-        f"max_new_tokens = {sampling.max_new_tokens} must be at least 1": sampling.max_new_tokens < 1,
-        f"temperature = {sampling.temperature} must be finite and not below 0": not 0 <= sampling.temperature < math.inf,
+        f"max_new_tokens = {sampling.max_new_tokens} must be at least 1": sampling.max_new_tokens
+        < 1,
+        f"temperature = {sampling.temperature} must be finite and not below 0": not 0
+        <= sampling.temperature
+        < math.inf,
         f"top_k = {sampling.top_k} must not be below 0": sampling.top_k < 0,
         f"top_p = {sampling.top_p} must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
         f"min_p = {sampling.min_p} must be at least 0 and below 1": not 0 <= sampling.min_p < 1,
@@ -82,19 +94,25 @@ def _check_prompt(request: Request, limits: Limits) -> None:
         raise RequestError(f"prompt {prompt.id!r} has no tokens: there is nothing to continue")
     if num_tokens >= limits.context:
         raise RequestError(
-            f"prompt {prompt.id!r} has {num_tokens} tokens; the model's context holds {limits.context}, and a new token must fit: "
+            f"prompt {prompt.id!r} has {num_tokens} tokens; the model's context holds "
+            f"{limits.context}, and a new token must fit: "
             "shorten or drop the prompt"
         )
     if not (min(prompt.token_ids) >= 0 and max(prompt.token_ids) < limits.vocab_size):
         raise RequestError(
-            f"prompt {prompt.id!r} holds token ids from {min(prompt.token_ids)} to {max(prompt.token_ids)}; the model knows 0 to "
+            f"prompt {prompt.id!r} holds token ids from {min(prompt.token_ids)} to "
+            f"{max(prompt.token_ids)}; the model knows 0 to "
             f"{limits.vocab_size - 1}: the tokenizer belongs to another model"
         )
     max_length = request.max_length(limits.context)
-    needed = pages_for(max_length - 1, limits.page_tokens)  # the last token of all is sampled, but never read back
+    needed = pages_for(
+        max_length - 1, limits.page_tokens
+    )  # the last token of all is sampled, but never read back
     if needed > limits.num_pages:
         raise RequestError(
-            f"prompt {prompt.id!r} can grow to {max_length} tokens ({num_tokens} of the prompt, at most {request.sampling.max_new_tokens} "
-            f"new, context {limits.context}): {needed} pages of {limits.page_tokens} tokens, and the KV cache has {limits.num_pages}; "
+            f"prompt {prompt.id!r} can grow to {max_length} tokens ({num_tokens} of the prompt, at "
+            f"most {request.sampling.max_new_tokens} "
+            f"new, context {limits.context}): {needed} pages of {limits.page_tokens} tokens, and "
+            f"the KV cache has {limits.num_pages}; "
             "raise rollout.kv_pages or rollout.kv_memory_gib, or lower rollout.max_new_tokens"
         )

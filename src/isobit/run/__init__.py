@@ -1,1 +1,3 @@
-"""A run from start to end: the loop, evaluation, the exactness check, and what is printed and written."""
+"""A run from start to end: the loop, evaluation, the exactness check, and what is printed and
+written.
+"""

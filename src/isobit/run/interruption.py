@@ -1,8 +1,8 @@
 """SIGTERM and Ctrl-C: the run stops where that is safe, and a second Ctrl-C stops it at once.
 
-The first signal only raises a flag.  The run looks at it after every forward of the engine, between grading and training, and after
-every step, so that a step is either finished or abandoned before it has changed a weight.  Signals that the caller of the process has
-switched off (``nohup``) stay so.
+The first signal only raises a flag.  The run looks at it after every forward of the engine, between
+grading and training, and after every step, so that a step is either finished or abandoned before it
+has changed a weight.  Signals that the caller of the process has switched off (``nohup``) stay so.
 """
 
 import os
@@ -19,7 +19,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Watches for a signal while it is entered; does nothing outside the main thread, where Python delivers none."""
+    """Watches for a signal while it is entered; does nothing outside the main thread, where Python
+    delivers none.
+    """
 
     def __init__(self) -> None:
         self._received: signal.Signals | None = None
@@ -32,7 +34,12 @@ class Interruption:
                     self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -55,6 +62,9 @@ class Interruption:
         if self._received is None:
             self._received = signal.Signals(number)
             # A handler may run in the middle of any print, so it writes past Python's buffers.
-            os.write(2, f"\n{self._received.name}: stopping where it is safe; Ctrl-C again stops at once\n".encode())
+            os.write(
+                2,
+                f"\n{self._received.name}: stopping where it is safe; Ctrl-C again stops at once\n".encode(),
+            )
         elif number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -1,20 +1,22 @@
-"""What a run of ``isobit train`` leaves behind as it goes: the figures of its steps, lines on the console, and its summary."""
+"""What a run of ``isobit train`` leaves behind as it goes: the figures of its steps, lines on the
+console, and its summary.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from isobit.clock import Clock
+from isobit.observe.console import Report
+from isobit.observe.eval_result import EvalResult
+from isobit.observe.metrics import step_metrics
+from isobit.observe.summary import SetSummary, Summary
+from isobit.observe.training_log import TrainingLog
+from isobit.proof.check import check_step
 from isobit.records import Group
 from isobit.rewards.grade import GradeStats
-from isobit.run.check import check_step
-from isobit.run.checkpoint.start import Start
-from isobit.run.clock import Clock
-from isobit.run.console import Report
-from isobit.run.eval_result import EvalResult
-from isobit.run.metrics import step_metrics
 from isobit.run.setup import Run
-from isobit.run.summary import SetSummary, Summary
-from isobit.run.training_log import TrainingLog
+from isobit.store.checkpoint.start import Start
 from isobit.training.comparison import Comparison
 from isobit.training.step import StepMetrics
 
@@ -32,10 +34,19 @@ class RunLog(TrainingLog[EvalResult]):
         self._comparison = Comparison()
         super().__init__(run, start, report, clock)
 
-    def step(self, step: int, groups: Sequence[Group], grades: GradeStats, trained: StepMetrics) -> None:
+    def step(
+        self, step: int, groups: Sequence[Group], grades: GradeStats, trained: StepMetrics
+    ) -> None:
         """The figures of one step: a line of metrics, a line on the console, a few completions."""
         seconds = self._take_seconds()
-        metrics = step_metrics(groups, grades, self._run.engine.stats, trained, seconds, self._run.config.training.epochs)
+        metrics = step_metrics(
+            groups,
+            grades,
+            self._run.engine.stats,
+            trained,
+            seconds,
+            self._run.config.training.epochs,
+        )
         metrics |= self._run.turns.figures() if self._run.turns else {}
         self._metrics.write(step, metrics)
         self._write_completions(step, "train", groups)
@@ -46,13 +57,26 @@ class RunLog(TrainingLog[EvalResult]):
         self._report.step(step, self._run.config.training.steps, metrics)
         self._report.notes(_notes(grades, trained))
         self.boundary = self._take_boundary(step)
-        self._report.notes(check_step(self._run.config.check, self._run.model.policy.flow, trained.comparison, self.directory.model))
+        self._report.notes(
+            check_step(
+                self._run.config.check,
+                self._run.model.policy.flow,
+                trained.comparison,
+                self.directory.model,
+            )
+        )
 
     def finish(self) -> Summary:
         """Write the summary and print it."""
         before, after = self._evaluations[0], self._evaluations[max(self._evaluations)]
         sets = {
-            name: SetSummary(after[name].problems, before[name].accuracy, after[name].accuracy, before[name].interval, after[name].interval)
+            name: SetSummary(
+                after[name].problems,
+                before[name].accuracy,
+                after[name].accuracy,
+                before[name].interval,
+                after[name].interval,
+            )
             for name in before
         }
         first = next(iter(sets.values()), None)
@@ -98,7 +122,9 @@ def _notes(grades: GradeStats, trained: StepMetrics) -> list[str]:
     """What a reader of the line would otherwise not know."""
     notes = [f"an optimiser step was skipped: {reason}" for reason in trained.skip_reasons]
     if grades.failed:
-        notes.append(f"{grades.failed} rewards failed and are excluded; the first was {grades.first_error}")
+        notes.append(
+            f"{grades.failed} rewards failed and are excluded; the first was {grades.first_error}"
+        )
     if not trained.updates:
         notes.append("no group had two valid rewards: the weights did not change")
     return notes

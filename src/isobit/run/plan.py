@@ -1,7 +1,9 @@
-"""A run before it starts: what ``isobit train --dry-run`` prints.  Reads the configuration, the tokenizer and the data; never the weights.
+"""A run before it starts: what ``isobit train --dry-run`` prints.  Reads the configuration, the
+tokenizer and the data; never the weights.
 
-Everything is refused that ``isobit.run.setup`` would refuse, apart from what only the weights can show and from trackers, which would
-be called up over the network.  Nothing is written, and no memory is taken that the run would take.
+Everything is refused that ``isobit.run.setup`` would refuse, apart from what only the weights can
+show and from trackers, which would be called up over the network.  Nothing is written, and no
+memory is taken that the run would take.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,18 +12,18 @@ from dataclasses import dataclass
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import RunConfig
 from isobit.data.prompts import build_prompts, drop_evaluated
-from isobit.models.checkpoint import weight_files
+from isobit.memory.machine import Memory
+from isobit.models.device import choose_device
+from isobit.models.folder import weight_files
+from isobit.models.loaded import DescribedModel, describe_model
 from isobit.precision.flow import build_flow
 from isobit.records import Prompt
 from isobit.rewards.function import load_reward
 from isobit.rollout.request import Limits, Request, check_requests
-from isobit.run.device import choose_device
-from isobit.run.directory import check_unused
 from isobit.run.evaluate import evaluation_sampling
-from isobit.run.machine import Memory
-from isobit.run.model import DescribedModel, describe_model
 from isobit.run.setup import check_batch, check_best, check_fits, one_sample_each
 from isobit.run.training_plan import TrainingPlan, plan_checkpoints, plan_memory
+from isobit.store.directory import check_unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +60,56 @@ def plan_run(config: RunConfig, resume: bool = False) -> Plan:
     _check_requests(config, model, requests, sets, limits)
     problems = {name: len(problems) for name, problems in sets.items()}
     disk = plan_checkpoints(config, model)
-    return Plan(config, model, weight_bytes, flow, longest, memory, disk, len(prompts), dropped, problems)
+    return Plan(
+        config, model, weight_bytes, flow, longest, memory, disk, len(prompts), dropped, problems
+    )
 
 
 def describe_plan(plan: Plan, memory: Memory | None) -> list[str]:
     """The plan as text, with the memory against what is free now."""
     training = plan.config.training
-    dropped = f" ({plan.dropped_prompts} more also stand in an evaluation set: dropped)" if plan.dropped_prompts else ""
-    sets = ", ".join(f"{problems} in {name}" for name, problems in plan.evaluation_problems.items()) or "none"
+    dropped = (
+        f" ({plan.dropped_prompts} more also stand in an evaluation set: dropped)"
+        if plan.dropped_prompts
+        else ""
+    )
+    sets = (
+        ", ".join(f"{problems} in {name}" for name, problems in plan.evaluation_problems.items())
+        or "none"
+    )
     samples = training.prompts_per_step * training.samples_per_prompt
     learning = [
         f"data: {plan.training_prompts} training prompts{dropped}; evaluation problems: {sets}",
-        f"steps: {training.steps} of {samples} samples, {training.updates_per_batch * training.epochs} updates each; "
+        f"steps: {training.steps} of {samples} samples, "
+        f"{training.updates_per_batch * training.epochs} updates each; "
         f"sequences of at most {plan.longest} tokens",
     ]
     return plan.describe(learning, memory)
 
 
 def _prompts(config: RunConfig, model: DescribedModel, evaluation_set: str | None) -> list[Prompt]:
-    name, source = ("train", config.data.train) if evaluation_set is None else (evaluation_set, config.data.eval[evaluation_set])
+    name, source = (
+        ("train", config.data.train)
+        if evaluation_set is None
+        else (evaluation_set, config.data.eval[evaluation_set])
+    )
     return build_prompts(name, source, model.tokenizer, config.data, model.config.max_positions)
 
 
 def _check_requests(
-    config: RunConfig, model: DescribedModel, training: Sequence[Request], sets: Mapping[str, Sequence[Prompt]], limits: Limits
+    config: RunConfig,
+    model: DescribedModel,
+    training: Sequence[Request],
+    sets: Mapping[str, Sequence[Prompt]],
+    limits: Limits,
 ) -> None:
     """Refuse prompts that the engine or the context could not take."""
     evaluation = evaluation_sampling(config.evaluation, config.rollout, model)
-    problems = [Request(prompt, 0, config.evaluation.samples, evaluation) for name in sets for prompt in sets[name]]
+    problems = [
+        Request(prompt, 0, config.evaluation.samples, evaluation)
+        for name in sets
+        for prompt in sets[name]
+    ]
     for requests in (problems, training):
         check_requests(requests, limits)
         check_fits(requests, limits.context)

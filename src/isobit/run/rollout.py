@@ -1,4 +1,6 @@
-"""``isobit rollout``: completions of a model folder for texts or rows of a file, without grading."""
+"""``isobit rollout``: completions of a model folder for texts or rows of a file, without
+grading.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +11,11 @@ from isobit.config.schema import GenerationConfig, JsonlData
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row, load_rows
 from isobit.errors import ConfigError
+from isobit.models.loaded import load_sampling_model
 from isobit.records import Group
-from isobit.rollout.engine import Engine
+from isobit.rollout.native.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
-from isobit.run.model import load_sampling_model
 
 
 def rollout_folder(
@@ -25,16 +27,25 @@ def rollout_folder(
     chat: bool = True,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Group]:
-    """Complete each prompt ``samples`` times; a completion that would outgrow the model's context ends there ("length").
+    """Complete each prompt ``samples`` times; a completion that would outgrow the model's context
+    ends there ("length").
 
-    ``prompts`` are texts, or a JSONL file whose prompt column holds texts or chat messages.  Raises CheckpointError, DataError or
-    RequestError, before anything is generated, for what cannot be used, and ConfigError for several samples of greedy decoding.
+    ``prompts`` are texts, or a JSONL file whose prompt column holds texts or chat messages.  Raises
+    CheckpointError, DataError or RequestError, before anything is generated, for what cannot be
+    used, and ConfigError for several samples of greedy decoding.
     """
     rollout = settings.rollout
     if samples > 1 and rollout.temperature == 0:
-        raise ConfigError(f"{samples} samples at temperature 0 would all be the same; set a temperature above 0, or 1 sample")
+        raise ConfigError(
+            f"{samples} samples at temperature 0 would all be the same; set a temperature above 0, "
+            "or 1 sample"
+        )
     model = load_sampling_model(folder, settings.precision, settings.device)
-    rows = load_rows(prompts) if isinstance(prompts, JsonlData) else [Row(text, {}, f"prompt {i}") for i, text in enumerate(prompts)]
+    rows = (
+        load_rows(prompts)
+        if isinstance(prompts, JsonlData)
+        else [Row(text, {}, f"prompt {i}") for i, text in enumerate(prompts)]
+    )
     made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
     requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]
     completions = Engine(model.policy, rollout, model.tokenizer, seed).generate(requests, progress)
@@ -42,7 +53,9 @@ def rollout_folder(
 
 
 def completion_lines(groups: Sequence[Group]) -> Iterator[str]:
-    """A JSON object a completion: its prompt and columns, text, tokens and their log-probabilities."""
+    """A JSON object a completion: its prompt and columns, text, tokens and their
+    log-probabilities.
+    """
     for group in groups:
         for sample, completion in enumerate(group.completions):
             record: dict[str, Any] = {
@@ -52,7 +65,7 @@ def completion_lines(groups: Sequence[Group]) -> Iterator[str]:
                 "completion": completion.text,
                 "finish_reason": completion.finish_reason,
                 "token_ids": completion.token_ids,
-                "logprobs": completion.logprobs,
+                "log_probs": completion.log_probs,
                 "columns": dict(group.prompt.row),
             }
             yield json.dumps(record, ensure_ascii=False, default=str)

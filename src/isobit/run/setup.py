@@ -1,6 +1,8 @@
-"""Everything a run needs, made and checked before its directory exists: what can be refused is refused here.
+"""Everything a run needs, made and checked before its directory exists: what can be refused is
+refused here.
 
-The cheap refusals come first: a KL penalty is reported before any file is read.  Nothing is written.
+The cheap refusals come first: a KL penalty is reported before any file is read.  Nothing is
+written.
 """
 
 from collections.abc import Sequence
@@ -12,26 +14,26 @@ import torch
 
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.registry import build_algorithm
+from isobit.clock import Clock
 from isobit.config.schema import RunConfig, TrainingConfig
 from isobit.config.sft import SftConfig
 from isobit.data.prompts import build_prompts, drop_evaluated
 from isobit.data.sampler import PromptSampler
 from isobit.errors import ConfigError, DataError
-from isobit.models.checkpoint import load_policy
+from isobit.memory.device import GpuPlan, device_memory, plan_gpu
+from isobit.memory.machine import gib, read_memory
+from isobit.memory.turns import GpuTurns, allocate_in_pages
+from isobit.models.device import choose_device
+from isobit.models.folder import load_policy
+from isobit.models.loaded import DescribedModel, LoadedModel, describe_model
+from isobit.observe.wandb_tracker import check_tracking
 from isobit.precision.flow import build_flow
 from isobit.records import Prompt, SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
-from isobit.rollout.engine import Engine
+from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
-from isobit.run.clock import Clock
-from isobit.run.device import choose_device
 from isobit.run.evaluate import Evaluator, build_evaluator
-from isobit.run.gpu_memory import GpuPlan, device_memory, plan_gpu
-from isobit.run.machine import gib, read_memory
-from isobit.run.model import DescribedModel, LoadedModel, describe_model
 from isobit.run.training_run import Recipe
-from isobit.run.turns import GpuTurns, allocate_in_pages
-from isobit.run.wandb_tracker import check_tracking
 from isobit.training.optimiser import advise_smaller_moments
 from isobit.training.trainer import Trainer
 
@@ -55,7 +57,9 @@ class Run:
     """Who has the GPU's memory when; None on a CPU, where engine and trainer have it together."""
 
     def training_turn(self, clock: Clock) -> AbstractContextManager[None]:
-        """A block in which the trainer may take all the memory that it needs; the engine must not be asked for anything in it."""
+        """A block in which the trainer may take all the memory that it needs; the engine must not
+        be asked for anything in it.
+        """
         return nullcontext() if self.turns is None else self.turns.training(clock)
 
     @property
@@ -68,17 +72,23 @@ class Run:
         return {
             "training_prompts": self.sampler.state()["prompts"],
             "dropped_prompts": self.dropped_prompts,
-            "evaluation_problems": {name: len(prompts) for name, prompts in self.evaluator.sets.items()},
+            "evaluation_problems": {
+                name: len(prompts) for name, prompts in self.evaluator.sets.items()
+            },
         }
 
     def next_requests(self) -> list[Request]:
         """The prompts of the next step, as the engine takes them."""
         samples = self.config.training.samples_per_prompt
-        return [Request(prompt, visit, samples, self.sampling) for prompt, visit in self.sampler.next()]
+        return [
+            Request(prompt, visit, samples, self.sampling) for prompt, visit in self.sampler.next()
+        ]
 
 
 def prepare(config: RunConfig) -> Run:
-    """Load and check a run.  Raises an ``IsobitError`` that names what cannot be used; writes nothing."""
+    """Load and check a run.  Raises an ``IsobitError`` that names what cannot be used; writes
+    nothing.
+    """
     check_tracking(config.tracking)
     algorithm = build_algorithm(config.algorithm)
     check_batch(config)
@@ -88,11 +98,16 @@ def prepare(config: RunConfig) -> Run:
         torch.set_num_threads(config.threads)
     described = describe_model(config.model)
     device = choose_device(config.device, described.config, config.precision)
-    train = build_prompts("train", config.data.train, described.tokenizer, config.data, described.config.max_positions)
+    train = build_prompts(
+        "train", config.data.train, described.tokenizer, config.data, described.config.max_positions
+    )
     sampling = described.sampling(config.rollout)
     rollout, plan = config.rollout, None
     if device.type == "cuda":
-        longest = max(request.max_length(described.config.max_positions) for request in one_sample_each(train, sampling))
+        longest = max(
+            request.max_length(described.config.max_positions)
+            for request in one_sample_each(train, sampling)
+        )
         plan = prepare_gpu(described, config, config.training, longest)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
     policy = load_policy(described.folder, config.precision, device)
@@ -104,24 +119,48 @@ def prepare(config: RunConfig) -> Run:
         engine.check(requests)
         check_fits(requests, model.context)
     training = config.training
-    trainer = Trainer(model.policy, training, training.steps * training.updates_per_batch * training.epochs, config.seed)
+    trainer = Trainer(
+        model.policy,
+        training,
+        training.steps * training.updates_per_batch * training.epochs,
+        config.seed,
+    )
     sampler = PromptSampler(prompts, training.prompts_per_step, config.seed, config.data.shuffle)
     turns = None if plan is None else GpuTurns(plan, engine, trainer)
-    return Run(config, model, engine, trainer, algorithm, reward, sampler, sampling, evaluator, dropped, turns)
+    return Run(
+        config,
+        model,
+        engine,
+        trainer,
+        algorithm,
+        reward,
+        sampler,
+        sampling,
+        evaluator,
+        dropped,
+        turns,
+    )
 
 
-def prepare_gpu(model: DescribedModel, config: Recipe, training: TrainingConfig, longest: int) -> GpuPlan:
-    """Before anything is on the GPU: plan the run and set torch's allocator for turns.  Raises ConfigError as ``plan_for_gpu`` does."""
+def prepare_gpu(
+    model: DescribedModel, config: Recipe, training: TrainingConfig, longest: int
+) -> GpuPlan:
+    """Before anything is on the GPU: plan the run and set torch's allocator for turns.  Raises
+    ConfigError as ``plan_for_gpu`` does.
+    """
     plan = plan_for_gpu(model, config, training, longest)
     allocate_in_pages()
     return plan
 
 
-def plan_for_gpu(model: DescribedModel, config: Recipe, training: TrainingConfig, longest: int) -> GpuPlan:
-    """The plan of the machine's GPU for training sequences of at most ``longest`` tokens, as ``training`` says.
+def plan_for_gpu(
+    model: DescribedModel, config: Recipe, training: TrainingConfig, longest: int
+) -> GpuPlan:
+    """The plan of the machine's GPU for training sequences of at most ``longest`` tokens, as
+    ``training`` says.
 
-    A run without a reward never generates.  Raises ConfigError where the plan does not fit, and where the main memory does not hold the
-    moments that are to go there.
+    A run without a reward never generates.  Raises ConfigError where the plan does not fit, and
+    where the main memory does not hold the moments that are to go there.
     """
     flow, memory = build_flow(config.precision, model.config.shape), read_memory()
     rollout = None if config.reward is None else config.rollout
@@ -129,7 +168,8 @@ def plan_for_gpu(model: DescribedModel, config: Recipe, training: TrainingConfig
     if memory is not None and plan.host > memory.available:
         smaller = advise_smaller_moments(training.moments)
         raise ConfigError(
-            f"training.offload_moments puts {gib(plan.host)} into main memory, and {gib(memory.available)} are free: leave it out"
+            f"training.offload_moments puts {gib(plan.host)} into main memory, and "
+            f"{gib(memory.available)} are free: leave it out"
             + (f", or {smaller}" if smaller else "")
         )
     return plan
@@ -141,7 +181,8 @@ def one_sample_each(prompts: Sequence[Prompt], sampling: SamplingParams) -> list
 
 
 def check_fits(requests: Sequence[Request], context: int) -> None:
-    """Refuse prompts whose longest answer would not fit the model's context: the context, not the limit asked for, would cut it.
+    """Refuse prompts whose longest answer would not fit the model's context: the context, not the
+    limit asked for, would cut it.
 
     Raises DataError naming the first such prompt and the numbers.
     """
@@ -149,22 +190,36 @@ def check_fits(requests: Sequence[Request], context: int) -> None:
         tokens, new = len(request.prompt.token_ids), request.sampling.max_new_tokens
         if tokens + new > context:
             raise DataError(
-                f"prompt {request.prompt.id} has {tokens} tokens; with max_new_tokens = {new} that is {tokens + new}, more than the "
-                f"model's context of {context}: lower max_new_tokens to {context - tokens} or shorten the prompt"
+                f"prompt {request.prompt.id} has {tokens} tokens; with max_new_tokens = {new} that "
+                f"is {tokens + new}, more than the "
+                f"model's context of {context}: lower max_new_tokens to {context - tokens} or "
+                "shorten the prompt"
             )
 
 
 def check_best(config: Recipe) -> None:
-    """The figure that the best checkpoint is best by must be one that some evaluation gives.  Raises ConfigError."""
+    """The figure that the best checkpoint is best by must be one that some evaluation gives.
+    Raises ConfigError.
+    """
     name = config.checkpoint.keep_best
-    counts = [1 << power for power in range(config.evaluation.samples.bit_length())] if config.evaluation.samples > 1 else []
+    counts = (
+        [1 << power for power in range(config.evaluation.samples.bit_length())]
+        if config.evaluation.samples > 1
+        else []
+    )
     graded = ["accuracy", *(f"pass@{k}" for k in counts)] if config.reward is not None else []
     measured = ["loss"] if isinstance(config, SftConfig) else []
-    figures = [f"eval/{name}/{figure}" for name in config.data.eval for figure in (*graded, *measured)]
+    figures = [
+        f"eval/{name}/{figure}" for name in config.data.eval for figure in (*graded, *measured)
+    ]
     if name is not None and name not in figures:
         raise ConfigError(
             f"checkpoint.keep_best is {name!r}, which no evaluation gives; "
-            + (f"name one of {', '.join(figures)}" if figures else "data.eval names no set: add one, or leave keep_best out")
+            + (
+                f"name one of {', '.join(figures)}"
+                if figures
+                else "data.eval names no set: add one, or leave keep_best out"
+            )
         )
 
 
@@ -173,10 +228,12 @@ def check_batch(config: RunConfig) -> None:
     training = config.training
     if training.updates_per_batch > training.prompts_per_step:
         raise ConfigError(
-            f"training.updates_per_batch is {training.updates_per_batch}, but a step has {training.prompts_per_step} prompts "
+            f"training.updates_per_batch is {training.updates_per_batch}, but a step has "
+            f"{training.prompts_per_step} prompts "
             "(training.prompts_per_step), and each update needs at least one"
         )
     if config.rollout.temperature == 0:
         raise ConfigError(
-            "rollout.temperature is 0: greedy samples are all the same, and a group of equals teaches nothing; set it above 0"
+            "rollout.temperature is 0: greedy samples are all the same, and a group of equals "
+            "teaches nothing; set it above 0"
         )

@@ -1,4 +1,6 @@
-"""What the plans of ``isobit train --dry-run`` and ``isobit sft --dry-run`` share: the model, the flow, the memory, the disk."""
+"""What the plans of ``isobit train --dry-run`` and ``isobit sft --dry-run`` share: the model, the
+flow, the memory, the disk.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,21 +9,21 @@ from math import prod
 from isobit.config.load import dump_config
 from isobit.config.schema import TrainingConfig
 from isobit.kernels.hopper.pages import PAGE_TOKENS
-from isobit.kernels.kv_cache import KvCache
+from isobit.kernels.spec.kv_cache import KvCache
+from isobit.memory.cache_size import num_pages_for
+from isobit.memory.device import GpuPlan
+from isobit.memory.host import MemoryEstimate, estimate_memory
+from isobit.memory.machine import Memory, gib
+from isobit.models.loaded import DescribedModel
 from isobit.models.policy import master_shapes
 from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow
-from isobit.rollout.cache_size import num_pages_for
 from isobit.rollout.request import Limits
-from isobit.run.checkpoint.format import folders_by_step
-from isobit.run.checkpoint.space import DiskPlan, plan_disk
-from isobit.run.directory import RunDirectory
-from isobit.run.gpu_memory import GpuPlan
-from isobit.run.machine import Memory, gib
-from isobit.run.memory import MemoryEstimate, estimate_memory
-from isobit.run.model import DescribedModel
 from isobit.run.setup import plan_for_gpu
 from isobit.run.training_run import Recipe
+from isobit.store.checkpoint.format import folders_by_step
+from isobit.store.checkpoint.space import DiskPlan, plan_disk
+from isobit.store.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +42,36 @@ class TrainingPlan:
     disk: DiskPlan
 
     def describe(self, learning: Sequence[str], memory: Memory | None) -> list[str]:
-        """The plan as text: the resolved recipe, the model, what is learnt, the precision flow, and the memory against what is free now."""
+        """The plan as text: the resolved recipe, the model, what is learnt, the precision flow, and
+        the memory against what is free now.
+        """
         shape = self.model.config
         parameters = sum(prod(sizes) for sizes in master_shapes(shape).values())
         start = gib(self.weight_bytes) if self.weight_bytes else "from random weights"
         return [
             *dump_config(self.config).splitlines(),
             "",
-            f"model {self.model.folder}: {shape.family}, {parameters:,} parameters, {shape.num_layers} layers, {start}",
+            f"model {self.model.folder}: {shape.family}, {parameters:,} parameters, "
+            f"{shape.num_layers} layers, {start}",
             *learning,
             *(f"  {line}" for line in describe_flow(self.flow)),
-            *(self.memory.describe() if isinstance(self.memory, GpuPlan) else _describe_memory(self.memory, memory)),
+            *(
+                self.memory.describe()
+                if isinstance(self.memory, GpuPlan)
+                else _describe_memory(self.memory, memory)
+            ),
             self.disk.describe(),
             "nothing was written; leave out --dry-run to start",
         ]
 
 
 def plan_memory(
-    config: Recipe, training: TrainingConfig, model: DescribedModel, flow: PrecisionFlow, longest: int, on_gpu: bool
+    config: Recipe,
+    training: TrainingConfig,
+    model: DescribedModel,
+    flow: PrecisionFlow,
+    longest: int,
+    on_gpu: bool,
 ) -> tuple[MemoryEstimate | GpuPlan, Limits]:
     """The memory of a run whose trainer reads ``training``, and what its engine could take.
 
@@ -69,11 +83,15 @@ def plan_memory(
     else:
         memory = estimate_memory(model.config, flow, config.rollout, training, longest)
         pages, page_tokens = num_pages_for(model.config, flow, config.rollout), KvCache.page_tokens
-    return memory, Limits(model.config.max_positions, model.config.vocab_size, pages, page_tokens, has_tokenizer=True)
+    return memory, Limits(
+        model.config.max_positions, model.config.vocab_size, pages, page_tokens, has_tokenizer=True
+    )
 
 
 def plan_checkpoints(config: Recipe, model: DescribedModel) -> DiskPlan:
-    """The disk of a run, beside the checkpoints that it has.  Raises StorageError where there is too little room."""
+    """The disk of a run, beside the checkpoints that it has.  Raises StorageError where there is
+    too little room.
+    """
     disk = plan_disk(config, folders_by_step(RunDirectory(config.output).checkpoints), model.config)
     disk.check()
     return disk

@@ -1,6 +1,8 @@
-"""What every kind of training has, whatever it learns from: the seam on which checkpoints, the manifest and the log are built.
+"""What every kind of training has, whatever it learns from: the seam on which checkpoints, the
+manifest and the log are built.
 
-``isobit train`` and ``isobit sft`` each prepare their own parts; those named here are all that has to be saved to go on later.
+``isobit train`` and ``isobit sft`` each prepare their own parts; those named here are all that has
+to be saved to go on later.
 """
 
 from typing import Any, Protocol
@@ -8,7 +10,7 @@ from typing import Any, Protocol
 from isobit.config.schema import RunConfig
 from isobit.config.sft import SftConfig
 from isobit.data.sampler import PromptSampler
-from isobit.run.model import LoadedModel
+from isobit.models.loaded import LoadedModel
 from isobit.training.trainer import Trainer
 
 Recipe = RunConfig | SftConfig

@@ -1,4 +1,6 @@
-"""The starter model's card: what it is, how it was made, and the figures of the run that made it."""
+"""The starter model's card: what it is, how it was made, and the figures of the run that made
+it.
+"""
 
 from isobit.models.config import ModelConfig
 from isobit.starter.figures import Figures

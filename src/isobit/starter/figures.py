@@ -1,4 +1,6 @@
-"""What the starter model can do: greedy accuracy, and how often each style of answer is sampled and right."""
+"""What the starter model can do: greedy accuracy, and how often each style of answer is sampled and
+right.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from isobit.config.schema import DataConfig, JsonlData, RolloutConfig
 from isobit.data.prompts import build_prompts
 from isobit.models.policy import Policy
 from isobit.records import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import Engine
+from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.starter.tasks import correct_answer, is_worked_out
 from isobit.starter.tokenizer import EOS_ID
@@ -33,16 +35,27 @@ class Figures:
 
     def __str__(self) -> str:
         return (
-            f"{self.problems} held-out problems: greedy {self.greedy_accuracy:.1%} right ({self.greedy_worked_out:.1%} worked out); "
-            f"sampled {self.sampled_worked_out:.1%} worked out, of which {self.worked_out_accuracy:.1%} right, "
+            f"{self.problems} held-out problems: greedy {self.greedy_accuracy:.1%} right "
+            f"({self.greedy_worked_out:.1%} worked out); "
+            f"sampled {self.sampled_worked_out:.1%} worked out, of which "
+            f"{self.worked_out_accuracy:.1%} right, "
             f"guesses {self.guess_accuracy:.1%} right"
         )
 
 
-def measure(policy: Policy, tokenizer: PreTrainedTokenizerBase, problems_file: Path, limit: int | None = None) -> Figures:
-    """Answer the problems of a JSONL file twice, greedily and at temperature 1, one completion each."""
+def measure(
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    problems_file: Path,
+    limit: int | None = None,
+) -> Figures:
+    """Answer the problems of a JSONL file twice, greedily and at temperature 1, one completion
+    each.
+    """
     source = JsonlData(path=problems_file, limit=limit)
-    prompts = build_prompts("held_out", source, tokenizer, DataConfig(train=source), policy.config.max_positions)
+    prompts = build_prompts(
+        "held_out", source, tokenizer, DataConfig(train=source), policy.config.max_positions
+    )
     engine = Engine(policy, RolloutConfig(max_new_tokens=MAX_ANSWER_TOKENS), tokenizer, seed=0)
     greedy, sampled = (_answer(engine, prompts, temperature) for temperature in (0.0, 1.0))
     worked_out = [pair for pair in sampled if is_worked_out(pair[1].text)]
@@ -50,18 +63,23 @@ def measure(policy: Policy, tokenizer: PreTrainedTokenizerBase, problems_file: P
     return Figures(
         problems=len(prompts),
         greedy_accuracy=_accuracy(greedy),
-        greedy_worked_out=sum(is_worked_out(completion.text) for _, completion in greedy) / len(greedy),
+        greedy_worked_out=sum(is_worked_out(completion.text) for _, completion in greedy)
+        / len(greedy),
         sampled_worked_out=len(worked_out) / len(sampled),
         worked_out_accuracy=_accuracy(worked_out),
         guess_accuracy=_accuracy(guessed),
     )
 
 
-def _answer(engine: Engine, prompts: Sequence[Prompt], temperature: float) -> list[tuple[Prompt, Completion]]:
+def _answer(
+    engine: Engine, prompts: Sequence[Prompt], temperature: float
+) -> list[tuple[Prompt, Completion]]:
     sampling = SamplingParams(MAX_ANSWER_TOKENS, temperature=temperature, stop_token_ids=(EOS_ID,))
     groups = engine.generate([Request(prompt, 0, 1, sampling) for prompt in prompts])
     return [(prompt, completion) for prompt, (completion,) in zip(prompts, groups, strict=True)]
 
 
 def _accuracy(answers: Sequence[tuple[Prompt, Completion]]) -> float:
-    return sum(correct_answer(prompt, completion) for prompt, completion in answers) / max(1, len(answers))
+    return sum(correct_answer(prompt, completion) for prompt, completion in answers) / max(
+        1, len(answers)
+    )

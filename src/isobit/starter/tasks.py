@@ -1,8 +1,11 @@
-"""The starter model's world: sums of four one-digit numbers, answered in two styles, and the reward for a right answer.
+"""The starter model's world: sums of four one-digit numbers, answered in two styles, and the reward
+for a right answer.
 
-A question reads ``3+8+2+9=``.  It can be answered *straight away* (``22``) or *worked out*, one addition after the other
-(``11,13,22``).  Pretraining text holds both: worked-out answers are right, answers given straight away are guesses near the sum.  A model
-of that text is right when it works the answer out, which it does a third of the time; reinforcement learning has to find out that it pays.
+A question reads ``3+8+2+9=``.  It can be answered *straight away* (``22``) or *worked out*, one
+addition after the other (``11,13,22``).  Pretraining text holds both: worked-out answers are right,
+answers given straight away are guesses near the sum.  A model of that text is right when it works
+the answer out, which it does a third of the time; reinforcement learning has to find out that it
+pays.
 """
 
 from hashlib import sha256
@@ -24,12 +27,23 @@ HELD_OUT_OF_256 = 26
 
 
 def problems(held_out: bool) -> list[Problem]:
-    """The held-out problems (989), or those to train on (9,011), in the order of their hashes: any first n are a fair sample."""
-    return sorted((problem for problem in product(DIGITS, DIGITS, DIGITS, DIGITS) if is_held_out(problem) == held_out), key=_digest)
+    """The held-out problems (989), or those to train on (9,011), in the order of their hashes: any
+    first n are a fair sample.
+    """
+    return sorted(
+        (
+            problem
+            for problem in product(DIGITS, DIGITS, DIGITS, DIGITS)
+            if is_held_out(problem) == held_out
+        ),
+        key=_digest,
+    )
 
 
 def is_held_out(problem: Problem) -> bool:
-    """Whether the problem is kept for evaluation: a property of its text alone, the same everywhere and for ever."""
+    """Whether the problem is kept for evaluation: a property of its text alone, the same everywhere
+    and for ever.
+    """
     return _digest(problem)[-1] < HELD_OUT_OF_256
 
 
@@ -58,7 +72,9 @@ def pretraining_answer(problem: Problem, random: Random) -> str:
 
 
 def final_answer(text: str) -> str:
-    """What a completion settles on: everything after its last comma, or all of it where there is none."""
+    """What a completion settles on: everything after its last comma, or all of it where there is
+    none.
+    """
     return text.rpartition(",")[2]
 
 

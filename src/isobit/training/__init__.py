@@ -1,1 +1,3 @@
-"""From graded completions to new weights: packing into micro-batches, forward and backward, the optimiser, publishing."""
+"""From graded completions to new weights: packing into micro-batches, forward and backward, the
+optimiser, publishing.
+"""

@@ -1,7 +1,9 @@
-"""Tokens a micro-batch, by update: the setting, unless an out-of-memory has lowered it for the rest of the run.
+"""Tokens a micro-batch, by update: the setting, unless an out-of-memory has lowered it for the rest
+of the run.
 
-The cut into micro-batches decides the order in which gradients add up, and with it their bits.  Each change is therefore kept with the
-update that it was made for, and a resumed run makes it at that update again, whether it would run out of memory there or not.
+The cut into micro-batches decides the order in which gradients add up, and with it their bits.
+Each change is therefore kept with the update that it was made for, and a resumed run makes it at
+that update again, whether it would run out of memory there or not.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +31,10 @@ class MicrobatchBudget:
 
     def at(self, update: int) -> int:
         """Tokens a micro-batch of the update after so many others."""
-        return next((change.new for change in reversed(self.changes) if change.update <= update), self._setting)
+        return next(
+            (change.new for change in reversed(self.changes) if change.update <= update),
+            self._setting,
+        )
 
     def set(self, update: int, tokens: int) -> None:
         """Change it from an update on."""
@@ -40,6 +45,8 @@ class MicrobatchBudget:
 
 
 def halved(tokens: int, lengths: Sequence[int]) -> int | None:
-    """Half the tokens of the largest micro-batch of sequences of these lengths; None where that is the longest sequence alone."""
+    """Half the tokens of the largest micro-batch of sequences of these lengths; None where that is
+    the longest sequence alone.
+    """
     largest, longest = min(tokens, sum(lengths)), max(lengths)
     return max(largest // 2, longest) if largest > longest else None

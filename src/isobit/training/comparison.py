@@ -1,6 +1,7 @@
 """How far the recorded log-probabilities are from the trainer's own: in an exact flow, nowhere.
 
-Bits are compared, not values within a tolerance: a NaN equals itself here, and 0.0 differs from -0.0.
+Bits are compared, not values within a tolerance: a NaN equals itself here, and 0.0 differs from
+-0.0.
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,8 @@
     to_host      GPU -> one page-locked buffer, which is kept; the GPU's memory is free afterwards
     to_device    buffer -> new tensors on the GPU
 
-The tensors of the optimiser's state stay the same objects with the same bits, so that a checkpoint can be written on either side.
-Step counts stay where they are.
+The tensors of the optimiser's state stay the same objects with the same bits, so that a checkpoint
+can be written on either side. Step counts stay where they are.
 """
 
 import torch
@@ -21,15 +21,22 @@ class HostMoments:
         self._on_host = False
 
     def to_host(self) -> None:
-        """Leave none of them on the device; nothing happens before the first update has made them."""
+        """Leave none of them on the device; nothing happens before the first update has made
+        them.
+        """
         moments = self._moments()
         if self._on_host or not moments:
             return
         if self._buffer is None:
             size = sum(tensor.nbytes for tensor in moments)
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._buffer = torch.empty(
+                size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+            )
         parts = self._buffer.split([tensor.nbytes for tensor in moments])
-        places = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, moments, strict=True)]
+        places = [
+            part.view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(parts, moments, strict=True)
+        ]
         for place, tensor in zip(places, moments, strict=True):
             place.copy_(tensor, non_blocking=True)
         self._replace(moments, places)
@@ -40,12 +47,17 @@ class HostMoments:
         if not self._on_host:
             return
         moments = self._moments()
-        copies = [torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True) for tensor in moments]
+        copies = [
+            torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
+            for tensor in moments
+        ]
         self._replace(moments, copies)
         self._on_host = False
 
     def _moments(self) -> list[torch.Tensor]:
-        return [tensor for name, tensor in self._trainer.moments().items() if not name.endswith(".step")]
+        return [
+            tensor for name, tensor in self._trainer.moments().items() if not name.endswith(".step")
+        ]
 
     def _replace(self, moments: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         """Give the tensors the storage of others, once these are written."""

@@ -1,7 +1,9 @@
-"""AdamW over the FP32 masters, the clip of the gradient's norm, and the learning rate of each update.
+"""AdamW over the FP32 masters, the clip of the gradient's norm, and the learning rate of each
+update.
 
-AdamW is torch's (decoupled weight decay, arXiv 1711.05101), in its fused form: the fastest on a CPU and on a GPU, and it repeats its bits.
-With BF16 moments, which torch would round to nearest and so freeze, and with 8-bit ones it is ``isobit.kernels.adamw``.  Only matrices
+AdamW is torch's (decoupled weight decay, arXiv 1711.05101), in its fused form: the fastest on a CPU
+and on a GPU, and it repeats its bits. With BF16 moments, which torch would round to nearest and so
+freeze, and with 8-bit ones it is ``isobit.kernels.spec.adamw``.  Only matrices
 decay: norms and biases have no scale to be held down.
 """
 
@@ -12,18 +14,19 @@ from typing import Any, get_args
 import torch
 
 from isobit.config.schema import Moments, TrainingConfig
-from isobit.kernels.adamw import adamw_step
-from isobit.kernels.moments import FIRST, SECOND, num_groups
+from isobit.kernels.spec.adamw import adamw_step
+from isobit.kernels.spec.moments import FIRST, SECOND, num_groups
 from isobit.precision.formats import DTYPES
 
 
 def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> float:
     """The learning rate of update 0, 1, .. ``total_updates`` - 1.
 
-    It rises linearly over ``warmup_steps`` updates, never from 0, and has its full value at the update after them.  From there it
-    is constant, or falls as half a cosine that would reach 0 at ``total_updates``.
+    It rises linearly over ``warmup_updates`` updates, never from 0, and has its full value at the
+    update after them.  From there it is constant, or falls as half a cosine that would reach 0 at
+    ``total_updates``.
     """
-    warmup = config.warmup_steps
+    warmup = config.warmup_updates
     if update < warmup:
         return config.learning_rate * (update + 1) / (warmup + 1)
     if config.schedule == "constant":
@@ -52,13 +55,20 @@ def moment_bytes(sizes: Iterable[int], moments: Moments) -> int:
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW with moments of 16 or 8 bits, rounded stochastically; noise is keyed by (seed, step, tensor, element).
+    """AdamW with moments of 16 or 8 bits, rounded stochastically; noise is keyed by (seed, step,
+    tensor, element).
 
     The state is laid out as torch's; of 8-bit moments it has the scales, too.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], moments: Moments, seed: int, lr: float, betas: tuple[float, float], eps: float
+        self,
+        groups: list[dict[str, Any]],
+        moments: Moments,
+        seed: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._moments: Moments = moments
@@ -69,7 +79,9 @@ class CompactAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (no closure is ever given)
         """One update of every master that has a gradient."""
-        numbered = enumerate((group, master) for group in self.param_groups for master in group["params"])
+        numbered = enumerate(
+            (group, master) for group in self.param_groups for master in group["params"]
+        )
         for number, (group, master) in numbered:
             if master.grad is None:
                 continue
@@ -90,7 +102,9 @@ class CompactAdamW(torch.optim.Optimizer):
                 step=int(state["step"]),
                 clip=self.clip,
                 noise=(self._seed, number),
-                scales=(state["exp_avg_scale"], state["exp_avg_sq_scale"]) if self._moments == "fp8" else None,
+                scales=(state["exp_avg_scale"], state["exp_avg_sq_scale"])
+                if self._moments == "fp8"
+                else None,
             )
         self.clip = 1.0
 
@@ -104,24 +118,39 @@ class CompactAdamW(torch.optim.Optimizer):
         }
         if self._moments == "fp8":
             for name in ("exp_avg_scale", "exp_avg_sq_scale"):
-                state[name] = torch.zeros(num_groups(master.numel()), dtype=torch.uint8, device=master.device)
+                state[name] = torch.zeros(
+                    num_groups(master.numel()), dtype=torch.uint8, device=master.device
+                )
         return state
 
 
-def build_optimiser(masters: Iterable[torch.nn.Parameter], config: TrainingConfig, seed: int = 0) -> torch.optim.AdamW | CompactAdamW:
-    """AdamW over the masters; the trainer sets the learning rate before each step.  ``seed`` is that of the rounding of moments."""
+def build_optimiser(
+    masters: Iterable[torch.nn.Parameter], config: TrainingConfig, seed: int = 0
+) -> torch.optim.AdamW | CompactAdamW:
+    """AdamW over the masters; the trainer sets the learning rate before each step.  ``seed`` is
+    that of the rounding of moments.
+    """
     masters = list(masters)
     matrices = [master for master in masters if master.dim() >= 2]
     vectors = [master for master in masters if master.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     groups, betas = [group for group in groups if group["params"]], (config.beta1, config.beta2)
     if config.moments != "fp32":
-        return CompactAdamW(groups, config.moments, seed, config.learning_rate, betas, config.adam_epsilon)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
+        return CompactAdamW(
+            groups, config.moments, seed, config.learning_rate, betas, config.adam_epsilon
+        )
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True
+    )
 
 
 def step_device(optimiser: torch.optim.Optimizer, master: torch.Tensor) -> torch.device:
-    """Where the count of a master's steps lies: torch's fused AdamW reads it on the device, ours on the host."""
+    """Where the count of a master's steps lies: torch's fused AdamW reads it on the device, ours on
+    the host.
+    """
     return torch.device("cpu") if isinstance(optimiser, CompactAdamW) else master.device
 
 
@@ -142,12 +171,16 @@ def gradient_norm(masters: Iterable[torch.nn.Parameter]) -> float:
 
 
 def clip_gradients(optimiser: torch.optim.Optimizer, norm: float, max_norm: float) -> None:
-    """Scale all gradients down together so that their norm, given as ``norm``, becomes at most ``max_norm``.
+    """Scale all gradients down together so that their norm, given as ``norm``, becomes at most
+    ``max_norm``.
 
-    Ours does it in the pass of its next step, to the same bits; for torch's the gradients are overwritten.
+    Ours does it in the pass of its next step, to the same bits; for torch's the gradients are
+    overwritten.
     """
     if isinstance(optimiser, CompactAdamW):
-        optimiser.clip = float((max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0))  # as torch has it
+        optimiser.clip = float(
+            (max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
+        )  # as torch has it
         return
     masters = [master for group in optimiser.param_groups for master in group["params"]]
     torch.nn.utils.clip_grads_with_norm_(masters, max_norm, torch.tensor(norm))

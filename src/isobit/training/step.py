@@ -1,15 +1,18 @@
 """One step of reinforcement learning: graded groups in, new weights out.
 
     advantages      each group's rewards compared among themselves
-    parts           the groups cut into ``updates_per_batch`` parts, so that the samples of one prompt stay together
-    old             log-probabilities of the policy that sampled: the recorded ones where the flow is exact; elsewhere the trainer's
-                    own, taken with its forward before the first update, since those recorded belong to another function
-    updates         ``epochs`` times over the parts, one optimiser step each; one that runs out of memory is packed and done again
-                    (``isobit.training.out_of_memory``)
+    parts           the groups cut into ``updates_per_batch`` parts, so that the samples of one
+                    prompt stay together
+    old             log-probabilities of the policy that sampled: the recorded ones where the flow
+                    is exact; elsewhere the trainer's own, taken with its forward before the first
+                    update, since those recorded belong to another function
+    updates         ``epochs`` times over the parts, one optimiser step each; one that runs out of
+                    memory is packed and done again (``isobit.training.out_of_memory``)
 
-Only the first update of a batch is on-policy: with more than one, every later part is learnt from with weights that have moved
-since it was sampled, which is what the ratio and its clip are for.  For the same reason recorded and trained log-probabilities are
-compared before any weight has changed: over the first part in an exact flow, over the whole batch where they are recomputed.
+Only the first update of a batch is on-policy: with more than one, every later part is learnt from
+with weights that have moved since it was sampled, which is what the ratio and its clip are for.
+For the same reason recorded and trained log-probabilities are compared before any weight has
+changed: over the first part in an exact flow, over the whole batch where they are recomputed.
 """
 
 from collections.abc import Sequence
@@ -25,7 +28,13 @@ from isobit.errors import ConfigError
 from isobit.records import Group
 from isobit.training.comparison import Comparison
 from isobit.training.out_of_memory import within_memory
-from isobit.training.packing import TrainingSample, first_fit_decreasing, lay_end_to_end, pack, samples_of
+from isobit.training.packing import (
+    TrainingSample,
+    first_fit_decreasing,
+    lay_end_to_end,
+    pack,
+    samples_of,
+)
 from isobit.training.trainer import Trainer, UpdateMetrics
 
 
@@ -51,17 +60,24 @@ class StepMetrics:
         return tuple(update.skipped for update in self.updates if update.skipped is not None)
 
     def scalars(self) -> dict[str, float]:
-        """Loss, gradient norm and the like by name: means over the updates taken, maxima where a name ends in ``_max``."""
+        """Loss, gradient norm and the like by name: means over the updates taken, maxima where a
+        name ends in ``_max``.
+        """
         rows = [update.scalars() for update in self.updates if update.skipped is None]
         names = rows[0] if rows else ()
-        return {name: (max if name.endswith("_max") else fmean)([row[name] for row in rows]) for name in names}
+        return {
+            name: (max if name.endswith("_max") else fmean)([row[name] for row in rows])
+            for name in names
+        }
 
 
 def train_on_groups(trainer: Trainer, groups: Sequence[Group], algorithm: Algorithm) -> StepMetrics:
-    """Learn from the graded completions of one step; ``trainer.config`` says into how many updates, and how often.
+    """Learn from the graded completions of one step; ``trainer.config`` says into how many updates,
+    and how often.
 
-    Groups that leave nothing to train on (no two valid rewards in any group of a part) make no update.  Raises what
-    ``Trainer.update`` and ``within_memory`` raise, and ConfigError if there are fewer groups than parts.
+    Groups that leave nothing to train on (no two valid rewards in any group of a part) make no
+    update.  Raises what ``Trainer.update`` and ``within_memory`` raise, and ConfigError if there
+    are fewer groups than parts.
     """
     config, exact = trainer.config, trainer.policy.flow.exact
     advantages = [algorithm.advantages(group.rewards) for group in groups]
@@ -90,11 +106,14 @@ def cut_by_prompt(num_groups: int, num_parts: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
-def _cut(groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], config: TrainingConfig) -> list[list[TrainingSample]]:
+def _cut(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], config: TrainingConfig
+) -> list[list[TrainingSample]]:
     """The samples of each part that has any."""
     if config.updates_per_batch > len(groups):
         raise ConfigError(
-            f"training.updates_per_batch is {config.updates_per_batch}, but a step has {len(groups)} prompts; a part needs at least one: "
+            f"training.updates_per_batch is {config.updates_per_batch}, but a step has "
+            f"{len(groups)} prompts; a part needs at least one: "
             "lower it, or raise training.prompts_per_step"
         )
     parts = [
@@ -105,42 +124,64 @@ def _cut(groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], 
 
 
 def _update(
-    trainer: Trainer, samples: Sequence[TrainingSample], old: Sequence[TrainingSample], algorithm: Algorithm, compare: bool
+    trainer: Trainer,
+    samples: Sequence[TrainingSample],
+    old: Sequence[TrainingSample],
+    algorithm: Algorithm,
+    compare: bool,
 ) -> UpdateMetrics:
-    """One optimiser step; ``old`` are the samples with the log-probabilities that the ratio is taken to."""
+    """One optimiser step; ``old`` are the samples with the log-probabilities that the ratio is
+    taken to.
+    """
 
     def attempt(tokens: int) -> UpdateMetrics:
         batches = pack(samples, tokens)
         old_batches = batches if old is samples else pack(old, tokens)
-        return trainer.update(batches, algorithm, [batch.recorded_logprobs for batch in old_batches], compare)
+        return trainer.update(
+            batches, algorithm, [batch.recorded_log_probs for batch in old_batches], compare
+        )
 
     return within_memory(trainer, [sample.length for sample in samples], attempt)
 
 
-def _recompute(trainer: Trainer, parts: Sequence[Sequence[TrainingSample]]) -> tuple[list[list[TrainingSample]], Comparison]:
-    """The samples with log-probabilities by the trainer's forward, and how those differ from the recorded ones."""
+def _recompute(
+    trainer: Trainer, parts: Sequence[Sequence[TrainingSample]]
+) -> tuple[list[list[TrainingSample]], Comparison]:
+    """The samples with log-probabilities by the trainer's forward, and how those differ from the
+    recorded ones.
+    """
     recomputed: list[list[TrainingSample]] = []
     comparison = Comparison()
     for samples in parts:
         lengths = [sample.length for sample in samples]
-        recomputed.append(within_memory(trainer, lengths, lambda tokens, samples=samples: _forward(trainer, samples, tokens)))
+        recomputed.append(
+            within_memory(
+                trainer, lengths, lambda tokens, samples=samples: _forward(trainer, samples, tokens)
+            )
+        )
         comparison += Comparison.of(_log_probs_of(samples), _log_probs_of(recomputed[-1]))
     return recomputed, comparison
 
 
-def _forward(trainer: Trainer, samples: Sequence[TrainingSample], tokens: int) -> list[TrainingSample]:
-    """The samples with the trainer's log-probabilities, which do not depend on how they are packed."""
+def _forward(
+    trainer: Trainer, samples: Sequence[TrainingSample], tokens: int
+) -> list[TrainingSample]:
+    """The samples with the trainer's log-probabilities, which do not depend on how they are
+    packed.
+    """
     found = list(samples)
     for members in first_fit_decreasing([sample.length for sample in samples], tokens):
         log_probs = trainer.log_probs(lay_end_to_end([samples[index] for index in members]))
         counts = [len(samples[index].completion_ids) for index in members]
         for index, values in zip(members, log_probs.split(counts), strict=True):
-            found[index] = replace(samples[index], logprobs=tuple(values.tolist()))
+            found[index] = replace(samples[index], log_probs=tuple(values.tolist()))
     return found
 
 
 def _log_probs_of(samples: Sequence[TrainingSample]) -> torch.Tensor:
-    return torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float32)
+    return torch.tensor(
+        [value for sample in samples for value in sample.log_probs], dtype=torch.float32
+    )
 
 
 def _is_level(advantages: Sequence[float | None]) -> bool:

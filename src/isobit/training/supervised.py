@@ -1,4 +1,5 @@
-"""Supervised fine-tuning with the same trainer: the mean negative log-probability of the completions' tokens.
+"""Supervised fine-tuning with the same trainer: the mean negative log-probability of the
+completions' tokens.
 
 loss = -1/N * sum over the N completion tokens of a step of log pi(token | everything before it)
 """
@@ -17,7 +18,9 @@ from isobit.training.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class SupervisedObjective:
-    """Cross-entropy of the completions (an ``Objective``); advantages and old log-probabilities play no part."""
+    """Cross-entropy of the completions (an ``Objective``); advantages and old log-probabilities
+    play no part.
+    """
 
     def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See ``token_mean_weights``."""
@@ -28,13 +31,22 @@ class SupervisedObjective:
         return LossOutputs(-(inputs.weights * inputs.log_probs).sum())
 
 
-def pack_pairs(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tokens_per_microbatch: int) -> list[PackedBatch]:
-    """(prompt ids, completion ids) pairs -> micro-batches at temperature 1; the stop token is among the ids if it is to be learnt."""
-    samples = [TrainingSample(tuple(prompt), tuple(answer), (0.0,) * len(answer), 1.0, 1.0) for prompt, answer in pairs]
+def pack_pairs(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tokens_per_microbatch: int
+) -> list[PackedBatch]:
+    """(prompt ids, completion ids) pairs -> micro-batches at temperature 1; the stop token is among
+    the ids if it is to be learnt.
+    """
+    samples = [
+        TrainingSample(tuple(prompt), tuple(answer), (0.0,) * len(answer), 1.0, 1.0)
+        for prompt, answer in pairs
+    ]
     return pack(samples, tokens_per_microbatch)
 
 
 def mean_loss(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
-    """The loss over all completion tokens of ``batches`` together, in nats a token, without learning from them."""
+    """The loss over all completion tokens of ``batches`` together, in nats a token, without
+    learning from them.
+    """
     total = sum(float(trainer.log_probs(batch).double().sum()) for batch in batches)
     return -total / sum(batch.targets.numel() for batch in batches)

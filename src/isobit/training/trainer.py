@@ -5,7 +5,8 @@
 
 A step that is not finite leaves masters, optimiser state and published weights as they were.
 
-The objective runs on the host, on any device: it takes a few numbers a token, and what it reports is wanted there.
+The objective runs on the host, on any device: it takes a few numbers a token, and what it reports
+is wanted there.
 """
 
 import math
@@ -35,12 +36,16 @@ from isobit.training.optimiser import (
 )
 
 _LARGEST_NORM = torch.finfo(torch.float32).max
-"""Gradients are clipped in FP32, where a larger norm, which FP64 still holds, would make zeros of them."""
+"""Gradients are clipped in FP32, where a larger norm, which FP64 still holds, would make zeros of
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateMetrics:
-    """What one optimiser step did.  ``skipped`` says why no step was taken, or is None; then the means cover what ran before."""
+    """What one optimiser step did.  ``skipped`` says why no step was taken, or is None; then the
+    means cover what ran before.
+    """
 
     loss: float
     grad_norm: float  # before clipping
@@ -49,7 +54,8 @@ class UpdateMetrics:
     entropy: float  # mean over those tokens, nats
     objective: dict[str, float]  # the objective's own metrics: means and maxima over the tokens
     comparison: Comparison
-    weight_bytes_changed: float  # share of the linears' published bytes that are others now; of numbers where they are BF16
+    # share of the linears' published bytes that are others now; of numbers where they are BF16
+    weight_bytes_changed: float
     skipped: str | None = None
 
     def scalars(self) -> dict[str, float]:
@@ -67,7 +73,9 @@ class UpdateMetrics:
 
 @dataclass(slots=True)
 class _Totals:
-    """Sums over the micro-batches of one step; ``compare`` adds the comparison with the recorded log-probabilities."""
+    """Sums over the micro-batches of one step; ``compare`` adds the comparison with the recorded
+    log-probabilities.
+    """
 
     compare: bool
     loss: float = 0.0
@@ -77,7 +85,13 @@ class _Totals:
     maxima: dict[str, float] = field(default_factory=dict)
     comparison: Comparison = field(default_factory=Comparison)
 
-    def add(self, batch: PackedBatch, log_probs: torch.Tensor, entropies: torch.Tensor, outputs: LossOutputs) -> None:
+    def add(
+        self,
+        batch: PackedBatch,
+        log_probs: torch.Tensor,
+        entropies: torch.Tensor,
+        outputs: LossOutputs,
+    ) -> None:
         self.loss += float(outputs.loss.detach())
         self.tokens += entropies.numel()
         self.entropy += float(entropies.double().sum())
@@ -86,18 +100,36 @@ class _Totals:
         for name, value in outputs.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
         if self.compare:
-            self.comparison += Comparison.of(batch.recorded_logprobs, log_probs.detach())
+            self.comparison += Comparison.of(batch.recorded_log_probs, log_probs.detach())
 
-    def metrics(self, norm: float, rate: float, changed: float, skipped: str | None) -> UpdateMetrics:
+    def metrics(
+        self, norm: float, rate: float, changed: float, skipped: str | None
+    ) -> UpdateMetrics:
         objective = {name: value / self.tokens for name, value in self.sums.items()} | self.maxima
-        return UpdateMetrics(self.loss, norm, rate, self.tokens, self.entropy / self.tokens, objective, self.comparison, changed, skipped)
+        return UpdateMetrics(
+            self.loss,
+            norm,
+            rate,
+            self.tokens,
+            self.entropy / self.tokens,
+            objective,
+            self.comparison,
+            changed,
+            skipped,
+        )
 
 
 class Trainer:
-    """Trains a policy in place: ``policy.masters`` change, ``policy.publish`` makes both sides read the new weights."""
+    """Trains a policy in place: ``policy.masters`` change, ``policy.publish`` makes both sides read
+    the new weights.
+    """
 
-    def __init__(self, policy: Policy, config: TrainingConfig, total_updates: int, seed: int = 0) -> None:
-        """``total_updates`` is the number of optimiser steps of the whole run: the length of the schedule; ``seed`` is the run's."""
+    def __init__(
+        self, policy: Policy, config: TrainingConfig, total_updates: int, seed: int = 0
+    ) -> None:
+        """``total_updates`` is the number of optimiser steps of the whole run: the length of the
+        schedule; ``seed`` is the run's.
+        """
         self.policy = policy
         self.config = config
         self.total_updates = total_updates
@@ -107,7 +139,9 @@ class Trainer:
         self.budget = MicrobatchBudget(config.tokens_per_microbatch)
         self._skipped_in_a_row = 0
         self.is_whole = True
-        """False from an optimiser step's first change of a master to its publication, and for ever if it was cut off there."""
+        """False from an optimiser step's first change of a master to its publication, and for ever
+        if it was cut off there.
+        """
 
     @cached_property
     def _optimiser(self) -> torch.optim.AdamW | CompactAdamW:
@@ -121,14 +155,20 @@ class Trainer:
     def moments(self) -> dict[str, torch.Tensor]:
         """AdamW's state, empty before a step.
 
-        ``MASTER.exp_avg`` and ``MASTER.exp_avg_sq`` (shaped as the master), ``MASTER.step``, and for 8-bit moments
-        ``MASTER.exp_avg_scale`` and ``MASTER.exp_avg_sq_scale``.
+        ``MASTER.exp_avg`` and ``MASTER.exp_avg_sq`` (shaped as the master), ``MASTER.step``, and
+        for 8-bit moments ``MASTER.exp_avg_scale`` and ``MASTER.exp_avg_sq_scale``.
         """
         state = self._optimiser.state
-        return {f"{name}.{kind}": value for name, master in self.policy.masters.items() for kind, value in state.get(master, {}).items()}
+        return {
+            f"{name}.{kind}": value
+            for name, master in self.policy.masters.items()
+            for kind, value in state.get(master, {}).items()
+        }
 
     def restore(self, counters: Mapping[str, int], moments: Mapping[str, torch.Tensor]) -> None:
-        """Continue where ``counters`` and ``moments`` were taken; the masters are the policy's to restore."""
+        """Continue where ``counters`` and ``moments`` were taken; the masters are the policy's to
+        restore.
+        """
         self.updates, self._skipped_in_a_row = counters["updates"], counters["skipped_in_a_row"]
         self._optimiser.state.clear()
         for key, value in moments.items():
@@ -139,7 +179,9 @@ class Trainer:
 
     @torch.no_grad()
     def log_probs(self, batch: PackedBatch) -> torch.Tensor:
-        """Log-probabilities of the targets under the training forward and the published weights, float32 [N], on the host."""
+        """Log-probabilities of the targets under the training forward and the published weights,
+        float32 [N], on the host.
+        """
         return self._forward(batch)[0]
 
     def update(
@@ -151,13 +193,13 @@ class Trainer:
     ) -> UpdateMetrics:
         """One optimiser step over all micro-batches together.
 
-        ``old_log_probs`` (float32 [N] each) default to the recorded ones.  ``compare`` counts recorded log-probabilities that
-        differ from this forward's.  Raises NonFiniteError if a log-probability is not finite, or if too many steps in a row had to
-        be skipped.
+        ``old_log_probs`` (float32 [N] each) default to the recorded ones.  ``compare`` counts
+        recorded log-probabilities that differ from this forward's.  Raises NonFiniteError if a
+        log-probability is not finite, or if too many steps in a row had to be skipped.
         """
         assert batches, "an update needs at least one micro-batch"
         if old_log_probs is None:
-            old_log_probs = [batch.recorded_logprobs for batch in batches]
+            old_log_probs = [batch.recorded_log_probs for batch in batches]
         rate = learning_rate(self.updates, self.config, self.total_updates)
         totals = _Totals(compare)
         try:
@@ -171,24 +213,40 @@ class Trainer:
         return totals.metrics(norm, rate, 0.0 if problem else self.policy.change.share, problem)
 
     def _forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> log-probabilities of the targets and entropies of their distributions, float32 [N] each, on the host."""
+        """-> log-probabilities of the targets and entropies of their distributions, float32 [N]
+        each, on the host.
+        """
         device = self.policy.device
-        hidden = packed_hidden_states(self.policy, batch.token_ids, batch.positions, batch.lengths, self.config.recompute)
+        hidden = packed_hidden_states(
+            self.policy, batch.token_ids, batch.positions, batch.lengths, self.config.recompute
+        )
         rows = hidden.index_select(0, batch.rows.to(device))
-        found = token_log_probs(self.policy, "training", rows, batch.targets.to(device), batch.temperatures.to(device))
+        found = token_log_probs(
+            self.policy, "training", rows, batch.targets.to(device), batch.temperatures.to(device)
+        )
         log_probs, entropies = (values.cpu() for values in found)
         if not torch.isfinite(log_probs).all():
-            raise NonFiniteError("training forward: the log-probability of a sampled token is not finite")
+            raise NonFiniteError(
+                "training forward: the log-probability of a sampled token is not finite"
+            )
         return log_probs, entropies
 
     def _gradients(
-        self, batches: Sequence[PackedBatch], objective: Objective, old_log_probs: Sequence[torch.Tensor], totals: _Totals
+        self,
+        batches: Sequence[PackedBatch],
+        objective: Objective,
+        old_log_probs: Sequence[torch.Tensor],
+        totals: _Totals,
     ) -> tuple[float, str | None]:
-        """Leave the step's gradients in the masters; -> their norm, and what is not finite, if anything is."""
+        """Leave the step's gradients in the masters; -> their norm, and what is not finite, if
+        anything is.
+        """
         weights = objective.weights([batch.sequence for batch in batches])
         for batch, old, weight in zip(batches, old_log_probs, weights, strict=True):
             log_probs, entropies = self._forward(batch)
-            outputs = objective.loss(LossInputs(log_probs, old, batch.advantages, batch.sequence, weight))
+            outputs = objective.loss(
+                LossInputs(log_probs, old, batch.advantages, batch.sequence, weight)
+            )
             totals.add(batch, log_probs, entropies, outputs)
             if not torch.isfinite(outputs.loss):
                 return math.nan, f"the loss is {float(outputs.loss.detach())}"
@@ -197,7 +255,9 @@ class Trainer:
         return norm, None if norm <= _LARGEST_NORM else self._what_is_not_finite(norm)
 
     def _what_is_not_finite(self, norm: float) -> str:
-        """The master nearest to the loss whose gradient holds a NaN or an infinity: the backward goes from there to all before it."""
+        """The master nearest to the loss whose gradient holds a NaN or an infinity: the backward
+        goes from there to all before it.
+        """
         for name, master in reversed(self.policy.masters.items()):
             if master.grad is not None and not torch.isfinite(master.grad).all():
                 return f"the gradient of {name} is not finite"
@@ -213,9 +273,11 @@ class Trainer:
 
     def _count_skip(self, problem: str | None) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if problem else 0
-        if problem and self._skipped_in_a_row >= self.config.max_skipped_steps:
+        if problem and self._skipped_in_a_row >= self.config.max_skipped_updates:
             raise NonFiniteError(
-                f"{self._skipped_in_a_row} optimiser steps in a row were skipped, the last because {problem}; "
-                f"training.max_skipped_steps is {self.config.max_skipped_steps}. The weights are those of the last good step: "
+                f"{self._skipped_in_a_row} optimiser steps in a row were skipped, the last because "
+                f"{problem}; "
+                f"training.max_skipped_updates is {self.config.max_skipped_updates}. The weights "
+                "are those of the last good step: "
                 "lower the learning rate, or look for what is not finite in rewards or weights"
             )

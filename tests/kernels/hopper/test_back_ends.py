@@ -47,7 +47,9 @@ def test_with_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fallbacks("another release")
 
 
-def test_the_compiler_is_looked_for_where_deep_gemm_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_looked_for_where_deep_gemm_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = tmp_path / "bin/nvcc"
     compiler.parent.mkdir()
     compiler.touch(mode=0o755)

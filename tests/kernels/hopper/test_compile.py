@@ -1,4 +1,6 @@
-"""The Hopper kernels compile for sm_90 ahead of time, without a GPU, to the instructions that their exactness and speed rest on."""
+"""The Hopper kernels compile for sm_90 ahead of time, without a GPU, to the instructions that their
+exactness and speed rest on.
+"""
 
 import re
 import subprocess
@@ -7,7 +9,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: kernels are not compiled ahead of time")
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
+)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -34,19 +38,40 @@ FORMS = {
 
 
 def compile_for_hopper(
-    kernel: Any, inputs: dict[str, str], constants: dict[str, Any], warps: int, stages: int, tmp_path: Path, registers: int | None = None
+    kernel: Any,
+    inputs: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    tmp_path: Path,
+    registers: int | None = None,
 ) -> tuple[Any, str, str]:
     """-> the compiled kernel, its SASS and its resource usage."""
     names = [parameter.name for parameter in kernel.params]
     types = POINTERS | inputs | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
-    source = ASTSource(fn=kernel, signature={name: types[name] for name in names}, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False, "maxnreg": registers}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if types[name].startswith("*")
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types[name] for name in names},
+        constexprs=constants,
+        attrs=aligned,
+    )
+    options = {
+        "num_warps": warps,
+        "num_stages": stages,
+        "enable_fp_fusion": False,
+        "maxnreg": registers,
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout for flag in ("-sass", "-res-usage")
+        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
+        for flag in ("-sass", "-res-usage")
     )
     return compiled, sass, usage
 
@@ -60,7 +85,9 @@ def shape(dim: int, **more: Any) -> dict[str, Any]:
 
 
 def assert_wgmma(sass: str, scaled: bool) -> None:
-    assert ("QGMMA" in sass) == scaled and "HGMMA" in sass and "HMMA" not in sass.replace("HGMMA", "")
+    assert (
+        ("QGMMA" in sass) == scaled and "HGMMA" in sass and "HMMA" not in sass.replace("HGMMA", "")
+    )
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -69,14 +96,30 @@ def assert_wgmma(sass: str, scaled: bool) -> None:
 def test_decode(name: str, dim: int, split: bool, tmp_path: Path) -> None:
     form, absent = FORMS[name]
     inputs = dict.fromkeys("QKV", E4M3 if form.scaled else "*bf16")
-    constants = shape(dim, PAGE=attention.TILE, TILE=form.tile, N=16, STAGES=form.decode_stages, SPLIT=split, SCALED=form.scaled)
+    constants = shape(
+        dim,
+        PAGE=attention.TILE,
+        TILE=form.tile,
+        N=16,
+        STAGES=form.decode_stages,
+        SPLIT=split,
+        SCALED=form.scaled,
+    )
     compiled, sass, usage = compile_for_hopper(
-        attention._decode_kernel, inputs, constants | absent, 4, form.decode_stages, tmp_path, form.decode_registers
+        attention._decode_kernel,
+        inputs,
+        constants | absent,
+        4,
+        form.decode_stages,
+        tmp_path,
+        form.decode_registers,
     )
     assert_wgmma(sass, form.scaled)
     programs = 4 if form.scaled else 2  # resident on a multiprocessor
     assert compiled.metadata.shared <= MOST_SHARED // programs
-    assert stack_bytes(usage) <= (16 if form.scaled else 0)  # what does not change in the loop may wait there: four programs need it
+    assert stack_bytes(usage) <= (
+        16 if form.scaled else 0
+    )  # what does not change in the loop may wait there: four programs need it
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -85,15 +128,31 @@ def test_decode(name: str, dim: int, split: bool, tmp_path: Path) -> None:
 def test_prefill(name: str, dim: int, split: bool, tmp_path: Path) -> None:
     form, absent = FORMS[name]
     inputs = {"Q": E4M3, "K": E4M3, "V": "*fp16"} if form.scaled else dict.fromkeys("QKV", "*bf16")
-    constants = shape(dim, TILE=form.tile, NQ=form.queries, STAGES=form.prefill_stages, SPLIT=split, SCALED=form.scaled)
+    constants = shape(
+        dim,
+        TILE=form.tile,
+        NQ=form.queries,
+        STAGES=form.prefill_stages,
+        SPLIT=split,
+        SCALED=form.scaled,
+    )
     compiled, sass, usage = compile_for_hopper(
-        attention._prefill_kernel, inputs, constants | absent, form.prefill_warps, form.prefill_stages, tmp_path
+        attention._prefill_kernel,
+        inputs,
+        constants | absent,
+        form.prefill_warps,
+        form.prefill_stages,
+        tmp_path,
     )
     assert_wgmma(sass, form.scaled)
     assert compiled.metadata.shared <= MOST_SHARED * form.prefill_warps // 8
-    assert stack_bytes(usage) <= (96 if split else 24)  # joining a part with those before it happens once, outside the loop
+    assert stack_bytes(usage) <= (
+        96 if split else 24
+    )  # joining a part with those before it happens once, outside the loop
 
 
 def test_join(tmp_path: Path) -> None:
-    _, _, usage = compile_for_hopper(attention._join_kernel, {}, {"H": 32, "D": 128, "PART": attention.PART}, 1, 2, tmp_path)
+    _, _, usage = compile_for_hopper(
+        attention._join_kernel, {}, {"H": 32, "D": 128, "PART": attention.PART}, 1, 2, tmp_path
+    )
     assert stack_bytes(usage) == 0

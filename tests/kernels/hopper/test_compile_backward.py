@@ -1,4 +1,6 @@
-"""The quantisers of WGrad's operands and the transpose of a weight compile for sm_90 ahead of time, without a GPU."""
+"""The quantisers of WGrad's operands and the transpose of a weight compile for sm_90 ahead of time,
+without a GPU.
+"""
 
 import re
 import subprocess
@@ -8,7 +10,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: kernels are not compiled ahead of time")
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
+)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -17,7 +21,11 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from isobit.kernels.hopper import linear_backward, swiglu_backward, token_groups  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-REGISTERS, SHARED, SHARED_OF_A_PROGRAM = 64 * 1024, 228 * 1024, 1024  # of a multiprocessor; what the driver adds to a program's own
+REGISTERS, SHARED, SHARED_OF_A_PROGRAM = (
+    64 * 1024,
+    228 * 1024,
+    1024,
+)  # of a multiprocessor; what the driver adds to a program's own
 POINTERS = {
     **dict.fromkeys(("X", "DY", "GATE_UP", "OUT"), "*bf16"),
     **dict.fromkeys(("VALUES", "ROW_VALUES", "TOKEN_VALUES"), "*fp8e4nv"),
@@ -37,23 +45,43 @@ class Compiled:
 
 
 def compile_for_hopper(
-    kernel: Any, constants: dict[str, Any], tmp_path: Path, warps: int, types: dict[str, str] | None = None, source: type = ASTSource
+    kernel: Any,
+    constants: dict[str, Any],
+    tmp_path: Path,
+    warps: int,
+    types: dict[str, str] | None = None,
+    source: type = ASTSource,
 ) -> Compiled:
-    """A kernel that keeps everything in registers; pointers are aligned, numbers of tokens are not."""
+    """A kernel that keeps everything in registers; pointers are aligned, numbers of tokens are
+    not.
+    """
     names = [parameter.name for parameter in kernel.params]
     known = POINTERS | (types or {}) | dict.fromkeys(constants, "constexpr")
     signature = {name: known[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*")
+    }
     ast = source(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(ast, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, "num_warps": warps})
+    compiled = triton.compile(
+        ast,
+        target=GPUTarget("cuda", 90, 32),
+        options={"enable_fp_fusion": False, "num_warps": warps},
+    )
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout for flag in ("-sass", "-res-usage")
+        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
+        for flag in ("-sass", "-res-usage")
     )
-    assert max(int(number) for number in re.findall(r"STACK:(\d+)", usage)) == 0 and "STL" not in sass
+    assert (
+        max(int(number) for number in re.findall(r"STACK:(\d+)", usage)) == 0 and "STL" not in sass
+    )
     assert "ATOM" not in sass and "RED.E" not in sass
-    registers = -(-max(int(number) for number in re.findall(r"REG:(\d+)", usage)) // 8) * 8  # as they are dealt out
+    registers = (
+        -(-max(int(number) for number in re.findall(r"REG:(\d+)", usage)) // 8) * 8
+    )  # as they are dealt out
     return Compiled(compiled.asm["ptx"], sass, registers * 32 * warps, compiled.metadata.shared)
 
 
@@ -67,13 +95,19 @@ def programs(made: Compiled) -> int:
 
 
 def assert_strips(made: Compiled, loads: int, rows: int, tokens: int, power_of_two: bool) -> None:
-    """Whole vectors in and out, 16 numbers a thread: loads of strips, strips stored as row groups, and as token groups."""
+    """Whole vectors in and out, 16 numbers a thread: loads of strips, strips stored as row groups,
+    and as token groups.
+    """
     ptx, sass = made.ptx, made.sass
     assert count(sass, "LDG.E.128") == 2 * loads == count(sass, "LDG")
     assert count(sass, "STG.E.64") == 2 * rows and count(sass, "STG.E.128") == tokens
     assert count(sass, "STG") == 3 * rows + 2 * tokens  # with the scales
     assert "F2F" not in re.sub("F2FP", "", sass)  # BF16 by pairs
-    assert "FMNMX.NAN" in sass and "cvt.rn.satfinite.e4m3x2.f32" in ptx and ("div.rn.f32" in ptx) == (not power_of_two)
+    assert (
+        "FMNMX.NAN" in sass
+        and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+        and ("div.rn.f32" in ptx) == (not power_of_two)
+    )
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -81,7 +115,13 @@ def assert_strips(made: Compiled, loads: int, rows: int, tokens: int, power_of_t
 @pytest.mark.parametrize("gated", [True, False])
 def test_quantise(gated: bool, rows: bool, power_of_two: bool, tmp_path: Path) -> None:
     constants = {"C": 12288, "GATED": gated, "ROWS": rows, "POWER_OF_TWO": power_of_two}
-    made = compile_for_hopper(token_groups._quantise_kernel, constants, tmp_path, token_groups.WARPS, source=GluonASTSource)
+    made = compile_for_hopper(
+        token_groups._quantise_kernel,
+        constants,
+        tmp_path,
+        token_groups.WARPS,
+        source=GluonASTSource,
+    )
     assert_strips(made, 4 * (1 + gated), 4 * rows, 4, power_of_two)
     assert programs(made) >= (5 if power_of_two else 4)
 
@@ -89,17 +129,27 @@ def test_quantise(gated: bool, rows: bool, power_of_two: bool, tmp_path: Path) -
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_swiglu_backward_quantise(power_of_two: bool, tmp_path: Path) -> None:
     kernel = swiglu_backward._swiglu_backward_quantise_kernel
-    made = compile_for_hopper(kernel, {"C": 12288, "POWER_OF_TWO": power_of_two}, tmp_path, token_groups.WARPS, source=GluonASTSource)
+    made = compile_for_hopper(
+        kernel,
+        {"C": 12288, "POWER_OF_TWO": power_of_two},
+        tmp_path,
+        token_groups.WARPS,
+        source=GluonASTSource,
+    )
     assert_strips(made, 3 * 4, 2 * 4, 2 * 4, power_of_two)
     assert programs(made) >= 3
 
 
 def test_swiglu_backward(tmp_path: Path) -> None:
-    sass = compile_for_hopper(swiglu_backward._swiglu_backward_kernel, {"C": 12288, "WIDTH": 1024}, tmp_path, 4).sass
+    sass = compile_for_hopper(
+        swiglu_backward._swiglu_backward_kernel, {"C": 12288, "WIDTH": 1024}, tmp_path, 4
+    ).sass
     assert count(sass, "LDG.E.128") == 3 and count(sass, "STG.E.128") == 2
 
 
 def test_transpose(tmp_path: Path) -> None:
     types = {"VALUES": "*u8", "OUT_VALUES": "*u8"}
-    sass = compile_for_hopper(linear_backward._transpose_kernel, {"N": 24576, "K": 4096}, tmp_path, 4, types).sass
+    sass = compile_for_hopper(
+        linear_backward._transpose_kernel, {"N": 24576, "K": 4096}, tmp_path, 4, types
+    ).sass
     assert count(sass, "LDG.E.128") == 8 and count(sass, "STG.E.128") == 8

@@ -1,4 +1,6 @@
-"""Sampler, log-probabilities, publish, SwiGLU and the GEMM without a library compile for sm_90 ahead of time, without a GPU."""
+"""Sampler, log-probabilities, publish, SwiGLU and the GEMM without a library compile for sm_90
+ahead of time, without a GPU.
+"""
 
 import re
 import subprocess
@@ -7,7 +9,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: kernels are not compiled ahead of time")
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
+)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -18,7 +22,19 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOST_SHARED = 227 * 1024
 POINTERS = {
     **dict.fromkeys(
-        ("LOGITS", "TEMPERATURE", "STATS", "LOG_SUM", "ENTROPY", "LOG_PROB", "MASTER", "SCALES", "A_SCALE", "B_SCALE"), "*fp32"
+        (
+            "LOGITS",
+            "TEMPERATURE",
+            "STATS",
+            "LOG_SUM",
+            "ENTROPY",
+            "LOG_PROB",
+            "MASTER",
+            "SCALES",
+            "A_SCALE",
+            "B_SCALE",
+        ),
+        "*fp32",
     ),
     **dict.fromkeys(("KEY", "POSITION", "TOKEN"), "*i64"),
     "CHANGED": "*i32",
@@ -30,34 +46,54 @@ POINTERS = {
 
 
 def compile_for_hopper(
-    kernel: Any, constants: dict[str, Any], tmp_path: Path, types: dict[str, str] | None = None, **options: int
+    kernel: Any,
+    constants: dict[str, Any],
+    tmp_path: Path,
+    types: dict[str, str] | None = None,
+    **options: int,
 ) -> tuple[Any, str, int]:
     """-> the compiled kernel, its SASS and the bytes of stack of a thread."""
     names = [parameter.name for parameter in kernel.params]
     known = POINTERS | (types or {}) | dict.fromkeys(constants, "constexpr")
     signature = {name: known[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*") or name in ("n", "k")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name in ("n", "k")
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, **options})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, **options}
+    )
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout for flag in ("-sass", "-res-usage")
+        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
+        for flag in ("-sass", "-res-usage")
     )
     return compiled, sass, max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
 
 
 def vocabulary(size: int, *names: str) -> dict[str, int]:
     chunks = triton.cdiv(size, log_prob.CHUNK)
-    known = {"V": size, "CHUNK": log_prob.CHUNK, "CHUNKS": chunks, "PADDED": triton.next_power_of_2(chunks)}
+    known = {
+        "V": size,
+        "CHUNK": log_prob.CHUNK,
+        "CHUNKS": chunks,
+        "PADDED": triton.next_power_of_2(chunks),
+    }
     return {name: known[name] for name in names}
 
 
 @pytest.mark.parametrize("size", [151936, 4096, 40])
 def test_chunk_statistics(size: int, tmp_path: Path) -> None:
-    _, sass, stack = compile_for_hopper(log_prob._chunk_kernel, vocabulary(size, "V", "CHUNK", "CHUNKS"), tmp_path, num_warps=4)
+    _, sass, stack = compile_for_hopper(
+        log_prob._chunk_kernel, vocabulary(size, "V", "CHUNK", "CHUNKS"), tmp_path, num_warps=4
+    )
     assert stack == 0 and "LDG.E.128" in sass
-    _, _, stack = compile_for_hopper(log_prob._combine_kernel, vocabulary(size, "CHUNKS", "PADDED"), tmp_path, num_warps=1)
+    _, _, stack = compile_for_hopper(
+        log_prob._combine_kernel, vocabulary(size, "CHUNKS", "PADDED"), tmp_path, num_warps=1
+    )
     assert stack == 0
 
 
@@ -74,12 +110,16 @@ def test_publish(power_of_two: bool, counted: bool, tmp_path: Path) -> None:
     constants = {"K": 4096, "POWER_OF_TWO": power_of_two} | ({} if counted else {"CHANGED": None})
     _, sass, stack = compile_for_hopper(publish._publish_kernel, constants, tmp_path, num_warps=8)
     assert stack == 0 and "LDG.E.128" in sass
-    assert len(re.findall(r"\bR1\b", sass)) == 1  # the stack's, set and never used: a ptxas that loses a number takes it instead
+    assert (
+        len(re.findall(r"\bR1\b", sass)) == 1
+    )  # the stack's, set and never used: a ptxas that loses a number takes it instead
 
 
 def test_swiglu(tmp_path: Path) -> None:
     constants = {"C": 12288, "WIDTH": 1024}
-    _, sass, stack = compile_for_hopper(quantise._swiglu_kernel, constants, tmp_path, {"OUT": "*bf16"}, num_warps=4)
+    _, sass, stack = compile_for_hopper(
+        quantise._swiglu_kernel, constants, tmp_path, {"OUT": "*bf16"}, num_warps=4
+    )
     assert stack == 0 and "LDG.E.128" in sass
 
 
@@ -91,10 +131,17 @@ def test_gemm(e4m3: bool, m: int, n: int, whole_k: bool, tmp_path: Path) -> None
         pytest.skip("FP8 blocks are whole")
     rows, warps = triton_gemm.tile(m, n)
     stages = triton_gemm.stages(rows, 1 if e4m3 else 2)
-    constants: dict[str, Any] = {"BLOCK_M": rows, "BLOCK_N": 128, "SCALED": e4m3, "WHOLE_K": whole_k}
+    constants: dict[str, Any] = {
+        "BLOCK_M": rows,
+        "BLOCK_N": 128,
+        "SCALED": e4m3,
+        "WHOLE_K": whole_k,
+    }
     constants |= {} if e4m3 else {"A_SCALE": None, "B_SCALE": None}
     operand = "*fp8e4nv" if e4m3 else "*bf16"
     types = {"A": operand, "B": operand, "OUT": "*bf16" if e4m3 else "*fp32"}
-    compiled, sass, stack = compile_for_hopper(triton_gemm._gemm_kernel, constants, tmp_path, types, num_warps=warps, num_stages=stages)
+    compiled, sass, stack = compile_for_hopper(
+        triton_gemm._gemm_kernel, constants, tmp_path, types, num_warps=warps, num_stages=stages
+    )
     assert stack == 0 and compiled.metadata.shared <= MOST_SHARED
     assert ("QGMMA" if e4m3 else "HGMMA") in sass and "HMMA" not in sass.replace("HGMMA", "")

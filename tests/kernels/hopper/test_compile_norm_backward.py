@@ -1,4 +1,5 @@
-"""Backward of the norm, of what lies around attention, and of the embedding: they compile for sm_90 without a GPU.
+"""Backward of the norm, of what lies around attention, and of the embedding: they compile for sm_90
+without a GPU.
 
 No spills, wide memory accesses, no atomics, and no contraction where the CPU's bits are promised.
 """
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: kernels are not compiled ahead of time")
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
+)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -21,7 +24,21 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 REGISTERS = 65536  # of a multiprocessor
 TYPES = {
     **dict.fromkeys(
-        ("DY", "H", "WEIGHT", "D_RESIDUAL", "DH", "DQ", "DK", "DV", "QKV", "BIAS", "Q_NORM", "K_NORM", "D_QKV"),
+        (
+            "DY",
+            "H",
+            "WEIGHT",
+            "D_RESIDUAL",
+            "DH",
+            "DQ",
+            "DK",
+            "DV",
+            "QKV",
+            "BIAS",
+            "Q_NORM",
+            "K_NORM",
+            "D_QKV",
+        ),
         "*bf16",
     ),
     **dict.fromkeys(("SUMS", "Q_SUMS", "K_SUMS", "BIAS_SUMS", "GRAD", "COS", "SIN"), "*fp32"),
@@ -32,19 +49,31 @@ TYPES = {
 }
 
 
-def compile_for_hopper(kernel: Any, constants: dict[str, Any], warps: int, tmp_path: Path, **options: bool) -> tuple[str, int, int]:
+def compile_for_hopper(
+    kernel: Any, constants: dict[str, Any], warps: int, tmp_path: Path, **options: bool
+) -> tuple[str, int, int]:
     """-> the kernel's SASS, its registers and the bytes of stack of a thread."""
     names = [parameter.name for parameter in kernel.params]
     signature = {name: (TYPES | dict.fromkeys(constants, "constexpr"))[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*")
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options}
+    )
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout for flag in ("-sass", "-res-usage")
+        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
+        for flag in ("-sass", "-res-usage")
     )
-    registers, stack = (max(int(number) for number in re.findall(rf"{name}:(\d+)", usage)) for name in ("REG", "STACK"))
+    registers, stack = (
+        max(int(number) for number in re.findall(rf"{name}:(\d+)", usage))
+        for name in ("REG", "STACK")
+    )
     assert "RED." not in sass and "ATOM" not in sass
     return sass, registers, stack
 
@@ -53,8 +82,12 @@ def compile_for_hopper(kernel: Any, constants: dict[str, Any], warps: int, tmp_p
 @pytest.mark.parametrize("columns", [128, 896, 1024, 2560, 4096, 5120, 8192])
 def test_norm(columns: int, residual: bool, tmp_path: Path) -> None:
     width, rows, warps = norm_backward.layout(columns)
-    constants = {"C": columns, "WIDTH": width, "ROWS": rows} | ({} if residual else {"D_RESIDUAL": None})
-    sass, registers, stack = compile_for_hopper(norm_backward._norm_kernel, constants, warps, tmp_path, enable_fp_fusion=False)
+    constants = {"C": columns, "WIDTH": width, "ROWS": rows} | (
+        {} if residual else {"D_RESIDUAL": None}
+    )
+    sass, registers, stack = compile_for_hopper(
+        norm_backward._norm_kernel, constants, warps, tmp_path, enable_fp_fusion=False
+    )
     assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
     assert REGISTERS // (registers * 32 * warps) * warps >= 16  # warps of a multiprocessor
 
@@ -68,20 +101,34 @@ def test_block_sums(columns: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", [(32, 8, 128), (14, 2, 64), (5, 5, 128), (64, 8, 128)])
 def test_qkv(layout: tuple[int, int, int], tmp_path: Path) -> None:
-    constants: dict[str, Any] = {**dict(zip("HGD", layout, strict=True)), "N": qkv_backward.N, "HEADS": qkv_backward.HEADS}
+    constants: dict[str, Any] = {
+        **dict(zip("HGD", layout, strict=True)),
+        "N": qkv_backward.N,
+        "HEADS": qkv_backward.HEADS,
+    }
     without_bias: dict[str, Any] = {"BIAS": None, "BIAS_SUMS": None}
     without_norms: dict[str, Any] = {"Q_NORM": None, "K_NORM": None, "Q_SUMS": None, "K_SUMS": None}
     for absent in ({}, without_bias, without_norms, without_bias | without_norms):
         sass, registers, stack = compile_for_hopper(
-            qkv_backward._qkv_kernel, constants | absent, qkv_backward.WARPS, tmp_path, enable_fp_fusion=False
+            qkv_backward._qkv_kernel,
+            constants | absent,
+            qkv_backward.WARPS,
+            tmp_path,
+            enable_fp_fusion=False,
         )
         assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
-        assert "Q_NORM" not in absent or "FFMA" not in sass  # the rotation is two products and a sum, each rounded; a division needs fma
+        assert (
+            "Q_NORM" not in absent or "FFMA" not in sass
+        )  # the rotation is two products and a sum, each rounded; a division needs fma
         assert REGISTERS // (registers * 32 * qkv_backward.WARPS) >= 2
 
 
 @pytest.mark.parametrize("columns", [64, 896, 4096])
 def test_embedding(columns: int, tmp_path: Path) -> None:
-    constants = {"C": columns, "WIDTH": embedding_backward.columns_of_program(columns), "UNROLLED": embedding_backward._UNROLLED}
+    constants = {
+        "C": columns,
+        "WIDTH": embedding_backward.columns_of_program(columns),
+        "UNROLLED": embedding_backward._UNROLLED,
+    }
     sass, _, stack = compile_for_hopper(embedding_backward._run_kernel, constants, 4, tmp_path)
     assert stack == 0 and (columns < 1024 or "LDG.E.128" in sass)

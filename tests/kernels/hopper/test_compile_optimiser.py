@@ -1,4 +1,6 @@
-"""AdamW, the gradient's norm and the gradient of the logits compile for sm_90 ahead of time, without a GPU."""
+"""AdamW, the gradient's norm and the gradient of the logits compile for sm_90 ahead of time,
+without a GPU.
+"""
 
 import re
 import subprocess
@@ -7,7 +9,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: kernels are not compiled ahead of time")
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
+)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -16,8 +20,12 @@ from isobit.kernels.hopper import adamw, norm, token_log_probs  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {
-    **dict.fromkeys(("MASTER", "GRAD", "LOGITS", "TEMPERATURE", "LOG_SUM", "D_LOG_PROB", "X"), "*fp32"),
-    **dict.fromkeys(("clip", "beta1", "rest1", "beta2", "rest2", "root", "epsilon", "size", "decay"), "fp32"),
+    **dict.fromkeys(
+        ("MASTER", "GRAD", "LOGITS", "TEMPERATURE", "LOG_SUM", "D_LOG_PROB", "X"), "*fp32"
+    ),
+    **dict.fromkeys(
+        ("clip", "beta1", "rest1", "beta2", "rest2", "root", "epsilon", "size", "decay"), "fp32"
+    ),
     **dict.fromkeys(("SUMS", "OUT"), "*fp64"),
     "TARGET": "*i64",
     "key": "i64",
@@ -25,39 +33,71 @@ TYPES = {
 }
 
 
-def compile_for_hopper(kernel: Any, constants: dict[str, Any], tmp_path: Path, types: dict[str, str] | None = None) -> tuple[str, str, int]:
-    """-> PTX, SASS and the bytes of stack of a thread; ``n`` is a multiple of 16, as it is for all but the smallest tensors."""
+def compile_for_hopper(
+    kernel: Any, constants: dict[str, Any], tmp_path: Path, types: dict[str, str] | None = None
+) -> tuple[str, str, int]:
+    """-> PTX, SASS and the bytes of stack of a thread; ``n`` is a multiple of 16, as it is for all
+    but the smallest tensors.
+    """
     names = [parameter.name for parameter in kernel.params]
     known = TYPES | (types or {}) | dict.fromkeys(constants, "constexpr")
     signature = {name: known[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*") or name == "n"}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name == "n"
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": False})
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "enable_fp_fusion": False},
+    )
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout for flag in ("-sass", "-res-usage")
+        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
+        for flag in ("-sass", "-res-usage")
     )
-    return compiled.asm["ptx"], sass, max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
+    return (
+        compiled.asm["ptx"],
+        sass,
+        max(int(number) for number in re.findall(r"STACK:(\d+)", usage)),
+    )
 
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_adamw(noise: bool, tmp_path: Path) -> None:
     moments = "*bf16" if noise else "*fp32"
     constants = {"WIDTH": adamw._WIDTH, "NOISE": noise}
-    ptx, sass, stack = compile_for_hopper(adamw._adamw_kernel, constants, tmp_path, {"FIRST": moments, "SECOND": moments})
+    ptx, sass, stack = compile_for_hopper(
+        adamw._adamw_kernel, constants, tmp_path, {"FIRST": moments, "SECOND": moments}
+    )
     assert stack == 0 and "STL" not in sass
     assert "LDG.E.128" in sass and "STG.E.128" in sass
-    assert len(re.findall(r"LDG\.E", sass)) == (6 if noise else 8) and len(re.findall(r"STG\.E", sass)) == (4 if noise else 6)
+    assert len(re.findall(r"LDG\.E", sass)) == (6 if noise else 8) and len(
+        re.findall(r"STG\.E", sass)
+    ) == (4 if noise else 6)
     assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "fma" not in ptx and ".ftz" not in ptx
 
 
 def test_adamw_with_8_bit_moments(tmp_path: Path) -> None:
-    codes: dict[str, str] = dict.fromkeys(("FIRST", "SECOND", "FIRST_SCALES", "SECOND_SCALES"), "*u8")
-    ptx, sass, stack = compile_for_hopper(adamw._adamw_8_bits_kernel, {"GROUPS": adamw._WIDTH // 128}, tmp_path, codes)
+    codes: dict[str, str] = dict.fromkeys(
+        ("FIRST", "SECOND", "FIRST_SCALES", "SECOND_SCALES"), "*u8"
+    )
+    ptx, sass, stack = compile_for_hopper(
+        adamw._adamw_8_bits_kernel, {"GROUPS": adamw._WIDTH // 128}, tmp_path, codes
+    )
     assert stack == 0 and "STL" not in sass
-    for width, reads, writes in ((".128", 4, 2), (".64", 2, 2), (".U8", 2, 2)):  # master and gradient, codes, scales
-        assert len(re.findall(rf"LDG\.E{width}", sass)) == reads and len(re.findall(rf"STG\.E{width}", sass)) == writes
+    for width, reads, writes in (
+        (".128", 4, 2),
+        (".64", 2, 2),
+        (".U8", 2, 2),
+    ):  # master and gradient, codes, scales
+        assert (
+            len(re.findall(rf"LDG\.E{width}", sass)) == reads
+            and len(re.findall(rf"STG\.E{width}", sass)) == writes
+        )
     assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "fma" not in ptx and ".ftz" not in ptx
 
 
@@ -72,7 +112,9 @@ def test_gradient_norm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [151936, 40])
 def test_gradient_of_the_logits(size: int, tmp_path: Path) -> None:
     constants = {"V": size, "WIDTH": token_log_probs._WIDTH}
-    _, sass, stack = compile_for_hopper(token_log_probs._gradient_kernel, constants, tmp_path, {"OUT": "*bf16"})
+    _, sass, stack = compile_for_hopper(
+        token_log_probs._gradient_kernel, constants, tmp_path, {"OUT": "*bf16"}
+    )
     assert stack == 0
     if size % 16 == 0:
         assert "LDG.E.128" in sass and "STG.E.128" in sass

@@ -1,4 +1,6 @@
-"""The kernels around the KV cache compile for sm_90 ahead of time, without a GPU: no spills, wide memory accesses, no contraction."""
+"""The kernels around the KV cache compile for sm_90 ahead of time, without a GPU: no spills, wide
+memory accesses, no contraction.
+"""
 
 import re
 import subprocess
@@ -7,7 +9,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: kernels are not compiled ahead of time")
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
+)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -26,17 +30,30 @@ POINTERS = {
 }
 
 
-def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, tmp_path: Path) -> tuple[str, int]:
+def compile_for_hopper(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, tmp_path: Path
+) -> tuple[str, int]:
     """-> the kernel's SASS, and the bytes of stack of a thread."""
     names = [parameter.name for parameter in kernel.params]
-    signature = {name: (POINTERS | types | dict.fromkeys(constants, "constexpr"))[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    signature = {
+        name: (POINTERS | types | dict.fromkeys(constants, "constexpr"))[name] for name in names
+    }
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*")
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": False})
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "enable_fp_fusion": False},
+    )
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout for flag in ("-sass", "-res-usage")
+        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
+        for flag in ("-sass", "-res-usage")
     )
     return sass, max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
 
@@ -51,13 +68,25 @@ def value_types(e4m3: bool, paged: bool) -> dict[str, str]:
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("plan", qkv.PLANS)
 def test_encode(dim: int, e4m3: bool, paged: bool, plan: qkv.Plan, tmp_path: Path) -> None:
-    constants: dict[str, Any] = {"H": 32, "G": 8, "D": dim, "TILE": qkv.TILE, "N": plan.tokens, "HEADS": plan.heads, "E4M3": e4m3}
+    constants: dict[str, Any] = {
+        "H": 32,
+        "G": 8,
+        "D": dim,
+        "TILE": qkv.TILE,
+        "N": plan.tokens,
+        "HEADS": plan.heads,
+        "E4M3": e4m3,
+    }
     constants |= {} if e4m3 else {"Q_SCALE": None, "K_BYTE": None, "V_BYTE": None}
     constants |= {} if paged else {"SLOT": None}
     for absent in ({}, {"BIAS": None}, {"BIAS": None, "Q_NORM": None, "K_NORM": None}):
-        sass, stack = compile_for_hopper(qkv._encode_kernel, value_types(e4m3, paged), constants | absent, plan.warps, tmp_path)
+        sass, stack = compile_for_hopper(
+            qkv._encode_kernel, value_types(e4m3, paged), constants | absent, plan.warps, tmp_path
+        )
         assert stack == 0
-        assert "Q_NORM" not in absent or "FFMA" not in sass  # the rotation is two products and a sum, each rounded; a division needs fma
+        assert (
+            "Q_NORM" not in absent or "FFMA" not in sass
+        )  # the rotation is two products and a sum, each rounded; a division needs fma
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -72,5 +101,7 @@ def test_gather(dim: int, e4m3: bool, tmp_path: Path) -> None:
 
 
 def test_copy(tmp_path: Path) -> None:
-    sass, stack = compile_for_hopper(kv_cache._copy_kernel, {}, {"WORDS": 8 * 128 * 128 // 4, "N": kv_cache._COPIED}, 8, tmp_path)
+    sass, stack = compile_for_hopper(
+        kv_cache._copy_kernel, {}, {"WORDS": 8 * 128 * 128 // 4, "N": kv_cache._COPIED}, 8, tmp_path
+    )
     assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass

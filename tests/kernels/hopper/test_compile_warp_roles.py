@@ -1,5 +1,7 @@
-"""Kernels whose warps have roles (the backward of attention, WGrad) compile for sm_90 ahead of time, without a GPU: products of the tensor
-cores, tiles from the copy engine, and nothing that spills in a loop."""
+"""Kernels whose warps have roles (the backward of attention, WGrad) compile for sm_90 ahead of
+time, without a GPU: products of the tensor cores, tiles from the copy engine, and nothing that
+spills in a loop.
+"""
 
 import re
 import subprocess
@@ -8,7 +10,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: kernels are not compiled ahead of time")
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
+)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -29,17 +33,26 @@ POINTERS = {
 }
 
 
-def compile_for_hopper(source: type, kernel: Any, types: dict[str, str], constants: dict[str, Any], tmp_path: Path) -> tuple[Any, str, int]:
+def compile_for_hopper(
+    source: type, kernel: Any, types: dict[str, str], constants: dict[str, Any], tmp_path: Path
+) -> tuple[Any, str, int]:
     """-> the compiled kernel, its SASS, and the bytes of stack of a thread."""
     names = [parameter.name for parameter in kernel.params]
-    signature = {name: (POINTERS | types | dict.fromkeys(constants, "constexpr"))[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    signature = {
+        name: (POINTERS | types | dict.fromkeys(constants, "constexpr"))[name] for name in names
+    }
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*")
+    }
     ast = source(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(ast, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout for flag in ("-sass", "-res-usage")
+        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
+        for flag in ("-sass", "-res-usage")
     )
     return compiled, sass, max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
 
@@ -49,7 +62,9 @@ def tiles(rows: int, dim: int) -> str:
 
 
 def assert_asynchronous(compiled: Any, sass: str) -> None:
-    """Where registers run short, the compiler waits for every product before it issues the next one."""
+    """Where registers run short, the compiler waits for every product before it issues the next
+    one.
+    """
     products, waits = sass.count("HGMMA"), sass.count("WARPGROUP.DEPBAR")
     assert products >= 64 and waits <= products // 4
     assert "HMMA" not in sass.replace("HGMMA", "") and "UTMALDG" in sass
@@ -64,17 +79,23 @@ def test_keys(dim: int, group: int, tmp_path: Path) -> None:
     stats = f"tensordesc<fp32[{attention_backward.BLOCK.value}],{attention_backward.FLAT!r}>"
     types = dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), block) | {"stats_desc": stats}
     constants = {"H": 2 * group, "G": 2, "D": dim, "STAGES": attention_backward.KEY_STAGES}
-    compiled, sass, stack = compile_for_hopper(GluonASTSource, attention_backward._keys_kernel, types, constants, tmp_path)
+    compiled, sass, stack = compile_for_hopper(
+        GluonASTSource, attention_backward._keys_kernel, types, constants, tmp_path
+    )
     assert_asynchronous(compiled, sass)
     assert stack <= 64  # outside the loop
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_queries(dim: int, tmp_path: Path) -> None:
-    group, block = (tiles(rows.value, dim) for rows in (attention_backward.GROUP, attention_backward.BLOCK))
+    group, block = (
+        tiles(rows.value, dim) for rows in (attention_backward.GROUP, attention_backward.BLOCK)
+    )
     types = {"q_desc": group, "do_desc": group, "k_desc": block, "v_desc": block}
     constants = {"H": 32, "G": 8, "D": dim, "STAGES": attention_backward.QUERY_STAGES}
-    compiled, sass, stack = compile_for_hopper(GluonASTSource, attention_backward._queries_kernel, types, constants, tmp_path)
+    compiled, sass, stack = compile_for_hopper(
+        GluonASTSource, attention_backward._queries_kernel, types, constants, tmp_path
+    )
     assert_asynchronous(compiled, sass)
     assert stack == 0
 
@@ -84,8 +105,12 @@ def test_queries(dim: int, tmp_path: Path) -> None:
 def test_prepare(dim: int, e4m3: bool, tmp_path: Path) -> None:
     qk, v = ("*fp8e4nv", "*fp16") if e4m3 else ("*bf16", "*bf16")
     types = {"Q": qk, "K": qk, "V": v}
-    constants: dict[str, Any] = {"H": 32, "G": 8, "D": dim} | ({} if e4m3 else dict.fromkeys(("Q_SCALE", "K_BYTE", "V_BYTE")))
-    _, sass, stack = compile_for_hopper(ASTSource, attention_backward._prepare_kernel, types, constants, tmp_path)
+    constants: dict[str, Any] = {"H": 32, "G": 8, "D": dim} | (
+        {} if e4m3 else dict.fromkeys(("Q_SCALE", "K_BYTE", "V_BYTE"))
+    )
+    _, sass, stack = compile_for_hopper(
+        ASTSource, attention_backward._prepare_kernel, types, constants, tmp_path
+    )
     assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
 
 
@@ -93,11 +118,19 @@ def test_prepare(dim: int, e4m3: bool, tmp_path: Path) -> None:
 def test_wgrad(n: int, k: int, tmp_path: Path) -> None:
     rows, block, part = wgrad.ROWS.value, wgrad.BLOCK.value, wgrad.PART.value
     types = {
-        **{name: f"tensordesc<fp8e4nv[{size}, {block}],{wgrad.SWIZZLED!r}>" for name, size in (("a_desc", part), ("b_desc", block))},
-        **{name: f"tensordesc<fp32[{size}],{wgrad.FLAT!r}>" for name, size in (("a_scale_desc", rows), ("b_scale_desc", block))},
+        **{
+            name: f"tensordesc<fp8e4nv[{size}, {block}],{wgrad.SWIZZLED!r}>"
+            for name, size in (("a_desc", part), ("b_desc", block))
+        },
+        **{
+            name: f"tensordesc<fp32[{size}],{wgrad.FLAT!r}>"
+            for name, size in (("a_scale_desc", rows), ("b_scale_desc", block))
+        },
     }
     constants = {"N": n, "K": k, "STAGES": wgrad.STAGES}
-    compiled, sass, stack = compile_for_hopper(GluonASTSource, wgrad._wgrad_kernel, types, constants, tmp_path)
+    compiled, sass, stack = compile_for_hopper(
+        GluonASTSource, wgrad._wgrad_kernel, types, constants, tmp_path
+    )
     lines = sass.splitlines()
     products = [i for i, line in enumerate(lines) if "QGMMA.64x128x32.F32.E4M3.E4M3" in line]
     assert len(products) == 16 and "UTMALDG" in sass  # two of a token group in each warpgroup

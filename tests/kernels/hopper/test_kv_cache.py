@@ -28,11 +28,17 @@ def flow(preset: str, **options: int) -> PrecisionFlow:
 
 
 def tensors(cache: HopperKvCache) -> list[torch.Tensor]:
-    every = (x for pages in cache.layers for x in (pages.keys, pages.key_bytes, pages.values, pages.value_bytes))
+    every = (
+        x
+        for pages in cache.layers
+        for x in (pages.keys, pages.key_bytes, pages.values, pages.value_bytes)
+    )
     return [x for x in every if x is not None]
 
 
-@pytest.mark.parametrize("mixed", [flow("fp8"), flow("bf16"), flow("fp8", first_layers_bf16=1, last_layers_bf16=1)])
+@pytest.mark.parametrize(
+    "mixed", [flow("fp8"), flow("bf16"), flow("fp8", first_layers_bf16=1, last_layers_bf16=1)]
+)
 def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
     cache = HopperKvCache(Shape(), mixed, 5, "cpu")
     assert sum(x.nbytes for x in tensors(cache)) == 5 * HopperKvCache.page_bytes(Shape(), mixed)
@@ -40,10 +46,17 @@ def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
     for pages, format in zip(cache.layers, cache.formats, strict=True):
         assert pages.keys.shape == (5, 2, PAGE_TOKENS, 64)
         if format == "e4m3":
-            assert pages.values.shape == (5, 2, 64, PAGE_TOKENS) and pages.keys.dtype == pages.values.dtype == E4M3
+            assert (
+                pages.values.shape == (5, 2, 64, PAGE_TOKENS)
+                and pages.keys.dtype == pages.values.dtype == E4M3
+            )
             assert pages.key_bytes is not None and pages.key_bytes.shape == (5, 2, PAGE_TOKENS)
         else:
-            assert pages.values.shape == pages.keys.shape and pages.values.dtype == torch.bfloat16 and pages.key_bytes is None
+            assert (
+                pages.values.shape == pages.keys.shape
+                and pages.values.dtype == torch.bfloat16
+                and pages.key_bytes is None
+            )
 
 
 def test_layers_are_apart_and_cleared_in_place() -> None:
@@ -63,15 +76,29 @@ def test_read_gives_a_token_back() -> None:
     slots = torch.tensor([2 * PAGE_TOKENS + 7, 0, PAGE_TOKENS + 127])
     for layer, pages in enumerate(cache.layers):
         k, v = cache.read(layer, slots)
-        assert k.values.shape == v.values.shape == (3, 2, 64) and k.bytes.shape == v.bytes.shape == (3, 2)
+        assert k.values.shape == v.values.shape == (
+            3,
+            2,
+            64,
+        ) and k.bytes.shape == v.bytes.shape == (3, 2)
         for row, slot in enumerate(slots.tolist()):
             page, offset = divmod(slot, PAGE_TOKENS)
-            bytes_of = [x.view(torch.uint8) for x in (k.values[row], pages.keys[page, :, offset].contiguous())]
+            bytes_of = [
+                x.view(torch.uint8)
+                for x in (k.values[row], pages.keys[page, :, offset].contiguous())
+            ]
             assert torch.equal(*bytes_of)
             if pages.key_bytes is None or pages.value_bytes is None:
-                assert torch.equal(v.values[row], pages.values[page, :, offset]) and (k.bytes == 127).all() and (v.bytes == 127).all()
+                assert (
+                    torch.equal(v.values[row], pages.values[page, :, offset])
+                    and (k.bytes == 127).all()
+                    and (v.bytes == 127).all()
+                )
             else:
-                assert torch.equal(v.values.view(torch.uint8)[row], pages.values.view(torch.uint8)[page, :, :, offset])
+                assert torch.equal(
+                    v.values.view(torch.uint8)[row],
+                    pages.values.view(torch.uint8)[page, :, :, offset],
+                )
                 assert torch.equal(k.bytes[row], pages.key_bytes[page, :, offset])
                 assert torch.equal(v.bytes[row], pages.value_bytes[page, :, offset])
 

@@ -1,4 +1,6 @@
-"""Supervised runs of a few steps: what they leave behind, that they repeat and learn, and what is refused before anything is written."""
+"""Supervised runs of a few steps: what they leave behind, that they repeat and learn, and what is
+refused before anything is written.
+"""
 
 import json
 import os
@@ -14,10 +16,17 @@ from safetensors.torch import load_file
 from isobit.config.load import build
 from isobit.config.schema import Preset
 from isobit.config.sft import SftConfig
-from isobit.errors import CheckpointError, ConfigError, DataError, Interrupted, IsobitError, NonFiniteError
+from isobit.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    IsobitError,
+    NonFiniteError,
+)
+from isobit.models.loaded import load_model
 from isobit.records import PackedBatch
 from isobit.run import setup as run_setup
-from isobit.run.model import load_model
 from isobit.run.sft import plan, setup
 from isobit.run.sft.loop import sft
 from isobit.run.sft.setup import load_start, pack_examples, prepare_sft
@@ -33,7 +42,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, held_out: bool, count: int) -> Path:
-    rows = ({"prompt": question(p), "completion": worked_out(p), "answer": str(sum(p))} for p in problems(held_out)[:count])
+    rows = (
+        {"prompt": question(p), "completion": worked_out(p), "answer": str(sum(p))}
+        for p in problems(held_out)[:count]
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -47,8 +59,16 @@ def make_config(tiny_folder: Path, tmp_path: Path) -> MakeConfig:
             "model": str(tiny_folder),
             "output": tmp_path / "run",
             "data": {
-                "train": {"type": "jsonl", "path": write_rows(tmp_path / "train.jsonl", held_out=False, count=12)},
-                "eval": {"held_out": {"type": "jsonl", "path": write_rows(tmp_path / "held_out.jsonl", held_out=True, count=5)}},
+                "train": {
+                    "type": "jsonl",
+                    "path": write_rows(tmp_path / "train.jsonl", held_out=False, count=12),
+                },
+                "eval": {
+                    "held_out": {
+                        "type": "jsonl",
+                        "path": write_rows(tmp_path / "held_out.jsonl", held_out=True, count=5),
+                    }
+                },
             },
             "rollout": {"max_new_tokens": 8},
             "training": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3},
@@ -68,17 +88,29 @@ def test_every_preset_learns(preset: str, make_config: MakeConfig) -> None:
     assert summary.accuracy_after is None, "no reward was configured"
 
 
-def test_the_directory_holds_what_the_run_did(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_directory_holds_what_the_run_did(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = make_config(reward=REWARD, evaluation={"every": 1})
     summary = sft(config)
     root = config.output
     written = json.loads((root / "summary.json").read_text())
-    assert (written["loss_after"], written["accuracy_after"]) == (summary.loss_after, summary.accuracy_after)
+    assert (written["loss_after"], written["accuracy_after"]) == (
+        summary.loss_after,
+        summary.accuracy_after,
+    )
     assert json.loads((root / "run.json").read_text())["config"] == config.model_dump(mode="json")
     figures = lines(root / "metrics.jsonl")
     assert [line["step"] for line in figures] == [0, 1, 1, 2, 2]
     assert figures[-1]["eval/held_out/loss"] == summary.loss_after
-    assert {"loss", "grad_norm", "learning_rate", "entropy", "time/training_s", "tokens_per_s/training"} <= figures[1].keys()
+    assert {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "entropy",
+        "time/training_s",
+        "tokens_per_s/training",
+    } <= figures[1].keys()
     assert {line["source"] for line in lines(root / "completions.jsonl")} == {"held_out"}
     assert list((root / "tensorboard").iterdir())
     assert load_model(summary.model, config.precision).tokenizer("1+2=")["input_ids"]
@@ -87,18 +119,30 @@ def test_the_directory_holds_what_the_run_did(make_config: MakeConfig, capsys: p
     assert "accuracy 0.0% -> 0.0%" in printed
 
 
-def test_a_gpu_has_no_cache_where_nothing_is_generated(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_no_cache_where_nothing_is_generated(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cache that would not fit is no reason to refuse a run that makes none."""
     for module in (setup, plan):
         monkeypatch.setattr(module, "choose_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(run_setup, "device_memory", lambda: 8 << 30)
     monkeypatch.setattr(run_setup, "allocate_in_pages", lambda: None)
-    monkeypatch.setattr(setup, "load_start", lambda config, start, _: load_start(config, start, torch.device("cpu")))
+    monkeypatch.setattr(
+        setup, "load_start", lambda config, start, _: load_start(config, start, torch.device("cpu"))
+    )
     config = make_config(rollout={"kv_memory_gib": 12.0})
     shown = "\n".join(plan.describe_plan(plan.plan_sft(config), None))
-    assert "micro-batches of up to" in shown and "KV pages" not in shown and "tokens in rollout" not in shown
+    assert (
+        "micro-batches of up to" in shown
+        and "KV pages" not in shown
+        and "tokens in rollout" not in shown
+    )
     run = prepare_sft(config)
-    assert run.evaluator is None and run.turns is not None and run.turns.plan.peaks.keys() == {"training"}
+    assert (
+        run.evaluator is None
+        and run.turns is not None
+        and run.turns.plan.peaks.keys() == {"training"}
+    )
     graded = make_config(rollout={"kv_memory_gib": 12.0}, reward=REWARD)
     for refused in (plan.plan_sft, prepare_sft):
         with pytest.raises(ConfigError, match="the KV cache would take 12 GiB"):
@@ -115,28 +159,46 @@ def test_only_completions_are_learnt_and_compared(make_config: MakeConfig) -> No
     assert examples == 4
     assert learnt < sum(batch.token_ids.numel() for batch in batches) / 2
     summary = sft(make_config(training={"steps": 3}))
-    assert summary.tokens_trained == sum(len(example.completion_ids) for example in run.examples.values())
+    assert summary.tokens_trained == sum(
+        len(example.completion_ids) for example in run.examples.values()
+    )
 
 
 def test_a_run_repeats_its_bits(make_config: MakeConfig, tmp_path: Path) -> None:
     first, second = (sft(make_config(output=tmp_path / name)) for name in ("a", "b"))
-    assert (first.model / "model.safetensors").read_bytes() == (second.model / "model.safetensors").read_bytes()
+    assert (first.model / "model.safetensors").read_bytes() == (
+        second.model / "model.safetensors"
+    ).read_bytes()
     assert first.loss_after == second.loss_after
 
 
-def test_a_model_is_made_from_scratch_with_the_tokenizer_of_a_folder(make_config: MakeConfig) -> None:
+def test_a_model_is_made_from_scratch_with_the_tokenizer_of_a_folder(
+    make_config: MakeConfig,
+) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 128, "num_layers": 1, "num_heads": 4}
     config = make_config(model="starter", from_scratch=shape)
     summary = sft(config)
     made = load_model(summary.model, config.precision).policy.config
     assert (made.vocab_size, made.num_layers, made.head_dim, made.num_kv_heads) == (128, 1, 32, 4)
-    weights = [prepare_sft(make_config(model="starter", from_scratch=shape, output="nowhere", seed=s)).model.policy for s in (0, 0, 1)]
-    same = [torch.equal(weights[0].masters["norm.weight"], w.masters["norm.weight"]) for w in weights]
-    embeddings = [torch.equal(weights[0].masters["embed_tokens.weight"], w.masters["embed_tokens.weight"]) for w in weights]
+    weights = [
+        prepare_sft(
+            make_config(model="starter", from_scratch=shape, output="nowhere", seed=s)
+        ).model.policy
+        for s in (0, 0, 1)
+    ]
+    same = [
+        torch.equal(weights[0].masters["norm.weight"], w.masters["norm.weight"]) for w in weights
+    ]
+    embeddings = [
+        torch.equal(weights[0].masters["embed_tokens.weight"], w.masters["embed_tokens.weight"])
+        for w in weights
+    ]
     assert (same, embeddings) == ([True] * 3, [True, True, False])
 
 
-def test_examples_that_are_evaluated_are_not_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_examples_that_are_evaluated_are_not_trained_on(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     both = write_rows(tmp_path / "both.jsonl", held_out=True, count=8)
     run = prepare_sft(make_config(data={"train": {"type": "jsonl", "path": both}}))
     assert (run.dropped_examples, run.sampler.state()["prompts"]) == (5, 3)
@@ -145,14 +207,41 @@ def test_examples_that_are_evaluated_are_not_trained_on(make_config: MakeConfig,
 @pytest.mark.parametrize(
     ("sections", "error", "message"),
     [
-        ({"reward": REWARD, "data": {"eval": {}}}, ConfigError, "reward is set, but data.eval names no set"),
-        ({"from_scratch": {"hidden_size": 130, "intermediate_size": 128, "num_layers": 1, "num_heads": 4}}, ConfigError, "4 heads do not"),
         (
-            {"from_scratch": {"hidden_size": 128, "intermediate_size": 128, "num_layers": 1, "num_heads": 4, "vocab_size": 64}},
+            {"reward": REWARD, "data": {"eval": {}}},
+            ConfigError,
+            "reward is set, but data.eval names no set",
+        ),
+        (
+            {
+                "from_scratch": {
+                    "hidden_size": 130,
+                    "intermediate_size": 128,
+                    "num_layers": 1,
+                    "num_heads": 4,
+                }
+            },
+            ConfigError,
+            "4 heads do not",
+        ),
+        (
+            {
+                "from_scratch": {
+                    "hidden_size": 128,
+                    "intermediate_size": 128,
+                    "num_layers": 1,
+                    "num_heads": 4,
+                    "vocab_size": 64,
+                }
+            },
             ConfigError,
             "vocab_size is 64, but the tokenizer has 99 tokens",
         ),
-        ({"data": {"train": {"type": "jsonl", "path": "starter:train.jsonl"}}}, DataError, "no column 'completion'"),
+        (
+            {"data": {"train": {"type": "jsonl", "path": "starter:train.jsonl"}}},
+            DataError,
+            "no column 'completion'",
+        ),
         ({"model": "nowhere"}, CheckpointError, "nowhere is not a folder"),
         ({"reward": REWARD, "rollout": {"max_new_tokens": 250}}, DataError, "max_new_tokens = 250"),
     ],
@@ -168,23 +257,33 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(
 
 def test_a_used_directory_is_refused_with_the_ways_out(make_config: MakeConfig) -> None:
     sft(make_config())
-    with pytest.raises(ConfigError, match=r"already holds files of a run; name another directory .* go on with that run \(--resume\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"already holds files of a run; name another directory .* go on with that run \(--resume\)",
+    ):
         sft(make_config())
 
 
 def test_a_run_that_ends_early_keeps_the_weights_of_its_last_step(
-    make_config: MakeConfig, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make_config: MakeConfig,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("isobit.training.trainer.gradient_norm", lambda masters: float("nan"))
-    config = make_config(training={"steps": 5, "max_skipped_steps": 2})
+    config = make_config(training={"steps": 5, "max_skipped_updates": 2})
     with pytest.raises(NonFiniteError, match="2 optimiser steps in a row were skipped"):
         sft(config)
-    saved, start = (load_file(folder / "model.safetensors") for folder in (config.output / "model", tiny_folder))
+    saved, start = (
+        load_file(folder / "model.safetensors") for folder in (config.output / "model", tiny_folder)
+    )
     assert all(torch.equal(saved[name], tensor) for name, tensor in start.items())
     assert "stopped early: the weights of the last optimiser step are in" in capsys.readouterr().out
 
 
-def test_a_signal_stops_after_the_step_and_keeps_its_weights(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_stops_after_the_step_and_keeps_its_weights(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(config: SftConfig, step: int) -> bool:
         os.kill(os.getpid(), signal.SIGTERM)
         return False
@@ -198,9 +297,24 @@ def test_a_signal_stops_after_the_step_and_keeps_its_weights(make_config: MakeCo
     assert not (config.output / "summary.json").exists()
 
 
-@pytest.mark.parametrize("start", [{}, {"from_scratch": {"hidden_size": 128, "intermediate_size": 128, "num_layers": 1, "num_heads": 2}}])
-def test_the_device_is_that_of_the_configuration(make_config: MakeConfig, start: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.run.device.hopper_problem", lambda: "there is none here")
+@pytest.mark.parametrize(
+    "start",
+    [
+        {},
+        {
+            "from_scratch": {
+                "hidden_size": 128,
+                "intermediate_size": 128,
+                "num_layers": 1,
+                "num_heads": 2,
+            }
+        },
+    ],
+)
+def test_the_device_is_that_of_the_configuration(
+    make_config: MakeConfig, start: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isobit.models.device.hopper_problem", lambda: "there is none here")
     with pytest.raises(ConfigError, match="device = 'cuda', but there is none here"):
         prepare_sft(make_config(device="cuda", **start))
     assert prepare_sft(make_config(device="auto", **start)).model.policy.device.type == "cpu"
@@ -221,9 +335,16 @@ def test_an_out_of_memory_is_journalled(
     sft(config)
     (change,) = lines(config.output / "budget.jsonl")
     assert (change["step"], change["update"], change["old"]) == (2, 1, 4096)
-    assert f"the update is done again with {change['new']:,}, as is every later one" in capsys.readouterr().out
+    assert (
+        f"the update is done again with {change['new']:,}, as is every later one"
+        in capsys.readouterr().out
+    )
     most, config = 0, make_config(output=config.output.with_name("none"))
-    with pytest.raises(ConfigError, match=r"with one sequence of .*; leave out the longest examples, or set"):
+    with pytest.raises(
+        ConfigError, match=r"with one sequence of .*; leave out the longest examples, or set"
+    ):
         sft(config)
-    assert [line["new"] for line in lines(config.output / "budget.jsonl")][-1] == 4096, "nothing was learnt with less"
+    assert [line["new"] for line in lines(config.output / "budget.jsonl")][-1] == 4096, (
+        "nothing was learnt with less"
+    )
     assert "tries 4,096 tokens" not in capsys.readouterr().out, "this run is over"

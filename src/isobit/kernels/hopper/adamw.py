@@ -1,21 +1,23 @@
-"""AdamW on a GPU: one pass over master, gradient and moments, with the bits of ``isobit.kernels.adamw``.
+"""AdamW on a GPU: one pass over master, gradient and moments, with the bits of
+``isobit.kernels.spec.adamw``.
 
-An element costs 28 bytes with FP32 moments, 20 with BF16 ones and 16 with 8-bit ones.  Division and square root are
-the rounded ones, no product is fused with a sum, and the noise is a function of the element's number: nothing depends on the launch.
+An element costs 28 bytes with FP32 moments, 20 with BF16 ones and 16 with 8-bit ones.  Division and
+square root are the rounded ones, no product is fused with a sum, and the noise is a function of the
+element's number: nothing depends on the launch.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.adamw import BF16_NAN, Factors
 from isobit.kernels.hopper.moments import decode_first, decode_second, encode_first, encode_second
 from isobit.kernels.hopper.noise import splitmix64
-from isobit.kernels.moments import GROUP
+from isobit.kernels.spec.adamw import BF16_NAN, Factors
+from isobit.kernels.spec.moments import GROUP
 
 _WIDTH = 1024
 _NAN = tl.constexpr(BF16_NAN)
@@ -41,7 +43,8 @@ def _update(w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, d
 
 @triton.jit(do_not_specialize=["key"])
 def _adamw_kernel(
-    MASTER, GRAD, FIRST, SECOND, n, key, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay,
+    MASTER, GRAD, FIRST, SECOND, n, key, clip, beta1, rest1, beta2, rest2, root, epsilon, size,
+    decay,
     WIDTH: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
     """Moments in FP32, or with NOISE in BF16; one program WIDTH elements of n."""
@@ -77,7 +80,9 @@ def _adamw_8_bits_kernel(
     v_scales = tl.load(SECOND_SCALES + group, mask=begun, other=0)
     m = decode_first(tl.load(FIRST + element, mask=inside, other=0), m_scales)
     v = decode_second(tl.load(SECOND + element, mask=inside, other=0), v_scales)
-    w, m, _, v_root = _update(w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay)
+    w, m, _, v_root = _update(
+        w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay
+    )
     tl.store(MASTER + element, w, mask=inside)
     bits = splitmix64(key.to(tl.uint64), element.to(tl.uint64)).to(tl.uint32)
     codes, scales = encode_first(m, (bits & 0xFFFF).to(tl.int32))
@@ -97,13 +102,28 @@ def adamw_step(
     key: int | None,
     scales: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """What ``isobit.kernels.adamw.adamw_step`` says, of tensors that it has checked; ``key`` is the noise's, None for FP32 moments."""
+    """What ``isobit.kernels.spec.adamw.adamw_step`` says, of tensors that it has checked; ``key``
+    is the noise's, None for FP32 moments.
+    """
     n, f = master.numel(), factors
     numbers = (f.clip, f.beta1, f.rest1, f.beta2, f.rest2, f.root, f.epsilon, f.size, f.decay)
     grid, options = (triton.cdiv(n, _WIDTH),), {"num_warps": 4, "enable_fp_fusion": False}
     if scales is None:
         number = 0 if key is None else key
-        _adamw_kernel[grid](master, grad, exp_avg, exp_avg_sq, n, number, *numbers, _WIDTH, key is not None, **options)
+        _adamw_kernel[grid](
+            master,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            n,
+            number,
+            *numbers,
+            _WIDTH,
+            key is not None,
+            **options,
+        )
         return
     codes = exp_avg.view(torch.uint8), exp_avg_sq
-    _adamw_8_bits_kernel[grid](master, grad, *codes, *scales, n, key, *numbers, _WIDTH // GROUP, **options)
+    _adamw_8_bits_kernel[grid](
+        master, grad, *codes, *scales, n, key, *numbers, _WIDTH // GROUP, **options
+    )

@@ -1,6 +1,8 @@
-"""Attention on Hopper whose bits do not depend on who asks: decode over pages, prefill and training over packed sequences.
+"""Attention on Hopper whose bits do not depend on who asks: decode over pages, prefill and training
+over packed sequences.
 
-Two forms, FP8 and BF16, of the same kernels.  c = log2(e) / sqrt(D), M the running maximum of s; a masked key has s = -inf:
+Two forms, FP8 and BF16, of the same kernels.  c = log2(e) / sqrt(D), M the running maximum of s; a
+masked key has s = -inf:
 
     FP8     s_j = (q . k_j) s_k (s_q c) + log2(s_v)      FP8 MMA, then one multiplication and one fma in FP32
             p_j = 2^(s_j - M)
@@ -8,32 +10,42 @@ Two forms, FP8 and BF16, of the same kernels.  c = log2(e) / sqrt(D), M the runn
             o   = sum_j FP16(p_j) FP16(v_j) / l          FP16 MMA; E4M3 -> FP16 is exact
     BF16    s_j = (q . k_j) c,   p_j = 2^fma(q . k_j, c, -M),   l = sum_j p_j,   o = sum_j BF16(p_j) v_j / l
 
-in KV tiles of 128 (FP8) or 64 (BF16) tokens.  The range of keys is cut into parts of 8192 at fixed positions.  A part starts from
-nothing; parts are joined in ascending order:
+in KV tiles of 128 (FP8) or 64 (BF16) tokens.  The range of keys is cut into parts of 8192 at fixed
+positions.  A part starts from nothing; parts are joined in ascending order:
 
     M' = max(M, m)    O' = o 2^(m - M') + O 2^(M - M')    L' = l 2^(m - M') + L 2^(M - M')
 
-Decode runs the parts of a sequence in parallel and joins them in a second kernel, prefill has a launch for each: the same operations on
-the same numbers, so only the time depends on it.  What else keeps the bits equal:
+Decode runs the parts of a sequence in parallel and joins them in a second kernel, prefill has a
+launch for each: the same operations on the same numbers, so only the time depends on it.  What else
+keeps the bits equal:
 
-  - Tiles and parts start at multiples of their size from the sequence's own position 0, for everybody.
-  - A product's bits depend on the order of its inner sum only, and wgmma's is the same with keys on the M side (decode: 16 queries
-    fill the N side) as with queries there (prefill: P stays in registers).  Both need 64 rows or more, or Triton takes another one.
-  - Everything between the two products is one function, ``_weigh``: `max` has no order; the sums add two numbers at a time along a fixed
+  - Tiles and parts start at multiples of their size from the sequence's own position 0, for
+    everybody.
+  - A product's bits depend on the order of its inner sum only, and wgmma's is the same with keys on
+    the M side (decode: 16 queries
+    fill the N side) as with queries there (prefill: P stays in registers).  Both need 64 rows or
+    more, or Triton takes another one.
+  - Everything between the two products is one function, ``_weigh``: `max` has no order; the sums
+    add two numbers at a time along a fixed
     tree (``_partial_sums``, ``_final_sum``), whatever the layout.
-  - ``enable_fp_fusion=False`` and explicit fma: the compiler may not contract a multiplication and an addition in one kernel only.
+  - ``enable_fp_fusion=False`` and explicit fma: the compiler may not contract a multiplication and
+    an addition in one kernel only.
 
-A NaN in K or V reaches the output of every query that sees it.  One in V also reaches the earlier queries of its tile, since the weight
-of a masked key is multiplied too: pages may hold anything finite beyond a sequence's length, but no NaN.
+A NaN in K or V reaches the output of every query that sees it.  One in V also reaches the earlier
+queries of its tile, since the weight of a masked key is multiplied too: pages may hold anything
+finite beyond a sequence's length, but no NaN.
 
-Layouts.  Pages of TILE tokens: K [page, G, token, D] E4M3; V [page, G, D, token] E4M3, transposed, because an FP8 tile cannot be
-transposed on its way to the tensor cores; E8M0 scale bytes [page, G, token].  Packed: K [T, G, D] E4M3, V [T, G, D] as FP16 copies of the
-E4M3 values, bytes [T, G].  The BF16 form has K and V alike, [page, G, token, D] and [T, G, D], and no bytes.
-Measured on one H200 (32 query heads, 8 KV heads of 128): benchmarks/results/attention.json.
+Layouts.  Pages of TILE tokens: K [page, G, token, D] E4M3; V [page, G, D, token] E4M3, transposed,
+because an FP8 tile cannot be transposed on its way to the tensor cores; E8M0 scale bytes [page, G,
+token].  Packed: K [T, G, D] E4M3, V [T, G, D] as FP16 copies of the E4M3 values, bytes [T, G].  The
+BF16 form has K and V alike, [page, G, token, D] and [T, G, D], and no bytes. Measured on one H200
+(32 query heads, 8 KV heads of 128): benchmarks/results/attention.json.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes
+# with)
 
 import math
 from dataclasses import dataclass
@@ -52,19 +64,39 @@ _COLUMNS = MOST_QUERY_HEADS  # query heads of one decode program, padded
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the kernels are built for a format.  The tile is part of the arithmetic; the rest changes the time alone."""
+    """How the kernels are built for a format.  The tile is part of the arithmetic; the rest changes
+    the time alone.
+    """
 
     scaled: bool
     tile: int  # keys; divides a page, and is one in the FP8 form
     decode_stages: int
-    decode_registers: int | None  # the most a thread may have, so that four programs fit a multiprocessor
+    decode_registers: (
+        int | None
+    )  # the most a thread may have, so that four programs fit a multiprocessor
     queries: int  # of one prefill program
     prefill_warps: int
     prefill_stages: int
 
 
-FP8 = Form(scaled=True, tile=128, decode_stages=3, decode_registers=128, queries=64, prefill_warps=4, prefill_stages=2)
-BF16 = Form(scaled=False, tile=64, decode_stages=5, decode_registers=None, queries=128, prefill_warps=8, prefill_stages=3)
+FP8 = Form(
+    scaled=True,
+    tile=128,
+    decode_stages=3,
+    decode_registers=128,
+    queries=64,
+    prefill_warps=4,
+    prefill_stages=2,
+)
+BF16 = Form(
+    scaled=False,
+    tile=64,
+    decode_stages=5,
+    decode_registers=None,
+    queries=128,
+    prefill_warps=8,
+    prefill_stages=3,
+)
 
 
 @triton.jit
@@ -75,7 +107,9 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _partial_sums(x, TILE: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """(TILE, N) or (N, TILE) -> 32 partial sums a query, adding keys that differ in bit 3 and (of 128) bit 6: one thread holds them."""
+    """(TILE, N) or (N, TILE) -> 32 partial sums a query, adding keys that differ in bit 3 and (of
+    128) bit 6: one thread holds them.
+    """
     if KEYS_FIRST:
         x = tl.sum(tl.reshape(x, [TILE // 16, 2, 8, N]), 1)
         if TILE == 128:
@@ -101,12 +135,19 @@ def _final_sum(x, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    qk, seen, q_scale, k_byte, v_byte, c, m, l, MASKED, TILE: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr, SCALED: tl.constexpr
+    qk, seen, q_scale, k_byte, v_byte, c, m, l, MASKED, TILE: tl.constexpr, N: tl.constexpr,
+    AXIS: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """A tile's products q . k, of N queries and with the keys along AXIS -> p, the new maximum and sum, and what the old ones decay by."""
+    """A tile's products q . k, of N queries and with the keys along AXIS -> p, the new maximum and
+    sum, and what the old ones decay by.
+    """
     if SCALED:
         k_scale = tl.expand_dims(_power_of_two(k_byte), 1 - AXIS)
-        s = tl.math.fma(qk * k_scale, tl.expand_dims(q_scale, AXIS), tl.expand_dims(v_byte.to(tl.float32) - 127.0, 1 - AXIS))
+        s = tl.math.fma(
+            qk * k_scale,
+            tl.expand_dims(q_scale, AXIS),
+            tl.expand_dims(v_byte.to(tl.float32) - 127.0, 1 - AXIS),
+        )
     else:
         s = qk
     if MASKED:
@@ -129,11 +170,15 @@ def _weigh(
 
 @triton.jit
 def _decode_kernel(
-    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, TABLE, LENGTH, O, LSE, PART_O, PART_M, PART_L, c, table_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, N: tl.constexpr,
+    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, TABLE, LENGTH, O, LSE, PART_O, PART_M, PART_L, c,
+    table_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    PART: tl.constexpr, N: tl.constexpr,
     STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program a KV head, sequence and part: the H / G query heads that share the KV head, padded to N columns."""
+    """One program a KV head, sequence and part: the H / G query heads that share the KV head,
+    padded to N columns.
+    """
     tl.static_assert(TILE == PAGE or not SCALED)
     R: tl.constexpr = H // G
     g = tl.program_id(0)
@@ -160,12 +205,15 @@ def _decode_kernel(
         page = tl.load(table + start // PAGE).to(tl.int64) * G + g
         next_k_byte = tl.load(K_BYTE + page * PAGE + t)
         next_v_byte = tl.load(V_BYTE + page * PAGE + t)
-    for first in tl.range(start, end, TILE, num_stages=STAGES):  # said here, the pipeline is 5% faster than as a launch option
+    for first in tl.range(
+        start, end, TILE, num_stages=STAGES
+    ):  # said here, the pipeline is 5% faster than as a launch option
         page = tl.load(table + first // PAGE).to(tl.int64) * G + g
         k_byte = next_k_byte if SCALED else None
         v_byte = next_v_byte if SCALED else None
         if SCALED:
-            # The next tile's scales are fetched one tile ahead: used where they are loaded, they would stall the loop.
+            # The next tile's scales are fetched one tile ahead: used where they are loaded, they
+            # would stall the loop.
             ahead = tl.load(table + tl.minimum(first + TILE, end - 1) // PAGE).to(tl.int64) * G + g
             next_k_byte = tl.load(K_BYTE + ahead * PAGE + t)
             next_v_byte = tl.load(V_BYTE + ahead * PAGE + t)
@@ -173,7 +221,8 @@ def _decode_kernel(
         k = tl.load(K + page * (PAGE * D) + rows[:, None] * D + d[None, :])
         seen = (first + t)[:, None] < end
         p, m, l, decay = _weigh(
-            tl.dot(k, q), seen, q_scale, k_byte, v_byte, c, m, l, first + TILE > end, TILE, N, 0, SCALED
+            tl.dot(k, q), seen, q_scale, k_byte, v_byte, c, m, l, first + TILE > end, TILE, N, 0,
+            SCALED
         )  # fmt: skip
         if SCALED:
             v = tl.load(V + page * (PAGE * D) + d[:, None] * PAGE + t[None, :])
@@ -188,13 +237,19 @@ def _decode_kernel(
         tl.store(PART_M + part_row, m, mask=valid)
         tl.store(PART_L + part_row, total, mask=valid)
     else:
-        tl.store(O + row[None, :] * D + d[:, None], (acc * (1.0 / total)[None, :]).to(tl.bfloat16), mask=valid[None, :])
+        tl.store(
+            O + row[None, :] * D + d[:, None],
+            (acc * (1.0 / total)[None, :]).to(tl.bfloat16),
+            mask=valid[None, :],
+        )
         tl.store(LSE + row, m + tl.math.log2(total), mask=valid)
 
 
 @triton.jit
 def _join(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
-    """Join a part to what came before it; ``AXIS`` is the dimension of o that the queries do not have (1: D last, 0: one query)."""
+    """Join a part to what came before it; ``AXIS`` is the dimension of o that the queries do not
+    have (1: D last, 0: one query).
+    """
     m_new = tl.maximum(m, part_m)
     old = tl.math.exp2(m - m_new)
     new = tl.math.exp2(part_m - m_new)
@@ -206,7 +261,18 @@ def _join(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _join_kernel(PART_O, PART_M, PART_L, LENGTH, O, LSE, max_parts, H: tl.constexpr, D: tl.constexpr, PART: tl.constexpr):
+def _join_kernel(
+    PART_O,
+    PART_M,
+    PART_L,
+    LENGTH,
+    O,
+    LSE,
+    max_parts,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PART: tl.constexpr,
+):
     """One program a query head and sequence: its parts in ascending order."""
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -218,7 +284,9 @@ def _join_kernel(PART_O, PART_M, PART_L, LENGTH, O, LSE, max_parts, H: tl.conste
     l = tl.load(PART_L + row)
     for _ in range(1, parts):
         row += H
-        o, m, l = _join(o, m, l, tl.load(PART_O + row * D + d), tl.load(PART_M + row), tl.load(PART_L + row), 0)
+        o, m, l = _join(
+            o, m, l, tl.load(PART_O + row * D + d), tl.load(PART_M + row), tl.load(PART_L + row), 0
+        )
     tl.store(O + (b * H + h) * D + d, (o * (1.0 / l)).to(tl.bfloat16))
     tl.store(LSE + b * H + h, m + tl.math.log2(l))
 
@@ -226,7 +294,8 @@ def _join_kernel(PART_O, PART_M, PART_L, LENGTH, O, LSE, max_parts, H: tl.conste
 @triton.jit
 def _prefill_part(
     q, q_scale, K, K_BYTE, V, V_BYTE, c, start, part_end, first_position, position, length,
-    G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NQ: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NQ: tl.constexpr, STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """The keys of one part, for NQ queries: their maximum, sum and accumulator."""
     d = tl.arange(0, D)
@@ -236,7 +305,8 @@ def _prefill_part(
     acc = tl.zeros([NQ, D], tl.float32)
     # Every query of the block sees the whole of a tile that ends at or before its first position.
     unmasked_end = tl.minimum(part_end, tl.maximum(start, (first_position + 1) // TILE * TILE))
-    # Scale bytes are fetched one tile ahead: no copy of single bytes can be left running, and waiting for one costs a tenth of the time.
+    # Scale bytes are fetched one tile ahead: no copy of single bytes can be left running, and
+    # waiting for one costs a tenth of the time.
     if SCALED:
         next_k_byte = tl.load(K_BYTE + tl.minimum(start + t, length - 1) * G)
         next_v_byte = tl.load(V_BYTE + tl.minimum(start + t, length - 1) * G)
@@ -250,7 +320,9 @@ def _prefill_part(
             next_v_byte = tl.load(V_BYTE + ahead * G)
         k = tl.load(K + j[None, :] * (G * D) + d[:, None])
         v = tl.load(V + j[:, None] * (G * D) + d[None, :])
-        p, m, l, decay = _weigh(tl.dot(q, k), position, q_scale, k_byte, v_byte, c, m, l, False, TILE, NQ, 1, SCALED)
+        p, m, l, decay = _weigh(
+            tl.dot(q, k), position, q_scale, k_byte, v_byte, c, m, l, False, TILE, NQ, 1, SCALED
+        )
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     for first in tl.range(unmasked_end, part_end, TILE, num_stages=1):
         j = first + t
@@ -260,21 +332,26 @@ def _prefill_part(
         k = tl.load(K + j[None, :] * (G * D) + d[:, None], mask=inside[None, :], other=0.0)
         v = tl.load(V + j[:, None] * (G * D) + d[None, :], mask=inside[:, None], other=0.0)
         seen = j[None, :] <= position[:, None]
-        p, m, l, decay = _weigh(tl.dot(q, k), seen, q_scale, k_byte, v_byte, c, m, l, True, TILE, NQ, 1, SCALED)
+        p, m, l, decay = _weigh(
+            tl.dot(q, k), seen, q_scale, k_byte, v_byte, c, m, l, True, TILE, NQ, 1, SCALED
+        )
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     return m, _final_sum(l, NQ, False), acc
 
 
 @triton.jit
 def _prefill_kernel(
-    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, Q_START, Q_COUNT, K_START, LENGTH, O, LSE, PART_O, PART_M, PART_L, c, start,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, NQ: tl.constexpr,
+    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, Q_START, Q_COUNT, K_START, LENGTH, O, LSE, PART_O, PART_M,
+    PART_L, c, start,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
+    NQ: tl.constexpr,
     STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program NQ consecutive queries of one head; the queries are the last Q_COUNT of LENGTH tokens (all of them, in training).
+    """One program NQ consecutive queries of one head; the queries are the last Q_COUNT of LENGTH
+    tokens (all of them, in training).
 
-    With more than one part there is a launch for each, with the key ``start`` that it begins at.  What is joined so far waits in PART_O,
-    PART_M and PART_L for the next.
+    With more than one part there is a launch for each, with the key ``start`` that it begins at.
+    What is joined so far waits in PART_O, PART_M and PART_L for the next.
     """
     h = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
@@ -302,7 +379,8 @@ def _prefill_kernel(
         K_BYTE += k_start * G + g
         V_BYTE += k_start * G + g
     m, total, acc = _prefill_part(
-        q, q_scale, K, K_BYTE, V, V_BYTE, c, start, tl.minimum(end, start + PART), first_position, position, length,
+        q, q_scale, K, K_BYTE, V, V_BYTE, c, start, tl.minimum(end, start + PART), first_position,
+        position, length,
         G, D, TILE, NQ, STAGES, SCALED,
     )  # fmt: skip
     place = row[:, None] * D + d[None, :]
@@ -353,9 +431,11 @@ def decode_attention(
     lengths: torch.Tensor,
     max_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H], or BF16; table int32 [B, pages], lengths int32 [B], at most max_length.
+    """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H], or BF16; table int32 [B,
+    pages], lengths int32 [B], at most max_length.
 
-    -> output BF16 [B, H, D] and log-sum-exp (base 2) FP32 [B, H].  The launch depends on B and max_length alone, so it can be captured.
+    -> output BF16 [B, H, D] and log-sum-exp (base 2) FP32 [B, H].  The launch depends on B and
+    max_length alone, so it can be captured.
     """
     batch, heads, dim = queries.shape
     kv_heads = pages.keys.shape[1]
@@ -366,17 +446,35 @@ def decode_attention(
     log_sum_exp = torch.empty((batch, heads), dtype=torch.float32, device=queries.device)
     part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused with one part
     if parts > 1:
-        part_output = torch.empty((batch, parts, heads, dim), dtype=torch.float32, device=queries.device)
-        part_max, part_sum = torch.empty((2, batch, parts, heads), dtype=torch.float32, device=queries.device)
+        part_output = torch.empty(
+            (batch, parts, heads, dim), dtype=torch.float32, device=queries.device
+        )
+        part_max, part_sum = torch.empty(
+            (2, batch, parts, heads), dtype=torch.float32, device=queries.device
+        )
     _decode_kernel[(kv_heads, batch, parts)](
-        queries, query_scales, pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table, lengths, output, log_sum_exp,
+        queries, query_scales, pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table,
+        lengths, output, log_sum_exp,
         part_output, part_max, part_sum, math.log2(math.e) / dim**0.5, table.stride(0),
-        heads, kv_heads, dim, TILE, form.tile, PART, _COLUMNS, form.decode_stages, parts > 1, form.scaled,
-        num_warps=4, num_stages=form.decode_stages, maxnreg=form.decode_registers, enable_fp_fusion=False,
+        heads, kv_heads, dim, TILE, form.tile, PART, _COLUMNS, form.decode_stages, parts > 1,
+        form.scaled,
+        num_warps=4, num_stages=form.decode_stages, maxnreg=form.decode_registers,
+        enable_fp_fusion=False,
     )  # fmt: skip
     if parts > 1:
         _join_kernel[(heads, batch)](
-            part_output, part_max, part_sum, lengths, output, log_sum_exp, parts, heads, dim, PART, num_warps=1, enable_fp_fusion=False
+            part_output,
+            part_max,
+            part_sum,
+            lengths,
+            output,
+            log_sum_exp,
+            parts,
+            heads,
+            dim,
+            PART,
+            num_warps=1,
+            enable_fp_fusion=False,
         )
     return output, log_sum_exp
 
@@ -392,10 +490,11 @@ def prefill_attention(
     max_count: int,
     max_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed queries, E4M3 [T, H, D] with FP32 scales [T, H], or BF16: of sequence b the last query_counts[b] of lengths[b] tokens.
+    """Packed queries, E4M3 [T, H, D] with FP32 scales [T, H], or BF16: of sequence b the last
+    query_counts[b] of lengths[b] tokens.
 
-    query_starts and key_starts (int32 [B]) say where a sequence's queries and keys begin in their packed tensors.
-    -> output BF16 [T, H, D] and log-sum-exp (base 2) FP32 [T, H].
+    query_starts and key_starts (int32 [B]) say where a sequence's queries and keys begin in their
+    packed tensors. -> output BF16 [T, H, D] and log-sum-exp (base 2) FP32 [T, H].
     """
     tokens, heads, dim = queries.shape
     kv_heads = keys.keys.shape[1]
@@ -407,23 +506,31 @@ def prefill_attention(
     part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused with one part
     if split:
         part_output = torch.empty((tokens, heads, dim), dtype=torch.float32, device=queries.device)
-        part_max, part_sum = torch.empty((2, tokens, heads), dtype=torch.float32, device=queries.device)
+        part_max, part_sum = torch.empty(
+            (2, tokens, heads), dtype=torch.float32, device=queries.device
+        )
     for start in range(0, max_length, PART):
         _prefill_kernel[(heads, triton.cdiv(max_count, form.queries), lengths.numel())](
-            queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes, query_starts, query_counts, key_starts,
-            lengths, output, log_sum_exp, part_output, part_max, part_sum, math.log2(math.e) / dim**0.5, start,
-            heads, kv_heads, dim, form.tile, PART, form.queries, form.prefill_stages, split, form.scaled,
+            queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes,
+            query_starts, query_counts, key_starts,
+            lengths, output, log_sum_exp, part_output, part_max, part_sum,
+            math.log2(math.e) / dim**0.5, start,
+            heads, kv_heads, dim, form.tile, PART, form.queries, form.prefill_stages, split,
+            form.scaled,
             num_warps=form.prefill_warps, num_stages=form.prefill_stages, enable_fp_fusion=False,
         )  # fmt: skip
     return output, log_sum_exp
 
 
-def _form(queries: torch.Tensor, query_scales: torch.Tensor | None, keys: PagedKeys | PackedKeys) -> Form:
+def _form(
+    queries: torch.Tensor, query_scales: torch.Tensor | None, keys: PagedKeys | PackedKeys
+) -> Form:
     form = BF16 if queries.dtype == torch.bfloat16 else FP8
     missing = {x is None for x in (query_scales, keys.key_bytes, keys.value_bytes)}
     if missing != {not form.scaled} or keys.keys.dtype != queries.dtype:
         raise ValueError(
-            f"queries of {queries.dtype} over keys of {keys.keys.dtype}: attention on Hopper takes E4M3 with scales and bytes, or BF16 "
+            f"queries of {queries.dtype} over keys of {keys.keys.dtype}: attention on Hopper takes "
+            "E4M3 with scales and bytes, or BF16 "
             "without"
         )
     return form

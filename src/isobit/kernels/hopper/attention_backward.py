@@ -1,29 +1,36 @@
 """The backward of causal attention on Hopper: two kernels without atomics, which repeat their bits.
 
-Straight-through: Q, K and V are the dequantised values (E4M3 times a power of two is exact in BF16), the output O and the base-2
-log-sum-exp L are the exact forward's own.  With c = log2(e) / sqrt(D):
+Straight-through: Q, K and V are the dequantised values (E4M3 times a power of two is exact in
+BF16), the output O and the base-2 log-sum-exp L are the exact forward's own.  With c = log2(e) /
+sqrt(D):
 
     P  = 2^(c Q K^T - L)          delta = rowsum(dO * O)
     dS = P * (dO V^T - delta)     dV = P^T dO     dK = dS^T Q / sqrt(D)     dQ = dS K / sqrt(D)
 
-Products of BF16 numbers, summed in FP32; P and dS are rounded to BF16 as operands.  The keys' kernel owns keys and walks the queries that
-see them, through all query heads of the KV head in order; the queries' kernel owns queries and walks the keys that they see.  So every
-sum has one order, which depends on nothing but the sequence itself.  The price is 7 products instead of the 5 of a kernel that adds dQ up
-with atomics.
+Products of BF16 numbers, summed in FP32; P and dS are rounded to BF16 as operands.  The keys'
+kernel owns keys and walks the queries that see them, through all query heads of the KV head in
+order; the queries' kernel owns queries and walks the keys that they see.  So every sum has one
+order, which depends on nothing but the sequence itself.  The price is 7 products instead of the 5
+of a kernel that adds dQ up with atomics.
 
-Tiles count from the sequence's own start.  So that the copy engine reads whole tiles, a first kernel lays Q, K, V and dO out in BF16 as
-[head, padded token, D], where sequences begin at multiples of BLOCK rows and the padding is zeros (and a log-sum-exp of +inf, hence
-P = 0): 2 (2H + 2G) D bytes a token, for the time of the call.  A NaN reaches no other sequence.
+Tiles count from the sequence's own start.  So that the copy engine reads whole tiles, a first
+kernel lays Q, K, V and dO out in BF16 as [head, padded token, D], where sequences begin at
+multiples of BLOCK rows and the padding is zeros (and a log-sum-exp of +inf, hence P = 0): 2 (2H +
+2G) D bytes a token, for the time of the call.  A NaN reaches no other sequence.
 
-A program is two warpgroups that compute, GROUP rows each, and one warp that fetches tiles into a ring of buffers: `full` says that a
-tile has come, `empty` that both groups are done with it.  Roles and registers are dealt out by hand, in Gluon: under Triton's own pipeline
-the keys' kernel spills or waits, and the whole reaches 290 TFLOP/s (4 x 4096) instead of 450.  The blocks with the longest walk run first.
-Measured on one H200 (32 query heads, 8 KV heads of 128): benchmarks/results/attention_backward.json.
+A program is two warpgroups that compute, GROUP rows each, and one warp that fetches tiles into a
+ring of buffers: `full` says that a tile has come, `empty` that both groups are done with it.  Roles
+and registers are dealt out by hand, in Gluon: under Triton's own pipeline the keys' kernel spills
+or waits, and the whole reaches 290 TFLOP/s (4 x 4096) instead of 450.  The blocks with the longest
+walk run first. Measured on one H200 (32 query heads, 8 KV heads of 128):
+benchmarks/results/attention_backward.json.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
+# (Triton's types know neither launch options nor what a kernel computes
+# with)
 
 import math
 
@@ -32,7 +39,12 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from isobit.kernels.hopper.attention import PackedKeys, _check_shape, _form, _power_of_two
@@ -46,10 +58,13 @@ FLAT = gl.NVMMASharedLayout(0, 32, rank=1)  # FP32 vectors
 
 @triton.jit
 def _prepare_kernel(
-    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, O, LSE, DO, START, LENGTH, PADDED_START, Q_OUT, K_OUT, V_OUT, DO_OUT, STATS, padded_tokens,
+    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, O, LSE, DO, START, LENGTH, PADDED_START, Q_OUT, K_OUT, V_OUT,
+    DO_OUT, STATS, padded_tokens,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One program GROUP tokens of one head of Q, or of K and V: their padded copies in BF16, and the queries' log-sum-exp and delta."""
+    """One program GROUP tokens of one head of Q, or of K and V: their padded copies in BF16, and
+    the queries' log-sum-exp and delta.
+    """
     head = tl.program_id(0)
     first = tl.program_id(1) * GROUP
     b = tl.program_id(2)
@@ -67,14 +82,18 @@ def _prepare_kernel(
         wide = at[:, None] * D + d[None, :]
         q = tl.load(Q + wide, mask=inside[:, None], other=0.0)
         if Q_SCALE is not None:
-            q = (q.to(tl.float32) * tl.load(Q_SCALE + at, mask=inside, other=0.0)[:, None]).to(tl.bfloat16)
+            q = (q.to(tl.float32) * tl.load(Q_SCALE + at, mask=inside, other=0.0)[:, None]).to(
+                tl.bfloat16
+            )
         tl.store(Q_OUT + to[:, None] * D + d[None, :], q)
         d_output = tl.load(DO + wide, mask=inside[:, None], other=0.0)
         tl.store(DO_OUT + to[:, None] * D + d[None, :], d_output)
         output = tl.load(O + wide, mask=inside[:, None], other=0.0)
         delta = tl.sum(d_output.to(tl.float32) * output.to(tl.float32), 1)
         lse = tl.load(LSE + at, mask=inside, other=float("inf"))
-        stats = STATS + to // GROUP * BLOCK + to % GROUP  # of each GROUP rows first the log-sum-exps, then the deltas
+        stats = (
+            STATS + to // GROUP * BLOCK + to % GROUP
+        )  # of each GROUP rows first the log-sum-exps, then the deltas
         tl.store(stats, lse)
         tl.store(stats + GROUP, delta)
     else:
@@ -84,8 +103,14 @@ def _prepare_kernel(
         k = tl.load(K + wide, mask=inside[:, None], other=0.0)
         v = tl.load(V + wide, mask=inside[:, None], other=0.0)
         if K_BYTE is not None:
-            k = (k.to(tl.float32) * _power_of_two(tl.load(K_BYTE + at, mask=inside, other=0))[:, None]).to(tl.bfloat16)
-            v = (v.to(tl.float32) * _power_of_two(tl.load(V_BYTE + at, mask=inside, other=0))[:, None]).to(tl.bfloat16)
+            k = (
+                k.to(tl.float32)
+                * _power_of_two(tl.load(K_BYTE + at, mask=inside, other=0))[:, None]
+            ).to(tl.bfloat16)
+            v = (
+                v.to(tl.float32)
+                * _power_of_two(tl.load(V_BYTE + at, mask=inside, other=0))[:, None]
+            ).to(tl.bfloat16)
         tl.store(K_OUT + to[:, None] * D + d[None, :], k)
         tl.store(V_OUT + to[:, None] * D + d[None, :], v)
 
@@ -104,7 +129,9 @@ def _ring(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _keys_tile(k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, MASKED: gl.constexpr):
+def _keys_tile(
+    k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, MASKED: gl.constexpr
+):
     """Add GROUP queries' part to the dK and dV of GROUP keys; MASKED: the tile on the diagonal."""
     STAGES: gl.constexpr = q_smem.shape[0]
     D: gl.constexpr = q_smem.shape[2]
@@ -120,7 +147,9 @@ def _keys_tile(k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, 
     zeros = gl.zeros([GROUP, GROUP], gl.float32, s_layout)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     delta = stats.slice(GROUP, GROUP).load(column)
-    dp = warpgroup_mma(v, do.permute((1, 0)), zeros - delta[None, :], is_async=True)  # dO V^T - delta
+    dp = warpgroup_mma(
+        v, do.permute((1, 0)), zeros - delta[None, :], is_async=True
+    )  # dO V^T - delta
     lse = stats.slice(0, GROUP).load(column)
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * c - lse[None, :])
@@ -132,14 +161,17 @@ def _keys_tile(k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, 
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = gl.convert_layout((p * dp).to(gl.bfloat16), a_layout)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
-    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])  # in flight across tiles, they cost registers and 2% of the time
+    dk, dv = warpgroup_mma_wait(
+        0, deps=[dk, dv]
+    )  # in flight across tiles, they cost registers and 2% of the time
     mbarrier.arrive(empty.index(stage))
     return dk, dv
 
 
 @gluon.jit
 def _keys_consumer(
-    k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys, tiles, c, scale,
+    k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys, tiles, c,
+    scale,
     R: gl.constexpr, G: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of a program of `_keys_kernel`."""
@@ -158,10 +190,14 @@ def _keys_consumer(
             mbarrier.arrive(empty.index(step % STAGES))
             step += 1
         if tiles > WHICH:
-            dk, dv = _keys_tile(k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, True)
+            dk, dv = _keys_tile(
+                k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, True
+            )
             step += 1
             for _ in range(WHICH + 1, tiles):
-                dk, dv = _keys_tile(k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, False)
+                dk, dv = _keys_tile(
+                    k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, False
+                )
                 step += 1
     key = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, d_layout))
     at = (row + key)[:, None] * (G * D) + gl.arange(0, D, gl.SliceLayout(0, d_layout))[None, :]
@@ -172,7 +208,8 @@ def _keys_consumer(
 
 @gluon.jit
 def _keys_producer(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, k_smem, v_smem, q_smem, do_smem, stats_smem, full,
+    empty, ready,
     kv_row, q_row, padded_tokens, tiles, R: gl.constexpr,
 ):  # fmt: skip
     """The warp that fetches K and V once, and the queries' tiles of all heads in order."""
@@ -180,8 +217,12 @@ def _keys_producer(
     STAGES: gl.constexpr = q_smem.shape[0]
     mbarrier.expect(ready, 4 * BLOCK * D)
     for group in gl.static_range(2):
-        tma.async_copy_global_to_shared(k_desc, [kv_row + group * GROUP, 0], ready, k_smem.index(group))
-        tma.async_copy_global_to_shared(v_desc, [kv_row + group * GROUP, 0], ready, v_smem.index(group))
+        tma.async_copy_global_to_shared(
+            k_desc, [kv_row + group * GROUP, 0], ready, k_smem.index(group)
+        )
+        tma.async_copy_global_to_shared(
+            v_desc, [kv_row + group * GROUP, 0], ready, v_smem.index(group)
+        )
     step = 0
     for r in range(R):
         for i in range(tiles):
@@ -189,18 +230,27 @@ def _keys_producer(
             row = q_row + r * padded_tokens + i * GROUP
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(stage), 4 * GROUP * D + 4 * BLOCK)
-            tma.async_copy_global_to_shared(q_desc, [row, 0], full.index(stage), q_smem.index(stage))
-            tma.async_copy_global_to_shared(do_desc, [row, 0], full.index(stage), do_smem.index(stage))
-            tma.async_copy_global_to_shared(stats_desc, [row * 2], full.index(stage), stats_smem.index(stage))
+            tma.async_copy_global_to_shared(
+                q_desc, [row, 0], full.index(stage), q_smem.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                do_desc, [row, 0], full.index(stage), do_smem.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                stats_desc, [row * 2], full.index(stage), stats_smem.index(stage)
+            )
             step += 1
 
 
 @gluon.jit
 def _keys_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, DK, DV, START, LENGTH, PADDED_START, padded_tokens, c, scale,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, DK, DV, START, LENGTH, PADDED_START, padded_tokens,
+    c, scale,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK keys of one KV head, GROUP a warpgroup, which walks the queries that see them; all heads of the group in order."""
+    """dK and dV of BLOCK keys of one KV head, GROUP a warpgroup, which walks the queries that see
+    them; all heads of the group in order.
+    """
     g = gl.program_id(0)
     b = gl.program_id(1)
     first = gl.program_id(2) * BLOCK
@@ -224,17 +274,21 @@ def _keys_kernel(
         [
             (
                 _keys_consumer,
-                (k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys, tiles, c, scale, R, G, 0),
+                (k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys,
+                tiles, c, scale, R, G, 0),
             ),
             (
                 _keys_consumer,
-                (k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys, tiles, c, scale, R, G, 1),
+                (k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys,
+                tiles, c, scale, R, G, 1),
             ),
             (
                 _keys_producer,
                 (
-                    q_desc, k_desc, v_desc, do_desc, stats_desc, k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready,
-                    g * padded_tokens + start, g * R * padded_tokens + start, padded_tokens, tiles, R,
+                    q_desc, k_desc, v_desc, do_desc, stats_desc, k_smem, v_smem, q_smem, do_smem,
+                    stats_smem, full, empty, ready,
+                    g * padded_tokens + start, g * R * padded_tokens + start, padded_tokens, tiles,
+                    R,
                 ),
             ),
         ],
@@ -245,11 +299,13 @@ def _keys_kernel(
 
 @gluon.jit
 def _queries_tile(
-    q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH: gl.constexpr, MASKED: gl.constexpr
+    q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH: gl.constexpr,
+    MASKED: gl.constexpr
 ):  # fmt: skip
     """Add BLOCK keys' part to the dQ of GROUP queries; MASKED: the first tile, on the diagonal.
 
-    The last product is in flight when this returns, and the tile's buffer is given back by the next call.
+    The last product is in flight when this returns, and the tile's buffer is given back by the next
+    call.
     """
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
@@ -265,7 +321,9 @@ def _queries_tile(
     if not MASKED:
         dq = warpgroup_mma_wait(1, deps=[dq])
         mbarrier.arrive(empty.index((step - 1) % STAGES))
-    dp = warpgroup_mma(do, v.permute((1, 0)), zeros - delta[:, None], is_async=True)  # dO V^T - delta
+    dp = warpgroup_mma(
+        do, v.permute((1, 0)), zeros - delta[:, None], is_async=True
+    )  # dO V^T - delta
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * c - lse[:, None])
     if MASKED:
@@ -279,14 +337,19 @@ def _queries_tile(
 
 @gluon.jit
 def _queries_consumer(
-    q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, stats_row, queries, tiles, c, scale,
+    q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, stats_row, queries, tiles,
+    c, scale,
     H: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of a program of `_queries_kernel`."""
     D: gl.constexpr = k_smem.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    stats = STATS + (stats_row + WHICH * GROUP).to(gl.int64) * 2 + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
+    stats = (
+        STATS
+        + (stats_row + WHICH * GROUP).to(gl.int64) * 2
+        + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
+    )
     lse = gl.load(stats)
     delta = gl.load(stats + GROUP)
     q = q_smem.index(WHICH)
@@ -295,7 +358,9 @@ def _queries_consumer(
     mbarrier.wait(ready, 0)
     dq = _queries_tile(q, do, k_smem, v_smem, full, empty, 0, dq, lse, delta, c, WHICH, True)
     for step in range(1, tiles):
-        dq = _queries_tile(q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH, False)
+        dq = _queries_tile(
+            q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH, False
+        )
     dq = warpgroup_mma_wait(0, deps=[dq])
     query = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, d_layout))
     at = (row + query)[:, None] * (H * D) + gl.arange(0, D, gl.SliceLayout(0, d_layout))[None, :]
@@ -304,15 +369,20 @@ def _queries_consumer(
 
 @gluon.jit
 def _queries_producer(
-    q_desc, k_desc, v_desc, do_desc, q_smem, do_smem, k_smem, v_smem, full, empty, ready, q_row, kv_row, tiles
+    q_desc, k_desc, v_desc, do_desc, q_smem, do_smem, k_smem, v_smem, full, empty, ready, q_row,
+    kv_row, tiles
 ):  # fmt: skip
     """The warp that fetches Q and dO once, and the tiles of keys from the diagonal down."""
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
     mbarrier.expect(ready, 4 * BLOCK * D)
     for group in gl.static_range(2):
-        tma.async_copy_global_to_shared(q_desc, [q_row + group * GROUP, 0], ready, q_smem.index(group))
-        tma.async_copy_global_to_shared(do_desc, [q_row + group * GROUP, 0], ready, do_smem.index(group))
+        tma.async_copy_global_to_shared(
+            q_desc, [q_row + group * GROUP, 0], ready, q_smem.index(group)
+        )
+        tma.async_copy_global_to_shared(
+            do_desc, [q_row + group * GROUP, 0], ready, do_smem.index(group)
+        )
     for step in range(tiles):
         stage = step % STAGES
         row = kv_row + (tiles - 1 - step) * BLOCK
@@ -324,10 +394,13 @@ def _queries_producer(
 
 @gluon.jit
 def _queries_kernel(
-    q_desc, k_desc, v_desc, do_desc, STATS, DQ, START, LENGTH, PADDED_START, padded_tokens, c, scale,
+    q_desc, k_desc, v_desc, do_desc, STATS, DQ, START, LENGTH, PADDED_START, padded_tokens, c,
+    scale,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK queries of one head, GROUP a warpgroup, which walks the keys that they see from the diagonal down."""
+    """dQ of BLOCK queries of one head, GROUP a warpgroup, which walks the keys that they see from
+    the diagonal down.
+    """
     h = gl.program_id(0)
     b = gl.program_id(1)
     first = (gl.num_programs(2) - 1 - gl.program_id(2)) * BLOCK
@@ -350,15 +423,18 @@ def _queries_kernel(
         [
             (
                 _queries_consumer,
-                (q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, q_row, queries, tiles, c, scale, H, 0),
+                (q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, q_row,
+                queries, tiles, c, scale, H, 0),
             ),
             (
                 _queries_consumer,
-                (q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, q_row, queries, tiles, c, scale, H, 1),
+                (q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, q_row,
+                queries, tiles, c, scale, H, 1),
             ),
             (
                 _queries_producer,
-                (q_desc, k_desc, v_desc, do_desc, q_smem, do_smem, k_smem, v_smem, full, empty, ready, q_row, kv_row, tiles),
+                (q_desc, k_desc, v_desc, do_desc, q_smem, do_smem, k_smem, v_smem, full, empty,
+                ready, q_row, kv_row, tiles),
             ),
         ],
         [4, 1],
@@ -377,12 +453,14 @@ def attention_backward(
     lengths: torch.Tensor,
     max_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``prefill_attention`` over whole sequences, with respect to the dequantised Q, K and V.
+    """Gradients of ``prefill_attention`` over whole sequences, with respect to the dequantised Q, K
+    and V.
 
-    queries E4M3 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output BF16 [T, H, D]; log_sum_exp FP32 [T, H], base 2;
-    sequence b is rows starts[b] to starts[b] + lengths[b] (int32 [B], at most max_length, disjoint).
-    -> dq BF16 [T, H, D], dk and dv BF16 [T, G, D]; rows of no sequence are undefined.  ValueError for shapes and formats that attention
-    on Hopper does not take, and for tensors that are not contiguous.
+    queries E4M3 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output BF16 [T, H,
+    D]; log_sum_exp FP32 [T, H], base 2; sequence b is rows starts[b] to starts[b] + lengths[b]
+    (int32 [B], at most max_length, disjoint). -> dq BF16 [T, H, D], dk and dv BF16 [T, G, D]; rows
+    of no sequence are undefined.  ValueError for shapes and formats that attention on Hopper does
+    not take, and for tensors that are not contiguous.
     """
     tokens, heads, dim = queries.shape
     kv_heads, batch, device = keys.keys.shape[1], lengths.numel(), queries.device
@@ -393,14 +471,17 @@ def attention_backward(
         raise ValueError("the backward of attention takes contiguous tensors")
     padded_lengths = (lengths + (BLOCK.value - 1)) // BLOCK.value * BLOCK.value
     padded_starts = (padded_lengths.cumsum(0) - padded_lengths).int()
-    padded_tokens = triton.cdiv(tokens + batch * (BLOCK.value - 1), BLOCK.value) * BLOCK.value  # or fewer: the host need not know
+    padded_tokens = (
+        triton.cdiv(tokens + batch * (BLOCK.value - 1), BLOCK.value) * BLOCK.value
+    )  # or fewer: the host need not know
     blocks = triton.cdiv(max_length, BLOCK.value)
     q, do = torch.empty((2, heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
     k, v = torch.empty((2, kv_heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
     stats = torch.empty(heads * padded_tokens * 2, dtype=torch.float32, device=device)
     _prepare_kernel[(heads + kv_heads, blocks * 2, batch)](
         *encoded, output, log_sum_exp, d_output,
-        starts, lengths, padded_starts, q, k, v, do, stats, padded_tokens, heads, kv_heads, dim, num_warps=4,
+        starts, lengths, padded_starts, q, k, v, do, stats, padded_tokens, heads, kv_heads, dim,
+        num_warps=4,
     )  # fmt: skip
     dq = torch.empty((tokens, heads, dim), dtype=torch.bfloat16, device=device)
     dk, dv = torch.empty((2, tokens, kv_heads, dim), dtype=torch.bfloat16, device=device)
@@ -410,10 +491,35 @@ def attention_backward(
     places = starts, lengths, padded_starts, padded_tokens
     factors = math.log2(math.e) / dim**0.5, dim**-0.5
     _keys_kernel[(kv_heads, batch, blocks)](
-        q_groups, k_groups, v_groups, do_groups, stats_groups, dk, dv, *places, *factors, heads, kv_heads, dim, KEY_STAGES, num_warps=4
+        q_groups,
+        k_groups,
+        v_groups,
+        do_groups,
+        stats_groups,
+        dk,
+        dv,
+        *places,
+        *factors,
+        heads,
+        kv_heads,
+        dim,
+        KEY_STAGES,
+        num_warps=4,
     )
     _queries_kernel[(heads, batch, blocks)](
-        q_groups, k_blocks, v_blocks, do_groups, stats, dq, *places, *factors, heads, kv_heads, dim, QUERY_STAGES, num_warps=4
+        q_groups,
+        k_blocks,
+        v_blocks,
+        do_groups,
+        stats,
+        dq,
+        *places,
+        *factors,
+        heads,
+        kv_heads,
+        dim,
+        QUERY_STAGES,
+        num_warps=4,
     )
     return dq, dk, dv
 

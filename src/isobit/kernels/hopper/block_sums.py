@@ -1,13 +1,17 @@
-"""Sums over tokens without atomics: each block of tokens leaves its sum, and one kernel adds the blocks to a gradient.
+"""Sums over tokens without atomics: each block of tokens leaves its sum, and one kernel adds the
+blocks to a gradient.
 
     grad[c] += sum over blocks b of sums[b, c]
 
-Of a column, ROWS running sums take blocks b = i, i + ROWS, ... in ascending order; a fixed tree joins them, and one addition brings the
-total to the gradient.  So a sum's order depends on the number of blocks alone.
+Of a column, ROWS running sums take blocks b = i, i + ROWS, ... in ascending order; a fixed tree
+joins them, and one addition brings the total to the gradient.  So a sum's order depends on the
+number of blocks alone.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes
+# with)
 
 import torch
 import triton
@@ -34,4 +38,6 @@ def _add_kernel(SUMS, GRAD, blocks, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 def add_block_sums(sums: torch.Tensor, grad: torch.Tensor) -> None:
     """FP32 [blocks, C] is added over its blocks to FP32 [C], in place."""
     blocks, columns = sums.shape
-    _add_kernel[(triton.cdiv(columns, _COLUMNS),)](sums, grad, blocks, columns, _ROWS, _COLUMNS, num_warps=4)
+    _add_kernel[(triton.cdiv(columns, _COLUMNS),)](
+        sums, grad, blocks, columns, _ROWS, _COLUMNS, num_warps=4
+    )

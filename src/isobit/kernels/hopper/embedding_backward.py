@@ -1,14 +1,18 @@
-"""The backward of the embedding on Hopper: rows of equal ids are added in the order of their tokens, without atomics.
+"""The backward of the embedding on Hopper: rows of equal ids are added in the order of their
+tokens, without atomics.
 
     grad[v] += sum over tokens t with token_ids[t] = v, ascending, of dh[t]     FP32
 
-A stable sort brings equal ids together and keeps their tokens in order.  A program looks at one place of the sorted ids: if a run of
-equal ids begins there, it adds the whole run, starting from zero, and then adds that to the gradient's row, which it alone writes.
-These are the bits of ``torch.ops.aten.embedding_dense_backward`` on the CPU.
+A stable sort brings equal ids together and keeps their tokens in order.  A program looks at one
+place of the sorted ids: if a run of equal ids begins there, it adds the whole run, starting from
+zero, and then adds that to the gradient's row, which it alone writes. These are the bits of
+``torch.ops.aten.embedding_dense_backward`` on the CPU.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false, reportReturnType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportReturnType=false
+# (Triton's types know neither launch options nor
+# what a kernel computes with)
 
 import torch
 import triton
@@ -19,7 +23,9 @@ _WIDEST = 1024  # columns of a program
 
 
 @triton.jit
-def _run_kernel(SORTED, TOKEN, END, DH, GRAD, C: tl.constexpr, WIDTH: tl.constexpr, UNROLLED: tl.constexpr):
+def _run_kernel(
+    SORTED, TOKEN, END, DH, GRAD, C: tl.constexpr, WIDTH: tl.constexpr, UNROLLED: tl.constexpr
+):
     """One program a place of the sorted ids and WIDTH columns."""
     place = tl.program_id(0)
     row = tl.load(SORTED + place)
@@ -33,7 +39,9 @@ def _run_kernel(SORTED, TOKEN, END, DH, GRAD, C: tl.constexpr, WIDTH: tl.constex
         for i in tl.static_range(UNROLLED):
             there = first + i < end
             token = tl.load(TOKEN + first + i, mask=there, other=0)
-            total += tl.load(DH + token * C + column, mask=inside & there, other=0.0).to(tl.float32)  # + 0.0 changes no bit of a sum
+            total += tl.load(DH + token * C + column, mask=inside & there, other=0.0).to(
+                tl.float32
+            )  # + 0.0 changes no bit of a sum
     at = GRAD + row * C + column
     tl.store(at, tl.load(at, mask=inside) + total, mask=inside)
 
@@ -44,11 +52,15 @@ def columns_of_program(columns: int) -> int:
 
 
 def embedding_backward(dh: torch.Tensor, token_ids: torch.Tensor, grad: torch.Tensor) -> None:
-    """dh BF16 [T, C] and token_ids int64 [T], contiguous -> added to the rows of FP32 [V, C], in place.  No host synchronisation."""
+    """dh BF16 [T, C] and token_ids int64 [T], contiguous -> added to the rows of FP32 [V, C], in
+    place.  No host synchronisation.
+    """
     tokens, columns = dh.shape
     if not tokens:
         return
     ids, order = torch.sort(token_ids, stable=True)
     ends = torch.searchsorted(ids, ids, right=True, out_int32=True)
     width = columns_of_program(columns)
-    _run_kernel[(tokens, triton.cdiv(columns, width))](ids, order, ends, dh, grad, columns, width, _UNROLLED, num_warps=4)
+    _run_kernel[(tokens, triton.cdiv(columns, width))](
+        ids, order, ends, dh, grad, columns, width, _UNROLLED, num_warps=4
+    )

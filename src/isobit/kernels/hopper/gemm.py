@@ -1,14 +1,19 @@
-"""The GEMMs on Hopper, through a library where one is exact: FP8 blocks for the linears, BF16 for lm_head and for layers in BF16.
+"""The GEMMs on Hopper, through a library where one is exact: FP8 blocks for the linears, BF16 for
+lm_head and for layers in BF16.
 
     Y[m, n] = sum over blocks k of  (sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128, k]        FP32 in between
 
-A row's bits may not depend on M.  What holds that, in order of preference (tests/gpu/test_gemm.py measures all of it):
+A row's bits may not depend on M.  What holds that, in order of preference (tests/gpu/test_gemm.py
+measures all of it):
 
-    deep_gemm    promotes each 128-long block to FP32 in ascending order of K and never splits K; the fastest at every decode size.
-                 Compiles each kernel at its first use with nvcc (DG_JIT_CACHE_DIR keeps them).
-    scaled_mm    cuBLASLt, FP8 with power-of-two scales only: the same bits as DeepGEMM for every shape and M tried, since scaling is exact.
-                 With FP32 scales its rows change with M (seen: 4096 x 12288, M = 3 against 1024), and cuBLAS's BF16 rows do too.
-    triton       ``isobit.kernels.hopper.triton_gemm``: needs nothing, takes every size; the same bits as DeepGEMM in FP8 and in BF16.
+    deep_gemm    promotes each 128-long block to FP32 in ascending order of K and never splits K;
+                 the fastest at every decode size. Compiles each kernel at its first use with nvcc
+                 (DG_JIT_CACHE_DIR keeps them).
+    scaled_mm    cuBLASLt, FP8 with power-of-two scales only: the same bits as DeepGEMM for every
+                 shape and M tried, since scaling is exact. With FP32 scales its rows change with M
+                 (seen: 4096 x 12288, M = 3 against 1024), and cuBLAS's BF16 rows do too.
+    triton       ``isobit.kernels.hopper.triton_gemm``: needs nothing, takes every size; the same
+                 bits as DeepGEMM in FP8 and in BF16.
 
 A choice may depend on what is installed and on N and K, never on M.
 """
@@ -45,7 +50,11 @@ def why_not_deep_gemm() -> str | None:
         import deep_gemm  # pyright: ignore[reportMissingImports]
     except Exception as error:
         return f"DeepGEMM does not load: {type(error).__name__}: {error}"
-    return None if hasattr(deep_gemm, "bf16_gemm_nt") else "this DeepGEMM is another release (isobit[hopper] names the one that works)"
+    return (
+        None
+        if hasattr(deep_gemm, "bf16_gemm_nt")
+        else "this DeepGEMM is another release (isobit[hopper] names the one that works)"
+    )
 
 
 def find_nvcc() -> str | None:
@@ -77,7 +86,12 @@ def describe_back_ends() -> dict[str, str]:
     """Operation -> the library that runs it and, where that is a fallback, why."""
     missing = why_not_deep_gemm()
     if missing is None:
-        operations = "FP8 GEMM, power-of-two scales", "FP8 GEMM, FP32 scales", "FP8 WGrad", "BF16 GEMM and lm_head"
+        operations = (
+            "FP8 GEMM, power-of-two scales",
+            "FP8 GEMM, FP32 scales",
+            "FP8 WGrad",
+            "BF16 GEMM and lm_head",
+        )
         return dict.fromkeys(operations, "DeepGEMM")
     return {
         "FP8 GEMM, power-of-two scales": f"cuBLASLt, same bits, slower at small batches: {missing}",
@@ -87,8 +101,12 @@ def describe_back_ends() -> dict[str, str]:
     }
 
 
-def gemm_e4m3(a: QuantRows, b: QuantTensor, scales: ScaleKind, back_end: BackEnd | None = None) -> torch.Tensor:
-    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks, scales of one kind -> A B^T, BF16 [M, N]."""
+def gemm_e4m3(
+    a: QuantRows, b: QuantTensor, scales: ScaleKind, back_end: BackEnd | None = None
+) -> torch.Tensor:
+    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks, scales of one kind -> A B^T, BF16 [M,
+    N].
+    """
     assert b.granularity == "128x128"
     back_end = back_end or gemm_back_end(scales)
     if back_end == "triton":
@@ -98,13 +116,18 @@ def gemm_e4m3(a: QuantRows, b: QuantTensor, scales: ScaleKind, back_end: BackEnd
         return _scaled_mm(a, b)
     import deep_gemm  # pyright: ignore[reportMissingImports]
 
-    out = torch.empty((a.values.shape[0], b.values.shape[0]), dtype=torch.bfloat16, device=a.values.device)
+    out = torch.empty(
+        (a.values.shape[0], b.values.shape[0]), dtype=torch.bfloat16, device=a.values.device
+    )
     deep_gemm.fp8_gemm_nt((a.values, a.scales), (b.values, b.scales), out)
     return out
 
 
 def gemm_bf16(
-    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype = torch.bfloat16, back_end: Literal["deep_gemm", "triton"] | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    back_end: Literal["deep_gemm", "triton"] | None = None,
 ) -> torch.Tensor:
     """A BF16 [M, K], B BF16 [N, K], both contiguous -> A B^T in ``dtype``, BF16 or FP32 [M, N]."""
     assert a.dtype == b.dtype == torch.bfloat16
@@ -120,7 +143,9 @@ def gemm_bf16(
 
 
 def _scaled_mm(a: QuantRows, b: QuantTensor) -> torch.Tensor:
-    """cuBLASLt wants rows of A in multiples of 4, like their scales, and B's scales with K padded to a multiple of 4 blocks."""
+    """cuBLASLt wants rows of A in multiples of 4, like their scales, and B's scales with K padded
+    to a multiple of 4 blocks.
+    """
     rows, blocks = a.scales.shape
     padded = a.scales.stride(1)
     values = F.pad(a.values.view(torch.uint8), (0, 0, 0, padded - rows)).view(a.values.dtype)

@@ -1,4 +1,6 @@
-"""The parts in which lm_head takes its rows, in numbers: what a plan of the memory needs to know on a machine without Triton, too."""
+"""The parts in which lm_head takes its rows, in numbers: what a plan of the memory needs to know on
+a machine without Triton, too.
+"""
 
 FORWARD_LOGITS = 1 << 28
 BACKWARD_BYTES = 2 << 30

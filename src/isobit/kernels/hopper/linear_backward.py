@@ -2,15 +2,19 @@
 
     DGrad   dX = dY W          E4M3: dY in 1x128 groups along N; W's 128x128 blocks are the forward's own, their bytes transposed
     WGrad   dW += dY^T X       E4M3: both operands in groups of 128 tokens (``token_groups``), transposed
-            dW[n, k] += sum over token groups t of  (sum_j dY^T[n, tj] X^T[k, tj]) * scale_y[n, t] * scale_x[k, t]
+            dW[n, k] += sum over token groups t of  (sum_j dY^T[n, tj] X^T[k, tj]) * scale_y[n, t] *
+                                                    scale_x[k, t]
 
-FP8 tensor cores read both operands along the contraction, so W is transposed a layer at a time, here, rather than stored twice.
-dW is the FP32 gradient of the master: each call adds one finished sum to every element.  No bit of the backward has to agree with a
-rollout, so cuBLAS does what it is fastest at; every result repeats at fixed shapes.
+FP8 tensor cores read both operands along the contraction, so W is transposed a layer at a time,
+here, rather than stored twice. dW is the FP32 gradient of the master: each call adds one finished
+sum to every element.  No bit of the backward has to agree with a rollout, so cuBLAS does what it is
+fastest at; every result repeats at fixed shapes.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes
+# with)
 
 import torch
 import triton
@@ -32,7 +36,10 @@ def _transpose_kernel(VALUES, SCALES, OUT_VALUES, OUT_SCALES, N: tl.constexpr, K
     k = block_k.to(tl.int64) * 128 + tl.arange(0, 128)
     values = tl.load(VALUES + n[:, None] * K + k[None, :])
     tl.store(OUT_VALUES + k[:, None] * N + n[None, :], tl.trans(values))
-    tl.store(OUT_SCALES + block_k * (N // 128) + block_n, tl.load(SCALES + block_n * (K // 128) + block_k))
+    tl.store(
+        OUT_SCALES + block_k * (N // 128) + block_n,
+        tl.load(SCALES + block_n * (K // 128) + block_k),
+    )
 
 
 def transpose_blocks(weight: QuantTensor) -> QuantTensor:
@@ -43,13 +50,21 @@ def transpose_blocks(weight: QuantTensor) -> QuantTensor:
     n, k = weight.values.shape
     out = QuantTensor.empty_blocks(k, n, weight.values.device)
     _transpose_kernel[(k // BLOCK, n // BLOCK)](
-        weight.values.view(torch.uint8), weight.scales, out.values.view(torch.uint8), out.scales, n, k, num_warps=4
+        weight.values.view(torch.uint8),
+        weight.scales,
+        out.values.view(torch.uint8),
+        out.scales,
+        n,
+        k,
+        num_warps=4,
     )
     return out
 
 
 def dgrad(dy: QuantRows, weight: QuantTensor, scales: ScaleKind) -> torch.Tensor:
-    """dY [M, N] in 1x128 groups, W [N, K] in 128x128 blocks, scales of one kind -> dX = dY W, BF16 [M, K]."""
+    """dY [M, N] in 1x128 groups, W [N, K] in 128x128 blocks, scales of one kind -> dX = dY W, BF16
+    [M, K].
+    """
     return gemm_e4m3(dy, transpose_blocks(weight), scales)
 
 
@@ -58,8 +73,12 @@ def dgrad_bf16(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(dy, weight)
 
 
-def wgrad(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: WGradBackEnd | None = None) -> None:
-    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens: grad, FP32 [N, K], contiguous, += dY^T X."""
+def wgrad(
+    dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: WGradBackEnd | None = None
+) -> None:
+    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens: grad, FP32 [N, K], contiguous, += dY^T
+    X.
+    """
     assert grad.dtype == torch.float32
     assert grad.is_contiguous()
     assert grad.shape == (dy_t.values.shape[0], x_t.values.shape[0])
@@ -73,5 +92,7 @@ def wgrad(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: WGradBa
 
 
 def wgrad_bf16(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
-    """dY [T, N] and X [T, K], BF16: grad, FP32 [N, K], += dY^T X, added up in FP32 and never rounded to BF16."""
+    """dY [T, N] and X [T, K], BF16: grad, FP32 [N, K], += dY^T X, added up in FP32 and never
+    rounded to BF16.
+    """
     torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)

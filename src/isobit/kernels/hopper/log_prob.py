@@ -1,22 +1,27 @@
-"""What a log-probability is on a GPU: log-softmax(logits / temperature) over the full vocabulary, the same bits for everybody.
+"""What a log-probability is on a GPU: log-softmax(logits / temperature) over the full vocabulary,
+the same bits for everybody.
 
-    x = logits * (1 / temperature)                    one division a row, rounded; then one FP32 multiplication an entry
+    x = logits * (1 / temperature)                    one division a row, rounded; then one FP32
+                                                      multiplication an entry
     log p_v = x_v - L,    L = M + log sum_v exp(x_v - M),    M = max x
     entropy = log sum_v exp(x_v - M) - sum_v p_v (x_v - M)
 
 Sampler, loss and reference get L from the two steps of this file:
 
-  1. ``chunk_stats``: one program takes 4096 entries of a row and leaves m = max x, s = sum exp(x - m), t = sum exp(x - m) (x - m).  It
-     is one compiled kernel with one layout, whoever calls, so the order of its sums depends on nothing but the vocabulary's size.
-  2. ``combine``: joins a row's chunks.  Their terms are added as integers, in units of 2^-40: that sum has no order, so it may be
+  1. ``chunk_stats``: one program takes 4096 entries of a row and leaves m = max x, s = sum exp(x -
+     m), t = sum exp(x - m) (x - m).  It
+     is one compiled kernel with one layout, whoever calls, so the order of its sums depends on
+     nothing but the vocabulary's size.
+  2. ``combine``: joins a row's chunks.  Their terms are added as integers, in units of 2^-40: that
+     sum has no order, so it may be
      compiled into any kernel.
 
-A row with a NaN or an infinity has L = NaN: t becomes NaN also where an exp(-inf) would hide it.  A temperature of 0 is greedy decoding,
-whose log-probabilities are taken at temperature 1.
+A row with a NaN or an infinity has L = NaN: t becomes NaN also where an exp(-inf) would hide it.  A
+temperature of 0 is greedy decoding, whose log-probabilities are taken at temperature 1.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
@@ -35,7 +40,9 @@ def inverse_temperature(temperature):
 
 
 @triton.jit
-def _chunk_kernel(LOGITS, ROW, TEMPERATURE, STATS, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+def _chunk_kernel(
+    LOGITS, ROW, TEMPERATURE, STATS, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
     """One program a chunk of a row: m, s and t to STATS [N, 3, CHUNKS]."""
     program = tl.program_id(0)
     n = (program // CHUNKS).to(tl.int64)
@@ -57,12 +64,16 @@ def _chunk_kernel(LOGITS, ROW, TEMPERATURE, STATS, V: tl.constexpr, CHUNK: tl.co
 @triton.jit
 def _sum(terms):
     """FP32 sum of FP32 numbers that are taken in whole units, which is free of the order."""
-    return (tl.sum((terms.to(tl.float64) * UNITS).to(tl.int64), 0).to(tl.float64) / UNITS).to(tl.float32)
+    return (tl.sum((terms.to(tl.float64) * UNITS).to(tl.int64), 0).to(tl.float64) / UNITS).to(
+        tl.float32
+    )
 
 
 @triton.jit
 def combine(STATS, n, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
-    """-> m and s of the chunks [PADDED] (-inf and 0 in the padding), and the row's L and entropy in FP32."""
+    """-> m and s of the chunks [PADDED] (-inf and 0 in the padding), and the row's L and entropy in
+    FP32.
+    """
     chunk = tl.arange(0, PADDED)
     inside = chunk < CHUNKS
     stats = STATS + n * (3 * CHUNKS) + chunk
@@ -76,7 +87,12 @@ def combine(STATS, n, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
     mean = tl.div_rn(_sum((t + below * s) * weight), total)
     log_total = tl.log(total)
     bad = tl.max((t != t).to(tl.int32), 0) > 0
-    return m, s, tl.where(bad, float("nan"), top + log_total), tl.where(bad, float("nan"), log_total - mean)
+    return (
+        m,
+        s,
+        tl.where(bad, float("nan"), top + log_total),
+        tl.where(bad, float("nan"), log_total - mean),
+    )
 
 
 @triton.jit
@@ -88,45 +104,71 @@ def _combine_kernel(STATS, LOG_SUM, ENTROPY, CHUNKS: tl.constexpr, PADDED: tl.co
     tl.store(ENTROPY + n, entropy)
 
 
-def chunk_stats(logits: torch.Tensor, rows: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """FP32 logits [R, V], int32 rows [N], FP32 temperatures [N] -> m, s and t of each row's chunks, FP32 [N, 3, chunks]."""
+def chunk_stats(
+    logits: torch.Tensor, rows: torch.Tensor, temperatures: torch.Tensor
+) -> torch.Tensor:
+    """FP32 logits [R, V], int32 rows [N], FP32 temperatures [N] -> m, s and t of each row's chunks,
+    FP32 [N, 3, chunks].
+    """
     vocab_size = logits.shape[1]
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
-    assert logits.data_ptr() % 16 == 0  # another alignment would give the kernel another layout, and its sums another order
+    assert (
+        logits.data_ptr() % 16 == 0
+    )  # another alignment would give the kernel another layout, and its sums another order
     assert vocab_size <= _LARGEST_VOCABULARY
     chunks = triton.cdiv(vocab_size, CHUNK)
     stats = torch.empty((rows.numel(), 3, chunks), dtype=torch.float32, device=logits.device)
     grid = (rows.numel() * chunks,)
-    _chunk_kernel[grid](logits, rows, temperatures, stats, vocab_size, CHUNK, chunks, num_warps=4, enable_fp_fusion=False)
+    _chunk_kernel[grid](
+        logits,
+        rows,
+        temperatures,
+        stats,
+        vocab_size,
+        CHUNK,
+        chunks,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return stats
 
 
 def log_sums_and_entropies(
     logits: torch.Tensor, temperatures: torch.Tensor, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 logits [R, V], FP32 temperatures [N], int32 rows [N] (by default each in its place) -> L and the entropy, FP32 [N]."""
+    """FP32 logits [R, V], FP32 temperatures [N], int32 rows [N] (by default each in its place) -> L
+    and the entropy, FP32 [N].
+    """
     if rows is None:
         rows = torch.arange(logits.shape[0], dtype=torch.int32, device=logits.device)
     stats = chunk_stats(logits, rows, temperatures)
     log_sums, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
     chunks = stats.shape[2]
     padded = triton.next_power_of_2(chunks)
-    _combine_kernel[(rows.numel(),)](stats, log_sums, entropies, chunks, padded, num_warps=1, enable_fp_fusion=False)
+    _combine_kernel[(rows.numel(),)](
+        stats, log_sums, entropies, chunks, padded, num_warps=1, enable_fp_fusion=False
+    )
     return log_sums, entropies
 
 
 def log_sum_exp(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """FP32 logits [N, V], FP32 temperatures [N] -> L, FP32 [N]; NaN where a row holds a NaN or an infinity."""
+    """FP32 logits [N, V], FP32 temperatures [N] -> L, FP32 [N]; NaN where a row holds a NaN or an
+    infinity.
+    """
     return log_sums_and_entropies(logits, temperatures)[0]
 
 
-def log_probs_at(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+def log_probs_at(
+    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, log_sums: torch.Tensor
+) -> torch.Tensor:
     """FP32 logits [N, V], int64 tokens [N] -> FP32 log-probabilities [N]."""
     return logits.gather(1, tokens[:, None])[:, 0] * _inverse(temperatures) - log_sums
 
 
-def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+def log_softmax(
+    logits: torch.Tensor, temperatures: torch.Tensor, log_sums: torch.Tensor
+) -> torch.Tensor:
     """FP32 logits [N, V] -> all log-probabilities, FP32 [N, V]."""
     return logits * _inverse(temperatures)[:, None] - log_sums[:, None]
 

@@ -1,16 +1,18 @@
-"""The 8-bit moments of ``isobit.kernels.moments`` inside a kernel, with the same bits: tiles of [groups, 128] elements, scales [groups, 1].
+"""The 8-bit moments of ``isobit.kernels.spec.moments`` inside a kernel, with the same bits: tiles
+of [groups, 128] elements, scales [groups, 1].
 
-Codes are read and written as bytes: the conversions between them and FP32 are shifts and a product with a power of two.
+Codes are read and written as bytes: the conversions between them and FP32 are shifts and a product
+with a power of two.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import triton
 import triton.language as tl
 
-from isobit.kernels import moments
+from isobit.kernels.spec import moments
 
 _ABOVE_448, _ABOVE_496 = tl.constexpr(moments.ABOVE_448), tl.constexpr(moments.ABOVE_496)
 _NOT_FINITE = tl.constexpr(moments.NOT_FINITE)
@@ -46,7 +48,9 @@ def decode_second(codes, scales):
 
 @triton.jit
 def _scales(x, ABOVE: tl.constexpr):
-    """-> the bytes of the scales, their FP32 reciprocals, and which groups hold a number that is not finite."""
+    """-> the bytes of the scales, their FP32 reciprocals, and which groups hold a number that is
+    not finite.
+    """
     largest = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, 1, keep_dims=True)
     bad = largest >= _INFINITY
     exponent = tl.maximum(((largest + ABOVE) >> 23) - 8, 1)

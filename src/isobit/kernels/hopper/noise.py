@@ -1,8 +1,11 @@
-"""The counter-based noise of ``isobit.kernels.noise`` inside a kernel: output i + 1 of splitmix64 is mix(seed + (i + 1) * golden)."""
+"""The counter-based noise of ``isobit.kernels.spec.noise`` inside a kernel: output i + 1 of
+splitmix64 is mix(seed + (i + 1) * golden).
+"""
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton's types know neither launch
+# options nor what a kernel computes with)
 
 import triton
 import triton.language as tl

@@ -1,17 +1,23 @@
-"""The backward of RMSNorm on Hopper, with the residual's gradient and the weight's, in one pass over the tokens.
+"""The backward of RMSNorm on Hopper, with the residual's gradient and the weight's, in one pass
+over the tokens.
 
     n  = h / sqrt(mean(h^2) + eps)              h: the norm's input, the residual stream
     s  = dy w
-    dh = d_residual + (s - n mean(s n)) / rms   FP32, rounded to BF16 once; without a residual the second term alone
+    dh = d_residual + (s - n mean(s n)) / rms   FP32, rounded to BF16 once; without a residual the
+                                                second term alone
     dw += sum over tokens of dy n               FP32
 
-A token's sums are taken by one program in a layout that depends on the number of channels alone, so a row of dh depends on no other row.
-At most BLOCKS programs walk the tokens, each a run of neighbours in ascending order, and leave their sums of dy n to ``add_block_sums``:
-no atomics, and one order for every number of tokens.  The kernel moves 8 bytes a number, and BLOCKS sums of 4 bytes a channel.
+A token's sums are taken by one program in a layout that depends on the number of channels alone, so
+a row of dh depends on no other row. At most BLOCKS programs walk the tokens, each a run of
+neighbours in ascending order, and leave their sums of dy n to ``add_block_sums``: no atomics, and
+one order for every number of tokens.  The kernel moves 8 bytes a number, and BLOCKS sums of 4 bytes
+a channel.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false, reportReturnType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportReturnType=false
+# (Triton's types know neither launch options nor
+# what a kernel computes with)
 
 import torch
 import triton
@@ -21,13 +27,16 @@ from isobit.kernels.hopper.block_sums import add_block_sums
 
 BLOCKS = 512  # almost four programs for each of an H200's 132 multiprocessors
 _NUMBERS = 2048  # that a program holds at once: rows of fewer channels are taken several at a time
-_NUMBERS_OF_WARP = 512  # at 1024 the registers leave room for 8 warps a multiprocessor instead of 16
+_NUMBERS_OF_WARP = (
+    512  # at 1024 the registers leave room for 8 warps a multiprocessor instead of 16
+)
 _MOST_WARPS = 16  # beyond 8192 channels a few registers spill, with 32 warps many
 
 
 @triton.jit(do_not_specialize=["tokens", "tokens_of_block"])
 def _norm_kernel(
-    DY, H, WEIGHT, D_RESIDUAL, DH, SUMS, tokens, tokens_of_block, epsilon, C: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+    DY, H, WEIGHT, D_RESIDUAL, DH, SUMS, tokens, tokens_of_block, epsilon, C: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """One program a block of tokens, ROWS at a time, of C channels padded to WIDTH."""
     block = tl.program_id(0).to(tl.int64)
@@ -60,11 +69,18 @@ def layout(columns: int) -> tuple[int, int, int]:
 
 
 def rms_norm_backward(
-    dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, epsilon: float, d_residual: torch.Tensor | None, grad: torch.Tensor
+    dy: torch.Tensor,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    d_residual: torch.Tensor | None,
+    grad: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradients of ``y = RMSNorm(h)``: all BF16 [T, C] and contiguous, the published weight BF16 [C] -> BF16 [T, C] for h.
+    """Gradients of ``y = RMSNorm(h)``: all BF16 [T, C] and contiguous, the published weight BF16
+    [C] -> BF16 [T, C] for h.
 
-    ``d_residual`` is the gradient that reaches h past the norm, or None.  The weight's is added to ``grad``, FP32 [C].
+    ``d_residual`` is the gradient that reaches h past the norm, or None.  The weight's is added to
+    ``grad``, FP32 [C].
     """
     tokens, columns = h.shape
     dh = torch.empty_like(h)

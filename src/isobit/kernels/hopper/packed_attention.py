@@ -1,13 +1,15 @@
-"""Attention of the training forward on Hopper: causal within each sequence of a packed batch, over K and V laid end to end."""
+"""Attention of the training forward on Hopper: causal within each sequence of a packed batch, over
+K and V laid end to end.
+"""
 
 from dataclasses import dataclass
 
 import torch
 
-from isobit.kernels.heads import Heads
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
 from isobit.kernels.hopper.qkv import QkvTransform, Queries, encode_packed
 from isobit.kernels.hopper.transfer import to_device
+from isobit.kernels.spec.heads import Heads
 from isobit.kernels.trace import is_observed, observe_heads
 from isobit.precision.flow import Graph
 from isobit.precision.formats import DTYPES, Format
@@ -28,15 +30,21 @@ class Attended:
 
 
 class PackedAttention:
-    """A ``HopperAttend`` for packed sequences of the given lengths; the same object serves all layers."""
+    """A ``HopperAttend`` for packed sequences of the given lengths; the same object serves all
+    layers.
+    """
 
     def __init__(self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor) -> None:
         """``positions`` int64 [T], on the GPU."""
-        self._formats: list[Format] = [site.forward for site in graph.sites if site.kind == "attention"]
+        self._formats: list[Format] = [
+            site.forward for site in graph.sites if site.kind == "attention"
+        ]
         self._positions, self._longest = positions, max(lengths)
         ends = torch.tensor(lengths, dtype=torch.int32)
         self._last: Attended | None = None
-        self._starts, self._lengths = (to_device(x.int(), positions.device) for x in (ends.cumsum(0) - ends, ends))
+        self._starts, self._lengths = (
+            to_device(x.int(), positions.device) for x in (ends.cumsum(0) - ends, ends)
+        )
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
         """Causal attention of each sequence over itself."""
@@ -45,19 +53,29 @@ class PackedAttention:
         if is_observed():
             observe_heads(layer, query_heads(queries), *_key_heads(keys, format))
         starts, lengths, longest = self._starts, self._lengths, self._longest
-        out, lse = prefill_attention(queries.values, queries.scales, keys, starts, lengths, starts, lengths, longest, longest)
+        out, lse = prefill_attention(
+            queries.values, queries.scales, keys, starts, lengths, starts, lengths, longest, longest
+        )
         self._last = Attended(queries, keys, out, lse)
         return out.view(qkv.shape[0], -1)
 
     def take(self) -> Attended:
-        """What the last call did, for who wants to take it back; it is not kept here, where it would live as long as the graph."""
+        """What the last call did, for who wants to take it back; it is not kept here, where it
+        would live as long as the graph.
+        """
         attended, self._last = self._last, None
         assert attended is not None, "the forward comes first"
         return attended
 
-    def backward(self, attended: Attended, d_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient of one layer: d_output BF16 [T, H D] -> dq [T, H, D], dk and dv [T, G, D]."""
-        from isobit.kernels.hopper.attention_backward import attention_backward  # Gluon, which the forward does without
+    def backward(
+        self, attended: Attended, d_output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradient of one layer: d_output BF16 [T, H D] -> dq [T, H, D], dk and dv [T, G,
+        D].
+        """
+        from isobit.kernels.hopper.attention_backward import (
+            attention_backward,
+        )  # Gluon, which the forward does without
 
         queries, keys, output = attended.queries, attended.keys, attended.output
         return attention_backward(
@@ -76,7 +94,9 @@ class PackedAttention:
 def query_heads(queries: Queries) -> Heads:
     """As an observer compares them: with E8M0 bytes, also where there are no scales."""
     if queries.scales is None:
-        return Heads(queries.values, torch.full_like(queries.values[..., 0], _ONE, dtype=torch.uint8))
+        return Heads(
+            queries.values, torch.full_like(queries.values[..., 0], _ONE, dtype=torch.uint8)
+        )
     return Heads(queries.values, (queries.scales.view(torch.int32) >> 23).to(torch.uint8))
 
 

@@ -1,8 +1,10 @@
-"""Attention of the rollout on Hopper: new tokens of every sequence over its pages, written there first.
+"""Attention of the rollout on Hopper: new tokens of every sequence over its pages, written there
+first.
 
-``DecodeAttention`` takes one token a sequence and reads nothing from the host, so it can be captured in a CUDA graph.
-``PagedAttention`` takes any ragged batch: sequences with one new token go through the decode kernel; those with a chunk of several
-have the keys of their pages laid end to end and go through the kernel of the training forward.  Both give the same bits.
+``DecodeAttention`` takes one token a sequence and reads nothing from the host, so it can be
+captured in a CUDA graph. ``PagedAttention`` takes any ragged batch: sequences with one new token go
+through the decode kernel; those with a chunk of several have the keys of their pages laid end to
+end and go through the kernel of the training forward.  Both give the same bits.
 """
 
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from isobit.kernels.hopper.kv_cache import HopperKvCache
 from isobit.kernels.hopper.packed_attention import query_heads
 from isobit.kernels.hopper.qkv import QkvTransform, Queries, encode_paged, gather_pages
 from isobit.kernels.hopper.transfer import to_device
-from isobit.kernels.paged_attention import PagedBatch
+from isobit.kernels.spec.paged_attention import PagedBatch
 from isobit.kernels.trace import is_observed, observe_heads
 
 
@@ -44,7 +46,9 @@ class DecodeAttention:
         """Attend in one layer."""
         batch, pages = self._batch, self._cache.layers[layer]
         queries = encode_paged(qkv, transform, batch.positions, batch.slots, pages)
-        out, _ = decode_attention(queries.values, queries.scales, pages, batch.table, batch.lengths, batch.max_length)
+        out, _ = decode_attention(
+            queries.values, queries.scales, pages, batch.table, batch.lengths, batch.max_length
+        )
         return out.view(qkv.shape[0], -1)
 
 
@@ -79,7 +83,10 @@ class PagedAttention:
         """``batch`` on the host, ``positions`` int64 [T] on the GPU."""
         self._cache, self._positions = cache, positions
         self._slots = to_device(batch.slots, positions.device)
-        counts, lengths = torch.tensor(batch.counts, dtype=torch.int32), torch.tensor(batch.lengths, dtype=torch.int32)
+        counts, lengths = (
+            torch.tensor(batch.counts, dtype=torch.int32),
+            torch.tensor(batch.lengths, dtype=torch.int32),
+        )
         starts = (counts.cumsum(0) - counts).int()
         table = batch.block_table.int()
         self._singles = _singles(counts == 1, starts, table, lengths, positions.device)
@@ -87,7 +94,9 @@ class PagedAttention:
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
         """Attend in one layer."""
-        queries = encode_paged(qkv, transform, self._positions, self._slots, self._cache.layers[layer])
+        queries = encode_paged(
+            qkv, transform, self._positions, self._slots, self._cache.layers[layer]
+        )
         if is_observed():
             observe_heads(layer, query_heads(queries), *self._cache.read(layer, self._slots))
         if self._chunks is None:
@@ -105,11 +114,15 @@ class PagedAttention:
             values = values.view(torch.uint8).index_select(0, singles.rows).view(values.dtype)
             scales = None if scales is None else scales.index_select(0, singles.rows)
         pages = self._cache.layers[layer]
-        return decode_attention(values, scales, pages, singles.table, singles.lengths, singles.max_length)[0]
+        return decode_attention(
+            values, scales, pages, singles.table, singles.lengths, singles.max_length
+        )[0]
 
     def _attend_chunks(self, layer: int, queries: Queries, chunks: _Chunks) -> torch.Tensor:
         pages = self._cache.layers[layer]
-        keys = gather_pages(pages, chunks.table, chunks.key_starts, chunks.lengths, chunks.total, chunks.max_length)
+        keys = gather_pages(
+            pages, chunks.table, chunks.key_starts, chunks.lengths, chunks.total, chunks.max_length
+        )
         return prefill_attention(
             queries.values,
             queries.scales,
@@ -124,7 +137,11 @@ class PagedAttention:
 
 
 def _singles(
-    chosen: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, device: torch.device
+    chosen: torch.Tensor,
+    starts: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    device: torch.device,
 ) -> _Singles | None:
     if not bool(chosen.any()):
         return None
@@ -133,11 +150,18 @@ def _singles(
 
 
 def _chunks(
-    chosen: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, device: torch.device
+    chosen: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    device: torch.device,
 ) -> _Chunks | None:
     if not bool(chosen.any()):
         return None
     new, of = counts[chosen], lengths[chosen]
     key_starts = (of.cumsum(0) - of).int()
     tensors = (to_device(x, device) for x in (starts[chosen], new, key_starts, table[chosen], of))
-    return _Chunks(*tensors, max_count=int(new.max()), max_length=int(of.max()), total=int(of.sum()))
+    return _Chunks(
+        *tensors, max_count=int(new.max()), max_length=int(of.max()), total=int(of.sum())
+    )

@@ -1,12 +1,16 @@
-"""Publishing a weight on a GPU: FP32 master -> BF16 -> E4M3 in 128x128 blocks, in place and in one pass over the master.
+"""Publishing a weight on a GPU: FP32 master -> BF16 -> E4M3 in 128x128 blocks, in place and in one
+pass over the master.
 
-The bytes are those of ``isobit.kernels.quantise.quantise_blocks(master.bfloat16())``.  A program holds its block in registers, so the
-master is read once: 4 bytes in and 1 byte out a weight, at the card's bandwidth.  Where it is asked how many bytes become others, it reads
-the old ones too.
+The bytes are those of ``isobit.kernels.spec.quantise.quantise_blocks(master.bfloat16())``.  A
+program holds its block in registers, so the master is read once: 4 bytes in and 1 byte out a
+weight, at the card's bandwidth.  Where it is asked how many bytes become others, it reads the old
+ones too.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes
+# with)
 
 import torch
 import triton
@@ -42,12 +46,20 @@ def _publish_kernel(MASTER, VALUES, SCALES, CHANGED, K: tl.constexpr, POWER_OF_T
     x = tl.load(MASTER + place).to(tl.bfloat16).to(tl.float32)
     values, scale = to_e4m3(x, tl.max(amax_bits(x, 1)[:, None], 0, keep_dims=True), POWER_OF_TWO)
     if CHANGED is not None:
-        tl.store(CHANGED + block, tl.sum(tl.sum(_differing(before, values.to(tl.uint8, bitcast=True)), 1), 0))
+        tl.store(
+            CHANGED + block,
+            tl.sum(tl.sum(_differing(before, values.to(tl.uint8, bitcast=True)), 1), 0),
+        )
     tl.store(VALUES + place, values)
     tl.store(SCALES + block + tl.zeros([1, 1], tl.int32), scale)
 
 
-def publish_blocks(master: torch.Tensor, out: QuantTensor, scales: ScaleKind = "power_of_two", changed: torch.Tensor | None = None) -> None:
+def publish_blocks(
+    master: torch.Tensor,
+    out: QuantTensor,
+    scales: ScaleKind = "power_of_two",
+    changed: torch.Tensor | None = None,
+) -> None:
     """Overwrite ``out`` with the quantisation of master, FP32 [N, K], both sizes multiples of 128.
 
     ``changed``, int32 [N / 128, K / 128], is given how many bytes of each block are others now.
@@ -58,4 +70,12 @@ def publish_blocks(master: torch.Tensor, out: QuantTensor, scales: ScaleKind = "
     assert master.dtype == torch.float32
     assert all(x.is_contiguous() for x in (master, out.values, out.scales))
     grid = (rows // BLOCK * (columns // BLOCK),)
-    _publish_kernel[grid](master.detach(), out.values, out.scales, changed, columns, scales == "power_of_two", num_warps=8)
+    _publish_kernel[grid](
+        master.detach(),
+        out.values,
+        out.scales,
+        changed,
+        columns,
+        scales == "power_of_two",
+        num_warps=8,
+    )

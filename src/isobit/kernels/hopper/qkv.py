@@ -1,4 +1,5 @@
-"""What lies between the qkv GEMM and attention, in one kernel: bias, the norms of Q and K, rotary positions, and the flow's format.
+"""What lies between the qkv GEMM and attention, in one kernel: bias, the norms of Q and K, rotary
+positions, and the flow's format.
 
     x = BF16(qkv + bias)                                       FP32 addition; Q, K and V, in models that have a bias
     x = BF16(x / sqrt(mean(x^2) + eps) w)                      Q and K, in models that have these norms
@@ -6,20 +7,25 @@
     e4m3: byte = that of max(amax, 2^-60) / 448 rounded up to a power of two,  value = E4M3(x 2^(127 - byte))
     bf16: value = x
 
-That is ``isobit.models.decoder`` and ``Heads.encode``, and the bytes are theirs, except where the sum of squares rounds to another number:
-here it adds two numbers at a time along one fixed tree.  Every operation of a vector is written so that neither the block size nor the
-layout can change its bits (the tree, `max`, which has no order, no contraction to fma), so decode, prefill and training agree.
-In e4m3 a vector that is not finite has the scale byte 255 and the value bytes 0x7F.
+That is ``isobit.models.decoder`` and ``Heads.encode``, and the bytes are theirs, except where the
+sum of squares rounds to another number: here it adds two numbers at a time along one fixed tree.
+Every operation of a vector is written so that neither the block size nor the layout can change its
+bits (the tree, `max`, which has no order, no contraction to fma), so decode, prefill and training
+agree. In e4m3 a vector that is not finite has the scale byte 255 and the value bytes 0x7F.
 
-K and V go to pages (rollout) or stand packed (training): the layouts of ``isobit.kernels.hopper.attention``.
-A page holds V in E4M3 as [D, token], so four consecutive slots are written as a word; a single token's V is D bytes, each in a sector of
-its own, and these writes are most of the time in decode.  ``gather_pages`` lays the pages of a batch end to end for prefill attention.
-Measured on one H200 (32 query heads, 8 KV heads of 128, with norms), paged: 256 tokens 14 us in e4m3 (8 us if the pages are in the L2),
-4 us in bf16; 16,384 tokens 183 us and 109 us, packed 105 us in e4m3.  Gathering runs at 3.3 TB/s in e4m3, 4.0 TB/s in bf16.
+K and V go to pages (rollout) or stand packed (training): the layouts of
+``isobit.kernels.hopper.attention``. A page holds V in E4M3 as [D, token], so four consecutive slots
+are written as a word; a single token's V is D bytes, each in a sector of its own, and these writes
+are most of the time in decode.  ``gather_pages`` lays the pages of a batch end to end for prefill
+attention. Measured on one H200 (32 query heads, 8 KV heads of 128, with norms), paged: 256 tokens
+14 us in e4m3 (8 us if the pages are in the L2), 4 us in bf16; 16,384 tokens 183 us and 109 us,
+packed 105 us in e4m3.  Gathering runs at 3.3 TB/s in e4m3, 4.0 TB/s in bf16.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes
+# with)
 
 import math
 from dataclasses import dataclass
@@ -38,7 +44,9 @@ _GATHERED = 64  # tokens of one gathering program
 
 
 class Plan(NamedTuple):
-    """How the work on up to ``most`` tokens is cut: tokens and heads of a program, and its warps."""
+    """How the work on up to ``most`` tokens is cut: tokens and heads of a program, and its
+    warps.
+    """
 
     most: float
     tokens: int
@@ -59,7 +67,9 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class QkvTransform:
-    """A layer's constants: cos and sin FP32 [positions, D/2]; norm weights BF16 [D], both or none; bias BF16 [(H + 2G) D]."""
+    """A layer's constants: cos and sin FP32 [positions, D/2]; norm weights BF16 [D], both or none;
+    bias BF16 [(H + 2G) D].
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -75,7 +85,9 @@ class QkvTransform:
 @triton.jit
 def _load(QKV, BIAS, t, inside, column, WIDTH: tl.constexpr):
     """The given columns of tokens t, as FP32 [tokens, columns]; rows of WIDTH numbers."""
-    x = tl.load(QKV + t[:, None] * WIDTH + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    x = tl.load(QKV + t[:, None] * WIDTH + column[None, :], mask=inside[:, None], other=0.0).to(
+        tl.float32
+    )
     if BIAS is not None:
         x = (x + tl.load(BIAS + column).to(tl.float32)[None, :]).to(tl.bfloat16).to(tl.float32)
     return x
@@ -92,9 +104,12 @@ def _sum_of_squares(x1, x2, N: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _rotated(
-    QKV, BIAS, NORM, cos, sin, t, inside, first, epsilon, WIDTH: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr
+    QKV, BIAS, NORM, cos, sin, t, inside, first, epsilon, WIDTH: tl.constexpr, N: tl.constexpr,
+    HALF: tl.constexpr
 ):  # fmt: skip
-    """The head that begins at column ``first``, normed and rotated: its two halves, BF16 numbers in FP32 [N, HALF]."""
+    """The head that begins at column ``first``, normed and rotated: its two halves, BF16 numbers in
+    FP32 [N, HALF].
+    """
     j = tl.arange(0, HALF)
     x1 = _load(QKV, BIAS, t, inside, first + j, WIDTH)
     x2 = _load(QKV, BIAS, t, inside, first + HALF + j, WIDTH)
@@ -102,8 +117,16 @@ def _rotated(
         mean = _sum_of_squares(x1, x2, N, HALF) / (2 * HALF)  # a power of two: exact
         root = tl.sqrt_rn(mean + epsilon)
         inverse = tl.div_rn(tl.full([N], 1.0, tl.float32), root)[:, None]
-        x1 = (x1 * inverse * tl.load(NORM + j).to(tl.float32)[None, :]).to(tl.bfloat16).to(tl.float32)
-        x2 = (x2 * inverse * tl.load(NORM + HALF + j).to(tl.float32)[None, :]).to(tl.bfloat16).to(tl.float32)
+        x1 = (
+            (x1 * inverse * tl.load(NORM + j).to(tl.float32)[None, :])
+            .to(tl.bfloat16)
+            .to(tl.float32)
+        )
+        x2 = (
+            (x2 * inverse * tl.load(NORM + HALF + j).to(tl.float32)[None, :])
+            .to(tl.bfloat16)
+            .to(tl.float32)
+        )
     y1 = (x1 * cos - x2 * sin).to(tl.bfloat16).to(tl.float32)
     y2 = (x2 * cos + x1 * sin).to(tl.bfloat16).to(tl.float32)
     return y1, y2
@@ -111,7 +134,9 @@ def _rotated(
 
 @triton.jit
 def _amax_bits(x):
-    """[N, n] -> [N]: the largest magnitude's bits, as an integer: a NaN is larger than any number."""
+    """[N, n] -> [N]: the largest magnitude's bits, as an integer: a NaN is larger than any
+    number.
+    """
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
@@ -127,7 +152,9 @@ def _to_e4m3(x, byte):
     """FP32 [N, n] and bytes [N] -> E4M3."""
     factor = ((254 - byte) << 23).to(tl.float32, bitcast=True)
     factor = tl.where(byte == 255, float("nan"), factor)
-    return (x * factor[:, None]).to(tl.float8e4nv)  # at most 448, by the choice of the byte: nothing to clamp
+    return (x * factor[:, None]).to(
+        tl.float8e4nv
+    )  # at most 448, by the choice of the byte: nothing to clamp
 
 
 @triton.jit
@@ -141,10 +168,24 @@ def _store_halves(OUT, row, inside, y1, y2, HALF: tl.constexpr):
 @triton.jit
 def _queries(
     QKV, BIAS, NORM, cos, sin, Q, Q_SCALE, t, inside, unit, epsilon,
-    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, E4M3: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
+    E4M3: tl.constexpr,
 ):  # fmt: skip
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, H), num_stages=1):
-        y1, y2 = _rotated(QKV, BIAS, NORM, cos, sin, t, inside, head * (2 * HALF), epsilon, (H + 2 * G) * (2 * HALF), N, HALF)
+        y1, y2 = _rotated(
+            QKV,
+            BIAS,
+            NORM,
+            cos,
+            sin,
+            t,
+            inside,
+            head * (2 * HALF),
+            epsilon,
+            (H + 2 * G) * (2 * HALF),
+            N,
+            HALF,
+        )
         row = t * H + head
         if E4M3:
             byte = _scale_byte(tl.maximum(_amax_bits(y1), _amax_bits(y2)))
@@ -167,11 +208,25 @@ def _vector_row(t, slot, g, G: tl.constexpr, TILE: tl.constexpr, PAGED: tl.const
 @triton.jit
 def _keys(
     QKV, BIAS, NORM, cos, sin, K, K_BYTE, t, slot, inside, unit, epsilon,
-    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
+    HEADS: tl.constexpr,
     PAGED: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     for g in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, G), num_stages=1):
-        y1, y2 = _rotated(QKV, BIAS, NORM, cos, sin, t, inside, (H + g) * (2 * HALF), epsilon, (H + 2 * G) * (2 * HALF), N, HALF)
+        y1, y2 = _rotated(
+            QKV,
+            BIAS,
+            NORM,
+            cos,
+            sin,
+            t,
+            inside,
+            (H + g) * (2 * HALF),
+            epsilon,
+            (H + 2 * G) * (2 * HALF),
+            N,
+            HALF,
+        )
         row = _vector_row(t, slot, g, G, TILE, PAGED)
         if E4M3:
             byte = _scale_byte(tl.maximum(_amax_bits(y1), _amax_bits(y2)))
@@ -184,7 +239,8 @@ def _keys(
 @triton.jit
 def _values(
     QKV, BIAS, V, V_BYTE, t, slot, inside, g,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr, E4M3: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
+    E4M3: tl.constexpr,
 ):  # fmt: skip
     """Where V stands as [token, D]."""
     d = tl.arange(0, D)
@@ -192,7 +248,11 @@ def _values(
     row = _vector_row(t, slot, g, G, TILE, PAGED)
     if E4M3:
         byte = _scale_byte(_amax_bits(x))
-        tl.store(V + row[:, None] * D + d[None, :], _to_e4m3(x, byte).to(tl.float16), mask=inside[:, None])
+        tl.store(
+            V + row[:, None] * D + d[None, :],
+            _to_e4m3(x, byte).to(tl.float16),
+            mask=inside[:, None],
+        )
         tl.store(V_BYTE + row, byte.to(tl.uint8), mask=inside)
     else:
         tl.store(V + row[:, None] * D + d[None, :], x.to(tl.bfloat16), mask=inside[:, None])
@@ -200,9 +260,11 @@ def _values(
 
 @triton.jit
 def _value_bytes(
-    QKV, BIAS, V_BYTE, SLOT, first, i, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr
+    QKV, BIAS, V_BYTE, SLOT, first, i, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """Rows i of N tokens -> E4M3 values as int32 [rows, D], slots and which of them there are; stores the scale bytes.
+    """Rows i of N tokens -> E4M3 values as int32 [rows, D], slots and which of them there are;
+    stores the scale bytes.
 
     Rows are rotated so that a row's number is its slot's within N, if slots are consecutive.
     """
@@ -224,19 +286,34 @@ def _store_bytes(V, y, slot, inside, g, G: tl.constexpr, D: tl.constexpr, TILE: 
 
 @triton.jit
 def _transposed_values(
-    QKV, BIAS, V, V_BYTE, SLOT, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr
+    QKV, BIAS, V, V_BYTE, SLOT, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
     """Where V stands as [D, token]: a word at a time where four slots fill one, else a byte."""
     first = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, N // 4) * 4
     y0, slot0, in0 = _value_bytes(QKV, BIAS, V_BYTE, SLOT, first, i, tokens, g, H, G, D, TILE, N)
-    y1, slot1, in1 = _value_bytes(QKV, BIAS, V_BYTE, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N)
-    y2, slot2, in2 = _value_bytes(QKV, BIAS, V_BYTE, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N)
-    y3, slot3, in3 = _value_bytes(QKV, BIAS, V_BYTE, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N)
-    whole = in0 & (slot0 % 4 == 0) & (slot1 == slot0 + 1) & (slot2 == slot0 + 2) & (slot3 == slot0 + 3)
-    at = V.to(tl.pointer_type(tl.int32)) + (slot0 // TILE * G + g) * (TILE // 4 * D) + slot0 % TILE // 4
+    y1, slot1, in1 = _value_bytes(
+        QKV, BIAS, V_BYTE, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N
+    )
+    y2, slot2, in2 = _value_bytes(
+        QKV, BIAS, V_BYTE, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N
+    )
+    y3, slot3, in3 = _value_bytes(
+        QKV, BIAS, V_BYTE, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N
+    )
+    whole = (
+        in0 & (slot0 % 4 == 0) & (slot1 == slot0 + 1) & (slot2 == slot0 + 2) & (slot3 == slot0 + 3)
+    )
+    at = (
+        V.to(tl.pointer_type(tl.int32))
+        + (slot0 // TILE * G + g) * (TILE // 4 * D)
+        + slot0 % TILE // 4
+    )
     words = y0 | (y1 << 8) | (y2 << 16) | (y3 << 24)
-    tl.store(at[None, :] + tl.arange(0, D)[:, None] * (TILE // 4), tl.trans(words), mask=whole[None, :])
+    tl.store(
+        at[None, :] + tl.arange(0, D)[:, None] * (TILE // 4), tl.trans(words), mask=whole[None, :]
+    )
     apart = whole == 0
     if tl.max((apart & (in0 | in1 | in2 | in3)).to(tl.int32), 0) > 0:
         _store_bytes(V, y0, slot0, in0 & apart, g, G, D, TILE)
@@ -247,10 +324,14 @@ def _transposed_values(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _encode_kernel(
-    QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_BYTE, V, V_BYTE, tokens, epsilon,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, E4M3: tl.constexpr,
+    QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_BYTE, V, V_BYTE, tokens,
+    epsilon,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
+    HEADS: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    """One program N tokens and HEADS query heads, or HEADS key heads, or one value head.  Without SLOT, K and V are packed."""
+    """One program N tokens and HEADS query heads, or HEADS key heads, or one value head.  Without
+    SLOT, K and V are packed.
+    """
     HALF: tl.constexpr = D // 2
     QUERY_UNITS: tl.constexpr = (H + HEADS - 1) // HEADS
     KEY_UNITS: tl.constexpr = (G + HEADS - 1) // HEADS
@@ -263,14 +344,36 @@ def _encode_kernel(
         slot = tl.load(SLOT + t, mask=inside, other=-1)
         written = slot >= 0
     if unit < QUERY_UNITS + KEY_UNITS:
-        angle = tl.load(POSITION + t, mask=inside, other=0)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+        angle = (
+            tl.load(POSITION + t, mask=inside, other=0)[:, None] * HALF
+            + tl.arange(0, HALF)[None, :]
+        )
         cos = tl.load(COS + angle)
         sin = tl.load(SIN + angle)
         if unit < QUERY_UNITS:
-            _queries(QKV, BIAS, Q_NORM, cos, sin, Q, Q_SCALE, t, inside, unit, epsilon, H, G, HALF, N, HEADS, E4M3)
+            _queries(
+                QKV,
+                BIAS,
+                Q_NORM,
+                cos,
+                sin,
+                Q,
+                Q_SCALE,
+                t,
+                inside,
+                unit,
+                epsilon,
+                H,
+                G,
+                HALF,
+                N,
+                HEADS,
+                E4M3,
+            )
         else:
             _keys(
-                QKV, BIAS, K_NORM, cos, sin, K, K_BYTE, t, slot, written, unit - QUERY_UNITS, epsilon,
+                QKV, BIAS, K_NORM, cos, sin, K, K_BYTE, t, slot, written, unit - QUERY_UNITS,
+                epsilon,
                 H, G, HALF, TILE, N, HEADS, SLOT is not None, E4M3,
             )  # fmt: skip
     else:
@@ -278,20 +381,32 @@ def _encode_kernel(
         if E4M3 and SLOT is not None:
             _transposed_values(QKV, BIAS, V, V_BYTE, SLOT, tokens, g, H, G, D, TILE, N)
         else:
-            _values(QKV, BIAS, V, V_BYTE, t, slot, written, g, H, G, D, TILE, SLOT is not None, E4M3)
+            _values(
+                QKV, BIAS, V, V_BYTE, t, slot, written, g, H, G, D, TILE, SLOT is not None, E4M3
+            )
 
 
-def encode_paged(qkv: torch.Tensor, transform: QkvTransform, positions: torch.Tensor, slots: torch.Tensor, pages: PagedKeys) -> Queries:
-    """qkv BF16 [T, (H + 2G) D], positions and slots int64 [T] -> the queries; K and V are written to the pages, in the pages' format.
+def encode_paged(
+    qkv: torch.Tensor,
+    transform: QkvTransform,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    pages: PagedKeys,
+) -> Queries:
+    """qkv BF16 [T, (H + 2G) D], positions and slots int64 [T] -> the queries; K and V are written
+    to the pages, in the pages' format.
 
-    slot = page * 128 + offset, all different, in any order; a negative one (the padding of a captured batch) writes nothing.
-    The launch depends on T alone, so it can be captured.
+    slot = page * 128 + offset, all different, in any order; a negative one (the padding of a
+    captured batch) writes nothing. The launch depends on T alone, so it can be captured.
     """
     return _encode(qkv, transform, positions, slots, pages)
 
 
-def encode_packed(qkv: torch.Tensor, transform: QkvTransform, positions: torch.Tensor, format: Format) -> tuple[Queries, PackedKeys]:
-    """qkv BF16 [T, (H + 2G) D] and positions int64 [T] -> queries, and K and V of all tokens in the order in which they stand.
+def encode_packed(
+    qkv: torch.Tensor, transform: QkvTransform, positions: torch.Tensor, format: Format
+) -> tuple[Queries, PackedKeys]:
+    """qkv BF16 [T, (H + 2G) D] and positions int64 [T] -> queries, and K and V of all tokens in the
+    order in which they stand.
 
     Raises ConfigError for the FP32 format, which attention on a GPU does not have.
     """
@@ -299,28 +414,51 @@ def encode_packed(qkv: torch.Tensor, transform: QkvTransform, positions: torch.T
         raise ConfigError("the fp32 flow runs on the CPU: attention on a GPU takes e4m3 and bf16")
     vectors = (qkv.shape[0], transform.num_kv_heads)
     k, v = (torch.bfloat16, torch.bfloat16) if format == "bf16" else (E4M3, torch.float16)
-    key_bytes, value_bytes = (None, None) if format == "bf16" else torch.empty((2, *vectors), dtype=torch.uint8, device=qkv.device)
-    keys, values = (torch.empty((*vectors, transform.head_dim), dtype=dtype, device=qkv.device) for dtype in (k, v))
+    key_bytes, value_bytes = (
+        (None, None)
+        if format == "bf16"
+        else torch.empty((2, *vectors), dtype=torch.uint8, device=qkv.device)
+    )
+    keys, values = (
+        torch.empty((*vectors, transform.head_dim), dtype=dtype, device=qkv.device)
+        for dtype in (k, v)
+    )
     packed = PackedKeys(keys, key_bytes, values, value_bytes)
     return _encode(qkv, transform, positions, None, packed), packed
 
 
 def _encode(
-    qkv: torch.Tensor, transform: QkvTransform, positions: torch.Tensor, slots: torch.Tensor | None, out: PagedKeys | PackedKeys
+    qkv: torch.Tensor,
+    transform: QkvTransform,
+    positions: torch.Tensor,
+    slots: torch.Tensor | None,
+    out: PagedKeys | PackedKeys,
 ) -> Queries:
-    tokens, heads, kv_heads, dim = qkv.shape[0], transform.num_heads, transform.num_kv_heads, transform.head_dim
+    tokens, heads, kv_heads, dim = (
+        qkv.shape[0],
+        transform.num_heads,
+        transform.num_kv_heads,
+        transform.head_dim,
+    )
     if dim not in (64, 128) or not qkv.is_contiguous():
-        raise ValueError(f"heads of {dim}, contiguous: {qkv.is_contiguous()}; qkv must be contiguous, with head sizes of 64 or 128")
+        raise ValueError(
+            f"heads of {dim}, contiguous: {qkv.is_contiguous()}; qkv must be contiguous, with head "
+            "sizes of 64 or 128"
+        )
     quantised = out.key_bytes is not None
     values = torch.empty((tokens, heads, dim), dtype=out.keys.dtype, device=qkv.device)
-    scales = torch.empty((tokens, heads), dtype=torch.float32, device=qkv.device) if quantised else None
+    scales = (
+        torch.empty((tokens, heads), dtype=torch.float32, device=qkv.device) if quantised else None
+    )
     plan = next(plan for plan in PLANS if tokens <= plan.most)
     units = triton.cdiv(heads, plan.heads) + triton.cdiv(kv_heads, plan.heads) + kv_heads
     if tokens:
         _encode_kernel[(triton.cdiv(tokens, plan.tokens), units)](
-            qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos, transform.sin, positions, slots, values, scales,
+            qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos, transform.sin,
+            positions, slots, values, scales,
             out.keys, out.key_bytes, out.values, out.value_bytes, tokens, transform.epsilon,
-            heads, kv_heads, dim, TILE, plan.tokens, plan.heads, quantised, num_warps=plan.warps, enable_fp_fusion=False,
+            heads, kv_heads, dim, TILE, plan.tokens, plan.heads, quantised, num_warps=plan.warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return Queries(values, scales)
 
@@ -355,19 +493,34 @@ def _gather_kernel(
 
 
 def gather_pages(
-    pages: PagedKeys, table: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, total: int, max_length: int
+    pages: PagedKeys,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    total: int,
+    max_length: int,
 ) -> PackedKeys:
-    """The first lengths[b] tokens of each sequence b, whose pages table[b] names, at starts[b] of ``total`` packed tokens.
+    """The first lengths[b] tokens of each sequence b, whose pages table[b] names, at starts[b] of
+    ``total`` packed tokens.
 
     table int32 [B, pages], starts and lengths int32 [B], the lengths at most max_length.
     """
     _, kv_heads, _, dim = pages.keys.shape
     device, vectors = pages.keys.device, (total, kv_heads)
     keys = torch.empty((*vectors, dim), dtype=pages.keys.dtype, device=device)
-    values = torch.empty((*vectors, dim), dtype=torch.bfloat16 if pages.key_bytes is None else torch.float16, device=device)
-    key_bytes, value_bytes = (None, None) if pages.key_bytes is None else torch.empty((2, *vectors), dtype=torch.uint8, device=device)
+    values = torch.empty(
+        (*vectors, dim),
+        dtype=torch.bfloat16 if pages.key_bytes is None else torch.float16,
+        device=device,
+    )
+    key_bytes, value_bytes = (
+        (None, None)
+        if pages.key_bytes is None
+        else torch.empty((2, *vectors), dtype=torch.uint8, device=device)
+    )
     _gather_kernel[(kv_heads, triton.cdiv(max_length, _GATHERED), lengths.numel())](
-        pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table, starts, lengths, keys, key_bytes, values, value_bytes,
+        pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table, starts, lengths, keys,
+        key_bytes, values, value_bytes,
         table.stride(0), kv_heads, dim, TILE, _GATHERED, num_warps=4,
     )  # fmt: skip
     return PackedKeys(keys, key_bytes, values, value_bytes)

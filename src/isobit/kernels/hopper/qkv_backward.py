@@ -1,20 +1,25 @@
-"""The backward of ``isobit.kernels.hopper.qkv``, from attention's gradients to the qkv GEMM's, in one kernel.
+"""The backward of ``isobit.kernels.hopper.qkv``, from attention's gradients to the qkv GEMM's, in
+one kernel.
 
-    g = BF16(dq1 cos + dq2 sin | dq2 cos - dq1 sin)         Q and K: the rotation by the negative angle
+    g = BF16(dq1 cos + dq2 sin | dq2 cos - dq1 sin)         Q and K: the rotation by the negative
+                                                            angle
     n = x / sqrt(mean(x^2) + eps),  x = BF16(qkv + bias)    Q and K, in models that have these norms
     s = g w
     d = BF16((s - n mean(s n)) / rms)                       dw += sum over tokens and heads of g n
     d = dv                                                  V
     dbias += sum over tokens of d                           in models that have a bias
 
-Straight-through: the quantisation passes gradients on as they are.  Rounding is that of ``isobit.kernels.rope``, ``rms_norm`` and
-``linear``; without norms the bits of d are theirs, with norms they differ where a sum of D numbers rounds to another number.
-One program takes N tokens and up to HEADS heads of one kind, so a token's rows depend on no other token.  It leaves its sums over
-tokens to ``add_block_sums``: no atomics, and one order for every number of tokens.
+Straight-through: the quantisation passes gradients on as they are.  Rounding is that of
+``isobit.kernels.spec.rope``, ``rms_norm`` and ``linear``; without norms the bits of d are theirs,
+with norms they differ where a sum of D numbers rounds to another number. One program takes N tokens
+and up to HEADS heads of one kind, so a token's rows depend on no other token.  It leaves its sums
+over tokens to ``add_block_sums``: no atomics, and one order for every number of tokens.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes
+# with)
 
 import torch
 import triton
@@ -29,8 +34,23 @@ WARPS = 8
 
 
 @triton.jit
-def _back_through_norm(QKV, BIAS, NORM, g1, g2, t, inside, first, epsilon, WIDTH: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr):
-    """Gradients behind the norm of the head that begins at column ``first`` -> before it, in FP32, and the terms of the weight's."""
+def _back_through_norm(
+    QKV,
+    BIAS,
+    NORM,
+    g1,
+    g2,
+    t,
+    inside,
+    first,
+    epsilon,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Gradients behind the norm of the head that begins at column ``first`` -> before it, in FP32,
+    and the terms of the weight's.
+    """
     j = tl.arange(0, HALF)
     x1 = _load(QKV, BIAS, t, inside, first + j, WIDTH)
     x2 = _load(QKV, BIAS, t, inside, first + HALF + j, WIDTH)
@@ -54,8 +74,10 @@ def _store_half(D_QKV, BIAS_SUMS, block, t, inside, column, d, WIDTH: tl.constex
 
 @triton.jit
 def _rotated_heads(
-    D_HEADS, QKV, BIAS, NORM, COS, SIN, POSITION, D_QKV, NORM_SUMS, BIAS_SUMS, tokens, epsilon, unit, units, first_head,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
+    D_HEADS, QKV, BIAS, NORM, COS, SIN, POSITION, D_QKV, NORM_SUMS, BIAS_SUMS, tokens, epsilon,
+    unit, units, first_head,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS of the COUNT heads of Q or of K, which stand in qkv from ``first_head`` on."""
     block = tl.program_id(0).to(tl.int64)
@@ -78,7 +100,18 @@ def _rotated_heads(
             g1 = d1.to(tl.float32)
             g2 = d2.to(tl.float32)
             x1, x2, term1, term2 = _back_through_norm(
-                QKV, BIAS, NORM, g1, g2, t, inside, (first_head + head) * (2 * HALF), epsilon, WIDTH, N, HALF
+                QKV,
+                BIAS,
+                NORM,
+                g1,
+                g2,
+                t,
+                inside,
+                (first_head + head) * (2 * HALF),
+                epsilon,
+                WIDTH,
+                N,
+                HALF,
             )
             d1 = x1.to(tl.bfloat16)
             d2 = x2.to(tl.bfloat16)
@@ -103,13 +136,16 @@ def _value_heads(
     inside = t < tokens
     d = tl.arange(0, D)
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, COUNT), num_stages=1):
-        dv = tl.load(DV + (t * COUNT + head)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+        dv = tl.load(
+            DV + (t * COUNT + head)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0
+        )
         _store_half(D_QKV, BIAS_SUMS, block, t, inside, (first_head + head) * D + d, dv, WIDTH)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _qkv_kernel(
-    DQ, DK, DV, QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, D_QKV, Q_SUMS, K_SUMS, BIAS_SUMS, tokens, epsilon,
+    DQ, DK, DV, QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, D_QKV, Q_SUMS, K_SUMS, BIAS_SUMS,
+    tokens, epsilon,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One program N tokens and up to HEADS heads of Q, of K or of V."""
@@ -119,16 +155,30 @@ def _qkv_kernel(
     unit = tl.program_id(1)
     if unit < QUERY_UNITS:
         _rotated_heads(
-            DQ, QKV, BIAS, Q_NORM, COS, SIN, POSITION, D_QKV, Q_SUMS, BIAS_SUMS, tokens, epsilon, unit, QUERY_UNITS, 0,
+            DQ, QKV, BIAS, Q_NORM, COS, SIN, POSITION, D_QKV, Q_SUMS, BIAS_SUMS, tokens, epsilon,
+            unit, QUERY_UNITS, 0,
             H, WIDTH, D // 2, N, HEADS,
         )  # fmt: skip
     elif unit < QUERY_UNITS + KEY_UNITS:
         _rotated_heads(
-            DK, QKV, BIAS, K_NORM, COS, SIN, POSITION, D_QKV, K_SUMS, BIAS_SUMS, tokens, epsilon, unit - QUERY_UNITS, KEY_UNITS, H,
+            DK, QKV, BIAS, K_NORM, COS, SIN, POSITION, D_QKV, K_SUMS, BIAS_SUMS, tokens, epsilon,
+            unit - QUERY_UNITS, KEY_UNITS, H,
             G, WIDTH, D // 2, N, HEADS,
         )  # fmt: skip
     else:
-        _value_heads(DV, D_QKV, BIAS_SUMS, tokens, unit - QUERY_UNITS - KEY_UNITS, H + G, G, WIDTH, D, N, HEADS)
+        _value_heads(
+            DV,
+            D_QKV,
+            BIAS_SUMS,
+            tokens,
+            unit - QUERY_UNITS - KEY_UNITS,
+            H + G,
+            G,
+            WIDTH,
+            D,
+            N,
+            HEADS,
+        )
 
 
 def qkv_backward(
@@ -142,24 +192,42 @@ def qkv_backward(
     k_norm_grad: torch.Tensor | None,
     bias_grad: torch.Tensor | None,
 ) -> torch.Tensor:
-    """BF16 dq [T, H, D], dk and dv [T, G, D], and the forward's qkv, transform and positions -> BF16 d_qkv [T, (H + 2G) D], all contiguous.
+    """BF16 dq [T, H, D], dk and dv [T, G, D], and the forward's qkv, transform and positions ->
+    BF16 d_qkv [T, (H + 2G) D], all contiguous.
 
-    Gradients of the norms, FP32 [D], and of the bias, FP32 [(H + 2G) D], are added to; each is given exactly if the transform has
-    that weight.
+    Gradients of the norms, FP32 [D], and of the bias, FP32 [(H + 2G) D], are added to; each is
+    given exactly if the transform has that weight.
     """
-    tokens, heads, kv_heads, dim = qkv.shape[0], transform.num_heads, transform.num_kv_heads, transform.head_dim
+    tokens, heads, kv_heads, dim = (
+        qkv.shape[0],
+        transform.num_heads,
+        transform.num_kv_heads,
+        transform.head_dim,
+    )
     d_qkv = torch.empty_like(qkv)
     if not tokens:
         return d_qkv
-    blocks, query_units, key_units = (triton.cdiv(n, unit) for n, unit in ((tokens, N), (heads, HEADS), (kv_heads, HEADS)))
+    blocks, query_units, key_units = (
+        triton.cdiv(n, unit) for n, unit in ((tokens, N), (heads, HEADS), (kv_heads, HEADS))
+    )
 
     def sums(grad: torch.Tensor | None, units: int) -> torch.Tensor | None:
-        return None if grad is None else torch.empty((blocks * units, grad.numel()), dtype=torch.float32, device=qkv.device)
+        return (
+            None
+            if grad is None
+            else torch.empty((blocks * units, grad.numel()), dtype=torch.float32, device=qkv.device)
+        )
 
-    parts = ((q_norm_grad, sums(q_norm_grad, query_units)), (k_norm_grad, sums(k_norm_grad, key_units)), (bias_grad, sums(bias_grad, 1)))
+    parts = (
+        (q_norm_grad, sums(q_norm_grad, query_units)),
+        (k_norm_grad, sums(k_norm_grad, key_units)),
+        (bias_grad, sums(bias_grad, 1)),
+    )
     _qkv_kernel[(blocks, query_units + 2 * key_units)](
-        dq, dk, dv, qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos, transform.sin, positions, d_qkv,
-        *(part for _, part in parts), tokens, transform.epsilon, heads, kv_heads, dim, N, HEADS, num_warps=WARPS, enable_fp_fusion=False,
+        dq, dk, dv, qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos,
+        transform.sin, positions, d_qkv,
+        *(part for _, part in parts), tokens, transform.epsilon, heads, kv_heads, dim, N, HEADS,
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     for grad, part in parts:
         if grad is not None and part is not None:

@@ -1,19 +1,25 @@
-"""Quantisers to E4M3 on a GPU, fused with what makes their input: the bytes of ``isobit.kernels.quantise``.
+"""Quantisers to E4M3 on a GPU, fused with what makes their input: the bytes of
+``isobit.kernels.spec.quantise``.
 
     quantise_rows        [M, K] BF16                      -> values, scales
     rms_norm_quantise    h + x, then RMSNorm              -> new h, values, scales (and the norm itself where asked for)
     swiglu_quantise      silu(gate) * up                  -> values, scales
     swiglu               silu(gate) * up                  -> BF16, for a layer that stays in BF16
 
-Every input of a quantiser is rounded to BF16 first, as it is on the CPU.  amax is a maximum that a NaN passes through, looked at in its
-bits, where a NaN is larger than any number: a group that is not finite is found without a comparison that a NaN could pass.  The cast to
-E4M3 saturates, so nothing is clamped.  A row's sum of squares is taken by one program with one layout, so it depends on that row alone.
+Every input of a quantiser is rounded to BF16 first, as it is on the CPU.  amax is a maximum that a
+NaN passes through, looked at in its bits, where a NaN is larger than any number: a group that is
+not finite is found without a comparison that a NaN could pass.  The cast to E4M3 saturates, so
+nothing is clamped.  A row's sum of squares is taken by one program with one layout, so it depends
+on that row alone.
 
-Scales are written K-group-major, [K/128, M] with M padded to a multiple of 4, the layout that DeepGEMM and cuBLASLt read through TMA.
+Scales are written K-group-major, [K/128, M] with M padded to a multiple of 4, the layout that
+DeepGEMM and cuBLASLt read through TMA.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes
+# with)
 
 from dataclasses import dataclass
 
@@ -25,7 +31,9 @@ from isobit.precision.formats import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX, ScaleKin
 
 _FLOOR_BITS = 0x21800000
 _INF_BITS = tl.constexpr(0x7F800000)
-_ROUND_UP_ABOVE_1_75 = tl.constexpr(0x1FFFFF)  # carries into the exponent exactly when the mantissa is above 0.75
+_ROUND_UP_ABOVE_1_75 = tl.constexpr(
+    0x1FFFFF
+)  # carries into the exponent exactly when the mantissa is above 0.75
 assert torch.tensor(AMAX_FLOOR).view(torch.int32).item() == _FLOOR_BITS
 FLOOR_BITS = tl.constexpr(_FLOOR_BITS)
 MAX = tl.constexpr(E4M3_MAX)
@@ -33,7 +41,9 @@ MAX = tl.constexpr(E4M3_MAX)
 
 @dataclass(frozen=True, slots=True)
 class QuantRows:
-    """E4M3 values [M, K] in 1x128 groups, and their FP32 scales as a view [M, K/128] with strides (1, padded M)."""
+    """E4M3 values [M, K] in 1x128 groups, and their FP32 scales as a view [M, K/128] with strides
+    (1, padded M).
+    """
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -54,13 +64,17 @@ def larger(a, b):
 
 @triton.jit
 def amax_bits(x, AXIS: tl.constexpr):
-    """The largest |x| along an axis of FP32 numbers, as an integer: ordered as the numbers are, a NaN above all."""
+    """The largest |x| along an axis of FP32 numbers, as an integer: ordered as the numbers are, a
+    NaN above all.
+    """
     return tl.reduce(tl.abs(x), AXIS, larger).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def to_e4m3(x, amax_bits, POWER_OF_TWO: tl.constexpr):
-    """FP32 x, and its groups' ``amax_bits`` in a shape that broadcasts to x -> E4M3 like x, FP32 scales like the bits."""
+    """FP32 x, and its groups' ``amax_bits`` in a shape that broadcasts to x -> E4M3 like x, FP32
+    scales like the bits.
+    """
     bits = tl.maximum(amax_bits, FLOOR_BITS)
     bad = bits >= _INF_BITS
     if POWER_OF_TWO:
@@ -82,7 +96,15 @@ def quantise_groups(x, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def _quantise_kernel(X, VALUES, SCALES, scale_stride, K: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _quantise_kernel(
+    X,
+    VALUES,
+    SCALES,
+    scale_stride,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
     """One program GROUPS groups of one row."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
@@ -97,7 +119,8 @@ def _quantise_kernel(X, VALUES, SCALES, scale_stride, K: tl.constexpr, GROUPS: t
 @triton.jit
 def _rms_norm_kernel(
     H, X, WEIGHT, H_OUT, NORM, VALUES, SCALES, scale_stride, epsilon,
-    C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr,
+    QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """One program a row of C numbers, padded to WIDTH: the same layout for every batch."""
     row = tl.program_id(0).to(tl.int64)
@@ -125,13 +148,23 @@ def _rms_norm_kernel(
 def four_sigmoids(x):
     """4 / (1 + exp(-x)) of FP32 x.
 
-    A denominator of a quarter is at least 1/4 and at most 2^126, or infinite: neither it nor its reciprocal is subnormal, and an
-    exponential that vanishes beside 1 may as well be zero.  So the approximate instructions do alone, without the dozen others by which
-    the plain expression takes care of such numbers; the bits are its own, scaled by the power of two.
+    A denominator of a quarter is at least 1/4 and at most 2^126, or infinite: neither it nor its
+    reciprocal is subnormal, and an exponential that vanishes beside 1 may as well be zero.  So the
+    approximate instructions do alone, without the dozen others by which the plain expression takes
+    care of such numbers; the bits are its own, scaled by the power of two.
     """
-    power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, is_pure=True, pack=1)
+    power = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [x * -1.4426950408889634],
+        tl.float32,
+        is_pure=True,
+        pack=1,
+    )
     quarter = tl.fma(power, 0.25, 0.25)
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [quarter], tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [quarter], tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -158,7 +191,15 @@ def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_quantise_kernel(GATE_UP, VALUES, SCALES, scale_stride, C: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _swiglu_quantise_kernel(
+    GATE_UP,
+    VALUES,
+    SCALES,
+    scale_stride,
+    C: tl.constexpr,
+    GROUPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
     """One program GROUPS groups of one row: gate [row, column], up [row, C + column]."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
@@ -178,7 +219,16 @@ def quantise_rows(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantR
     out = QuantRows.empty(rows, columns, x.device)
     groups = min(8, triton.next_power_of_2(columns // BLOCK))
     grid = (rows, triton.cdiv(columns, groups * BLOCK))
-    _quantise_kernel[grid](x, out.values, out.scales, out.scales.stride(1), columns, groups, scales == "power_of_two", num_warps=4)
+    _quantise_kernel[grid](
+        x,
+        out.values,
+        out.scales,
+        out.scales.stride(1),
+        columns,
+        groups,
+        scales == "power_of_two",
+        num_warps=4,
+    )
     return out
 
 
@@ -190,18 +240,23 @@ def rms_norm_quantise(
     scales: ScaleKind | None = "power_of_two",
     keep: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, QuantRows | None]:
-    """Residual h [M, C] and the layer's output x to add to it (or None), both BF16 -> new h, RMSNorm(h) if ``keep``, and its quantisation.
+    """Residual h [M, C] and the layer's output x to add to it (or None), both BF16 -> new h,
+    RMSNorm(h) if ``keep``, and its quantisation.
 
-    ``scales`` None leaves the quantisation out: the input of a layer that stays in BF16, and of lm_head.
+    ``scales`` None leaves the quantisation out: the input of a layer that stays in BF16, and of
+    lm_head.
     """
     rows, columns = h.shape
     h_out = h if x is None else torch.empty_like(h)
     norm = torch.empty_like(h) if keep else None
     out = None if scales is None else QuantRows.empty(rows, columns, h.device)
-    values, scale, stride = (h, h, 0) if out is None else (out.values, out.scales, out.scales.stride(1))
+    values, scale, stride = (
+        (h, h, 0) if out is None else (out.values, out.scales, out.scales.stride(1))
+    )
     width = triton.next_power_of_2(columns)
     _rms_norm_kernel[(rows,)](
-        h, h if x is None else x, weight, h_out, h if norm is None else norm, values, scale, stride, epsilon,
+        h, h if x is None else x, weight, h_out, h if norm is None else norm, values, scale, stride,
+        epsilon,
         columns, width, x is not None, keep, out is not None, scales == "power_of_two", num_warps=8 if width >= 4096 else 4,
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -229,9 +284,13 @@ def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """[M, 2 C] BF16, gate before up -> silu(gate) * up, [M, C] BF16: what ``swiglu_quantise`` quantises."""
+    """[M, 2 C] BF16, gate before up -> silu(gate) * up, [M, C] BF16: what ``swiglu_quantise``
+    quantises.
+    """
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, columns), dtype=torch.bfloat16, device=gate_up.device)
     width = min(1024, triton.next_power_of_2(columns))
-    _swiglu_kernel[(rows, triton.cdiv(columns, width))](gate_up, out, columns, width, num_warps=4, enable_fp_fusion=False)
+    _swiglu_kernel[(rows, triton.cdiv(columns, width))](
+        gate_up, out, columns, width, num_warps=4, enable_fp_fusion=False
+    )
     return out

@@ -1,19 +1,22 @@
-"""Drawing tokens on a GPU from FP32 logits: one read of the logits, and bits that depend on a row, its key and its position alone.
+"""Drawing tokens on a GPU from FP32 logits: one read of the logits, and bits that depend on a row,
+its key and its position alone.
 
-The draw is Gumbel-max in two stages.  With S_c the log-sum-exp of the x of chunk c and independent Gumbel noise g,
+The draw is Gumbel-max in two stages.  With S_c the log-sum-exp of the x of chunk c and independent
+Gumbel noise g,
 
     c* = argmax_c S_c + g_(V + c)        v* = argmax over v in c* of x_v + g_v
 
-gives v with probability exp(S_c - L) exp(x_v - S_c) = p_v.  So noise is made for the chunks and for one chunk's entries, not for the
-vocabulary.  g_i comes from output i of the sample's generator at that position (``isobit.kernels.noise``), in FP32: with u the uniform
-of 53 bits, -log(u) is -log1p(-(1 - u)), which keeps its relative precision where it is small, and there alone a draw is decided.
-Temperature 0 takes the largest logit, the lowest id among equals.
+gives v with probability exp(S_c - L) exp(x_v - S_c) = p_v.  So noise is made for the chunks and for
+one chunk's entries, not for the vocabulary.  g_i comes from output i of the sample's generator at
+that position (``isobit.kernels.spec.noise``), in FP32: with u the uniform of 53 bits, -log(u) is
+-log1p(-(1 - u)), which keeps its relative precision where it is small, and there alone a draw is
+decided. Temperature 0 takes the largest logit, the lowest id among equals.
 
 Chunks, L and log-probabilities are those of ``isobit.kernels.hopper.log_prob``.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
@@ -32,12 +35,14 @@ from isobit.kernels.hopper.log_prob import (
     log_sums_and_entropies,
 )
 from isobit.kernels.hopper.noise import splitmix64
-from isobit.kernels.sampling import draw, truncate
+from isobit.kernels.spec.sampling import draw, truncate
 
 _UNIT = tl.constexpr(2.0**-53)
 _BELOW_1 = tl.constexpr(1 - 2.0**-24)  # a complement that rounds to 1 would make the noise infinite
 _TRUNCATED_ROWS = 16
-"""Rows of a block that is sorted: always as many, because a library may choose its algorithm by the number of rows."""
+"""Rows of a block that is sorted: always as many, because a library may choose its algorithm by the
+number of rows.
+"""
 
 
 @triton.jit
@@ -68,13 +73,18 @@ def _draw_kernel(
     if temperature > 0:
         score += _gumbel(seed, column)
     token = tl.argmax(score, 0) + tl.min(column, 0)
-    token = tl.where(log_sum == log_sum, token, 0)  # no comparison says where a row with a NaN would end up
+    token = tl.where(
+        log_sum == log_sum, token, 0
+    )  # no comparison says where a row with a NaN would end up
     tl.store(TOKEN + n, token.to(tl.int64))
     tl.store(LOG_PROB + n, tl.load(logits + token) * inverse - log_sum)
 
 
-def sample_tokens(logits: Tensor, rows: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token a sample from the full vocabulary.  Nothing waits for the device: it can be captured in a graph.
+def sample_tokens(
+    logits: Tensor, rows: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a sample from the full vocabulary.  Nothing waits for the device: it can be
+    captured in a graph.
 
     Args:
         logits: FP32 [R, V].
@@ -84,24 +94,35 @@ def sample_tokens(logits: Tensor, rows: Tensor, temperatures: Tensor, keys: Tens
         positions: int64 [N].
 
     Returns:
-        Tokens int64 [N] and their log-probabilities FP32 [N].  A row with a NaN or an infinity gives token 0 with log-probability NaN.
+        Tokens int64 [N] and their log-probabilities FP32 [N].  A row with a NaN or an infinity
+        gives token 0 with log-probability NaN.
     """
     stats = chunk_stats(logits, rows, temperatures)
     tokens, log_probs = torch.empty_like(keys), torch.empty_like(temperatures)
     vocab_size, chunks = logits.shape[1], stats.shape[2]
     _draw_kernel[(rows.numel(),)](
         logits, rows, temperatures, keys, positions, stats, tokens, log_probs,
-        vocab_size, CHUNK, chunks, triton.next_power_of_2(chunks), num_warps=8, enable_fp_fusion=False,
+        vocab_size, CHUNK, chunks, triton.next_power_of_2(chunks), num_warps=8,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, log_probs
 
 
 def sample_truncated(
-    logits: Tensor, rows: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    temperatures: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``sample_tokens`` where some samples truncate their distribution (``isobit.kernels.sampling.truncate``).
+    """``sample_tokens`` where some samples truncate their distribution
+    (``isobit.kernels.spec.sampling.truncate``).
 
-    A sample without a filter, or greedy, gets what ``sample_tokens`` gives it, whatever its neighbours do.
+    A sample without a filter, or greedy, gets what ``sample_tokens`` gives it, whatever its
+    neighbours do.
 
     Args:
         logits: FP32 [R, V].
@@ -114,14 +135,24 @@ def sample_truncated(
         min_p: FP64 [N]; 0 is off.
 
     Returns:
-        Tokens int64 [N], log-probabilities over the full vocabulary and under the truncated distribution, FP32 [N].
+        Tokens int64 [N], log-probabilities over the full vocabulary and under the truncated
+        distribution, FP32 [N].
     """
     tokens, log_probs = sample_tokens(logits, rows, temperatures, keys, positions)
     log_sums, _ = log_sums_and_entropies(logits, temperatures, rows)
     samples = rows.numel()
-    order = torch.arange(-(-samples // _TRUNCATED_ROWS) * _TRUNCATED_ROWS, device=logits.device) % samples  # the last block is filled up
+    order = (
+        torch.arange(-(-samples // _TRUNCATED_ROWS) * _TRUNCATED_ROWS, device=logits.device)
+        % samples
+    )  # the last block is filled up
     blocks = [
-        _draw_truncated(logits, *(x[block] for x in (rows, temperatures, log_sums, keys, positions, top_k, top_p, min_p)))
+        _draw_truncated(
+            logits,
+            *(
+                x[block]
+                for x in (rows, temperatures, log_sums, keys, positions, top_k, top_p, min_p)
+            ),
+        )
         for block in order.split(_TRUNCATED_ROWS)
     ]
     drawn, full, truncated = (torch.cat(parts)[:samples] for parts in zip(*blocks, strict=True))
@@ -146,7 +177,8 @@ def _draw_truncated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     picked = logits.index_select(0, rows)
     finite = ~log_sums.isnan()
-    # A row that is not finite is drawn from as if it were flat, so that no index leaves the vocabulary; its log-probabilities stay NaN.
+    # A row that is not finite is drawn from as if it were flat, so that no index leaves the
+    # vocabulary; its log-probabilities stay NaN.
     log_probs = log_softmax(picked, temperatures, log_sums).where(finite[:, None], 0.0)
     truncated = truncate(log_probs, top_k, top_p, min_p)
     tokens = draw(truncated, keys, positions)

@@ -1,16 +1,19 @@
-"""SwiGLU's gradient on a GPU: quantised as DGrad and WGrad read it, or in BF16 for a layer that stays in BF16.
+"""SwiGLU's gradient on a GPU: quantised as DGrad and WGrad read it, or in BF16 for a layer that
+stays in BF16.
 
 With dy the gradient of y = silu(gate) * up, s = 1 / (1 + exp(-gate)) and silu = gate * s:
 
     d gate = dy * up * (s + silu * (1 - s))        d up = dy * silu
 
-both rounded to BF16; the quantised copies are those of ``isobit.kernels.hopper.token_groups``: E4M3 in row groups, and transposed in token
-groups.  This is the largest operand of the backward, 2 C numbers a token.  A program takes its tile of both gradients in strips, by the
-parts of ``token_groups``: three inputs and two tiles in shared memory leave room for three programs a multiprocessor.
+both rounded to BF16; the quantised copies are those of ``isobit.kernels.hopper.token_groups``: E4M3
+in row groups, and transposed in token groups.  This is the largest operand of the backward, 2 C
+numbers a token.  A program takes its tile of both gradients in strips, by the parts of
+``token_groups``: three inputs and two tiles in shared memory leave room for three programs a
+multiprocessor.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
@@ -75,7 +78,11 @@ def _swiglu_backward_quantise_kernel(
     ups = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
     group = gl.program_id(0)
     for strip in gl.static_range(128 // STRIP):
-        row = gl.program_id(1).to(gl.int64) * 128 + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, BY_ROW))
+        row = (
+            gl.program_id(1).to(gl.int64) * 128
+            + strip * STRIP
+            + gl.arange(0, STRIP, gl.SliceLayout(1, BY_ROW))
+        )
         inside = row < tokens
         dy = widen(load_rows(DY, row, inside, group * 128, C))
         gate = widen(load_rows(GATE_UP, row, inside, group * 128, 2 * C))
@@ -83,30 +90,51 @@ def _swiglu_backward_quantise_kernel(
         d_gate, d_up = _d_gate(dy, gate, up), _d_up(dy, gate)
         gates.slice(strip * STRIP, STRIP, 0).store(d_gate)
         ups.slice(strip * STRIP, STRIP, 0).store(d_up)
-        store_rows(d_gate, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, 2 * C, POWER_OF_TWO)
-        store_rows(d_up, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, C // 128 + group, 2 * C, POWER_OF_TWO)
+        store_rows(
+            d_gate, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, 2 * C, POWER_OF_TWO
+        )
+        store_rows(
+            d_up,
+            ROW_VALUES,
+            ROW_SCALES,
+            scale_stride,
+            row,
+            inside,
+            C // 128 + group,
+            2 * C,
+            POWER_OF_TWO,
+        )
     store_tokens(gates, TOKEN_VALUES, TOKEN_SCALES, group * 128, 2 * C, POWER_OF_TWO)
     store_tokens(ups, TOKEN_VALUES, TOKEN_SCALES, C + group * 128, 2 * C, POWER_OF_TWO)
 
 
-def swiglu_backward_quantise(dy: torch.Tensor, gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> tuple[QuantRows, QuantRows]:
-    """dy [T, C] and gate_up [T, 2 C], BF16, contiguous, C a multiple of 128 -> the gradient d of gate_up: d [T, 2 C] and d^T [2 C, Tp]."""
+def swiglu_backward_quantise(
+    dy: torch.Tensor, gate_up: torch.Tensor, scales: ScaleKind = "power_of_two"
+) -> tuple[QuantRows, QuantRows]:
+    """dy [T, C] and gate_up [T, 2 C], BF16, contiguous, C a multiple of 128 -> the gradient d of
+    gate_up: d [T, 2 C] and d^T [2 C, Tp].
+    """
     assert dy.is_contiguous()
     count, columns = dy.shape
     rows, tokens = QuantRows.empty(*gate_up.shape, dy.device), empty_tokens(gate_up, 2 * columns)
     _swiglu_backward_quantise_kernel[tile_grid(count, columns)](
-        dy, gate_up, rows.values, rows.scales, rows.scales.stride(1), tokens.values, tokens.scales, count,
+        dy, gate_up, rows.values, rows.scales, rows.scales.stride(1), tokens.values, tokens.scales,
+        count,
         columns, scales == "power_of_two", num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return rows, tokens
 
 
 def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """dy [T, C] and gate_up [T, 2 C], BF16, contiguous -> the gradient of gate_up, BF16: what ``swiglu_backward_quantise`` quantises."""
+    """dy [T, C] and gate_up [T, 2 C], BF16, contiguous -> the gradient of gate_up, BF16: what
+    ``swiglu_backward_quantise`` quantises.
+    """
     assert dy.is_contiguous()
     assert gate_up.is_contiguous()
     count, columns = dy.shape
     out = torch.empty_like(gate_up)
     width = min(1024, triton.next_power_of_2(columns))
-    _swiglu_backward_kernel[(count, triton.cdiv(columns, width))](dy, gate_up, out, columns, width, num_warps=4, enable_fp_fusion=False)
+    _swiglu_backward_kernel[(count, triton.cdiv(columns, width))](
+        dy, gate_up, out, columns, width, num_warps=4, enable_fp_fusion=False
+    )
     return out

@@ -1,24 +1,28 @@
-"""Quantisers of WGrad's operands on a GPU: E4M3 in groups of 128 tokens of one column, written transposed.
+"""Quantisers of WGrad's operands on a GPU: E4M3 in groups of 128 tokens of one column, written
+transposed.
 
     quantise_tokens            x                        -> x^T in token groups
     quantise_both              x                        -> x in row groups (of FProp or DGrad), and x^T in token groups
     swiglu_tokens              silu(gate) * up          -> y^T in token groups
     swiglu_both                silu(gate) * up          -> y in row groups, and y^T in token groups
 
-each from one read of its input.  The tensor cores want both operands along the tokens, so X [T, C] becomes values [C, Tp], Tp = T rounded
-up to 128, and scales [C, Tp / 128]: a ``QuantRows`` of X^T, zeros beyond T.  The bytes are those of
-``isobit.kernels.quantise.quantise_tokens``, and of ``quantise_rows`` for the row groups.  What is quantised is rounded to BF16 first.
+each from one read of its input.  The tensor cores want both operands along the tokens, so X [T, C]
+becomes values [C, Tp], Tp = T rounded up to 128, and scales [C, Tp / 128]: a ``QuantRows`` of X^T,
+zeros beyond T.  The bytes are those of ``isobit.kernels.spec.quantise.quantise_tokens``, and of
+``quantise_rows`` for the row groups.  What is quantised is rounded to BF16 first.
 
-A program has a tile of 128 tokens and 128 columns, so it has both kinds of group whole, and takes it in strips, in Gluon.  Strips of 32
-tokens are loaded, leave as row groups, and wait in shared memory in BF16; strips of 32 columns are then read from there across and leave
-as token groups.  A thread holds 16 numbers at a time, and up to six programs share a multiprocessor, so that each hides behind the others:
-a whole tile in registers is loaded, computed and stored in turn.  A warp stores whole lines of both copies.  The rows of shared memory are
-padded by 16 bytes every 16 rows: the 8 threads that read a column's 128 tokens find them in different banks, and vectors of 16 bytes stay
+A program has a tile of 128 tokens and 128 columns, so it has both kinds of group whole, and takes
+it in strips, in Gluon.  Strips of 32 tokens are loaded, leave as row groups, and wait in shared
+memory in BF16; strips of 32 columns are then read from there across and leave as token groups.  A
+thread holds 16 numbers at a time, and up to six programs share a multiprocessor, so that each hides
+behind the others: a whole tile in registers is loaded, computed and stored in turn.  A warp stores
+whole lines of both copies.  The rows of shared memory are padded by 16 bytes every 16 rows: the 8
+threads that read a column's 128 tokens find them in different banks, and vectors of 16 bytes stay
 aligned, which Triton does not check.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
@@ -40,9 +44,16 @@ _amax_bits, _to_e4m3, _gated = (gluon.jit(part.fn) for part in (amax_bits, to_e4
 
 @gluon.jit
 def widen(x):
-    """BF16 -> FP32 by pairs: beside casts of single numbers, ptxas also rounds to BF16 one by one, by the slow instruction."""
+    """BF16 -> FP32 by pairs: beside casts of single numbers, ptxas also rounds to BF16 one by one,
+    by the slow instruction.
+    """
     return gl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+        "=r,=r,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
     )
 
 
@@ -54,7 +65,17 @@ def load_rows(X, row, inside, first, ROW: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(strip, VALUES, SCALES, scale_stride, row, inside, group, C: gl.constexpr, POWER_OF_TWO: gl.constexpr):
+def store_rows(
+    strip,
+    VALUES,
+    SCALES,
+    scale_stride,
+    row,
+    inside,
+    group,
+    C: gl.constexpr,
+    POWER_OF_TWO: gl.constexpr,
+):
     """BF16 strip, one group of 128 columns -> values [tokens, C] and scales [C/128, tokens]."""
     x = widen(strip)
     values, scales = _to_e4m3(x, _amax_bits(x, 1)[:, None], POWER_OF_TWO)
@@ -65,13 +86,18 @@ def store_rows(strip, VALUES, SCALES, scale_stride, row, inside, group, C: gl.co
 
 @gluon.jit
 def store_tokens(tile, VALUES, SCALES, first, C: gl.constexpr, POWER_OF_TWO: gl.constexpr):
-    """BF16 tile in shared memory, whose columns count from ``first`` -> values [C, Tp] and scales [Tp/128, C]."""
+    """BF16 tile in shared memory, whose columns count from ``first`` -> values [C, Tp] and scales
+    [Tp/128, C].
+    """
     token = gl.program_id(1) * 128 + gl.arange(0, 128, gl.SliceLayout(1, BY_COLUMN))
     for strip in gl.static_range(128 // STRIP):
         x = tile.slice(strip * STRIP, STRIP, 1).load(BY_COLUMN).to(gl.float32)
         values, scales = _to_e4m3(x, _amax_bits(x, 0)[None, :], POWER_OF_TWO)
         column = first + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, BY_COLUMN))
-        gl.store(VALUES + column.to(gl.int64)[None, :] * (gl.num_programs(1) * 128) + token[:, None], values)
+        gl.store(
+            VALUES + column.to(gl.int64)[None, :] * (gl.num_programs(1) * 128) + token[:, None],
+            values,
+        )
         gl.store(SCALES + gl.program_id(1) * C + column, gl.max(scales, 0))
 
 
@@ -80,11 +106,17 @@ def _quantise_kernel(
     X, ROW_VALUES, ROW_SCALES, scale_stride, TOKEN_VALUES, TOKEN_SCALES, tokens,
     C: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """One program a tile of X [tokens, C]; or where GATED, of y: gate [row, column] and up [row, C + column] of X [tokens, 2 C]."""
+    """One program a tile of X [tokens, C]; or where GATED, of y: gate [row, column] and up [row, C
+    + column] of X [tokens, 2 C].
+    """
     tile = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
     group = gl.program_id(0)
     for strip in gl.static_range(128 // STRIP):
-        row = gl.program_id(1).to(gl.int64) * 128 + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, BY_ROW))
+        row = (
+            gl.program_id(1).to(gl.int64) * 128
+            + strip * STRIP
+            + gl.arange(0, STRIP, gl.SliceLayout(1, BY_ROW))
+        )
         inside = row < tokens
         if GATED:
             gate = load_rows(X, row, inside, group * 128, 2 * C)
@@ -105,29 +137,41 @@ def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> Quan
     return tokens
 
 
-def quantise_both(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> tuple[QuantRows, QuantRows]:
-    """[T, C] BF16, contiguous, C a multiple of 128 -> x in row groups, [T, C], and x^T in token groups, [C, Tp]."""
+def quantise_both(
+    x: torch.Tensor, scales: ScaleKind = "power_of_two"
+) -> tuple[QuantRows, QuantRows]:
+    """[T, C] BF16, contiguous, C a multiple of 128 -> x in row groups, [T, C], and x^T in token
+    groups, [C, Tp].
+    """
     rows, tokens = QuantRows.empty(*x.shape, x.device), empty_tokens(x, x.shape[1])
     _quantise(x, rows, tokens, scales, gated=False)
     return rows, tokens
 
 
 def swiglu_tokens(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
-    """[T, 2 C] BF16, contiguous, gate before up, C a multiple of 128 -> y^T in token groups, [C, Tp]; y = silu(gate) * up."""
+    """[T, 2 C] BF16, contiguous, gate before up, C a multiple of 128 -> y^T in token groups, [C,
+    Tp]; y = silu(gate) * up.
+    """
     tokens = empty_tokens(gate_up, gate_up.shape[1] // 2)
     _quantise(gate_up, None, tokens, scales, gated=True)
     return tokens
 
 
-def swiglu_both(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> tuple[QuantRows, QuantRows]:
-    """[T, 2 C] as for ``swiglu_tokens`` -> y in row groups, [T, C], as ``swiglu_quantise`` gives it, and y^T in token groups, [C, Tp]."""
+def swiglu_both(
+    gate_up: torch.Tensor, scales: ScaleKind = "power_of_two"
+) -> tuple[QuantRows, QuantRows]:
+    """[T, 2 C] as for ``swiglu_tokens`` -> y in row groups, [T, C], as ``swiglu_quantise`` gives
+    it, and y^T in token groups, [C, Tp].
+    """
     count, columns = gate_up.shape[0], gate_up.shape[1] // 2
     rows, tokens = QuantRows.empty(count, columns, gate_up.device), empty_tokens(gate_up, columns)
     _quantise(gate_up, rows, tokens, scales, gated=True)
     return rows, tokens
 
 
-def _quantise(x: torch.Tensor, rows: QuantRows | None, tokens: QuantRows, scales: ScaleKind, gated: bool) -> None:
+def _quantise(
+    x: torch.Tensor, rows: QuantRows | None, tokens: QuantRows, scales: ScaleKind, gated: bool
+) -> None:
     count, columns = x.shape[0], tokens.values.shape[0]
     to = tokens if rows is None else rows
     _quantise_kernel[tile_grid(count, columns)](
@@ -137,7 +181,9 @@ def _quantise(x: torch.Tensor, rows: QuantRows | None, tokens: QuantRows, scales
 
 
 def empty_tokens(source: torch.Tensor, columns: int) -> QuantRows:
-    """Unwritten storage for a matrix [T, columns] in token groups, made from ``source`` [T, ...]."""
+    """Unwritten storage for a matrix [T, columns] in token groups, made from ``source`` [T,
+    ...].
+    """
     assert source.dtype == torch.bfloat16
     assert source.is_contiguous()
     assert columns % BLOCK == 0

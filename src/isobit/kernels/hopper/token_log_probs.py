@@ -1,18 +1,22 @@
-"""lm_head and log-probability on a GPU: the logits of a batch never exist all at once, neither forward nor backward.
+"""lm_head and log-probability on a GPU: the logits of a batch never exist all at once, neither
+forward nor backward.
 
     logits = H W^T (BF16 operands, FP32 out, rows free of the batch)      log p and entropy as in ``isobit.kernels.hopper.log_prob``
     d logits = g (onehot(target) - p) / temperature, rounded to BF16      dH = d logits W      dW += d logits^T H
 
-Rows are taken in parts.  In the forward a part is about a gigabyte of logits, and its size changes no bit: the product's rows do not depend
-on the batch, nor does anything after it.  The sampler takes the same two steps, so a token's log-probability has the bits it was sampled
-with.  The backward computes a part's logits and L again, by the same kernels, and adds the parts to the head's gradient one by one.  Its
-parts take 2 GiB, 4 bytes a logit and 2 for its gradient: each part reads and writes the head's gradient, 5 GB for 151,936 x 4096, so that
-small ones would cost more than their products.
+Rows are taken in parts.  In the forward a part is about a gigabyte of logits, and its size changes
+no bit: the product's rows do not depend on the batch, nor does anything after it.  The sampler
+takes the same two steps, so a token's log-probability has the bits it was sampled with.  The
+backward computes a part's logits and L again, by the same kernels, and adds the parts to the head's
+gradient one by one.  Its parts take 2 GiB, 4 bytes a logit and 2 for its gradient: each part reads
+and writes the head's gradient, 5 GB for 151,936 x 4096, so that small ones would cost more than
+their products.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton's types know neither launch
+# options nor what a kernel computes with)
 
 import torch
 import triton
@@ -21,7 +25,12 @@ import triton.language as tl
 from isobit.kernels.hopper.gemm import gemm_bf16
 from isobit.kernels.hopper.head_parts import backward_rows, forward_rows
 from isobit.kernels.hopper.linear_backward import wgrad_bf16
-from isobit.kernels.hopper.log_prob import inverse_temperature, log_probs_at, log_sum_exp, log_sums_and_entropies
+from isobit.kernels.hopper.log_prob import (
+    inverse_temperature,
+    log_probs_at,
+    log_sum_exp,
+    log_sums_and_entropies,
+)
 from isobit.kernels.trace import observe
 
 _WIDTH = 2048
@@ -30,7 +39,8 @@ _WIDTH = 2048
 def token_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden BF16 [N, C], head BF16 [V, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] and entropies [N].
+    """hidden BF16 [N, C], head BF16 [V, C], targets int64 [N], temperatures FP32 [N] -> FP32
+    log-probabilities [N] and entropies [N].
 
     Both are NaN for a row whose logits hold a NaN or an infinity.
     """
@@ -53,7 +63,8 @@ def token_log_probs_backward(
     d_log_probs: torch.Tensor,
     grad: torch.Tensor,
 ) -> torch.Tensor:
-    """Add the head's gradient to ``grad`` and return that of ``hidden``; the same bits every time at the same sizes.
+    """Add the head's gradient to ``grad`` and return that of ``hidden``; the same bits every time
+    at the same sizes.
 
     Args:
         hidden: BF16 [N, C].
@@ -70,8 +81,11 @@ def token_log_probs_backward(
     d_hidden = torch.empty_like(hidden)
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
-        d_logits = _part_gradients(hidden[part], weight, targets[part], temperatures[part], d_log_probs[part])
-        # FP32 out: cuBLAS may cut so long a sum in pieces, and would add those of a BF16 product in BF16
+        d_logits = _part_gradients(
+            hidden[part], weight, targets[part], temperatures[part], d_log_probs[part]
+        )
+        # FP32 out: cuBLAS may cut so long a sum in pieces, and would add those of a BF16 product in
+        # BF16
         d_hidden[part] = torch.mm(d_logits, weight, out_dtype=torch.float32)
         wgrad_bf16(d_logits, hidden[part], grad)
         del d_logits  # before the next part's are made
@@ -79,29 +93,44 @@ def token_log_probs_backward(
 
 
 def _part_gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, d_log_probs: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    d_log_probs: torch.Tensor,
 ) -> torch.Tensor:
     """-> d logits BF16 [N, V]; the FP32 logits are gone when this returns."""
     logits = gemm_bf16(hidden, weight, torch.float32)
-    return logit_gradients(logits, targets, temperatures, log_sum_exp(logits, temperatures), d_log_probs)
+    return logit_gradients(
+        logits, targets, temperatures, log_sum_exp(logits, temperatures), d_log_probs
+    )
 
 
 def logit_gradients(
-    logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, log_sums: torch.Tensor, d_log_probs: torch.Tensor
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    log_sums: torch.Tensor,
+    d_log_probs: torch.Tensor,
 ) -> torch.Tensor:
-    """FP32 logits [N, V] and their L [N], int64 targets [N], FP32 temperatures and d log-probabilities [N] -> d logits, BF16 [N, V]."""
+    """FP32 logits [N, V] and their L [N], int64 targets [N], FP32 temperatures and d
+    log-probabilities [N] -> d logits, BF16 [N, V].
+    """
     rows, vocab_size = logits.shape
     assert logits.is_contiguous()
     out = torch.empty(logits.shape, dtype=torch.bfloat16, device=logits.device)
     grid = (rows * triton.cdiv(vocab_size, _WIDTH),)
     _gradient_kernel[grid](
-        logits, targets, temperatures, log_sums, d_log_probs, out, vocab_size, _WIDTH, num_warps=4, enable_fp_fusion=False
+        logits, targets, temperatures, log_sums, d_log_probs, out, vocab_size, _WIDTH, num_warps=4,
+        enable_fp_fusion=False
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _gradient_kernel(LOGITS, TARGET, TEMPERATURE, LOG_SUM, D_LOG_PROB, OUT, V: tl.constexpr, WIDTH: tl.constexpr):
+def _gradient_kernel(
+    LOGITS, TARGET, TEMPERATURE, LOG_SUM, D_LOG_PROB, OUT, V: tl.constexpr, WIDTH: tl.constexpr
+):
     """One program WIDTH entries of a row."""
     pieces: tl.constexpr = (V + WIDTH - 1) // WIDTH
     n = (tl.program_id(0) // pieces).to(tl.int64)

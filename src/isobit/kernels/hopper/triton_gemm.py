@@ -1,14 +1,20 @@
-"""The GEMM that needs no library, for FP8 blocks and for BF16: slower than DeepGEMM, with the same bits.
+"""The GEMM that needs no library, for FP8 blocks and for BF16: slower than DeepGEMM, with the same
+bits.
 
-    E4M3   Y[m, n] = sum over blocks k, ascending, of fma(sum_j A[m, kj] B[n, kj], scale_a[m, k] * scale_b[n/128, k], .)
-    BF16   Y[m, n] = sum_j A[m, j] B[n, j], in the tensor cores' FP32 accumulator, ascending in steps of 16
+    E4M3   Y[m, n] = sum over blocks k, ascending, of fma(sum_j A[m, kj] B[n, kj], scale_a[m, k] *
+           scale_b[n/128, k], .)
+    BF16   Y[m, n] = sum_j A[m, j] B[n, j], in the tensor cores' FP32 accumulator, ascending in
+           steps of 16
 
-One program makes a whole element, K is never split, and both tiles, 64x128 and 128x128, issue wgmma of 64 rows: an element's operations
-are the same in either.  A tile of fewer than 64 rows would be lowered to another instruction with other bits.
+One program makes a whole element, K is never split, and both tiles, 64x128 and 128x128, issue wgmma
+of 64 rows: an element's operations are the same in either.  A tile of fewer than 64 rows would be
+lowered to another instruction with other bits.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes
+# with)
 
 import torch
 import triton
@@ -18,7 +24,9 @@ from isobit.kernels.hopper.quantise import QuantRows
 from isobit.precision.quant_tensor import QuantTensor
 
 _BLOCK = 128
-_PROGRAMS = 132  # multiprocessors of a Hopper card: from as many large tiles on, large tiles are the faster
+_PROGRAMS = (
+    132  # multiprocessors of a Hopper card: from as many large tiles on, large tiles are the faster
+)
 
 
 @triton.jit(do_not_specialize=["m", "a_scale_stride"])
@@ -26,7 +34,9 @@ def _gemm_kernel(
     A, B, A_SCALE, B_SCALE, OUT, m, n, k, a_scale_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of OUT [m, n]; the tiles of 8 tile rows are walked column by column, so that they share B in the L2 cache."""
+    """One program a tile of OUT [m, n]; the tiles of 8 tile rows are walked column by column, so
+    that they share B in the L2 cache.
+    """
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
     band = tl.program_id(0) // (8 * tiles_n)
@@ -49,7 +59,9 @@ def _gemm_kernel(
             a = tl.load(a_place, mask=depth[None, :] < k - block * 128, other=0.0)
             b = tl.load(b_place, mask=depth[:, None] < k - block * 128, other=0.0)
         if SCALED:
-            scale = tl.load(A_SCALE + block * a_scale_stride + a_row) * tl.load(B_SCALE + tile_n * (k // 128) + block)
+            scale = tl.load(A_SCALE + block * a_scale_stride + a_row) * tl.load(
+                B_SCALE + tile_n * (k // 128) + block
+            )
             acc = tl.math.fma(tl.dot(a, b), tl.broadcast_to(scale[:, None], acc.shape), acc)
         else:
             acc = tl.dot(a, b, acc)
@@ -70,7 +82,11 @@ def triton_gemm_bf16(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def _launch(
-    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, a_scales: torch.Tensor | None = None, b_scales: torch.Tensor | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dtype: torch.dtype,
+    a_scales: torch.Tensor | None = None,
+    b_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[0]
     out = torch.empty((m, n), dtype=dtype, device=a.device)
@@ -86,7 +102,9 @@ def _launch(
 
 
 def tile(m: int, n: int) -> tuple[int, int]:
-    """Rows of a tile and warps of its program: small tiles where large ones would leave multiprocessors idle."""
+    """Rows of a tile and warps of its program: small tiles where large ones would leave
+    multiprocessors idle.
+    """
     large = triton.cdiv(m, 128) * triton.cdiv(n, _BLOCK) >= _PROGRAMS and m > 64
     return (128, 8) if large else (64, 4)
 

@@ -1,25 +1,38 @@
-"""WGrad's GEMM in E4M3 where DeepGEMM is missing, with its bits where scales are powers of two: summed in FP32, added to the gradient.
+"""WGrad's GEMM in E4M3 where DeepGEMM is missing, with its bits where scales are powers of two:
+summed in FP32, added to the gradient.
 
-    grad[n, k] += sum over token groups t of  (sum_j A[n, 128 t + j] B[k, 128 t + j]) * a[n, t] * b[k, t]
+    grad[n, k] += sum over token groups t of  (sum_j A[n, 128 t + j] B[k, 128 t + j]) * a[n, t] *
+                                              b[k, t]
 
-A = dY^T [N, Tp] and B = X^T [K, Tp] are what ``isobit.kernels.hopper.token_groups`` writes, a and b their scales.  Tensor cores hold the
-product of a group in 14 bits, so each is scaled and added up in FP32, in the order of the groups.  Unlike in the other GEMMs both operands
-have a scale a row and group: that is two operations an element, and they, not the tensor cores, are what the kernel waits for.
+A = dY^T [N, Tp] and B = X^T [K, Tp] are what ``isobit.kernels.hopper.token_groups`` writes, a and b
+their scales.  Tensor cores hold the product of a group in 14 bits, so each is scaled and added up
+in FP32, in the order of the groups.  Unlike in the other GEMMs both operands have a scale a row and
+group: that is two operations an element, and they, not the tensor cores, are what the kernel waits
+for.
 
-A program holds 256 x 128 sums in two warpgroups of 128 rows, which is all that the registers have room for; a third role, one warp, fetches
-the tiles of a token group into a ring of buffers with the copy engine: `full` says that they have come, `empty` that both warpgroups are
-done with them.  A warpgroup computes the product of 64 rows at a time, 64 registers of a thread.  The finished sum is added to ``grad``.
+A program holds 256 x 128 sums in two warpgroups of 128 rows, which is all that the registers have
+room for; a third role, one warp, fetches the tiles of a token group into a ring of buffers with the
+copy engine: `full` says that they have come, `empty` that both warpgroups are done with them.  A
+warpgroup computes the product of 64 rows at a time, 64 registers of a thread.  The finished sum is
+added to ``grad``.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
+# (Triton's types know neither launch options nor what a kernel computes
+# with)
 
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from isobit.kernels.hopper.quantise import QuantRows
@@ -46,7 +59,21 @@ def _add_product(sums, a, b, a_scale, b_scale):
 
 
 @gluon.jit
-def _consumer(a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, rows, groups, K, WHICH: gl.constexpr):
+def _consumer(
+    a_smem,
+    b_smem,
+    a_scales,
+    b_scales,
+    full,
+    empty,
+    GRAD,
+    first_row,
+    first_column,
+    rows,
+    groups,
+    K,
+    WHICH: gl.constexpr,
+):
     """One warpgroup: 2 PART rows."""
     STAGES: gl.constexpr = b_smem.shape[0]
     upper = gl.zeros([PART, BLOCK], gl.float32, SUMS)
@@ -57,8 +84,20 @@ def _consumer(a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, 
         b = b_smem.index(stage)
         a_scale = a_scales.index(stage)
         b_scale = b_scales.index(stage)
-        upper = _add_product(upper, a_smem.index(stage * 4 + 2 * WHICH), b, a_scale.slice(2 * WHICH * PART, PART), b_scale)
-        lower = _add_product(lower, a_smem.index(stage * 4 + 2 * WHICH + 1), b, a_scale.slice((2 * WHICH + 1) * PART, PART), b_scale)
+        upper = _add_product(
+            upper,
+            a_smem.index(stage * 4 + 2 * WHICH),
+            b,
+            a_scale.slice(2 * WHICH * PART, PART),
+            b_scale,
+        )
+        lower = _add_product(
+            lower,
+            a_smem.index(stage * 4 + 2 * WHICH + 1),
+            b,
+            a_scale.slice((2 * WHICH + 1) * PART, PART),
+            b_scale,
+        )
         mbarrier.arrive(empty.index(stage))
     column = first_column + gl.arange(0, BLOCK, gl.SliceLayout(0, SUMS))
     row = first_row + 2 * WHICH * PART + gl.arange(0, PART, gl.SliceLayout(1, SUMS))
@@ -71,7 +110,21 @@ def _consumer(a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, 
 
 @gluon.jit
 def _producer(
-    a_desc, b_desc, a_scale_desc, b_scale_desc, a_smem, b_smem, a_scales, b_scales, full, empty, first_row, first_column, rows, K, groups
+    a_desc,
+    b_desc,
+    a_scale_desc,
+    b_scale_desc,
+    a_smem,
+    b_smem,
+    a_scales,
+    b_scales,
+    full,
+    empty,
+    first_row,
+    first_column,
+    rows,
+    K,
+    groups,
 ):
     """The warp that fetches both operands and their scales, a token group at a time."""
     STAGES: gl.constexpr = b_smem.shape[0]
@@ -81,14 +134,35 @@ def _producer(
         bar = full.index(stage)
         mbarrier.expect(bar, (ROWS + BLOCK) * (BLOCK + 4))
         for part in gl.static_range(4):
-            tma.async_copy_global_to_shared(a_desc, [first_row + part * PART, group * BLOCK], bar, a_smem.index(stage * 4 + part))
-        tma.async_copy_global_to_shared(b_desc, [first_column, group * BLOCK], bar, b_smem.index(stage))
-        tma.async_copy_global_to_shared(a_scale_desc, [group * rows + first_row], bar, a_scales.index(stage))
-        tma.async_copy_global_to_shared(b_scale_desc, [group * K + first_column], bar, b_scales.index(stage))
+            tma.async_copy_global_to_shared(
+                a_desc,
+                [first_row + part * PART, group * BLOCK],
+                bar,
+                a_smem.index(stage * 4 + part),
+            )
+        tma.async_copy_global_to_shared(
+            b_desc, [first_column, group * BLOCK], bar, b_smem.index(stage)
+        )
+        tma.async_copy_global_to_shared(
+            a_scale_desc, [group * rows + first_row], bar, a_scales.index(stage)
+        )
+        tma.async_copy_global_to_shared(
+            b_scale_desc, [group * K + first_column], bar, b_scales.index(stage)
+        )
 
 
 @gluon.jit(do_not_specialize=["groups"])
-def _wgrad_kernel(a_desc, b_desc, a_scale_desc, b_scale_desc, GRAD, groups, N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr):
+def _wgrad_kernel(
+    a_desc,
+    b_desc,
+    a_scale_desc,
+    b_scale_desc,
+    GRAD,
+    groups,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """One program ROWS x BLOCK numbers of grad."""
     tiles: gl.constexpr = (N + ROWS - 1) // ROWS
     pid = gl.program_id(0)
@@ -108,12 +182,15 @@ def _wgrad_kernel(a_desc, b_desc, a_scale_desc, b_scale_desc, GRAD, groups, N: g
         mbarrier.init(empty.index(i), count=2)
     gl.warp_specialize(
         [
-            (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, N, groups, K, 0)),
-            (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, N, groups, K, 1)),
+            (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row,
+            first_column, N, groups, K, 0)),
+            (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row,
+            first_column, N, groups, K, 1)),
             (
                 _producer,
                 (
-                    a_desc, b_desc, a_scale_desc, b_scale_desc, a_smem, b_smem, a_scales, b_scales, full, empty,
+                    a_desc, b_desc, a_scale_desc, b_scale_desc, a_smem, b_smem, a_scales, b_scales,
+                    full, empty,
                     first_row, first_column, N, K, groups,
                 ),
             ),
@@ -124,14 +201,22 @@ def _wgrad_kernel(a_desc, b_desc, a_scale_desc, b_scale_desc, GRAD, groups, N: g
 
 
 def wgrad_e4m3(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> None:
-    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens, N and K multiples of 128: grad, FP32 [N, K], contiguous, += dY^T X."""
+    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens, N and K multiples of 128: grad, FP32
+    [N, K], contiguous, += dY^T X.
+    """
     (n, tokens), k = dy_t.values.shape, x_t.values.shape[0]
     assert grad.dtype == torch.float32
     assert grad.is_contiguous()
     assert grad.shape == (n, k)
-    a, b = (TensorDescriptor.from_tensor(x.values, [rows, BLOCK.value], SWIZZLED) for x, rows in ((dy_t, PART.value), (x_t, BLOCK.value)))
+    a, b = (
+        TensorDescriptor.from_tensor(x.values, [rows, BLOCK.value], SWIZZLED)
+        for x, rows in ((dy_t, PART.value), (x_t, BLOCK.value))
+    )
     a_scales, b_scales = (
-        TensorDescriptor.from_tensor(x.scales.t().view(-1), [rows], FLAT) for x, rows in ((dy_t, ROWS.value), (x_t, BLOCK.value))
+        TensorDescriptor.from_tensor(x.scales.t().view(-1), [rows], FLAT)
+        for x, rows in ((dy_t, ROWS.value), (x_t, BLOCK.value))
     )
     grid = (triton.cdiv(n, ROWS.value) * (k // BLOCK.value),)
-    _wgrad_kernel[grid](a, b, a_scales, b_scales, grad, tokens // BLOCK.value, n, k, STAGES, num_warps=4)
+    _wgrad_kernel[grid](
+        a, b, a_scales, b_scales, grad, tokens // BLOCK.value, n, k, STAGES, num_warps=4
+    )

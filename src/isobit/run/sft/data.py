@@ -1,4 +1,6 @@
-"""The examples of a run of supervised fine-tuning: what it learns from, and what it is measured on."""
+"""The examples of a run of supervised fine-tuning: what it learns from, and what it is measured
+on.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +9,8 @@ from isobit.config.sft import ExampleSource, SftConfig
 from isobit.data.examples import Example, build_examples
 from isobit.data.prompts import drop_evaluated
 from isobit.errors import CheckpointError
+from isobit.models.loaded import DescribedModel
 from isobit.records import Prompt
-from isobit.run.model import DescribedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +40,44 @@ class SftData:
 
     def describe(self, config: SftConfig) -> str:
         """One line: how many there are, and how often each is gone through."""
-        sets = ", ".join(f"{len(examples)} in {name}" for name, examples in self.sets.items()) or "none"
-        dropped = f" ({self.dropped} more also stand in an evaluation set: dropped)" if self.dropped else ""
+        sets = (
+            ", ".join(f"{len(examples)} in {name}" for name, examples in self.sets.items())
+            or "none"
+        )
+        dropped = (
+            f" ({self.dropped} more also stand in an evaluation set: dropped)"
+            if self.dropped
+            else ""
+        )
         passes = config.training.steps * config.training.prompts_per_step / len(self.prompts)
         return f"data: {len(self.prompts)} examples{dropped}, each seen {passes:.2g} times; held out: {sets}"
 
 
 def load_data(config: SftConfig, model: DescribedModel) -> SftData:
-    """Read and tokenise all sets.  Raises DataError for what cannot be used, CheckpointError for a tokenizer of another model."""
-    sets = {name: _examples(name, source, model, config) for name, source in config.data.eval.items()}
+    """Read and tokenise all sets.  Raises DataError for what cannot be used, CheckpointError for a
+    tokenizer of another model.
+    """
+    sets = {
+        name: _examples(name, source, model, config) for name, source in config.data.eval.items()
+    }
     train = _examples("train", config.data.train, model, config)
     held_out = [[example.prompt for example in examples] for examples in sets.values()]
     prompts, dropped = drop_evaluated([example.prompt for example in train], held_out)
     return SftData(train, prompts, dropped, sets)
 
 
-def _examples(name: str, source: ExampleSource, model: DescribedModel, config: SftConfig) -> list[Example]:
+def _examples(
+    name: str, source: ExampleSource, model: DescribedModel, config: SftConfig
+) -> list[Example]:
     shape = model.config
-    examples = build_examples(name, source, model.tokenizer, model.stop_token_ids, config.data, shape.max_positions)
+    examples = build_examples(
+        name, source, model.tokenizer, model.stop_token_ids, config.data, shape.max_positions
+    )
     largest = max(max((*example.prompt.token_ids, *example.completion_ids)) for example in examples)
     if largest >= shape.vocab_size:
         raise CheckpointError(
-            f"{model.folder}: the tokenizer gives the token {largest}, but the model knows 0 to {shape.vocab_size - 1}: the "
+            f"{model.folder}: the tokenizer gives the token {largest}, but the model knows 0 to "
+            f"{shape.vocab_size - 1}: the "
             "tokenizer belongs to another model"
         )
     return examples

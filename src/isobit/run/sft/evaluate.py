@@ -1,14 +1,16 @@
-"""What is measured on a held-out set: the loss of its completions, and with a reward how often the policy's own are right."""
+"""What is measured on a held-out set: the loss of its completions, and with a reward how often the
+policy's own are right.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from isobit.observe.eval_result import EvalResult
+from isobit.observe.metrics import Metrics
 from isobit.records import Group
 from isobit.rewards.grade import grade
-from isobit.run.eval_result import EvalResult
 from isobit.run.evaluate import Grading, OnProgress
-from isobit.run.metrics import Metrics
 from isobit.run.sft.setup import SftRun
 
 
@@ -24,17 +26,28 @@ class HeldOut:
 
     def scalars(self, name: str) -> Metrics:
         """The figures for the metrics file, under ``eval/NAME/``."""
-        return {f"eval/{name}/loss": self.loss, **(self.result.scalars(name) if self.result else {})}
+        return {
+            f"eval/{name}/loss": self.loss,
+            **(self.result.scalars(name) if self.result else {}),
+        }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
         """The record from what ``dataclasses.asdict`` and JSON made of it."""
         result = content["result"]
-        return cls(content["examples"], content["loss"], None if result is None else EvalResult.from_json(result))
+        return cls(
+            content["examples"],
+            content["loss"],
+            None if result is None else EvalResult.from_json(result),
+        )
 
 
-def measure(run: SftRun, progress: OnProgress | None = None, grading: Grading = grade) -> dict[str, tuple[HeldOut, Sequence[Group]]]:
-    """Every held-out set under the current policy, by name, with the policy's own completions where a reward grades them."""
+def measure(
+    run: SftRun, progress: OnProgress | None = None, grading: Grading = grade
+) -> dict[str, tuple[HeldOut, Sequence[Group]]]:
+    """Every held-out set under the current policy, by name, with the policy's own completions where
+    a reward grades them.
+    """
     graded = run.evaluator.run(progress, grading) if run.evaluator else {}
     figures = {}
     for name, examples in run.data.sets.items():

@@ -1,17 +1,19 @@
-"""What a run of supervised fine-tuning leaves behind as it goes, in the files and under the names of ``isobit train``."""
+"""What a run of supervised fine-tuning leaves behind as it goes, in the files and under the names
+of ``isobit train``.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from isobit.clock import Clock
 from isobit.data.examples import Example
-from isobit.run.checkpoint.start import Start
-from isobit.run.clock import Clock
-from isobit.run.console import Report, describe_result, model_line
-from isobit.run.metrics import Metrics
+from isobit.observe.console import Report, describe_result, model_line
+from isobit.observe.metrics import Metrics
+from isobit.observe.training_log import TrainingLog
 from isobit.run.sft.evaluate import HeldOut
 from isobit.run.sft.setup import SftRun
 from isobit.run.sft.summary import SftSummary, describe_summary, summarise_set
-from isobit.run.training_log import TrainingLog
+from isobit.store.checkpoint.start import Start
 from isobit.training.trainer import UpdateMetrics
 
 
@@ -72,7 +74,10 @@ class SftLog(TrainingLog[HeldOut]):
     def _say_evaluation(self, step: int, results: Mapping[str, HeldOut]) -> None:
         when = "before" if step == 0 else f"after step {step}"
         for name, held_out in results.items():
-            self._report.line(f"{when}: {name} loss {held_out.loss:.4f} nats a token on {held_out.examples} examples")
+            self._report.line(
+                f"{when}: {name} loss {held_out.loss:.4f} nats a token on {held_out.examples} "
+                "examples"
+            )
             if held_out.result is not None:
                 self._report.line(f"{when}: {describe_result(name, held_out.result)}")
 
@@ -83,7 +88,9 @@ class SftLog(TrainingLog[HeldOut]):
 def announce(run: SftRun, report: Report) -> None:
     """The first lines: the model, the data, how often it is gone through, and the flow."""
     config = run.config
-    report.line(model_line("from scratch" if config.from_scratch else config.model, run.model.policy))
+    report.line(
+        model_line("from scratch" if config.from_scratch else config.model, run.model.policy)
+    )
     report.line(run.data.describe(config))
     report.flow(run.model.policy.flow)
     for line in run.turns.plan.describe() if run.turns else ():

@@ -1,6 +1,8 @@
-"""Everything a run of supervised fine-tuning needs, made and checked before its directory exists.  Nothing is written.
+"""Everything a run of supervised fine-tuning needs, made and checked before its directory exists.
+Nothing is written.
 
-As in ``isobit.run.setup``, what can be refused without the weights is refused before they are loaded, a GPU without the memory too.
+As in ``isobit.run.setup``, what can be refused without the weights is refused before they are
+loaded, a GPU without the memory too.
 """
 
 import json
@@ -12,27 +14,27 @@ from typing import Any
 
 import torch
 
+from isobit.clock import Clock
 from isobit.config.schema import RolloutConfig, TrainingConfig
 from isobit.config.sft import ModelShape, SftConfig
 from isobit.data.examples import Example
 from isobit.data.sampler import PromptSampler
 from isobit.data.tokenizer import load_tokenizer, stop_token_ids
 from isobit.errors import ConfigError
-from isobit.models.checkpoint import load_policy
+from isobit.memory.turns import GpuTurns
 from isobit.models.config import ModelConfig
+from isobit.models.device import choose_device
+from isobit.models.folder import load_policy
+from isobit.models.loaded import DescribedModel, LoadedModel, describe_model, model_folder
 from isobit.models.policy import random_policy
+from isobit.observe.wandb_tracker import check_tracking
 from isobit.precision.formats import BLOCK
 from isobit.records import PackedBatch
 from isobit.rewards.function import load_reward
-from isobit.rollout.engine import Engine
-from isobit.run.clock import Clock
-from isobit.run.device import choose_device
+from isobit.rollout.native.engine import Engine
 from isobit.run.evaluate import Evaluator, evaluation_sampling
-from isobit.run.model import DescribedModel, LoadedModel, describe_model, model_folder
 from isobit.run.setup import check_best, check_fits, prepare_gpu
 from isobit.run.sft.data import SftData, load_data
-from isobit.run.turns import GpuTurns
-from isobit.run.wandb_tracker import check_tracking
 from isobit.training.out_of_memory import within_memory
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
 from isobit.training.trainer import Trainer, UpdateMetrics
@@ -71,7 +73,11 @@ class SftRun:
 
     def training_turn(self, clock: Clock, evaluation_is_next: bool) -> AbstractContextManager[None]:
         """As ``isobit.run.setup.Run.training_turn``; an evaluation is the engine's turn."""
-        return nullcontext() if self.turns is None else self.turns.training(clock, engine_is_next=evaluation_is_next)
+        return (
+            nullcontext()
+            if self.turns is None
+            else self.turns.training(clock, engine_is_next=evaluation_is_next)
+        )
 
     def next_examples(self) -> list[Example]:
         """Those of the next step."""
@@ -83,23 +89,38 @@ class SftRun:
         def attempt(tokens: int) -> UpdateMetrics:
             return self.trainer.update(pack_examples(examples, tokens), SupervisedObjective())
 
-        return within_memory(self.trainer, [example.tokens for example in examples], attempt, shorter="leave out the longest examples")
+        return within_memory(
+            self.trainer,
+            [example.tokens for example in examples],
+            attempt,
+            shorter="leave out the longest examples",
+        )
 
     def loss_of(self, examples: Sequence[Example]) -> float:
-        """The mean loss of examples that are not learnt from; on a GPU the engine gives its memory back for it."""
+        """The mean loss of examples that are not learnt from; on a GPU the engine gives its memory
+        back for it.
+        """
         if self.turns is not None and self.evaluator is not None:
             self.evaluator.engine.release()
-        # The budget of the update before: a resumed run knows already what the next one will change.
-        return mean_loss(self.trainer, pack_examples(examples, self.trainer.budget.at(self.trainer.updates - 1)))
+        # The budget of the update before: a resumed run knows already what the next one will
+        # change.
+        return mean_loss(
+            self.trainer, pack_examples(examples, self.trainer.budget.at(self.trainer.updates - 1))
+        )
 
 
 def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> list[PackedBatch]:
     """Examples -> micro-batches."""
-    return pack_pairs([(example.prompt.token_ids, example.completion_ids) for example in examples], tokens_per_microbatch)
+    return pack_pairs(
+        [(example.prompt.token_ids, example.completion_ids) for example in examples],
+        tokens_per_microbatch,
+    )
 
 
 def prepare_sft(config: SftConfig) -> SftRun:
-    """Load and check a run.  Raises an ``IsobitError`` that names what cannot be used; writes nothing."""
+    """Load and check a run.  Raises an ``IsobitError`` that names what cannot be used; writes
+    nothing.
+    """
     check_tracking(config.tracking)
     check_reward(config)
     check_best(config)
@@ -116,14 +137,19 @@ def prepare_sft(config: SftConfig) -> SftRun:
     model = load_start(config, start, device)
     evaluator = _build_evaluator(config, rollout, model, data)
     by_id = {example.prompt.id: example for example in data.train}
-    sampler = PromptSampler(data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle)
+    sampler = PromptSampler(
+        data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle
+    )
     trainer = Trainer(model.policy, training, training.steps, config.seed)
-    turns = None if plan is None else GpuTurns(plan, evaluator.engine if evaluator else None, trainer)
+    turns = (
+        None if plan is None else GpuTurns(plan, evaluator.engine if evaluator else None, trainer)
+    )
     return SftRun(config, model, trainer, data, by_id, sampler, evaluator, turns)
 
 
 def describe_start(config: SftConfig) -> DescribedModel:
-    """The model to start from, without its weights: a folder's, or one of a shape of the recipe's own with the folder's tokenizer.
+    """The model to start from, without its weights: a folder's, or one of a shape of the recipe's
+    own with the folder's tokenizer.
 
     Raises CheckpointError for a folder, ConfigError for a shape that cannot be used.
     """
@@ -131,7 +157,12 @@ def describe_start(config: SftConfig) -> DescribedModel:
         return describe_model(config.model)
     folder = model_folder(config.model)
     tokenizer = load_tokenizer(folder)
-    return DescribedModel(folder, decoder_of(config.from_scratch, len(tokenizer)), tokenizer, stop_token_ids(tokenizer, folder))
+    return DescribedModel(
+        folder,
+        decoder_of(config.from_scratch, len(tokenizer)),
+        tokenizer,
+        stop_token_ids(tokenizer, folder),
+    )
 
 
 def load_start(config: SftConfig, described: DescribedModel, device: torch.device) -> LoadedModel:
@@ -152,10 +183,14 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
     """The decoder of a shape, for a tokenizer of ``tokens`` tokens."""
     vocab_size = shape.vocab_size or -(-tokens // BLOCK) * BLOCK
     if vocab_size < tokens:
-        raise ConfigError(f"from_scratch.vocab_size is {vocab_size}, but the tokenizer has {tokens} tokens; raise it, or leave it out")
+        raise ConfigError(
+            f"from_scratch.vocab_size is {vocab_size}, but the tokenizer has {tokens} tokens; "
+            "raise it, or leave it out"
+        )
     if shape.head_dim is None and shape.hidden_size % shape.num_heads:
         raise ConfigError(
-            f"from_scratch.hidden_size is {shape.hidden_size}, which {shape.num_heads} heads do not divide; change one of them, or set "
+            f"from_scratch.hidden_size is {shape.hidden_size}, which {shape.num_heads} heads do "
+            "not divide; change one of them, or set "
             "from_scratch.head_dim"
         )
     return ModelConfig(
@@ -175,7 +210,9 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
 
 
 def trainer_config(config: SftConfig) -> TrainingConfig:
-    """As the trainer and the memory plan read it: a prompt has one completion, and moments stay where no engine ever generates."""
+    """As the trainer and the memory plan read it: a prompt has one completion, and moments stay
+    where no engine ever generates.
+    """
     training = TrainingConfig.model_validate(config.training.model_dump())
     offload = training.offload_moments and config.reward is not None
     return training.model_copy(update={"samples_per_prompt": 1, "offload_moments": offload})
@@ -184,17 +221,31 @@ def trainer_config(config: SftConfig) -> TrainingConfig:
 def check_reward(config: SftConfig) -> None:
     """Refuse a reward with nothing to grade.  Raises ConfigError."""
     if config.reward is not None and not config.data.eval:
-        raise ConfigError("reward is set, but data.eval names no set whose completions it could grade; add one, or leave the reward out")
+        raise ConfigError(
+            "reward is set, but data.eval names no set whose completions it could grade; add one, "
+            "or leave the reward out"
+        )
 
 
-def _build_evaluator(config: SftConfig, rollout: RolloutConfig, model: LoadedModel, data: SftData) -> Evaluator | None:
+def _build_evaluator(
+    config: SftConfig, rollout: RolloutConfig, model: LoadedModel, data: SftData
+) -> Evaluator | None:
     if config.reward is None:
         return None
     reward = load_reward(config.reward.function)
     sampling = evaluation_sampling(config.evaluation, config.rollout, model)
-    prompts = {name: [example.prompt for example in examples] for name, examples in data.sets.items()}
+    prompts = {
+        name: [example.prompt for example in examples] for name, examples in data.sets.items()
+    }
     engine = Engine(model.policy, rollout, model.tokenizer, config.seed)
-    evaluator = Evaluator(engine, prompts, sampling, config.evaluation.samples, reward, config.reward.max_failed_fraction)
+    evaluator = Evaluator(
+        engine,
+        prompts,
+        sampling,
+        config.evaluation.samples,
+        reward,
+        config.reward.max_failed_fraction,
+    )
     engine.check(evaluator.requests())
     check_fits(evaluator.requests(), model.context)
     return evaluator

@@ -1,16 +1,20 @@
-"""What a run of supervised fine-tuning achieved, in one record: the last lines on the console and ``summary.json``."""
+"""What a run of supervised fine-tuning achieved, in one record: the last lines on the console and
+``summary.json``.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from isobit.observe.summary import RunSummary
 from isobit.run.sft.evaluate import HeldOut
-from isobit.run.summary import RunSummary
 
 
 @dataclass(frozen=True, slots=True)
 class SftSetSummary:
-    """One held-out set before and after the run; losses in nats a token, accuracies as mean rewards, None without a reward."""
+    """One held-out set before and after the run; losses in nats a token, accuracies as mean
+    rewards, None without a reward.
+    """
 
     examples: int
     loss_before: float
@@ -23,7 +27,9 @@ class SftSetSummary:
 
 @dataclass(frozen=True, slots=True)
 class SftSummary(RunSummary):
-    """The figures of a finished run.  Losses and accuracies on top are those of the first held-out set, None without one."""
+    """The figures of a finished run.  Losses and accuracies on top are those of the first held-out
+    set, None without one.
+    """
 
     loss_before: float | None
     loss_after: float | None
@@ -64,7 +70,8 @@ def describe_summary(summary: SftSummary) -> list[str]:
     return [
         *lines,
         *summary.describe_memory(),
-        f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, {summary.evaluation_seconds:.1f} s for evaluation",
+        f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, "
+        f"{summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
         f"files: {summary.directory} ({', '.join(files)})",
     ]
@@ -73,5 +80,7 @@ def describe_summary(summary: SftSummary) -> list[str]:
 def directory_files(directory: Path) -> list[str]:
     """What the run left there beside the model."""
     return sorted(
-        f"{path.name}/" if path.is_dir() else path.name for path in directory.iterdir() if path.name != "model" and path.name[0] != "."
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in directory.iterdir()
+        if path.name != "model" and path.name[0] != "."
     )

@@ -1,0 +1,92 @@
+"""Writing so that it lasts: fsync, whole-file and whole-folder replacement, and a full disk as an
+error that says how full.
+
+A rename within a directory is atomic; what is renamed must be on the disk before (fsync of each
+file), and the name itself after (fsync of the directory).
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from isobit.errors import StorageError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a directory's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit_folder(partial: Path, target: Path) -> None:
+    """Make the finished folder ``partial`` appear as ``target``, which does not exist, at once and
+    for good.
+    """
+    sync(partial)
+    partial.rename(target)
+    sync(target.parent)
+
+
+def replace_folder(partial: Path, target: Path) -> None:
+    """Make the finished folder ``partial`` appear as ``target`` in place of an older one, if there
+    is one.
+    """
+    if target.exists():
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        commit_folder(partial, target)
+        shutil.rmtree(old)
+    else:
+        commit_folder(partial, target)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written where ``path`` is or will be."""
+    return shutil.disk_usage(
+        next(place for place in (path, *path.absolute().parents) if place.exists())
+    ).free
+
+
+def check_free(path: Path, needed: int, what: str) -> None:
+    """Raise StorageError, before anything is written, where ``needed`` bytes do not fit."""
+    free = free_bytes(path)
+    if needed > free:
+        raise StorageError(
+            f"{what} needs {needed:,} bytes, but {free:,} are free in {path}; free some space, or "
+            "use another disk"
+        )
+
+
+@contextmanager
+def disk_errors(path: Path, what: str, needed: int | None = None) -> Iterator[None]:
+    """Turn a failed write below ``path`` into a StorageError with what was being written, the bytes
+    needed and those free.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # of the console, not of the disk
+        raise
+    except OSError as error:
+        need = f"; needed: {needed:,} bytes" if needed is not None else ""
+        advice = f"{'free some space' if error.errno in _FULL else 'make it writable'}, then go on with --resume"
+        reason = error.strerror or str(error)
+        raise StorageError(
+            f"{what} could not be written in {path}: {reason}{need}, free: {_free_text(path)}; "
+            f"{advice}"
+        ) from error
+
+
+def _free_text(path: Path) -> str:
+    try:
+        return f"{free_bytes(path):,} bytes"
+    except OSError:
+        return "unknown"

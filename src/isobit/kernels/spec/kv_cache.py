@@ -1,0 +1,117 @@
+"""The paged KV cache in the flow's format: one arena of pages, every page 64 tokens of every layer.
+
+A page is a KV tile: tile j of a sequence is page j of its block table, so a page boundary and a
+summation boundary are one thing. Layout a layer: values [2 (K, V), page, KV head, token, dim] in
+E4M3, BF16 or FP32, and their E8M0 scale bytes [2, page, KV head, token].
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from isobit.kernels.spec.attention import TILE
+from isobit.kernels.spec.heads import Heads
+from isobit.precision.flow import PrecisionFlow
+from isobit.precision.formats import DTYPES, E4M3, Format
+
+PAGE_TOKENS = TILE
+
+
+class KvShape(Protocol):
+    """What the cache needs of a model's configuration."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        ...
+
+
+class KvCache:
+    """Pages of K and V for all layers; which page belongs to whom is the scheduler's business."""
+
+    page_tokens = PAGE_TOKENS
+
+    def __init__(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.formats: tuple[Format, ...] = _formats(shape, flow)
+        pages = (2, num_pages, shape.num_kv_heads, PAGE_TOKENS)
+        self.layers = [_empty_heads(pages, shape.head_dim, format) for format in self.formats]
+
+    @staticmethod
+    def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
+        """Bytes of one page over all layers, scales included."""
+        vectors = 2 * PAGE_TOKENS * shape.num_kv_heads
+        return sum(
+            vectors * (shape.head_dim * DTYPES[format].itemsize + 1)
+            for format in _formats(shape, flow)
+        )
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Encode k and v [T, G, D] and store them at slots int64 [T] = page * 64 + offset, all
+        different.
+        """
+        pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+        arena, heads = self.layers[layer], Heads.encode(torch.stack([k, v]), self.formats[layer])
+        for target, source in (
+            (_raw(arena.values), _raw(heads.values)),
+            (arena.bytes, heads.bytes),
+        ):
+            target.transpose(2, 3)[:, pages, offsets] = source
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
+        """K and V at slots int64 [T], as ``write`` has them: [T, G, D] each."""
+        pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+        k, v = (
+            self.layers[layer].map(lambda x, i=i: x[i].transpose(1, 2)[pages, offsets])
+            for i in range(2)
+        )
+        return k, v
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages of every layer, ``sources[i]`` to ``targets[i]``."""
+        for arena in self.layers:
+            for tensor in (_raw(arena.values), arena.bytes):
+                for source, target in zip(sources, targets, strict=True):
+                    tensor[:, target] = tensor[:, source]
+
+    def clear(self) -> None:
+        """Zeros everywhere, in place."""
+        for arena in self.layers:
+            _raw(arena.values).zero_()
+            arena.bytes.zero_()
+
+    def gather(self, layer: int, pages: torch.Tensor, width: int) -> Heads:
+        """K and V of the first ``width`` tokens of the given pages, int64 [n] -> [2, n, G, width,
+        D].
+        """
+        return self.layers[layer].map(lambda x: x.index_select(1, pages)[:, :, :, :width])
+
+
+def _formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
+    return tuple(flow.rollout.attention_format(layer) for layer in range(shape.num_layers))
+
+
+def _empty_heads(pages: tuple[int, ...], head_dim: int, format: Format) -> Heads:
+    """Zeros, so that keys beyond a sequence's end are finite: their probability is 0, and 0 * NaN
+    would not be.
+    """
+    values = torch.zeros(
+        *pages, head_dim, dtype=torch.uint8 if format == "e4m3" else DTYPES[format]
+    )
+    return Heads(values.view(DTYPES[format]), torch.zeros(pages, dtype=torch.uint8))
+
+
+def _raw(values: torch.Tensor) -> torch.Tensor:
+    """E4M3 as bytes, because torch indexes few types on every device; other formats as they are."""
+    return values.view(torch.uint8) if values.dtype == E4M3 else values

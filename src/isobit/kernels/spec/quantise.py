@@ -1,0 +1,126 @@
+"""Quantisers to E4M3: FP32 or BF16 in, bytes and scales out, the same bytes on every back end.
+
+    scale = max(amax, 2^-60) / 448, rounded up to a power of two or kept in FP32       (one amax a group)
+    value = round-to-nearest-even(clamp(x / scale, -448, 448))
+
+The power of two is found in the bits of amax: with amax = m 2^k and 448 = 1.75 2^8, the exponent is
+k - 8, plus one where m > 1.75.  Dividing by it is exact.  A group with a NaN or an infinity gets
+the scale NaN and the byte 0x7F for every value. Zeros keep their sign; subnormals of E4M3 (below
+2^-6 scale) are rounded to its grid of 2^-9; 448 scale is the largest value.
+"""
+
+import math
+
+import torch
+
+from isobit.precision.formats import (
+    AMAX_FLOOR,
+    BLOCK,
+    E4M3,
+    E4M3_MAX,
+    E4M3_NAN_BYTE,
+    E8M0_BIAS,
+    E8M0_NAN_BYTE,
+    ScaleKind,
+)
+from isobit.precision.quant_tensor import QuantTensor
+
+_ROUND_UP_ABOVE_1_75 = 0x1FFFFF  # carries into the exponent exactly when the mantissa is above 0.75
+_SCALES = torch.tensor([2.0 ** (byte - E8M0_BIAS) for byte in range(E8M0_NAN_BYTE)] + [torch.nan])
+_RECIPROCALS = torch.tensor(
+    [2.0 ** (E8M0_BIAS - byte) for byte in range(E8M0_NAN_BYTE)] + [torch.nan]
+)
+
+
+def quantise_rows(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantTensor:
+    """[M, K], K a multiple of 128 -> 1x128 groups: one scale for 128 neighbours of a row
+    (activations, output gradients).
+    """
+    rows, columns = x.shape
+    values, scale = _quantise(x.float().view(rows, columns // BLOCK, BLOCK), (2,), scales)
+    return QuantTensor(values.view(rows, columns), scale.view(rows, columns // BLOCK), "1x128")
+
+
+def quantise_blocks(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantTensor:
+    """[N, K], both multiples of 128 -> 128x128 blocks (weights)."""
+    rows, columns = x.shape
+    values, scale = _quantise(
+        x.float().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK), (1, 3), scales
+    )
+    return QuantTensor(
+        values.view(rows, columns), scale.view(rows // BLOCK, columns // BLOCK), "128x128"
+    )
+
+
+def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantTensor:
+    """[T, C] -> groups of 128 tokens of one column (WGrad's operands); the last group may be
+    short.
+    """
+    tokens, columns = x.shape
+    groups = -(-tokens // BLOCK)
+    padded = torch.nn.functional.pad(x.float(), (0, 0, 0, groups * BLOCK - tokens))
+    values, scale = _quantise(padded.view(groups, BLOCK, columns), (1,), scales)
+    return QuantTensor(
+        values.view(groups * BLOCK, columns)[:tokens], scale.view(groups, columns), "128x1"
+    )
+
+
+def quantise_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., D] -> E4M3 values [..., D] and E8M0 scale bytes [...]: one power-of-two scale a vector
+    (Q, K and V of a token and head).
+    """
+    x = x.float()
+    byte, finite = _scale_byte(x.abs().amax(-1))
+    return _to_e4m3(x * reciprocal_of_byte(byte)[..., None], byte[..., None], finite), byte.to(
+        torch.uint8
+    )
+
+
+def scale_byte(amax: torch.Tensor) -> torch.Tensor:
+    """FP32 amax >= 0 -> int32 E8M0 byte of max(amax, 2^-60) / 448 rounded up to a power of two; 255
+    where amax is not finite.
+    """
+    return _scale_byte(amax)[0]
+
+
+def scale_of_byte(byte: torch.Tensor) -> torch.Tensor:
+    """E8M0 byte, uint8 or int32 -> FP32 2^(byte - 127); 255 -> NaN."""
+    return _SCALES.index_select(0, byte.to(torch.int32).view(-1)).view(byte.shape)
+
+
+def reciprocal_of_byte(byte: torch.Tensor) -> torch.Tensor:
+    """E8M0 byte, uint8 or int32 -> FP32 2^(127 - byte); 255 -> NaN."""
+    return _RECIPROCALS.index_select(0, byte.to(torch.int32).view(-1)).view(byte.shape)
+
+
+def _quantise(
+    x: torch.Tensor, dims: tuple[int, ...], kind: ScaleKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP32 x, one group along ``dims`` -> E4M3 like x, and the groups' FP32 scales with ``dims``
+    kept as size 1.
+    """
+    amax = x.abs().amax(dims, keepdim=True)
+    byte, finite = _scale_byte(amax)
+    if kind == "power_of_two":
+        return _to_e4m3(x * reciprocal_of_byte(byte), byte, finite), scale_of_byte(byte)
+    scale = (amax.clamp(min=AMAX_FLOOR) / E4M3_MAX).masked_fill_(byte == E8M0_NAN_BYTE, torch.nan)
+    return _to_e4m3(x / scale, byte, finite), scale
+
+
+def _scale_byte(amax: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """``scale_byte``, and whether every amax is finite: one reduction in the ordinary case, since
+    the maximum keeps a NaN.
+    """
+    byte = (amax.clamp(min=AMAX_FLOOR).view(torch.int32) + _ROUND_UP_ABOVE_1_75 >> 23) - 8
+    finite = not amax.numel() or math.isfinite(float(amax.amax()))
+    return (byte if finite else byte.masked_fill_(~torch.isfinite(amax), E8M0_NAN_BYTE)), finite
+
+
+def _to_e4m3(scaled: torch.Tensor, byte: torch.Tensor, finite: bool) -> torch.Tensor:
+    """Clamp (torch 2.11 casts overflow to NaN, 2.13 saturates), cast, and mark the groups that were
+    not finite.
+    """
+    values = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    if not finite:
+        values.view(torch.uint8).masked_fill_(byte == E8M0_NAN_BYTE, E4M3_NAN_BYTE)
+    return values

@@ -1,0 +1,115 @@
+"""How many pages the KV cache gets: what the configuration says, or what its memory holds and its
+sequences can need.
+
+On a CPU the memory is 2 GiB unless the configuration names another figure.  On a GPU it is what is
+free when the engine starts, less what a forward and the loss of a packed batch take beside the
+cache; the weights are there already.  A run that trains on the GPU sets ``kv_pages`` from its plan
+instead (``isobit.memory.device``): what is free at its start is not what is free between its steps.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from isobit.config.schema import RolloutConfig
+from isobit.errors import ConfigError
+from isobit.kernels.hopper.pages import PAGE_TOKENS, page_bytes
+from isobit.kernels.spec.kv_cache import KvCache
+from isobit.models.config import ModelConfig
+from isobit.models.policy import Policy
+from isobit.precision.flow import PrecisionFlow
+from isobit.rollout.native.pages import pages_for
+
+_GIB = 1 << 30
+_CPU_GIB = 2.0
+_CPU_TOKENS, _GPU_TOKENS = 2048, 16384
+GPU_RESERVE = 4 * _GIB
+"""Captured graphs, kernels, a chunk of the trainer's logits, gaps between blocks of the
+allocator.
+"""
+
+
+def batched_tokens(config: RolloutConfig, on_gpu: bool) -> int:
+    """Tokens of one forward: ``max_batched_tokens``, or what keeps the device busy."""
+    return config.max_batched_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)
+
+
+def choose_num_pages(policy: Policy, config: RolloutConfig) -> int:
+    """The pages of a policy's cache on its device: ``kv_pages`` if it is set.  Raises ConfigError
+    if the memory does not hold one page.
+    """
+    if config.kv_pages is not None:
+        return config.kv_pages
+    if policy.device.type == "cpu":
+        return num_pages_for(policy.config, policy.flow, config)
+    memory = (
+        _free_on_gpu(policy, config)
+        if config.kv_memory_gib is None
+        else int(config.kv_memory_gib * _GIB)
+    )
+    return num_pages_within(
+        policy.config, config, PAGE_TOKENS, page_bytes(policy.config, policy.flow), memory
+    )
+
+
+def num_pages_for(shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig) -> int:
+    """The pages of a cache on a CPU.  Raises ConfigError as ``choose_num_pages`` does."""
+    if config.kv_pages is not None:
+        return config.kv_pages
+    memory = int((config.kv_memory_gib or _CPU_GIB) * _GIB)
+    return num_pages_within(
+        shape, config, KvCache.page_tokens, KvCache.page_bytes(shape, flow), memory
+    )
+
+
+def num_pages_within(
+    shape: ModelConfig, config: RolloutConfig, page_tokens: int, page_bytes: int, memory: int
+) -> int:
+    """What ``max_sequences`` of the longest sequences need, as far as ``memory`` goes.  Raises
+    ConfigError where that is no page.
+    """
+    affordable = memory // page_bytes
+    if affordable <= 0:
+        raise ConfigError(
+            f"rollout.kv_memory_gib = {max(memory, 0) / _GIB:.3g} holds no page of the KV cache: a "
+            f"page of {page_tokens} tokens "
+            f"takes {page_bytes / _GIB:.3g} GiB in this model"
+        )
+    return min(affordable, config.max_sequences * pages_for(shape.max_positions, page_tokens))
+
+
+def _free_on_gpu(policy: Policy, config: RolloutConfig) -> int:
+    """Bytes, after what a forward over all its tokens and the logits of ``max_sequences`` take."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(policy.device)
+    return free - forward_bytes(policy.config, config) - GPU_RESERVE
+
+
+@contextmanager
+def out_of_memory_named() -> Iterator[None]:
+    """Turn the GPU's out-of-memory into a ConfigError that names the keys which lower what an
+    engine takes.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU's memory does not hold the rollout ({str(error).splitlines()[0]}): lower "
+            "rollout.kv_memory_gib, "
+            "rollout.max_batched_tokens or rollout.max_sequences, or end what else runs on the GPU"
+        ) from error
+
+
+def forward_bytes(shape: ModelConfig, config: RolloutConfig) -> int:
+    """What the largest forward of the engine takes on a GPU, beside weights and cache.
+
+    A token: the residual stream twice, a norm and an output of a linear in BF16, the MLP's gate and
+    up in BF16 and their product quantised, Q, K and V before and after.  Then the keys of a prompt
+    chunk laid end to end, and logits with what sampling keeps of them.
+    """
+    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    token = 8 * shape.hidden_size + 6 * shape.intermediate_size + 12 * qkv
+    tokens = batched_tokens(config, on_gpu=True)
+    keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)
+    return token * tokens + keys + 3 * 4 * shape.vocab_size * config.max_sequences

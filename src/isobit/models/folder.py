@@ -1,0 +1,205 @@
+"""Hugging Face folders in and out: ``config.json``, safetensors (one file or an index of shards),
+tokenizer files.
+
+Reading is strict, because silence here is the worst fault of the field: every tensor that the
+decoder needs must be there, with its shape and finite values, and every tensor that is there must
+be one that the decoder reads.  Nothing is unpickled. Writing gives BF16 safetensors under the
+checkpoint's own names, which transformers and every engine load.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from isobit.config.schema import PrecisionConfig
+from isobit.errors import CheckpointError
+from isobit.models.config import ModelConfig
+from isobit.models.policy import Policy, master_shapes
+from isobit.models.tensor_file import write_tensors
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model's configuration; raises CheckpointError for a folder or a file that cannot be
+    used.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not a folder; expected a Hugging Face model folder with config.json and "
+            "safetensors"
+        )
+    return ModelConfig.from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
+
+
+def load_policy(
+    folder: Path,
+    precision: PrecisionConfig,
+    device: torch.device | str = "cpu",
+    trainable: bool = True,
+) -> Policy:
+    """Read a Hugging Face folder into FP32 masters on a device and publish them in the given flow.
+
+    Raises CheckpointError for a missing, damaged, misshaped, superfluous or non-finite tensor, by
+    name and file.
+    """
+    config = read_config(folder)
+    expected = checkpoint_shapes(config)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(folder):
+        for name, tensor in _read_tensors(file):
+            if name == "lm_head.weight" and config.tied_embeddings:
+                continue  # some exporters write the tied matrix twice
+            if name not in expected:
+                raise CheckpointError(
+                    f"{file}: holds {name}, which a {config.family} decoder does not read"
+                )
+            if tuple(tensor.shape) != expected[name]:
+                raise CheckpointError(
+                    f"{file}: {name} has the shape {tuple(tensor.shape)}, but config.json asks for "
+                    f"{expected[name]}"
+                )
+            if not bool(torch.isfinite(tensor).all()):
+                raise CheckpointError(f"{file}: {name} holds a NaN or an infinity")
+            tensors[name] = tensor.float()
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}"
+        )
+    return Policy(config, precision, fuse_tensors(config, tensors), device, trainable)
+
+
+def fuse_tensors(
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors under the checkpoint's names -> under the masters' names, with q, k, v and gate, up
+    put together.
+    """
+    return {
+        name: torch.cat([tensors[part] for part in parts])
+        for name, parts in _checkpoint_names(config).items()
+    }
+
+
+def save_policy(policy: Policy, folder: Path, tokenizer_from: Path | None = None) -> None:
+    """Write the BF16 rounding of the masters as a Hugging Face folder, with the tokenizer files of
+    another folder if given.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    linears = policy.config.shape.linears
+    masters: dict[str, torch.Tensor] = {}
+    for name, parts in _checkpoint_names(policy.config).items():
+        master = policy.masters[name].detach()
+        site = name.split(".")[-2]
+        sizes = list(linears[site].parts.values()) if site in linears else [master.shape[0]]
+        masters |= zip(parts, master.split(sizes), strict=True)
+    layout = {
+        part: torch.empty(master.shape, dtype=torch.bfloat16, device="meta")
+        for part, master in masters.items()
+    }
+    write_tensors(
+        folder / WEIGHTS_FILE, layout, lambda part: masters[part].bfloat16(), {"format": "pt"}
+    )
+    (folder / "config.json").write_text(
+        json.dumps(policy.config.to_hf(), indent=2) + "\n", encoding="utf-8"
+    )
+    if tokenizer_from is not None:
+        for file in _TOKENIZER_FILES:
+            if (tokenizer_from / file).is_file():
+                shutil.copyfile(tokenizer_from / file, folder / file)
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of the Hugging Face checkpoint and their shapes."""
+    linears = config.shape.linears
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in master_shapes(config).items():
+        site = name.split(".")[-2]
+        rows = list(linears[site].parts.values()) if site in linears else [shape[0]]
+        for part, size in zip(_checkpoint_names(config)[name], rows, strict=True):
+            shapes[part] = (size, *shape[1:])
+    return shapes
+
+
+def _checkpoint_names(config: ModelConfig) -> dict[str, list[str]]:
+    """For each master, the checkpoint's tensors that it fuses, in order."""
+    linears = config.shape.linears
+    places = {
+        "qkv_proj": "self_attn",
+        "o_proj": "self_attn",
+        "gate_up_proj": "mlp",
+        "down_proj": "mlp",
+    }
+    renamed = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    renamed |= {name: f"self_attn.{name}" for name in ("q_norm", "k_norm")}
+    names: dict[str, list[str]] = {}
+    for master in master_shapes(config):
+        path, site, kind = ("." + master).rsplit(".", 2)
+        path = f"model{path}"
+        if site in linears:
+            names[master] = [f"{path}.{places[site]}.{part}.{kind}" for part in linears[site].parts]
+        elif site == "lm_head":
+            names[master] = [master]
+        else:
+            names[master] = [f"{path}.{renamed.get(site, site)}.{kind}"]
+    return names
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder; raises CheckpointError where there are none, or where one
+    that the index names is missing.
+    """
+    if (folder / INDEX_FILE).is_file():
+        shards = _read_json(folder / INDEX_FILE).get("weight_map", {})
+        files = sorted({folder / shard for shard in shards.values()})
+        absent = [file for file in files if not file.is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE} names {absent[0].name}, which is not there"
+            )
+        return files
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise CheckpointError(
+            f"{folder}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there; pickled weights (.bin, "
+            ".pt) are not read"
+        )
+    return [folder / WEIGHTS_FILE]
+
+
+def _read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                yield name, tensors.get_tensor(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, expected an object")
+    return content

@@ -1,0 +1,124 @@
+"""A model as every command needs it: the policy from its folder, the tokenizer, and the tokens that
+end a completion.
+
+``describe_model`` reads everything but the weights: enough to plan a run for which there may not be
+the memory.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from isobit.config.schema import Device, PrecisionConfig, RolloutConfig
+from isobit.data.tokenizer import load_tokenizer, stop_token_ids
+from isobit.files import replace_folder, sync
+from isobit.models.config import ModelConfig
+from isobit.models.device import choose_device
+from isobit.models.folder import load_policy, read_config, save_policy
+from isobit.models.policy import Policy
+from isobit.records import SamplingParams
+from isobit.starter import starter_folder
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A Hugging Face folder in memory."""
+
+    folder: Path
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence can hold."""
+        return self.policy.config.max_positions
+
+    def sampling(self, rollout: RolloutConfig) -> SamplingParams:
+        """How ``rollout`` draws tokens from this model."""
+        return _sampling(rollout, self.stop_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """A Hugging Face folder without its weights."""
+
+    folder: Path
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+    def sampling(self, rollout: RolloutConfig) -> SamplingParams:
+        """How ``rollout`` draws tokens from this model."""
+        return _sampling(rollout, self.stop_token_ids)
+
+
+def write_model(model: LoadedModel, target: Path) -> None:
+    """The policy with its tokenizer as the Hugging Face folder ``target``; an older one there is
+    replaced as a whole.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    save_policy(model.policy, partial, tokenizer_from=model.folder)
+    for file in partial.iterdir():
+        sync(file)
+    replace_folder(partial, target)
+
+
+def model_folder(name: str | Path) -> Path:
+    """A path as it stands; ``starter`` is the folder of the shipped model."""
+    return starter_folder() if str(name) == "starter" else Path(name)
+
+
+def load_model(
+    name: str | Path,
+    precision: PrecisionConfig,
+    device: torch.device | str = "cpu",
+    trainable: bool = True,
+) -> LoadedModel:
+    """Read a model folder, or ``starter``, and publish its weights in the given flow, on a device.
+
+    Raises CheckpointError for a folder that cannot be used, ConfigError for precision options that
+    the model does not have.
+    """
+    folder = model_folder(name)
+    policy = load_policy(folder, precision, device, trainable)
+    tokenizer = load_tokenizer(folder)
+    return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
+
+
+def load_sampling_model(
+    name: str | Path, precision: PrecisionConfig, wanted: Device
+) -> LoadedModel:
+    """``load_model`` for what samples and does not train: without masters, on the device that is
+    wanted.
+
+    Raises ConfigError as ``isobit.models.device.choose_device`` does, too.
+    """
+    folder = model_folder(name)
+    device = choose_device(wanted, read_config(folder), precision)
+    return load_model(folder, precision, device, trainable=False)
+
+
+def describe_model(name: str | Path) -> DescribedModel:
+    """Read the configuration and the tokenizer of a model folder, or ``starter``.  Raises
+    CheckpointError for one that cannot be used.
+    """
+    folder = model_folder(name)
+    config, tokenizer = read_config(folder), load_tokenizer(folder)
+    return DescribedModel(folder, config, tokenizer, stop_token_ids(tokenizer, folder))
+
+
+def _sampling(rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop_token_ids=stop_token_ids,
+        stop_strings=rollout.stop_strings,
+    )

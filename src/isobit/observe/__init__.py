@@ -1,0 +1,1 @@
+"""What a run shows: figures, lines on the console, trackers, the report."""

@@ -1,0 +1,105 @@
+"""The figures of one evaluation set, from its graded groups.
+
+Accuracy is the mean reward over problems.  Greedy decoding takes one sample a problem; above
+temperature 0 a problem's score is the mean of its n samples (mean@n), and a sample counts as right
+for pass@k where its reward is at least 1.
+
+A sample whose reward failed is left out and counted; a problem all of whose samples failed is left
+out of every figure.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Self
+
+from isobit.observe.estimators import Interval, mean_interval, pass_at_k
+from isobit.observe.metrics import Metrics, length_metrics
+from isobit.records import Group
+
+RIGHT = 1.0
+"""The reward from which a sample counts as right."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """What an evaluation of one set found."""
+
+    accuracy: float
+    """Mean over problems of the mean reward of their samples."""
+    interval: Interval | None
+    """95%, over problems; None where one problem alone has a fractional score."""
+    problems: int
+    """With at least one graded sample."""
+    samples: int
+    """A problem."""
+    failed: int
+    """Samples whose reward raised or was no finite number."""
+    pass_at: Mapping[int, float]
+    """pass@k for k = 1, 2, 4, .. up to the samples a problem; empty for one sample."""
+    response_length: float
+    """Mean, tokens."""
+    truncated: float
+    """Share of the samples that the length limit ended."""
+
+    def scalars(self, name: str) -> Metrics:
+        """The figures for the metrics file, under ``eval/NAME/``."""
+        low, high = self.interval or (math.nan, math.nan)
+        figures = {
+            "accuracy": self.accuracy,
+            "low": low,
+            "high": high,
+            "problems": self.problems,
+            "failed": self.failed,
+        }
+        figures |= {"response_length": self.response_length, "truncated": self.truncated}
+        figures |= {f"pass@{k}": value for k, value in self.pass_at.items()}
+        return {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """The record from what ``dataclasses.asdict`` and JSON made of it: lists, and keys that are
+        text.
+        """
+        interval = content["interval"]
+        pass_at = {int(k): value for k, value in content["pass_at"].items()}
+        return cls(
+            **{
+                **content,
+                "interval": tuple(interval) if interval is not None else None,
+                "pass_at": pass_at,
+            }
+        )
+
+
+def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
+    """The figures of graded groups of ``samples`` completions each; at least one of them has a
+    reward.
+    """
+    graded = [[reward for reward in group.rewards if reward is not None] for group in groups]
+    scores = [fmean(rewards) for rewards in graded if rewards]
+    lengths = length_metrics(groups)
+    return EvalResult(
+        accuracy=fmean(scores),
+        interval=mean_interval(scores),
+        problems=len(scores),
+        samples=samples,
+        failed=sum(reward is None for group in groups for reward in group.rewards),
+        pass_at=_pass_at(graded, samples),
+        response_length=lengths["response_length/mean"],
+        truncated=lengths["response_length/truncated"],
+    )
+
+
+def _pass_at(graded: Sequence[Sequence[float]], samples: int) -> dict[int, float]:
+    """pass@k for powers of two, each over the problems that have k graded samples."""
+    figures: dict[int, float] = {}
+    for k in (1 << power for power in range(samples.bit_length())) if samples > 1 else ():
+        enough = [rewards for rewards in graded if len(rewards) >= k]
+        if enough:
+            figures[k] = fmean(
+                pass_at_k(len(rewards), sum(reward >= RIGHT for reward in rewards), k)
+                for rewards in enough
+            )
+    return figures

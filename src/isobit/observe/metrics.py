@@ -1,0 +1,170 @@
+"""The figures of a step, by the names the field uses, and where they are written:
+``metrics.jsonl``, TensorBoard and a tracker.
+
+Each figure is defined in ``docs/metrics.md``.
+
+A line of ``metrics.jsonl`` is one object with ``step`` and the figures of that step or of the
+evaluation after it; a figure that is not finite is null.  Every line is flushed when written.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from isobit.records import Group
+from isobit.rewards.grade import GradeStats
+from isobit.rollout.progress import EngineStats
+from isobit.training.step import StepMetrics
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+Metrics = dict[str, float]
+
+
+class Tracker(Protocol):
+    """A service that a run also sends its figures to."""
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """The figures of one step, or of the evaluation after it."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Nothing more comes; ``failed`` says whether the run ended early."""
+        ...
+
+
+_TRAINING_NAMES = {
+    "loss": "loss",
+    "learning_rate": "learning_rate",
+    "grad_norm": "grad_norm",
+    "entropy": "entropy",
+    "weight_bytes_changed": "weight_bytes_changed",
+    "ratio_mean": "ratio/mean",
+    "ratio_max": "ratio/max",
+    "clip_fraction_low": "clip_fraction/low",
+    "clip_fraction_high": "clip_fraction/high",
+}
+
+
+def step_metrics(
+    groups: Sequence[Group],
+    grades: GradeStats,
+    engine: EngineStats,
+    trained: StepMetrics,
+    seconds: Mapping[str, float],
+    epochs: int,
+) -> Metrics:
+    """All figures of one step; ``seconds`` holds those of rollout, grading and training."""
+    scalars = trained.scalars()
+    tokens = trained_tokens(groups) * epochs
+    return {
+        **reward_metrics(groups),
+        "reward/failed": grades.failed,
+        "reward/level_groups": trained.level_groups,
+        **length_metrics(groups),
+        **{name: scalars[key] for key, name in _TRAINING_NAMES.items() if key in scalars},
+        "updates/taken": len(trained.updates) - trained.skipped_updates,
+        "updates/skipped": trained.skipped_updates,
+        "log_prob_diff/mean": trained.comparison.mean_abs_diff,
+        "log_prob_diff/max": trained.comparison.max_abs_diff,
+        "log_prob_diff/tokens_compared": trained.comparison.tokens_compared,
+        "log_prob_diff/tokens_differing": trained.comparison.tokens_differing,
+        "rollout/preemptions": engine.preemptions,
+        "rollout/shared_pages": engine.shared_pages,
+        "rollout/chunks": engine.chunks,
+        **{f"time/{name}_s": value for name, value in seconds.items()},
+        "tokens_per_s/rollout": engine.generated_tokens / seconds["rollout"],
+        "tokens_per_s/training": tokens / seconds["training"],
+    }
+
+
+def reward_metrics(groups: Sequence[Group]) -> Metrics:
+    """Mean and standard deviation of the rewards that did not fail; nothing where all did."""
+    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+    return {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}
+
+
+def length_metrics(groups: Sequence[Group]) -> Metrics:
+    """Lengths of the completions in tokens, and the share that the length limit ended."""
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    return {
+        "response_length/mean": fmean(lengths),
+        "response_length/max": max(lengths),
+        "response_length/truncated": fmean(
+            completion.finish_reason == "length" for completion in completions
+        ),
+    }
+
+
+def trained_tokens(groups: Sequence[Group]) -> int:
+    """Tokens of prompts and responses of the samples with a reward."""
+    return sum(
+        len(group.prompt.token_ids) + len(completion.token_ids)
+        for group in groups
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+        if reward is not None
+    )
+
+
+class MetricsWriter:
+    """Appends figures to ``metrics.jsonl`` and a TensorBoard folder, and sends them to a tracker if
+    there is one; a context manager.
+
+    Without the package tensorboard, which ``say`` is told, there are no events.
+    """
+
+    def __init__(
+        self,
+        jsonl: Path,
+        tensorboard: Path,
+        tracker: Tracker | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._tracker = tracker
+        self._lines = jsonl.open("a", encoding="utf-8")
+        self._events = _open_events(tensorboard, say)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._lines.close()
+        if self._events is not None:
+            self._events.close()
+        if self._tracker is not None:
+            self._tracker.close(failed=error is not None)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """One line and one event a figure, flushed."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._lines.flush()
+        if self._events is not None:
+            for name, value in metrics.items():
+                self._events.add_scalar(name, value, step)
+            self._events.flush()
+        if self._tracker is not None:
+            self._tracker.write(step, metrics)
+
+
+def _open_events(folder: Path, say: Callable[[str], None]) -> "SummaryWriter | None":
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        say(
+            "note: the package tensorboard is not installed: no events are written; metrics.jsonl "
+            "has every figure"
+        )
+        return None
+    return SummaryWriter(str(folder))

@@ -1,0 +1,279 @@
+"""A chart as geometry: paths in the units of an SVG of 360 x 182, the ticks of both axes, and the
+table with the same numbers.
+
+The markup stands in the template.  The axes are x = steps and y = the panel's unit; a step without
+a value leaves a gap.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from isobit.observe.report.axis import axis_range, number_text, round_ticks, tick_text
+from isobit.observe.report.series import Bucket, Curve, Figures, Point, buckets_of, points_of
+
+LEFT, RIGHT, TOP, BOTTOM = 46, 348, 10, 160
+"""The edges of the plot inside the SVG."""
+
+_FEW_POINTS = 40
+"""Up to that many points are marked by dots, and their intervals by whiskers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What a chart shows.  ``stacked`` puts the curves on top of each other as bars."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    note: str = ""
+    percent: bool = False
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A place on an axis and its text."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One curve as SVG paths; an empty path is not drawn."""
+
+    label: str
+    line: str = ""
+    band: str = ""
+    whiskers: str = ""
+    bars: str = ""
+    dots: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Everything that the template draws."""
+
+    panel: Panel
+    marks: tuple[Mark, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    hits: tuple[tuple[str, str], ...]
+    """The area of each point as a path, and the text to show over it."""
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    latest: str
+    description: str
+    """The chart in a sentence."""
+    points_note: str
+    """What a point of several steps shows; empty where each has its own."""
+    constant: str
+    """The one value of every step and curve, said instead of drawn; empty where there are
+    several.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Maps steps and values to places."""
+
+    steps: tuple[float, float]
+    values: tuple[float, float]
+    constant: float | None
+    """The one value that there is."""
+
+    def value_ticks(self) -> list[float]:
+        """Only its value on the axis of a figure that never changes: any other tick would be made
+        up.
+        """
+        return round_ticks(*self.values, most=5) if self.constant is None else [self.constant]
+
+    def x(self, step: float) -> float:
+        low, high = self.steps
+        return round(LEFT + (step - low) / (high - low) * (RIGHT - LEFT), 1)
+
+    def y(self, value: float) -> float:
+        low, high = self.values
+        return round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)
+
+
+def draw(panel: Panel, figures: Figures) -> Chart | None:
+    """The chart of a panel; None where the run has none of its figures."""
+    buckets = buckets_of(figures, [curve.metric for curve in panel.curves])
+    curves = [(curve, points_of(figures, curve, buckets)) for curve in panel.curves]
+    curves = [
+        (curve, points)
+        for curve, points in curves
+        if any(point.value is not None for point in points)
+    ]
+    if not curves:
+        return None
+    frame = _frame(panel, buckets, [points for _, points in curves])
+    columns, rows = _table(panel, buckets, curves)
+    return Chart(
+        panel=panel,
+        marks=_bars(frame, buckets, curves)
+        if panel.stacked
+        else tuple(_mark(frame, buckets, *curve) for curve in curves),
+        x_ticks=tuple(
+            Tick(frame.x(step), tick_text(step))
+            for step in round_ticks(*frame.steps, most=6, whole=True)
+        ),
+        y_ticks=tuple(
+            Tick(frame.y(value), tick_text(value, panel.percent)) for value in frame.value_ticks()
+        ),
+        hits=tuple(
+            (strip, _words(columns, row))
+            for strip, row in zip(_strips(frame, buckets), rows, strict=True)
+        ),
+        columns=columns,
+        rows=rows,
+        latest=_latest(panel, figures, curves[0][0].metric),
+        description=f"{panel.title}, {panel.unit}, over {len(buckets)} points; last: {_words(columns, rows[-1])}",
+        points_note=_points_note(panel, len(buckets[0].steps)),
+        constant=""
+        if frame.constant is None or len(buckets) == 1
+        else number_text(frame.constant, panel.percent),
+    )
+
+
+def _frame(panel: Panel, buckets: Sequence[Bucket], curves: Sequence[Sequence[Point]]) -> _Frame:
+    first, last = buckets[0].steps[0], buckets[-1].steps[-1]
+    if panel.stacked:
+        values = [
+            0.0,
+            *(sum(point.value or 0.0 for point in points) for points in zip(*curves, strict=True)),
+        ]
+    else:
+        seen = (
+            number
+            for points in curves
+            for point in points
+            for number in (point.value, point.low, point.high)
+        )
+        values = [number for number in seen if number is not None]
+    room = max(0.5, 0.01 * (last - first)) if panel.stacked or first == last else 0.0
+    return _Frame(
+        (first - room, last + room),
+        axis_range(min(values), max(values)),
+        values[0] if len(set(values)) == 1 else None,
+    )
+
+
+def _mark(frame: _Frame, buckets: Sequence[Bucket], curve: Curve, points: Sequence[Point]) -> Mark:
+    few = len(points) <= _FEW_POINTS
+    runs = _runs(buckets, points)
+    spans = [[(x, point) for x, point in run if point.low is not None] for run in runs]
+    whiskers = few and curve.between is not None
+    return Mark(
+        label=curve.label,
+        line="".join(
+            _polyline([(frame.x(x), frame.y(point.value or 0.0)) for x, point in run])
+            for run in runs
+            if len(run) > 1
+        ),
+        band="" if whiskers else "".join(_band(frame, span) for span in spans if len(span) > 1),
+        whiskers="".join(
+            f"M{frame.x(x)} {frame.y(p.low or 0.0)}V{frame.y(p.high or 0.0)}"
+            for s in spans
+            for x, p in s
+        )
+        if whiskers
+        else "",
+        dots=tuple((frame.x(x), frame.y(p.value or 0.0)) for run in runs for x, p in run)
+        if few or len(runs) > 1
+        else (),
+    )
+
+
+def _runs(buckets: Sequence[Bucket], points: Sequence[Point]) -> list[list[tuple[float, Point]]]:
+    """Points without a gap between them, with their steps."""
+    runs: list[list[tuple[float, Point]]] = [[]]
+    for bucket, point in zip(buckets, points, strict=True):
+        if point.value is None:
+            runs.append([])
+        else:
+            runs[-1].append((bucket.middle, point))
+    return [run for run in runs if run]
+
+
+def _polyline(places: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x} {y}" for x, y in places)
+
+
+def _band(frame: _Frame, span: Sequence[tuple[float, Point]]) -> str:
+    above = [(frame.x(x), frame.y(point.high or 0.0)) for x, point in span]
+    below = [(frame.x(x), frame.y(point.low or 0.0)) for x, point in reversed(span)]
+    return _polyline([*above, *below]) + "Z"
+
+
+def _bars(
+    frame: _Frame, buckets: Sequence[Bucket], curves: Sequence[tuple[Curve, Sequence[Point]]]
+) -> tuple[Mark, ...]:
+    width = min(22.0, (0.8 if len(buckets) <= _FEW_POINTS else 1.0) * (RIGHT - LEFT) / len(buckets))
+    tops = [0.0] * len(buckets)
+    marks = []
+    for curve, points in curves:
+        path = ""
+        for index, (bucket, point) in enumerate(zip(buckets, points, strict=True)):
+            base, tops[index] = tops[index], tops[index] + (point.value or 0.0)
+            if tops[index] > base:
+                path += f"M{frame.x(bucket.middle) - width / 2:.1f} {frame.y(base)}V{frame.y(tops[index])}h{width:.1f}V{frame.y(base)}Z"
+        marks.append(Mark(curve.label, bars=path))
+    return tuple(marks)
+
+
+def _strips(frame: _Frame, buckets: Sequence[Bucket]) -> list[str]:
+    """For each point, the strip of the plot that is nearest to it."""
+    borders = [
+        float(LEFT),
+        *((frame.x(a.middle) + frame.x(b.middle)) / 2 for a, b in pairwise(buckets)),
+        float(RIGHT),
+    ]
+    return [f"M{left:.1f} {TOP}V{BOTTOM}H{right:.1f}V{TOP}Z" for left, right in pairwise(borders)]
+
+
+def _table(
+    panel: Panel, buckets: Sequence[Bucket], curves: Sequence[tuple[Curve, Sequence[Point]]]
+) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """The numbers of the chart: a row a point, a column a curve and two more where it has a
+    range.
+    """
+    columns, cells = ["step"], [[bucket.text for bucket in buckets]]
+    for curve, points in curves:
+        columns.append(curve.label)
+        cells.append([number_text(point.value, panel.percent) for point in points])
+        if any(point.low is not None for point in points):
+            columns += ["low", "high"]
+            cells += [
+                [number_text(number, panel.percent) for number in side]
+                for side in zip(*((p.low, p.high) for p in points), strict=True)
+            ]
+    return tuple(columns), tuple(zip(*cells, strict=True))
+
+
+def _points_note(panel: Panel, steps: int) -> str:
+    if steps == 1:
+        return ""
+    highest = [curve.label for curve in panel.curves if curve.take == "max"]
+    shown = (
+        "highest"
+        if len(highest) == len(panel.curves)
+        else f"mean ({highest[0]}: highest)"
+        if highest
+        else "mean"
+    )
+    measured = panel.stacked or any(curve.spread or curve.between for curve in panel.curves)
+    return f"A point is the {shown} of {steps} steps" + (
+        "." if measured else "; band: their lowest to highest."
+    )
+
+
+def _words(columns: Sequence[str], row: Sequence[str]) -> str:
+    return ", ".join(f"{name} {text}" for name, text in zip(columns, row, strict=True))
+
+
+def _latest(panel: Panel, figures: Figures, metric: str) -> str:
+    values = [value for row in figures.values() if (value := row.get(metric)) is not None]
+    return number_text(values[-1], panel.percent)

@@ -1,0 +1,220 @@
+"""The page: everything that the template needs, put through it, and written as a whole.
+
+Text from prompts, completions, configurations and file names is escaped by the template engine,
+never by hand; characters that are invisible or could change the direction of the text are replaced
+by visible ones before that.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+import isobit
+from isobit.errors import ConfigError
+from isobit.observe.report.axis import duration_text, number_text
+from isobit.observe.report.flow_view import view_flow
+from isobit.observe.report.panels import build_sections, evaluation_sets
+from isobit.observe.report.samples import SHADES, choose_samples
+from isobit.observe.report.source import RunRecord, read_run
+
+MARKER = "<!doctype html>\n<!-- isobit report -->"
+"""The first lines of every page: a file that does not begin with them is never overwritten."""
+
+_MOST_CHARACTERS = 400
+"""Of a value of the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A figure on top of the page."""
+
+    label: str
+    value: str
+    detail: str
+
+
+def write_report(root: Path, out: Path | None = None) -> Path:
+    """Write the page of a run, by default into its directory as ``report.html``; -> where it is.
+
+    Raises ConfigError for a directory that is no run's, or where the page cannot be written.
+    """
+    path = out or root / "report.html"
+    page = render(read_run(root))
+    try:
+        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(
+            MARKER
+        ):
+            raise ConfigError(
+                f"{str(path)!r} is there already and no report; name another file (--out FILE)"
+            )
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{str(path)!r} cannot be written ({error.strerror}); name another file (--out FILE)"
+        ) from error
+    return path
+
+
+def render(record: RunRecord) -> str:
+    """The page as text."""
+    template = files("isobit.observe.report").joinpath("report.html").read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_finalize,
+    )
+    page = environment.from_string(template).render(
+        record=record,
+        name=record.root.resolve().name,
+        state=_state(record),
+        started=str(record.setting("started") or "").replace("T", " ").replace("+00:00", " UTC"),
+        tiles=_tiles(record),
+        sections=build_sections(record),
+        flow=view_flow(record),
+        sources=choose_samples(record.completions),
+        shades=SHADES,
+        settings=list(_flatten(record.setting("config") or {})),
+        environment=list(
+            _flatten(
+                {
+                    key: record.setting(key)
+                    for key in ("started", "device", "versions", "model", "data")
+                }
+            )
+        ),
+        version=isobit.__version__,
+    )
+    return f"{MARKER}\n{page}\n"
+
+
+def visible(text: str) -> str:
+    """``text`` with pictures in the place of control characters, and code points in the place of
+    other invisible ones.
+    """
+    return "".join(
+        character if character in "\t\n" or character.isprintable() else _picture(ord(character))
+        for character in text
+    )
+
+
+def _picture(code: int) -> str:
+    return (
+        chr(0x2400 + code)
+        if code < 0x20
+        else "\N{SYMBOL FOR DELETE}"
+        if code == 0x7F
+        else f"[U+{code:04X}]"
+    )
+
+
+def _finalize(value: Any) -> Any:
+    """What the template puts out for a value; markup that it made itself passes as it is."""
+    return visible(value) if type(value) is str else value
+
+
+def _state(record: RunRecord) -> str:
+    steps = record.setting("config", "training", "steps")
+    done = max(
+        (
+            step
+            for step, row in record.figures.items()
+            if any(not name.startswith(("eval/", "time/")) for name in row)
+        ),
+        default=0,
+    )
+    of = f"{done} of {steps} steps" if isinstance(steps, int) else f"{done} steps"
+    return (
+        f"finished, {of}"
+        if record.finished
+        else f"not finished (still running, or stopped): {of} so far"
+    )
+
+
+def _tiles(record: RunRecord) -> list[Tile]:
+    tiles = [_accuracy_tile(record, name) for name in evaluation_sets(record.names)[:3]]
+    compared, differing = (
+        _total(record, "log_prob_diff/tokens_compared"),
+        _total(record, "log_prob_diff/tokens_differing"),
+    )
+    if compared:
+        value = "0" if not differing else f"{100 * differing / compared:.3g}%"
+        tiles.append(
+            Tile(
+                "log-probabilities that differ",
+                value,
+                f"{differing:,.0f} of {compared:,.0f} in rollout and training",
+            )
+        )
+    rewards = [
+        value for row in record.figures.values() if (value := row.get("reward/mean")) is not None
+    ]
+    if rewards:
+        tiles.append(
+            Tile(
+                "training reward",
+                number_text(rewards[-1]),
+                f"mean of the last step; {number_text(rewards[0])} in the first",
+            )
+        )
+    phases = {
+        name: _total(record, f"time/{name}_s")
+        for name in ("rollout", "training", "grading", "evaluation")
+    }
+    if sum(phases.values()):
+        detail = ", ".join(
+            f"{name} {duration_text(seconds)}"
+            for name, seconds in phases.items()
+            if seconds >= 0.05
+        )
+        tiles.append(Tile("time", duration_text(sum(phases.values())), detail))
+    return tiles
+
+
+def _accuracy_tile(record: RunRecord, name: str) -> Tile:
+    rows = [row for row in record.figures.values() if row.get(f"eval/{name}/accuracy") is not None]
+    if not rows:
+        return Tile(f"{name} accuracy", number_text(None), "no evaluation has a figure")
+    first, last = rows[0], rows[-1]
+    accuracy = [row[f"eval/{name}/accuracy"] or 0.0 for row in (first, last)]
+    percent = all(0.0 <= value <= 1.0 for value in accuracy)
+    low, high = (last.get(f"eval/{name}/{side}") for side in ("low", "high"))
+    interval = (
+        f"95% interval {number_text(low, percent)} to {number_text(high, percent)}, "
+        if low is not None and high is not None
+        else ""
+    )
+    before = "" if len(rows) == 1 else f"from {number_text(accuracy[0], percent)}; "
+    return Tile(
+        f"{name} accuracy",
+        number_text(accuracy[1], percent),
+        f"{before}{interval}{number_text(last.get(f'eval/{name}/problems'))} problems",
+    )
+
+
+def _total(record: RunRecord, metric: str) -> float:
+    return sum(row.get(metric) or 0.0 for row in record.figures.values())
+
+
+def _flatten(entry: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted names and values as JSON, one a leaf."""
+    for key, value in entry.items():
+        path = f"{above}{key}"
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{path}.")
+        elif value is not None or above:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield (
+                path,
+                text
+                if len(text) <= _MOST_CHARACTERS
+                else f"{text[:_MOST_CHARACTERS]} [{len(text) - _MOST_CHARACTERS} more characters]",
+            )

@@ -1,0 +1,182 @@
+"""Which charts the page has, in which order.  Each figure is defined in ``docs/metrics.md``.
+
+A figure that no panel names is not left out: it gets a chart of its own among the others.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isobit.observe.report.chart import Chart, Panel, draw
+from isobit.observe.report.series import Curve
+from isobit.observe.report.source import RunRecord
+
+MOST_OTHERS = 24
+"""Charts of figures that no panel names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Charts under a heading; ``note`` says what was left out."""
+
+    title: str
+    charts: tuple[Chart, ...]
+    note: str = ""
+    folded: bool = False
+    """Whether it is shown on demand only."""
+
+
+_RESULTS = (
+    Panel(
+        "Reward",
+        "mean",
+        (Curve("reward/mean", "mean", spread="reward/std"),),
+        "band: one standard deviation over the completions",
+    ),
+    Panel(
+        "Response length",
+        "tokens",
+        (
+            Curve("response_length/mean", "mean"),
+            Curve("response_length/max", "longest", take="max"),
+        ),
+    ),
+)
+
+_LEARNING = (
+    Panel(
+        "Entropy",
+        "nats",
+        (Curve("entropy", "mean"),),
+        "of the sampling distribution, over response tokens",
+    ),
+    Panel("Loss", "mean of the updates", (Curve("loss", "loss"),)),
+    Panel("Gradient norm", "before clipping", (Curve("grad_norm", "mean"),)),
+    Panel("Learning rate", "mean of the updates", (Curve("learning_rate", "learning rate"),)),
+    Panel(
+        "Clip fraction",
+        "of response tokens",
+        (Curve("clip_fraction/low", "lower clip"), Curve("clip_fraction/high", "upper clip")),
+        percent=True,
+    ),
+    Panel(
+        "Ratio",
+        "new over old probability",
+        (Curve("ratio/mean", "mean"), Curve("ratio/max", "largest", take="max")),
+    ),
+)
+
+_EXACTNESS = (
+    Panel(
+        "Differing tokens",
+        "tokens a step",
+        (Curve("log_prob_diff/tokens_differing", "differing", take="max"),),
+        "log-probabilities whose bits differ in rollout and training",
+    ),
+    Panel(
+        "Mean difference",
+        "nats",
+        (Curve("log_prob_diff/mean", "mean"),),
+        "of log-probabilities, absolute, over the tokens compared",
+    ),
+    Panel(
+        "Largest difference",
+        "nats",
+        (Curve("log_prob_diff/max", "largest", take="max"),),
+        "of log-probabilities, absolute",
+    ),
+)
+
+_SPEED = (
+    Panel(
+        "Time a step",
+        "seconds",
+        (
+            Curve("time/rollout_s", "rollout", take="per step"),
+            Curve("time/training_s", "training", take="per step"),
+            Curve("time/grading_s", "grading", take="per step"),
+            Curve("time/evaluation_s", "evaluation", take="per step"),
+        ),
+        stacked=True,
+    ),
+    Panel(
+        "Throughput",
+        "tokens a second",
+        (Curve("tokens_per_s/rollout", "rollout"), Curve("tokens_per_s/training", "training")),
+    ),
+)
+
+_SECTIONS = {"Rollout against training": _EXACTNESS, "Learning": _LEARNING, "Speed": _SPEED}
+
+
+def evaluation_sets(names: Sequence[str], figure: str = "accuracy") -> list[str]:
+    """The evaluation sets that have ``figure`` among the names of figures."""
+    pattern = re.compile(rf"eval/(?P<name>.+)/{figure}", re.DOTALL)
+    return [found["name"] for name in names if (found := pattern.fullmatch(name))]
+
+
+def build_sections(record: RunRecord) -> list[Section]:
+    """The sections that have anything to show."""
+    evaluation = [_evaluation_panel(record, name) for name in evaluation_sets(record.names)]
+    losses = [
+        Panel(f"{name} loss", "nats a token", (Curve(f"eval/{name}/loss", "loss"),))
+        for name in evaluation_sets(record.names, "loss")
+    ]
+    panels = {"Results": (*evaluation, *losses, *_RESULTS), **_SECTIONS}
+    sections = [Section(title, _draw(record, chosen)) for title, chosen in panels.items()]
+    return [section for section in [*sections, _others(record, panels)] if section.charts]
+
+
+def _draw(record: RunRecord, panels: Sequence[Panel]) -> tuple[Chart, ...]:
+    return tuple(chart for panel in panels if (chart := draw(panel, record.figures)) is not None)
+
+
+def _evaluation_panel(record: RunRecord, name: str) -> Panel:
+    prefix = f"eval/{name}"
+    pass_at = [
+        figure
+        for figure in record.names
+        if figure.startswith(f"{prefix}/pass@") and not figure.endswith("@1")
+    ]
+    accuracy = Curve(f"{prefix}/accuracy", "accuracy", between=(f"{prefix}/low", f"{prefix}/high"))
+    others = [Curve(figure, figure.rpartition("/")[2]) for figure in pass_at[-2:]]
+    values = [
+        value for row in record.figures.values() if (value := row.get(accuracy.metric)) is not None
+    ]
+    percent = all(0.0 <= value <= 1.0 for value in values)
+    return Panel(
+        f"{name}",
+        "accuracy" if percent else "mean reward",
+        (accuracy, *others),
+        "bars: 95% interval over problems",
+        percent,
+    )
+
+
+def _others(record: RunRecord, panels: dict[str, Sequence[Panel]]) -> Section:
+    """A chart for every figure that has none yet."""
+    shown = {
+        name
+        for chosen in panels.values()
+        for panel in chosen
+        for curve in panel.curves
+        for name in _figures_of(curve)
+    }
+    names = [name for name in record.names if name not in shown]
+    charts = _draw(
+        record,
+        [Panel(name, "", (Curve(name, name.rpartition("/")[2]),)) for name in names[:MOST_OTHERS]],
+    )
+    left_out = len(names) - MOST_OTHERS
+    return Section(
+        "Other figures",
+        charts,
+        f"{left_out} more figures are in metrics.jsonl only" if left_out > 0 else "",
+        folded=True,
+    )
+
+
+def _figures_of(curve: Curve) -> list[str]:
+    return [
+        name for name in (curve.metric, curve.spread, *(curve.between or ())) if name is not None
+    ]

@@ -1,0 +1,150 @@
+"""Sample completions: which of the logged ones the page shows, and their tokens shaded by
+log-probability.
+
+Problems of an evaluation set come back with every evaluation, so that the first and the last answer
+to one problem stand together; of training, steps spread over the run are taken.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.observe.report.axis import MINUS, number_text
+
+MOST_PROMPTS = 8
+"""Prompts shown of each source."""
+MOST_TOKENS = 6000
+"""Tokens shown on the page; what does not fit is cut and counted."""
+MOST_CHARACTERS = 4000
+"""Of a prompt, or of a completion that was logged without its tokens."""
+_TOKEN_CHARACTERS = 80
+
+SHADES = (-0.1, -0.5, -1.0, -2.0, -4.0)
+"""Log-probabilities, in nats, below which a token gets the next darker shade."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token's text, its log-probability in words, and its shade: 0 for a sure one, up to
+    ``len(SHADES)``.
+    """
+
+    text: str
+    log_prob: str
+    shade: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion."""
+
+    step: int
+    reward: str
+    finish: str
+    length: str
+    text: str
+    """Shown where there are no tokens."""
+    tokens: tuple[Token, ...]
+    left_out: int
+    """Tokens at the end that are not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A prompt and its completions, by step."""
+
+    prompt_id: str
+    prompt: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Problems of the training data or of one evaluation set."""
+
+    name: str
+    problems: tuple[Problem, ...]
+    shown: int
+    logged: int
+
+
+def choose_samples(lines: Sequence[Mapping[str, Any]]) -> list[Source]:
+    """The completions for the page from those of ``completions.jsonl``."""
+    by_source: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        if isinstance(line.get("step"), int):
+            by_source.setdefault(str(line.get("source", "")), []).append(line)
+    budget = MOST_TOKENS // max(1, len(by_source))
+    return [_source(name, logged, budget) for name, logged in by_source.items()]
+
+
+def _source(name: str, logged: Sequence[Mapping[str, Any]], budget: int) -> Source:
+    is_training = name == "train"
+    chosen = _spread(logged, MOST_PROMPTS) if is_training else _first_and_last(logged)
+    share = budget // max(1, len(chosen))
+    problems: dict[str, list[Mapping[str, Any]]] = {}
+    for line in chosen:
+        problems.setdefault(str(line.get("prompt_id", "")), []).append(line)
+    views = tuple(
+        Problem(
+            prompt_id,
+            _cut(str(lines[0].get("prompt", ""))),
+            tuple(_answer(line, share) for line in lines),
+        )
+        for prompt_id, lines in problems.items()
+    )
+    return Source("training" if is_training else name, views, len(chosen), len(logged))
+
+
+def _spread(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """Evenly spread over the lines, the first and the last included."""
+    if len(lines) <= most:
+        return list(lines)
+    return [lines[round(index * (len(lines) - 1) / (most - 1))] for index in range(most)]
+
+
+def _first_and_last(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The first and the last completion of the first problems."""
+    by_prompt: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        by_prompt.setdefault(str(line.get("prompt_id", "")), []).append(line)
+    return [
+        line
+        for found in list(by_prompt.values())[:MOST_PROMPTS]
+        for line in (found if len(found) < 2 else (found[0], found[-1]))
+    ]
+
+
+def _answer(line: Mapping[str, Any], most_tokens: int) -> Answer:
+    texts, log_probs = line.get("token_texts"), line.get("log_probs")
+    pairs = (
+        zip(texts, log_probs, strict=False)
+        if isinstance(texts, list) and isinstance(log_probs, list)
+        else ()
+    )
+    tokens = tuple(_tokens(pairs, most_tokens))
+    reward, length = line.get("reward"), line.get("tokens")
+    return Answer(
+        step=line["step"],
+        reward=number_text(reward) if isinstance(reward, int | float) else "failed",
+        finish="cut by the length limit" if line.get("finish_reason") == "length" else "",
+        length=f"{length} tokens" if isinstance(length, int) else "",
+        text=_cut(str(line.get("completion", ""))),
+        tokens=tokens,
+        left_out=max(0, length - len(tokens)) if tokens and isinstance(length, int) else 0,
+    )
+
+
+def _tokens(pairs: Iterable[tuple[Any, Any]], most: int) -> Iterable[Token]:
+    for index, (text, log_prob) in enumerate(pairs):
+        if index == most:
+            return
+        is_number = isinstance(log_prob, int | float)
+        shade = sum(log_prob < limit for limit in SHADES) if is_number else 0
+        words = f"{log_prob:.4f} nats".replace("-", MINUS) if is_number else "not finite"
+        yield Token(str(text)[:_TOKEN_CHARACTERS].replace("\n", "\u21b5\n"), words, shade)
+
+
+def _cut(text: str) -> str:
+    more = len(text) - MOST_CHARACTERS
+    return text if more <= 0 else f"{text[:MOST_CHARACTERS]} [{more} more characters]"

@@ -1,0 +1,217 @@
+"""What every training leaves behind as it goes: figures, sample completions, changes of the
+micro-batch budget, and its boundaries.
+
+A boundary is a moment between two steps, with all that a checkpoint holds beside the tensors.  The
+log takes one after every step and every evaluation: its own totals and the sizes of its files are
+part of it.
+"""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from isobit.clock import Clock
+from isobit.observe.console import Report
+from isobit.observe.metrics import Metrics, MetricsWriter
+from isobit.observe.wandb_tracker import open_tracker
+from isobit.records import Group
+from isobit.run.training_run import TrainingRun
+from isobit.store.budget_record import write_change
+from isobit.store.checkpoint.start import Start
+from isobit.store.checkpoint.state import Boundary, take_boundary
+from isobit.store.directory import RunDirectory
+from isobit.store.journal import positions
+from isobit.training.budget import BudgetChange
+
+SAMPLES_KEPT = 4
+"""Completions of a step, and of each set of an evaluation, written to ``completions.jsonl``."""
+TOKENS_KEPT = 512
+"""Tokens of a completion whose text and log-probability are written with it: the file of a run with
+long answers stays small.
+"""
+
+
+class Figures(Protocol):
+    """What was measured on one set: a dataclass of what JSON can hold."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def scalars(self, name: str) -> Metrics:
+        """For the metrics file, under ``eval/NAME/``."""
+        ...
+
+
+Result = TypeVar("Result", bound=Figures)
+
+
+class TrainingLog(ABC, Generic[Result]):
+    """Opens the run's directory and files, where a resumed run left them at ``start``; a context
+    manager.
+    """
+
+    phases: ClassVar[tuple[str, ...]]
+    """Parts of a step whose seconds are counted."""
+    counts: ClassVar[tuple[str, ...]]
+    """Totals of the summary."""
+
+    def __init__(self, run: TrainingRun, start: Start, report: Report, clock: Clock) -> None:
+        self._training, self._report, self._clock = run, report, clock
+        start.open(run)
+        self.directory: RunDirectory = start.directory
+        self._files = ExitStack()
+        tracker = open_tracker(
+            run.config.tracking, self.directory.root, run.config.model_dump(mode="json")
+        )
+        self._metrics = self._files.enter_context(
+            MetricsWriter(self.directory.metrics, self.directory.tensorboard, tracker, report.line)
+        )
+        self._completions = self._files.enter_context(
+            self.directory.completions.open("a", encoding="utf-8")
+        )
+        self._evaluations: dict[int, dict[str, Result]] = {}
+        self._totals = dict.fromkeys(self.counts, 0)
+        self._seconds = dict.fromkeys((*self.phases, "evaluation", "offload"), 0.0)
+        if start.log is not None:
+            self._restore(start.log)
+        self.boundary: Boundary = self._take_boundary(start.step)
+        """The last moment between two steps: what a checkpoint holds."""
+        run.trainer.budget.on_change = self._budget_changed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._files.__exit__(kind, error, traceback)
+
+    def evaluation(
+        self, step: int, evaluation: Mapping[str, tuple[Result, Sequence[Group]]]
+    ) -> None:
+        """The figures of one evaluation, 0 standing for the one before the first step."""
+        seconds = self._take_seconds().get("evaluation", 0.0)
+        results = {name: result for name, (result, _) in evaluation.items()}
+        if results:
+            scalars = {
+                key: value
+                for name, result in results.items()
+                for key, value in result.scalars(name).items()
+            }
+            self._metrics.write(step, {**scalars, "time/evaluation_s": seconds})
+        for name, (_, groups) in evaluation.items():
+            self._write_completions(step, name, groups)
+        self._evaluations[step] = results
+        self._say_evaluation(step, results)
+        self.boundary = self._take_boundary(step)
+
+    def evaluation_figures(self) -> dict[int, Metrics]:
+        """The figures of every evaluation so far that are finite, by step."""
+        return {
+            step: {
+                key: value
+                for name, result in results.items()
+                for key, value in result.scalars(name).items()
+                if math.isfinite(value)
+            }
+            for step, results in self._evaluations.items()
+        }
+
+    @abstractmethod
+    def _say_evaluation(self, step: int, results: Mapping[str, Result]) -> None:
+        """Lines on the console."""
+
+    @abstractmethod
+    def _result(self, content: Mapping[str, Any]) -> Result:
+        """The figures of a set from what ``dataclasses.asdict`` and JSON made of them."""
+
+    def _state(self) -> dict[str, Any]:
+        """What the log itself has to know to go on, ready for JSON."""
+        return {
+            "evaluations": {
+                str(done): {name: asdict(result) for name, result in made.items()}
+                for done, made in self._evaluations.items()
+            },
+            "totals": dict(self._totals),
+            "seconds": dict(self._seconds),
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with what ``_state`` was."""
+        for step, made in state["evaluations"].items():
+            self._evaluations[int(step)] = {
+                name: self._result(result) for name, result in made.items()
+            }
+        self._totals, self._seconds = (
+            {**self._totals, **state["totals"]},
+            {**self._seconds, **state["seconds"]},
+        )
+
+    def _take_boundary(self, step: int) -> Boundary:
+        return take_boundary(
+            step,
+            self._training,
+            self._state(),
+            positions(self.directory),
+            self.evaluation_figures().get(step, {}),
+        )
+
+    def _budget_changed(self, change: BudgetChange) -> None:
+        step = self.boundary.step + 1
+        write_change(self.directory.budget, step, change)
+        if change.new < change.old:  # else the run ends, with an error that says why
+            self._report.line(describe_change(step, change))
+
+    def _take_seconds(self) -> dict[str, float]:
+        seconds = self._clock.take()
+        for name, value in seconds.items():
+            self._seconds[name] += value
+        return seconds
+
+    def _write_completions(self, step: int, source: str, groups: Sequence[Group]) -> None:
+        for group in groups[:SAMPLES_KEPT]:
+            line = completion_line(step, source, group, self._training.model.tokenizer)
+            self._completions.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._completions.flush()
+
+
+def describe_change(step: int, change: BudgetChange) -> str:
+    """What an out-of-memory changed, for the console."""
+    return (
+        f"step {step}: out of memory with {change.old:,} tokens a micro-batch; the update is done "
+        f"again with {change.new:,}, "
+        "as is every later one"
+    )
+
+
+def completion_line(
+    step: int, source: str, group: Group, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """The first completion of a group, with the text and the log-probability (nats, the FP32
+    number) of its first tokens.
+    """
+    completion = group.completions[0]
+    shown = slice(TOKENS_KEPT)
+    return {
+        "step": step,
+        "source": source,
+        "prompt_id": group.prompt.id,
+        "prompt": group.prompt.text,
+        "completion": completion.text,
+        "reward": group.rewards[0],
+        "finish_reason": completion.finish_reason,
+        "tokens": len(completion.token_ids),
+        "token_texts": [tokenizer.decode([token_id]) for token_id in completion.token_ids[shown]],
+        "log_probs": [
+            float(f"{log_prob:.9g}") for log_prob in completion.log_probs[shown]
+        ],  # nine digits hold every FP32 number
+    }

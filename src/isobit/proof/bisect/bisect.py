@@ -1,0 +1,257 @@
+"""``isobit verify --bisect``: the first layer and operation at which rollout and training part.
+
+A scenario of ``isobit verify`` is generated and trained on once more, with every operation of both
+forwards observed: a checksum for each token at each site.  The first site in the order of the
+forward pass whose rows are not all equal is where they part; everything before it is equal,
+everything behind it may differ because of it.  A third pass takes the values of that site alone, to
+say by how much.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from isobit.config.schema import Device, PrecisionConfig, TrainingConfig
+from isobit.models.policy import Policy
+from isobit.proof.bisect.checksums import token_keys
+from isobit.proof.bisect.difference import Checksums, Extremes, SiteDifference, first_difference
+from isobit.proof.bisect.observer import Keep, ObservedRunner, TokenObserver, observe_packing
+from isobit.proof.scenarios import Scenario, Workload, engine_scenarios, packings
+from isobit.proof.verify import (
+    ScenarioResult,
+    VerifyOptions,
+    VerifyResult,
+    generate_samples,
+    policy_to_verify,
+    random_workload,
+    verify_policy,
+)
+from isobit.rollout.native.engine import Engine
+from isobit.training.packing import TrainingSample, pack
+from isobit.training.trainer import Trainer
+
+TOKENS_MEASURED = 256
+"""Tokens whose values are compared; those at more would fill the memory where a row holds
+logits.
+"""
+
+_KINDS = {
+    "embed_tokens": "embedding",
+    "input": "quantiser",
+    "q": "quantiser",
+    "rope.q": "RoPE",
+    "rope.k": "RoPE",
+    "kv_cache.k": "KV write",
+    "kv_cache.v": "KV write",
+    "attention": "attention",
+    "activation": "activation",
+    "attention_residual": "residual",
+    "mlp_residual": "residual",
+    "lm_head": "head",
+    "log_prob": "log-probability",
+}
+"""The kind of an operation, by the last part or parts of its site."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A token of a sequence."""
+
+    prompt_id: str
+    sample: int
+    position: int
+    """From 0, at the start of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where the sides part."""
+
+    difference: SiteDifference
+    first_token: Place
+    max_abs_diff: float | None
+    """Over the first tokens that differ; None if their values are equal (a sign of zero, a NaN) or
+    did not differ again.
+    """
+
+    @property
+    def kind(self) -> str:
+        """What kind of operation it is."""
+        return operation_kind(self.difference.site)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the keys, which mean nothing elsewhere."""
+        found, first = self.difference, self.first_token
+        return {
+            "site": found.site,
+            "operation": self.kind,
+            "sites_before": found.sites_before,
+            "formats": dict(found.formats),
+            "tokens_compared": found.tokens_compared,
+            "tokens_differing": found.differing.numel(),
+            "max_abs_diff": self.max_abs_diff,
+            "first_token": {
+                "prompt_id": first.prompt_id,
+                "sample": first.sample,
+                "position": first.position,
+            },
+            "tokens_not_repeated": dict(found.unstable),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """One scenario, observed: what was compared, and where the sides part in it, if they do."""
+
+    scenario: str
+    sites: int
+    rows: int
+    """Checksums compared, of both sides."""
+    parting: Parting | None
+
+
+@dataclass(frozen=True, slots=True)
+class BisectResult:
+    """The counts of ``isobit verify``, and the scenarios that were observed until the sides
+    parted.
+    """
+
+    verified: VerifyResult
+    traced: tuple[Traced, ...]
+
+    @property
+    def parting(self) -> Parting | None:
+        """Where the sides part."""
+        return self.traced[-1].parting
+
+    @property
+    def exit_code(self) -> int:
+        """That of ``isobit verify``, and 1 where an intermediate result differs that no
+        log-probability shows.
+        """
+        return 1 if self.parting is not None else self.verified.exit_code
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of ``isobit verify --json``, with ``bisect`` beside its counts."""
+        last = self.traced[-1]
+        bisected = {
+            "scenarios": [traced.scenario for traced in self.traced],
+            "sites": last.sites,
+            "checksums": sum(traced.rows for traced in self.traced),
+            "first_difference": None if last.parting is None else last.parting.as_json(),
+        }
+        return {**self.verified.as_json(), "bisect": bisected}
+
+
+def bisect(
+    folder: Path,
+    precision: PrecisionConfig,
+    options: VerifyOptions | None = None,
+    on_scenario: Callable[[ScenarioResult], None] | None = None,
+    on_trace: Callable[[str], None] | None = None,
+    device: Device = "cpu",
+) -> BisectResult:
+    """Verify a Hugging Face folder, or ``starter``, then observe the first scenario that differs;
+    where none does, all of them.
+
+    ``on_trace`` is called with the name of each scenario about to be observed.  Raises as
+    ``isobit.proof.verify.verify`` does.
+    """
+    return bisect_policy(
+        policy_to_verify(folder, precision, device),
+        options or VerifyOptions(),
+        on_scenario,
+        on_trace,
+    )
+
+
+def bisect_policy(
+    policy: Policy,
+    options: VerifyOptions,
+    on_scenario: Callable[[ScenarioResult], None] | None = None,
+    on_trace: Callable[[str], None] | None = None,
+) -> BisectResult:
+    """``bisect`` for the published weights of a policy."""
+    verified = verify_policy(policy, options, on_scenario)
+    differing = [result.name for result in verified.scenarios if result.comparison.tokens_differing]
+    names = differing[:1] or [result.name for result in verified.scenarios]
+    workload = random_workload(policy, options)
+    trainer = Trainer(policy, TrainingConfig(), total_updates=1)
+    traced: list[Traced] = []
+    for scenario in engine_scenarios(workload):
+        if scenario.name not in names:
+            continue
+        if on_trace is not None:
+            on_trace(scenario.name)
+        traced.append(trace_scenario(scenario, workload, trainer, options.seed))
+        if traced[-1].parting is not None:
+            break
+    return BisectResult(verified, tuple(traced))
+
+
+def operation_kind(site: str) -> str:
+    """``layers.2.rope.q`` -> ``RoPE``."""
+    parts = site.split(".")
+    for name in (".".join(parts[-2:]), parts[-1]):
+        if name in _KINDS:
+            return _KINDS[name]
+    return "norm" if site.endswith("norm") else "GEMM"
+
+
+def trace_scenario(scenario: Scenario, workload: Workload, trainer: Trainer, seed: int) -> Traced:
+    """Observe one scenario on both sides, in every packing."""
+    rollout, training = Checksums(), Checksums()
+    samples = _observe(scenario, workload, trainer, seed, rollout, training)
+    rows = sum(
+        checksums.numel()
+        for side in (rollout, training)
+        for site in side.sites.values()
+        for checksums in site.checksums
+    )
+    found = first_difference(rollout, training)
+    parting = None
+    if found is not None:
+        extremes = Extremes(found.site, found.differing[:TOKENS_MEASURED])
+        _observe(scenario, workload, trainer, seed, extremes, extremes)
+        parting = Parting(found, _first_place(found, samples, workload), extremes.max_abs_diff)
+    return Traced(scenario.name, len(training.sites), rows, parting)
+
+
+def _observe(
+    scenario: Scenario,
+    workload: Workload,
+    trainer: Trainer,
+    seed: int,
+    rollout: Keep,
+    training: Keep,
+) -> list[TrainingSample]:
+    """Both sides of a scenario, in every packing; -> its samples, in the order of prompts and their
+    completions.
+    """
+    make_runner = partial(ObservedRunner, observer=TokenObserver(rollout))
+    engine = Engine(
+        trainer.policy, scenario.rollout, tokenizer=None, seed=seed, make_runner=make_runner
+    )
+    samples = generate_samples(engine, workload.requests(scenario))
+    for _, batches in packings(samples, seed):
+        observe_packing(trainer, batches, rollout, training)
+    return samples
+
+
+def _first_place(found: SiteDifference, samples: list[TrainingSample], workload: Workload) -> Place:
+    differing = set(found.differing.tolist())
+    for index, sample in enumerate(samples):
+        (batch,) = pack([sample], sample.length)
+        keys = token_keys(
+            batch.token_ids,
+            batch.positions,
+            batch.token_ids.new_tensor([sample.length]),
+            batch.token_ids.new_zeros(1),
+        )
+        for position, key in enumerate(keys.tolist()):
+            if key in differing:
+                prompt, number = divmod(index, workload.samples)
+                return Place(workload.prompts[prompt].id, number, position)
+    raise AssertionError("a token that differs is a token of a sample")

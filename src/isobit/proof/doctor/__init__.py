@@ -1,0 +1,3 @@
+"""``isobit doctor``: whether this machine computes what it must, found out by computing it, and
+what it is missing otherwise.
+"""

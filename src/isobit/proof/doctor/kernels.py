@@ -1,0 +1,81 @@
+"""The exactness of every kernel back end on this machine; today there is one, the CPU
+specification.
+
+Two things are asked of each operation, at one thread and at all.  Its rows must not depend on their
+place: computed alone, in another batch or in another order they have the same bits, and the bits of
+one thread are those of many.  And they must be right.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from isobit.precision.formats import Format
+from isobit.proof.doctor import operations
+from isobit.proof.doctor.attention import check_attention
+from isobit.proof.doctor.bits import require_equal
+from isobit.proof.doctor.finding import Check, Fault
+
+_FIX = "rollout and training would part here: reinstall torch in a supported version, and report this line with `isobit doctor --json`"
+
+Outcome = Callable[[], torch.Tensor]
+"""Checks one operation, raising Fault, and returns a result whose bits must not depend on the
+number of threads.
+"""
+
+
+def kernel_checks(threads: Sequence[int]) -> list[Check]:
+    """A check an operation of the CPU specification, run at each of the given numbers of
+    threads.
+    """
+    formats: tuple[Format, ...] = ("e4m3", "bf16")
+    outcomes: dict[str, Outcome] = {
+        "cpu: exp, log and rsqrt": operations.check_elementwise,
+        "cpu: GEMM in E4M3": operations.check_gemm_e4m3,
+        "cpu: GEMM in BF16": operations.check_gemm_snapped,
+        **{
+            f"cpu: linear in {format.upper()}": lambda format=format: operations.check_linear(
+                format
+            )
+            for format in formats
+        },
+        "cpu: RMSNorm": operations.check_rms_norm,
+        "cpu: rotary positions": operations.check_rope,
+        "cpu: SwiGLU": operations.check_swiglu,
+        **{
+            f"cpu: attention in {format.upper()}": lambda format=format: check_attention(format)
+            for format in formats
+        },
+        "cpu: log-softmax": operations.check_log_softmax,
+        "cpu: sampling": operations.check_sampling,
+    }
+    return [
+        Check(name, lambda outcome=outcome: _at_each(threads, outcome), _FIX)
+        for name, outcome in outcomes.items()
+    ]
+
+
+def _at_each(threads: Sequence[int], outcome: Outcome) -> str:
+    """Run at each number of threads and compare the results' bits."""
+    results = []
+    for number in threads:
+        with using_threads(number):
+            try:
+                results.append(outcome())
+            except Fault as fault:
+                raise Fault(f"{fault.detail}, at {number} threads", fault.fix) from None
+    for number, result in zip(threads[1:], results[1:], strict=True):
+        require_equal(f"{number} threads and {threads[0]}", result, results[0])
+    return f"right, and the same bits in every batch, at {' and '.join(map(str, threads))} threads"
+
+
+@contextmanager
+def using_threads(number: int) -> Iterator[None]:
+    """Give torch that many threads for the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,185 @@
+"""The operations of the CPU specification, one function each: checked for batches and values, on
+random numbers over a wide range.
+
+A row is asked for alone, in odd pieces and in reverse order.  What is exact is compared with
+integer arithmetic, the rest with FP64 to within a few roundings, so that both sides being wrong in
+one way is seen too.  Each returns a result whose bits must not depend on the number of threads.
+"""
+
+import math
+
+import torch
+
+from isobit.kernels.spec import gemm, linear, log_prob, noise, rms_norm, rope, sampling, swiglu
+from isobit.kernels.spec.grid import snap_rows
+from isobit.kernels.spec.quantise import quantise_blocks, quantise_rows
+from isobit.kernels.spec.rope import RopeTable
+from isobit.precision.flow import Site
+from isobit.precision.formats import BLOCK, Format
+from isobit.proof.doctor.bits import RowFunction, require_close, require_equal, rows_alone
+from isobit.proof.doctor.finding import Fault
+from isobit.proof.doctor.specification import e4m3_value, splitmix64
+
+_ROWS = 70
+_INTEGER = 1 << 9  # every E4M3 number is a multiple of 2^-9
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    """FP32 over a wide range: a normal number times e to the power of another (exp2 would depend on
+    the number of threads).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+
+
+def check_elementwise() -> torch.Tensor:
+    """exp, log and rsqrt of torch: a number's bits wherever it stands in its tensor."""
+    x = torch.linspace(-30.0, 3.0, 1003)
+    functions: dict[str, tuple[RowFunction, torch.Tensor]] = {
+        "exp": (torch.exp, x),
+        "log": (torch.log, x.double().exp().float()),
+        "rsqrt": (torch.rsqrt, x.double().exp().float()),
+        "log in FP64": (torch.log, x.double().exp()),
+    }
+    results = []
+    for name, (function, numbers) in functions.items():
+        whole = function(numbers)
+        for first in range(1, 18):
+            require_equal(
+                f"{name} from place {first} and from 0",
+                function(numbers[first:].clone()),
+                whole[first:],
+            )
+        alone = torch.cat([function(numbers[i : i + 1].clone()) for i in range(0, 1003, 17)])
+        require_equal(f"{name} of a number alone and among others", alone, whole[::17])
+        results.append(whole.double())
+    require_close(
+        "exp",
+        results[0],
+        torch.tensor([math.exp(value) for value in x.tolist()], dtype=torch.float64),
+        1e-6,
+    )
+    return torch.cat(results)
+
+
+def check_gemm_e4m3() -> torch.Tensor:
+    """The exact GEMM over E4M3, against 64-bit integers."""
+    b = quantise_blocks(_random(2 * BLOCK, 3 * BLOCK, seed=1))
+    x = _random(_ROWS, 3 * BLOCK)
+    whole = rows_alone(lambda rows: gemm.gemm_e4m3(quantise_rows(rows), b), x)
+    a = quantise_rows(x)
+    table = torch.tensor([int(e4m3_value(byte) * _INTEGER) for byte in range(256)])
+    left, right = (table[q.values.view(torch.uint8).long()] for q in (a, b))
+    expected = torch.zeros_like(whole)
+    for k in range(3):
+        block = slice(k * BLOCK, (k + 1) * BLOCK)
+        products = (left[:, block] @ right[:, block].t()).float() / _INTEGER**2
+        expected += products * a.scales[:, k, None] * b.scales[:, k].repeat_interleave(BLOCK)
+    require_equal("the GEMM and integer arithmetic", whole, expected)
+    return whole
+
+
+def check_gemm_snapped() -> torch.Tensor:
+    """The exact GEMM over numbers on the grid."""
+    b = snap_rows(_random(150, 200, seed=1).bfloat16())
+    x = _random(_ROWS, 200).bfloat16()
+    whole = rows_alone(lambda rows: gemm.gemm_snapped(snap_rows(rows), b), x)
+    require_close("the GEMM", whole, snap_rows(x).double() @ b.double().t(), 1e-6)
+    return whole
+
+
+def check_linear(format: Format) -> torch.Tensor:
+    """Quantise or snap, multiply, add the bias, round."""
+    weight = linear.LinearWeight.publish(
+        Site("doctor", "linear", format),
+        _random(2 * BLOCK, BLOCK, seed=1),
+        _random(2 * BLOCK, seed=2),
+    )
+    x = _random(_ROWS, BLOCK).bfloat16()
+    whole = rows_alone(lambda rows: linear.linear_forward(rows, weight), x)
+    assert weight.bias is not None
+    left = linear.dequantise_rows(quantise_rows(x)) if format == "e4m3" else snap_rows(x).float()
+    require_close(
+        "the linear",
+        whole,
+        left.double() @ weight.dequantised().double().t() + weight.bias.double(),
+        5e-3,
+    )
+    return whole.float()
+
+
+def check_rms_norm() -> torch.Tensor:
+    """RMSNorm over rows wider than one sum."""
+    weight = _random(5003, seed=1)
+    x = _random(_ROWS, 5003)
+    whole = rows_alone(lambda rows: rms_norm.rms_norm_forward(rows, weight, 1e-6)[0], x)
+    wide = x.double()
+    require_close(
+        "RMSNorm",
+        whole,
+        wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double(),
+        1e-6,
+    )
+    return whole
+
+
+def check_rope() -> torch.Tensor:
+    """Rotary positions of heads."""
+    table = RopeTable.build(torch.exp(torch.linspace(0.0, -9.0, 32, dtype=torch.float64)), _ROWS)
+    heads = _random(_ROWS, 3 * 64)
+    positions = torch.arange(_ROWS)
+
+    def rotated(rows: torch.Tensor) -> torch.Tensor:  # the last column carries the position
+        return rope.rotate(rows[:, :-1].reshape(-1, 3, 64), table.rows(rows[:, -1].long())).flatten(
+            1
+        )
+
+    whole = rows_alone(rotated, torch.cat([heads, positions[:, None].float()], 1))
+    first, second = heads.double().view(_ROWS, 3, 2, 32).unbind(2)
+    angles = positions.double()[:, None, None] * torch.exp(
+        torch.linspace(0.0, -9.0, 32, dtype=torch.float64)
+    )
+    expected = torch.cat(
+        [
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ],
+        -1,
+    )
+    require_close("the rotation", whole, expected.flatten(1), 1e-6)
+    return whole
+
+
+def check_swiglu() -> torch.Tensor:
+    """SwiGLU of an odd width."""
+    x = _random(_ROWS, 2 * 301)
+    whole = rows_alone(swiglu.swiglu_forward, x)
+    gate, up = x.double().chunk(2, -1)
+    require_close("SwiGLU", whole, gate / (1 + torch.exp(-gate)) * up, 1e-6)
+    return whole
+
+
+def check_log_softmax() -> torch.Tensor:
+    """Log-probabilities over an odd vocabulary of two sums."""
+    x = _random(_ROWS, 5003)
+    whole = rows_alone(lambda rows: log_prob.log_softmax(rows, torch.full((len(rows),), 0.7)), x)
+    scaled = x.double() / 0.7
+    require_close("log-softmax", whole, scaled - scaled.logsumexp(-1, keepdim=True), 1e-6)
+    return whole
+
+
+def check_sampling() -> torch.Tensor:
+    """The noise against its generator in plain Python, and the draw."""
+    keys = torch.arange(_ROWS) * 0x1234567890ABCDE
+    drawn = noise.splitmix64(keys[:, None], torch.arange(4)[None])
+    if drawn.view(torch.uint64).tolist() != [
+        [splitmix64(key, i) for i in range(4)] for key in keys.tolist()
+    ]:
+        raise Fault("the noise is not what splitmix64 gives in plain Python")
+    log_probs = torch.log_softmax(_random(_ROWS, 501), -1)
+
+    def tokens(rows: torch.Tensor) -> torch.Tensor:  # the first column says which row of log_probs
+        index = rows[:, 0].long()
+        return sampling.draw(log_probs[index], keys[index], index)
+
+    return rows_alone(tokens, torch.arange(_ROWS)[:, None])

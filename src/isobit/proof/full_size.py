@@ -1,0 +1,154 @@
+"""``isobit verify --shape``: the proof of exactness at the size of a real model, with random
+weights made on the device.
+
+The workload is ragged: prompts from one token to almost the longest length (as many short as long
+ones on a logarithmic scale), several samples each, completions that end at different steps.  The
+cache is given too few pages for all of it and a forward fewer tokens than the long prompts have, so
+that sequences share pages, are cut into chunks, lose their pages and are computed again, while
+decode batches of every size run.
+
+``outliers`` plants what real weights have and random ones lack: a few columns of every matrix
+thirty times as large as the others, norms with large entries, and biases of K (where the family has
+any) that dwarf its values.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from isobit.config.schema import Device, PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.errors import ConfigError
+from isobit.models.config import ModelConfig
+from isobit.models.device import choose_device
+from isobit.models.policy import Policy, random_masters
+from isobit.models.shapes import model_shape
+from isobit.proof.scenarios import Scenario, Workload
+from isobit.proof.verify import ScenarioResult, VerifyResult, run_scenario
+from isobit.records import PackedBatch, Prompt
+from isobit.rollout.native.runner import page_tokens_of
+from isobit.training.packing import TrainingSample, pack
+from isobit.training.trainer import Trainer
+
+_OUTLIER_EVERY, _OUTLIER = 101, 30.0
+_MAX_BATCHED_TOKENS = 4096
+_PACKED_TOKENS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class FullSizeOptions:
+    """The size of the check: by default 256 sequences of up to 8,192 tokens and some 215,000
+    sampled ones.
+    """
+
+    prompts: int = 64
+    samples: int = 4
+    max_new_tokens: int = 1100
+    """Of the longest completion; the others end anywhere from half of it."""
+    longest: int = 8192
+    """Tokens of the longest sequence."""
+    seed: int = 0
+    outliers: bool = False
+
+
+def verify_shape(
+    shape: str,
+    precision: PrecisionConfig,
+    device: Device,
+    options: FullSizeOptions,
+    on_scenario: Callable[[ScenarioResult], None] | None = None,
+) -> VerifyResult:
+    """Check random weights of a named shape.
+
+    Raises ConfigError for a shape that is not known, a device that is not there, or options that
+    leave no room for prompts.
+    """
+    config = model_shape(shape)
+    if options.max_new_tokens >= min(options.longest, config.max_positions):
+        raise ConfigError(
+            f"max_new_tokens is {options.max_new_tokens}; sequences of {options.longest} tokens "
+            "leave no room for prompts"
+        )
+    where = choose_device(device, config, precision)
+    masters = random_masters(config, options.seed, where)
+    policy = Policy(
+        config,
+        precision,
+        with_outliers(masters, config) if options.outliers else masters,
+        where,
+        trainable=False,
+    )
+    workload = ragged_workload(config.vocab_size, options, page_tokens_of(policy))
+    trainer = Trainer(policy, TrainingConfig(), total_updates=1)
+    result = run_scenario(_scenario(workload), workload, trainer, options.seed, _packings)
+    if on_scenario is not None:
+        on_scenario(result)
+    return VerifyResult(policy.flow.preset, (result,))
+
+
+def ragged_workload(vocab_size: int, options: FullSizeOptions, page_tokens: int) -> Workload:
+    """Random prompts, their lengths spread evenly over the orders of magnitude, the longest one as
+    long as it may be.
+    """
+    random = Random(options.seed)  # noqa: S311 (no secret)
+    most = options.longest - options.max_new_tokens
+    lengths = [
+        most,
+        *(round(math.exp(random.uniform(0, math.log(most)))) for _ in range(options.prompts - 1)),
+    ]
+    prompts = [
+        Prompt(f"verify/{i}", "", tuple(random.randrange(vocab_size) for _ in range(n)))
+        for i, n in enumerate(lengths)
+    ]
+    limits = [random.randint(options.max_new_tokens // 2, options.max_new_tokens) for _ in prompts]
+    return Workload(
+        tuple(prompts), (options.max_new_tokens, *limits[1:]), options.samples, page_tokens
+    )
+
+
+def with_outliers(
+    masters: Iterator[tuple[str, torch.Tensor]], config: ModelConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same masters with outliers planted in them."""
+    for name, tensor in masters:
+        if tensor.ndim == 2 and name.endswith("_proj.weight"):
+            tensor[:, ::_OUTLIER_EVERY] *= _OUTLIER
+        elif name.endswith("bias"):
+            keys = slice(
+                config.num_heads * config.head_dim,
+                (config.num_heads + config.num_kv_heads) * config.head_dim,
+            )
+            tensor[keys] = _OUTLIER * torch.linspace(
+                -1, 1, config.num_kv_heads * config.head_dim, device=tensor.device
+            )
+        elif tensor.ndim == 1:
+            tensor[::_OUTLIER_EVERY] = _OUTLIER / 3
+        yield name, tensor
+
+
+def _scenario(workload: Workload) -> Scenario:
+    """Two fifths of the memory that the whole workload would take without sharing: less than its
+    samples need with it.
+    """
+    tokens = sum(
+        (len(p.token_ids) + n) * workload.samples
+        for p, n in zip(workload.prompts, workload.max_new_tokens, strict=True)
+    )
+    rollout = RolloutConfig(
+        max_new_tokens=max(workload.max_new_tokens),
+        max_sequences=len(workload.prompts) * workload.samples,
+        max_batched_tokens=_MAX_BATCHED_TOKENS,
+        kv_pages=max(tokens * 2 // 5, 2 * workload.longest) // workload.page_tokens,
+    )
+    return Scenario(
+        "ragged, few pages",
+        rollout,
+        ("shared_pages", "copied_pages", "chunks", "preemptions", "recomputed_tokens"),
+    )
+
+
+def _packings(samples: list[TrainingSample], _seed: int) -> Iterator[tuple[str, list[PackedBatch]]]:
+    yield "alone", pack(samples, 1)
+    yield f"{_PACKED_TOKENS} tokens", pack(samples, _PACKED_TOKENS)

@@ -1,0 +1,221 @@
+"""The proof of exactness for one model and one flow: ``isobit verify``.
+
+The native engine completes random prompts under settings that make everything happen that may not
+change a bit: preemption, prompts cut into chunks, groups that share pages, few sequences at once,
+greedy and truncated sampling, temperatures other than 1 (``isobit.proof.scenarios``).  Every
+recorded log-probability is then compared, bit for bit, with the one that the training forward
+computes from packed batches: each sequence alone, and among different neighbours.
+
+A scenario counts only if what it is there for did happen, by the engine's own counts; where it did
+not, that part was not proved and the result says so.  In ``fp8-rollout``, whose sides are two
+functions, differences must appear: that is how the check is known to be able to fail.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from isobit.config.schema import Device, PrecisionConfig, TrainingConfig
+from isobit.errors import ConfigError
+from isobit.models.device import choose_device
+from isobit.models.folder import load_policy, read_config
+from isobit.models.loaded import model_folder
+from isobit.models.policy import Policy
+from isobit.proof.scenarios import Scenario, Workload, build_workload, engine_scenarios, packings
+from isobit.records import Group, PackedBatch
+from isobit.rollout.native.engine import Engine
+from isobit.rollout.native.runner import page_tokens_of
+from isobit.rollout.progress import EngineStats
+from isobit.rollout.request import Request
+from isobit.training.comparison import Comparison
+from isobit.training.packing import TrainingSample, samples_of
+from isobit.training.trainer import Trainer
+
+Packings = Callable[[list[TrainingSample], int], Iterator[tuple[str, list[PackedBatch]]]]
+"""Samples and a seed -> named packings of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """The size of the check."""
+
+    prompts: int = 10
+    samples: int = 3
+    """Completions of each prompt."""
+    max_new_tokens: int = 24
+    """Of the longest completion; the others end anywhere from half of it."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioResult:
+    """What the engine did in one scenario, and how its log-probabilities compare in each
+    packing.
+    """
+
+    name: str
+    stats: EngineStats
+    comparisons: dict[str, Comparison]
+    missing: tuple[str, ...]
+    """What should have happened and did not, by the names of ``EngineStats``."""
+
+    @property
+    def comparison(self) -> Comparison:
+        """Over all packings: a token counts once in each."""
+        return sum(self.comparisons.values(), Comparison())
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """What was compared, and what it showed."""
+
+    preset: str
+    scenarios: tuple[ScenarioResult, ...]
+
+    @property
+    def comparison(self) -> Comparison:
+        """Over all scenarios and packings."""
+        return sum((scenario.comparison for scenario in self.scenarios), Comparison())
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Everything that should have happened and did not, with its scenario."""
+        return tuple(
+            f"{scenario.name}: {name} is 0"
+            for scenario in self.scenarios
+            for name in scenario.missing
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """1 if any bit differs, else 2 if anything could not be compared, else 0."""
+        return (
+            1
+            if self.comparison.tokens_differing
+            else 2
+            if self.missing or not self.comparison.tokens_compared
+            else 0
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The counts over everything, and the same for each scenario with what the engine did in
+        it.
+        """
+        scenarios = {
+            scenario.name: {
+                **_counts(scenario.comparison),
+                "engine": asdict(scenario.stats),
+                "missing": list(scenario.missing),
+            }
+            for scenario in self.scenarios
+        }
+        return {
+            "precision": self.preset,
+            **_counts(self.comparison),
+            "missing": list(self.missing),
+            "scenarios": scenarios,
+        }
+
+
+def verify(
+    folder: Path,
+    precision: PrecisionConfig,
+    options: VerifyOptions | None = None,
+    on_scenario: Callable[[ScenarioResult], None] | None = None,
+    device: Device = "cpu",
+) -> VerifyResult:
+    """Check a Hugging Face folder, or ``starter``, in a precision flow; ``on_scenario`` is called
+    with each result as it comes.
+
+    Raises CheckpointError for a folder that cannot be loaded, ConfigError for a context too small
+    for the options, NonFiniteError where the model's output is not finite: nothing could be
+    compared then.
+    """
+    return verify_policy(
+        policy_to_verify(folder, precision, device), options or VerifyOptions(), on_scenario
+    )
+
+
+def policy_to_verify(name: Path, precision: PrecisionConfig, device: Device) -> Policy:
+    """The policy of a folder, or ``starter``, without masters.  Raises what ``verify`` raises
+    before it compares.
+    """
+    folder = model_folder(name)
+    return load_policy(
+        folder, precision, choose_device(device, read_config(folder), precision), trainable=False
+    )
+
+
+def verify_policy(
+    policy: Policy,
+    options: VerifyOptions,
+    on_scenario: Callable[[ScenarioResult], None] | None = None,
+) -> VerifyResult:
+    """Check the published weights of a policy.  Raises as ``verify`` does."""
+    workload = random_workload(policy, options)
+    trainer = Trainer(policy, TrainingConfig(), total_updates=1)
+    results = []
+    for scenario in engine_scenarios(workload):
+        results.append(run_scenario(scenario, workload, trainer, options.seed))
+        if on_scenario is not None:
+            on_scenario(results[-1])
+    return VerifyResult(policy.flow.preset, tuple(results))
+
+
+def random_workload(policy: Policy, options: VerifyOptions) -> Workload:
+    """What the model of ``policy`` is asked to complete.  Raises ConfigError for a context too
+    small for the options.
+    """
+    config = policy.config
+    if config.max_positions <= options.max_new_tokens:
+        raise ConfigError(
+            f"max_new_tokens is {options.max_new_tokens}, but the model's context holds "
+            f"{config.max_positions} tokens; lower it"
+        )
+    sizes = options.prompts, options.samples, options.max_new_tokens
+    return build_workload(
+        config.vocab_size, config.max_positions, *sizes, options.seed, page_tokens_of(policy)
+    )
+
+
+def generate_samples(engine: Engine, requests: Sequence[Request]) -> list[TrainingSample]:
+    """What the engine generates, as samples to train on, in the order of the requests."""
+    completions = engine.generate(requests)
+    groups = [
+        Group(request.prompt, request.visit, made)
+        for request, made in zip(requests, completions, strict=True)
+    ]
+    return samples_of(groups, [[0.0] * len(group.completions) for group in groups])
+
+
+def run_scenario(
+    scenario: Scenario,
+    workload: Workload,
+    trainer: Trainer,
+    seed: int,
+    make_packings: Packings = packings,
+) -> ScenarioResult:
+    """Generate the workload in one setting of the engine, and compare in every packing."""
+    engine = Engine(trainer.policy, scenario.rollout, tokenizer=None, seed=seed)
+    samples = generate_samples(engine, workload.requests(scenario))
+    comparisons = {
+        name: sum(
+            (
+                Comparison.of(batch.recorded_log_probs, trainer.log_probs(batch))
+                for batch in batches
+            ),
+            Comparison(),
+        )
+        for name, batches in make_packings(samples, seed)
+    }
+    missing = tuple(name for name in scenario.must_happen if getattr(engine.stats, name) == 0)
+    return ScenarioResult(scenario.name, engine.stats, comparisons, missing)
+
+
+def _counts(comparison: Comparison) -> dict[str, float]:
+    return {
+        "tokens_compared": comparison.tokens_compared,
+        "tokens_differing": comparison.tokens_differing,
+        "max_abs_diff": comparison.max_abs_diff,
+    }

@@ -1,0 +1,1 @@
+"""The native engine: scheduler, pages, sampler, and what runs the model."""

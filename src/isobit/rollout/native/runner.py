@@ -1,0 +1,203 @@
+"""The engine's only view of the model, in two forms, each with its KV cache.
+
+``ModelRunner`` gives back what it computes: hidden states, logits.  ``PipelineRunner`` draws tokens
+itself and goes on from them, so that the host learns of them while the device computes the next.
+``PolicyRunner`` is the policy's rollout side as a ModelRunner;
+``isobit.rollout.native.graph_runner`` is the other one, for a GPU.  The tests' models stand in the
+same places.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from isobit.kernels.hopper.pages import PAGE_TOKENS
+from isobit.kernels.spec.kv_cache import KvCache
+from isobit.kernels.spec.paged_attention import PagedAttention
+from isobit.models.decoder import hidden_states
+from isobit.models.head import head_logits
+from isobit.models.policy import Policy
+from isobit.rollout.native.batch import ForwardBatch
+from isobit.rollout.native.scheduler import Plan
+from isobit.rollout.native.sequence import Sample
+
+if TYPE_CHECKING:
+    from isobit.kernels.hopper.kv_cache import HopperKvCache
+
+
+class ModelRunner(Protocol):
+    """One model with its KV cache."""
+
+    @property
+    def version(self) -> int:
+        """Which weights: K and V computed under another version are worthless."""
+        ...
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of its cache."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Write the new tokens' K and V into their slots; their final hidden states, [T,
+        hidden].
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """FP32 [N, V] from [N, hidden]."""
+        ...
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
+        differ, and none is a source.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget everything in the cache, non-finite numbers included."""
+        ...
+
+
+class PendingTokens(Protocol):
+    """The tokens that one step draws, on their way to the host."""
+
+    def wait(self) -> Iterable[tuple[Sample, int, float, float | None]]:
+        """Sample, token, its log-probability, and that under the truncated distribution (None
+        without a filter), in the order of drawing.
+
+        A log-probability that is not finite says that the logits were not.  Called once, and in the
+        order of the steps.
+        """
+        ...
+
+
+@runtime_checkable
+class PipelineRunner(Protocol):
+    """One model with its KV cache, and the newest token of each sample that it has drawn for.
+
+    Nothing here waits for the device: calls take effect in their order.  The token that ``decode``
+    and ``draw`` draw stands at position ``sample.length``, as it is during the call; K and V are
+    written from position ``cached`` on, through ``pages``, both as they are during the call.  From
+    the first call with a sample until it is forgotten, its pages only grow at the end.
+    """
+
+    @property
+    def version(self) -> int:
+        """Which weights: K and V computed under another version are worthless."""
+        ...
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of its cache."""
+        ...
+
+    def decode(self, samples: Sequence[Sample]) -> None:
+        """Put each sample's newest token, drawn here, through the model, and draw the next one."""
+        ...
+
+    def prefill(self, plan: Plan) -> Tensor:
+        """Put tokens that the host knows through the model; the final hidden states of each chunk's
+        last token, [len(plan), hidden].
+        """
+        ...
+
+    def draw(self, ready: Sequence[tuple[Sample, Tensor]]) -> None:
+        """Draw the next token of each sample from its hidden state [hidden]; samples of one prompt
+        may share one tensor, side by side.
+        """
+        ...
+
+    def end_step(self) -> PendingTokens:
+        """What was drawn since the last call.  One step at most is unwaited for when the next one
+        begins.
+        """
+        ...
+
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """These samples have ended or lost their pages.  Some may never have been drawn for; some
+        may be in a step not waited for.
+        """
+        ...
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
+        differ, and none is a source.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget all samples, all tokens and everything in the cache, non-finite numbers
+        included.
+        """
+        ...
+
+
+class PolicyRunner:
+    """The rollout side of a policy, one forward at a time: the engine's way on a CPU, and on a GPU
+    the way to observe it.
+    """
+
+    def __init__(self, policy: Policy, num_pages: int) -> None:
+        self._policy = policy
+        self._cache = make_cache(policy, num_pages)
+        self.page_tokens = self._cache.page_tokens
+
+    @property
+    def version(self) -> int:
+        """The policy's count of publications."""
+        return self._policy.version
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Final hidden states [T, hidden]; K and V of the new tokens go into the cache."""
+        policy = self._policy
+        if isinstance(self._cache, KvCache):
+            attention = PagedAttention(self._cache, batch.paged)
+            return hidden_states(policy, "rollout", batch.token_ids, batch.positions, attention)
+        from isobit.kernels.hopper import paged_attention
+        from isobit.models import hopper_decoder
+
+        token_ids, positions = batch.token_ids.to(policy.device), batch.positions.to(policy.device)
+        on_gpu = paged_attention.PagedAttention(self._cache, batch.paged, positions)
+        return hopper_decoder.hidden_states(policy, "rollout", token_ids, positions, on_gpu)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """FP32 [N, V] from [N, hidden]."""
+        return head_logits(self._policy, "rollout", hidden)
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy pages of all layers."""
+        self._cache.copy_pages(sources, targets)
+
+    def clear(self) -> None:
+        """Start over with an empty cache."""
+        self._cache.clear()
+
+
+def make_cache(policy: Policy, num_pages: int) -> "KvCache | HopperKvCache":
+    """An empty cache on the policy's device."""
+    if policy.device.type == "cpu":
+        return KvCache(policy.config, policy.flow, num_pages)
+    from isobit.kernels.hopper.kv_cache import HopperKvCache
+
+    return HopperKvCache(policy.config, policy.flow, num_pages, policy.device)
+
+
+def default_runner(
+    policy: Policy, num_pages: int, max_sequences: int
+) -> ModelRunner | PipelineRunner:
+    """What runs a policy on its device."""
+    if policy.device.type == "cpu":
+        return PolicyRunner(policy, num_pages)
+    from isobit.rollout.native.graph_runner import GraphRunner
+
+    return GraphRunner(policy, num_pages, max_sequences)
+
+
+def page_tokens_of(policy: Policy) -> int:
+    """Tokens of a page of a policy's cache: a KV tile of its device's attention."""
+    return KvCache.page_tokens if policy.device.type == "cpu" else PAGE_TOKENS

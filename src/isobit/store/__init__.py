@@ -1,0 +1,3 @@
+"""A run's directory: journals, checkpoints, the record of its rewards, and the way back into all of
+them.
+"""

@@ -1,0 +1,142 @@
+"""Writes the checkpoints of a run when they are due, and when the run ends before its time.
+
+Due is one every n steps, after the last step, and where an evaluation was the best so far
+(``keep_best``); none with ``keep_last = 0``. Before its time, a run ends by
+
+    SIGTERM, Ctrl-C     the last moment between two steps is written, if it is not on the disk
+                        already
+    an error            the same, and the policy as a model folder, as far as either can still be
+                        written
+    a second Ctrl-C     nothing is written: the process may be in the middle of anything
+"""
+
+from types import TracebackType
+from typing import Any, Self
+
+from isobit.errors import Interrupted, StorageError
+from isobit.files import disk_errors
+from isobit.models.loaded import write_model
+from isobit.observe.console import Report
+from isobit.observe.training_log import TrainingLog
+from isobit.run.training_run import TrainingRun
+from isobit.store.checkpoint.format import folder_name, write_checkpoint
+from isobit.store.checkpoint.retention import apply_retention, worth
+from isobit.store.checkpoint.start import Start
+from isobit.store.checkpoint.state import holds, snapshot
+from isobit.store.journal import sync_journals
+
+
+class CheckpointKeeper:
+    """Entered for the steps of a run; with ``model_when_interrupted`` a signal leaves the policy as
+    a model folder, too.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        start: Start,
+        log: TrainingLog[Any],
+        report: Report,
+        model_when_interrupted: bool = False,
+    ) -> None:
+        self._run, self._log, self._report = run, log, report
+        self._config = run.config.checkpoint
+        self._model_when_interrupted = model_when_interrupted
+        self._directory = start.directory
+        self._on_disk = (
+            start.step
+        )  # step 0 needs no checkpoint: it is a function of the configuration
+
+    def __enter__(self) -> Self:
+        if self._config.keep_last:
+            apply_retention(
+                self._directory.checkpoints, self._config
+            )  # the run may have been killed before it came to it
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Interrupted):
+            self._save_what_stands()
+            if self._model_when_interrupted:
+                self._save_last_weights()
+            self._report.line(f"checkpoint: {self._where()}; go on with --resume")
+        elif isinstance(error, Exception):
+            try:
+                self._save_what_stands()
+                self._save_last_weights()
+            except StorageError as second:
+                self._report.line(f"stopped early, and no more could be saved: {second}")
+            self._report.line(
+                f"checkpoint: {self._where()}; once the cause is gone, go on with --resume"
+            )
+
+    def save_if_due(self, step: int) -> None:
+        """The checkpoint after ``step``, if one is asked for."""
+        every = self._config.every
+        if (
+            (every > 0 and step % every == 0)
+            or step == self._run.config.training.steps
+            or self._is_best(step)
+        ):
+            self._save()
+
+    def save_model(self) -> None:
+        """The policy as a Hugging Face folder; an older one is replaced as a whole."""
+        num_bytes = 2 * sum(master.numel() for master in self._run.model.policy.parameters())
+        with (
+            disk_errors(self._directory.root, "the trained model"),
+            self._report.writing("the trained model", num_bytes),
+        ):
+            write_model(self._run.model, self._directory.model)
+
+    def _save_last_weights(self) -> None:
+        if self._run.trainer.is_whole:
+            self.save_model()
+            self._report.line(
+                "stopped early: the weights of the last optimiser step are in "
+                f"{self._directory.model}"
+            )
+
+    def _save_what_stands(self) -> None:
+        if holds(self._log.boundary, self._run):
+            self._save()
+
+    def _save(self) -> None:
+        boundary = self._log.boundary
+        if boundary.step == self._on_disk or self._config.keep_last == 0:
+            return
+        with disk_errors(self._directory.root, "the files of the run"):
+            sync_journals(self._directory)
+        content = snapshot(boundary, self._run)
+        with self._report.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
+            write_checkpoint(self._directory.checkpoints, content)
+        self._on_disk = boundary.step
+        apply_retention(self._directory.checkpoints, self._config)
+
+    def _is_best(self, step: int) -> bool:
+        name = self._config.keep_best
+        if name is None:
+            return False
+        worths = {
+            done: worth(figures, name)
+            for done, figures in self._log.evaluation_figures().items()
+            if done > 0
+        }
+        values = {done: value for done, value in worths.items() if value is not None}
+        return step in values and all(
+            value < values[step] for done, value in values.items() if done < step
+        )
+
+    def _where(self) -> str:
+        if self._on_disk == 0:
+            return (
+                "none, no step was finished"
+                if self._config.keep_last
+                else "none, since checkpoint.keep_last is 0"
+            )
+        return str(self._directory.checkpoints / folder_name(self._on_disk))

@@ -1,0 +1,111 @@
+"""How much of the disk a run's checkpoints and its model take at most, worked out before it begins:
+no run should end on a full disk.
+
+    a checkpoint     4 P bytes and the moments'      P parameters: FP32 masters; ``isobit.training.optimiser.moment_bytes``
+    the model        2 P bytes                       in BF16, at the end
+
+An old checkpoint goes only once the new one is whole, so that at the last save there are the
+``keep_last`` before it, the new one, those of ``keep_every``, and the best.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from isobit.errors import StorageError
+from isobit.files import free_bytes
+from isobit.memory.machine import gib
+from isobit.models.config import ModelConfig
+from isobit.models.folder import read_config
+from isobit.models.loaded import model_folder
+from isobit.models.policy import master_shapes
+from isobit.run.training_run import Recipe
+from isobit.training.optimiser import moment_bytes
+
+_BESIDE_TENSORS = 1 << 16
+"""Headers, counters and the manifest of a checkpoint; the configuration and the tokenizer of a
+model.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """What a run writes, apart from its logs, where at most ``checkpoints`` are on the disk at
+    once.
+    """
+
+    root: Path
+    checkpoint_bytes: int
+    checkpoints: int
+    on_disk: int
+    """Checkpoints that are there already."""
+    model_bytes: int
+    free: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes that must still be free."""
+        return max(self.checkpoints - self.on_disk, 0) * self.checkpoint_bytes + self.model_bytes
+
+    def describe(self) -> str:
+        """One line."""
+        parts = [f"the trained model of {gib(self.model_bytes)}"]
+        if self.checkpoints:
+            there = f", of which {self.on_disk} are there" if self.on_disk else ""
+            parts.insert(
+                0,
+                f"checkpoints of {gib(self.checkpoint_bytes)}, at most {self.checkpoints} at "
+                f"once{there}",
+            )
+        return f"disk: {gib(self.needed)} of {gib(self.free)} free in {self.root} for {' and '.join(parts)}"
+
+    def check(self) -> None:
+        """Raise StorageError where the disk has too little room."""
+        if self.needed > self.free:
+            raise StorageError(
+                f"{self.describe()}: too little; lower checkpoint.keep_last (0 writes no "
+                "checkpoint at all), set checkpoint.every = 0 "
+                "(a checkpoint at the end only), free some space, or name a directory on another "
+                "disk (--output PATH)"
+            )
+
+
+def plan_disk(
+    config: Recipe, on_disk: Collection[int] = (), shape: ModelConfig | None = None
+) -> DiskPlan:
+    """The plan of a run that has its checkpoints of the steps ``on_disk`` already, of a model of
+    ``shape``; by default that of the folder.
+
+    Raises CheckpointError as ``read_config`` does.
+    """
+    shapes = master_shapes(shape or read_config(model_folder(config.model)))
+    masters = [prod(sizes) for sizes in shapes.values()]
+    checkpoint = 4 * sum(masters) + moment_bytes(masters, config.training.moments) + _BESIDE_TENSORS
+    model = 2 * sum(masters) + _BESIDE_TENSORS
+    root = config.output
+    return DiskPlan(
+        root, checkpoint, most_at_once(config, on_disk), len(on_disk), model, free_bytes(root)
+    )
+
+
+def most_at_once(config: Recipe, on_disk: Collection[int] = ()) -> int:
+    """Checkpoints that are on the disk together at most, while the last of the run is written and
+    everything before is still there.
+    """
+    rules, steps = config.checkpoint, config.training.steps
+    if rules.keep_last == 0:
+        return len(on_disk)
+    due = {steps, *(range(rules.every, steps, rules.every) if rules.every else ())}
+    evaluated = (
+        set(range(config.evaluation.every, steps, config.evaluation.every))
+        if config.evaluation.every
+        else set[int]()
+    )
+    written = sorted({*on_disk, *(step for step in due if step > max(on_disk, default=0))})
+    together = {
+        *written[-rules.keep_last - 1 :],
+        *(step for step in written if rules.keep_every and step % rules.keep_every == 0),
+    }
+    another = rules.keep_best is not None and not {*written, *evaluated} <= together
+    return max(len(together) + another, len(on_disk))

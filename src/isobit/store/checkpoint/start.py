@@ -1,0 +1,278 @@
+"""Where a run begins: at step 0 in a new directory, or after the step of the newest usable
+checkpoint of an old one.
+
+A checkpoint that is damaged is named, with the file and what is wrong, and the one before it is
+used.  It is moved aside, not removed: ``step_000010.unusable``.  Folders that a killed process left
+half written or half removed are hidden, and go with a line.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isobit.errors import CheckpointError, ConfigError
+from isobit.files import disk_errors
+from isobit.memory.machine import gib
+from isobit.models.config import ModelConfig
+from isobit.observe.console import LARGE
+from isobit.run.training_run import Recipe, TrainingRun
+from isobit.store.budget_record import drop_torn_line, read_changes
+from isobit.store.checkpoint import state
+from isobit.store.checkpoint.compatible import check_compatible
+from isobit.store.checkpoint.format import (
+    Checkpoint,
+    folder_name,
+    folders_by_step,
+    read_checkpoint,
+    step_of,
+)
+from isobit.store.checkpoint.space import plan_disk
+from isobit.store.directory import RunDirectory, check_unused, is_empty, write_json
+from isobit.store.journal import check_positions, rewind
+from isobit.store.lock import locked
+from isobit.store.manifest import environment, manifest
+from isobit.store.reward_record import RewardRecord
+
+Say = Callable[[str], None]
+"""Prints a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A directory, held by this process from ``open`` on (an old one from the beginning), and where
+    its run stands.
+    """
+
+    directory: RunDirectory
+    rewards: RewardRecord
+    _lock: ExitStack
+    _say: Say
+    old_manifest: Mapping[str, Any] | None = None
+    """``run.json`` of a run that is resumed."""
+    checkpoint: Checkpoint | None = None
+    changed: Mapping[str, Any] | None = None
+    """Settings changed since, with both values."""
+
+    @property
+    def step(self) -> int:
+        """Steps done already."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def log(self) -> Mapping[str, Any] | None:
+        """The log's state at the checkpoint."""
+        return self.checkpoint.state["log"] if self.checkpoint else None
+
+    @property
+    def has_evaluated(self) -> bool:
+        """Whether the evaluation after ``step`` steps has been made, and is in the log."""
+        return self.log is not None and str(self.step) in self.log["evaluations"]
+
+    def restore(self, run: TrainingRun) -> None:
+        """Put a prepared run where it stood, on the threads that it had; what is recorded of the
+        steps after that comes again.
+        """
+        if self.old_manifest is not None:
+            _same_threads(run.config, self.old_manifest, self._say)
+        if self.checkpoint is not None:
+            state.restore(self.checkpoint, run)
+            for line in _differences(
+                self.checkpoint.manifest["environment"], environment(run.model.policy.device)
+            ):
+                self._say(
+                    f"note: {line}: the bits may not be those of a run that was never interrupted"
+                )
+        run.trainer.budget.changes += read_changes(
+            self.directory.budget, self._position(self.directory.budget)
+        )
+
+    def open(self, run: TrainingRun) -> None:
+        """Make the directory, or take an old one back to where the run stands; from now on files
+        are written.
+        """
+        root = self.directory.root
+        with disk_errors(root, "the run's directory"):
+            if self.old_manifest is None:
+                root.mkdir(parents=True, exist_ok=True)
+                self._lock.enter_context(locked(root))
+                check_unused(root)  # another process may have been and gone since
+                write_json(self.directory.manifest, manifest(run))
+            else:
+                _tidy(self.directory, self.step, self._say)
+                rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
+                drop_torn_line(self.directory.budget)
+                resumed = {
+                    "step": self.step,
+                    **environment(run.model.policy.device),
+                    "changed": dict(self.changed or {}),
+                }
+                history = [*self.old_manifest.get("resumed", []), resumed]
+                write_json(
+                    self.directory.manifest,
+                    {
+                        **self.old_manifest,
+                        "config": run.config.model_dump(mode="json"),
+                        "resumed": history,
+                    },
+                )
+            if run.config.reward is not None:
+                self.rewards.open(self.directory.rewards)
+
+    def _position(self, path: Path) -> int:
+        """Bytes of a file of the run at the checkpoint."""
+        return self.checkpoint.state["files"].get(path.name, 0) if self.checkpoint else 0
+
+
+@contextmanager
+def begin(
+    config: Recipe, resume: bool, say: Say, shape: ModelConfig | None = None
+) -> Iterator[Start]:
+    """Find out where the run begins; nothing is written or moved before ``Start.open``.  ``shape``
+    is that of a model without a folder.
+
+    Raises ConfigError for a directory that is used (without ``resume``), holds no run, or is in use
+    by another process, and for a configuration that is not the run's; CheckpointError where no
+    checkpoint of several can be used; StorageError for a disk without room for what the run will
+    write.
+    """
+    directory = RunDirectory(config.output)
+    with ExitStack() as lock:
+        if not resume or is_empty(directory.root):
+            check_unused(directory.root)
+            if resume:
+                say(f"nothing to resume in {directory.root}: this is a new run")
+            plan_disk(config, shape=shape).check()
+            yield Start(directory, RewardRecord(say), lock, say)
+            return
+        with disk_errors(directory.root, "the lock"):
+            lock.enter_context(locked(directory.root))
+        checkpoint = newest_usable(directory, say)
+        old = _read_manifest(directory, checkpoint)
+        step = checkpoint.step if checkpoint else 0
+        changed = check_compatible(old["config"], config.model_dump(mode="json"), step)
+        plan_disk(
+            config, [done for done in folders_by_step(directory.checkpoints) if done <= step], shape
+        ).check()
+        position = checkpoint.state["files"].get(directory.rewards.name, 0) if checkpoint else 0
+        rewards = RewardRecord(say, directory.rewards, position)
+        say(
+            f"resuming {directory.root} after step {step} of {config.training.steps}"
+            + ("" if checkpoint else ": there is no checkpoint yet")
+        )
+        yield Start(directory, rewards, lock, say, old, checkpoint, changed)
+
+
+def newest_usable(directory: RunDirectory, say: Say) -> Checkpoint | None:
+    """The newest checkpoint whose bytes are right, None where there never was one.  Raises
+    CheckpointError if there are only others.
+    """
+    folders = sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []
+    steps = folders_by_step(directory.checkpoints)
+    others = [folder.name for folder in folders if step_of(folder) is None and not _is_ours(folder)]
+    if others:
+        say(f"ignored in {directory.checkpoints}: {', '.join(others)} (no checkpoint)")
+    problems: list[str] = []
+    for step in sorted(steps, reverse=True):
+        if (size := sum(file.stat().st_size for file in steps[step].iterdir())) >= LARGE:
+            say(f"checking the checkpoint of step {step}: {gib(size)}")
+        try:
+            checkpoint = read_checkpoint(steps[step])
+            check_positions(directory, checkpoint.state["files"])
+        except CheckpointError as error:
+            problems.append(str(error))
+            say(f"checkpoint {steps[step].name} cannot be used: {error}")
+            continue
+        if problems:
+            say(f"using the one before it: {steps[step].name}")
+        return checkpoint
+    if problems:
+        raise CheckpointError(
+            "\n".join(
+                [
+                    f"no checkpoint in {directory.checkpoints} can be used",
+                    *(f"  {problem}" for problem in problems),
+                    f"put back a good copy, or remove {directory.checkpoints} to begin again at "
+                    "step 1 with --resume",
+                ]
+            )
+        )
+    return None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Leftovers of writing and removing, and checkpoints moved aside."""
+    return (
+        folder.name.startswith(".step_") and folder.suffix in (".partial", ".deleted")
+    ) or ".unusable" in folder.name
+
+
+def _read_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """``run.json``, or what the checkpoint knows of it where it is lost; its configuration is the
+    one of the checkpoint.
+    """
+    config = {"config": checkpoint.manifest["config"]} if checkpoint else {}
+    try:
+        content = json.loads(directory.manifest.read_text(encoding="utf-8"))
+        return {**content, "config": content["config"], **config}
+    except FileNotFoundError:
+        if checkpoint is None:
+            raise ConfigError(
+                f"{directory.root} holds files, but no run that could be resumed; name another "
+                "directory (--output PATH)"
+            ) from None
+    except (ValueError, KeyError, TypeError):
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{directory.manifest} is damaged, and there is no checkpoint yet; remove "
+                f"{directory.root}"
+            ) from None
+    return {**config, **checkpoint.manifest["environment"]}
+
+
+def _tidy(directory: RunDirectory, step: int, say: Say) -> None:
+    """Move unusable checkpoints aside, and remove what was left half written or half removed."""
+    for folder in sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []:
+        found = step_of(folder)
+        if found is not None and found > step:
+            aside = folder.with_name(f"{folder_name(found)}.unusable")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            say(f"moved aside: {aside}")
+        elif folder.name.startswith(".") and _is_ours(folder):
+            shutil.rmtree(folder)
+            say(f"removed what an interrupted write left: {folder}")
+    for name in (".model.partial", ".model.old"):
+        shutil.rmtree(directory.root / name, ignore_errors=True)
+    directory.summary.unlink(missing_ok=True)
+
+
+def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
+    """Gradients repeat at a fixed number of threads: where the configuration leaves it open, the
+    run keeps the one it had.
+    """
+    threads = old.get("device", {}).get("threads")
+    if config.threads is None and threads and threads != torch.get_num_threads():
+        say(
+            f"going on with {threads} threads, as before, rather than {torch.get_num_threads()}: "
+            "gradients repeat at a fixed number"
+        )
+        torch.set_num_threads(threads)
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Versions and instruction sets that are not those of the checkpoint."""
+    parts = [
+        (part, name) for part in ("versions", "device") for name in new[part] if name != "threads"
+    ]
+    return [
+        f"{name} is {new[part][name]}, the checkpoint was written with "
+        f"{old.get(part, {}).get(name)}"
+        for part, name in parts
+        if old.get(part, {}).get(name) != new[part][name]
+    ]

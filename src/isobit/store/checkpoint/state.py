@@ -1,0 +1,110 @@
+"""What a run is between two steps: taken from it for a checkpoint, and put back.
+
+    tensors    FP32 masters, AdamW's moments
+    counters   the trainer's updates and skipped steps, the version of the weights
+    cursors    the sampler's epoch and place, and the size of every file that grows
+               (``isobit.store.journal``)
+    budget     the tokens a micro-batch, as far as out-of-memories have lowered them
+    log        evaluations so far, totals and seconds of the summary
+
+The counters and cursors are taken after every step and every evaluation, the tensors only when a
+checkpoint is written: a step that is abandoned has moved the cursors, but no tensor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from isobit.errors import CheckpointError, DataError
+from isobit.run.training_run import TrainingRun
+from isobit.store.checkpoint.format import Checkpoint, Snapshot
+from isobit.store.manifest import environment
+from isobit.training.budget import BudgetChange
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A moment between two steps: everything but the tensors."""
+
+    step: int
+    """Steps done."""
+    state: Mapping[str, Any]
+    """Ready for JSON."""
+    evaluation: Mapping[str, float]
+    """Figures of the evaluation after this step, empty without one."""
+
+
+def take_boundary(
+    step: int,
+    run: TrainingRun,
+    log: Mapping[str, Any],
+    positions: Mapping[str, int],
+    evaluation: Mapping[str, float],
+) -> Boundary:
+    """The run as it stands; ``log`` is the log's own state."""
+    state = {
+        "step": step,
+        "weights_version": run.model.policy.version,
+        "trainer": run.trainer.counters(),
+        "budget": [asdict(change) for change in run.trainer.budget.changes],
+        "sampler": run.sampler.state(),
+        "prompts_sha256": run.fingerprint,
+        "files": dict(positions),
+        "log": log,
+    }
+    return Boundary(step, state, dict(evaluation))
+
+
+def holds(boundary: Boundary, run: TrainingRun) -> bool:
+    """Whether the tensors still are those of the boundary: no optimiser step was taken, or begun,
+    since.
+    """
+    return run.trainer.is_whole and run.model.policy.version == boundary.state["weights_version"]
+
+
+def snapshot(boundary: Boundary, run: TrainingRun) -> Snapshot:
+    """The boundary with the tensors, which must be its own."""
+    assert holds(boundary, run), "the weights have moved since the boundary was taken"
+    description = {
+        "config": run.config.model_dump(mode="json"),
+        "environment": environment(run.model.policy.device),
+        "evaluation": boundary.evaluation,
+    }
+    return Snapshot(
+        boundary.step, run.model.policy.masters, run.trainer.moments(), boundary.state, description
+    )
+
+
+def restore(checkpoint: Checkpoint, run: TrainingRun) -> None:
+    """Put a freshly prepared run where the checkpoint was taken.
+
+    Raises CheckpointError for tensors that are not this model's, DataError for prompts that are not
+    those of the run.
+    """
+    state = checkpoint.state
+    if state["prompts_sha256"] != run.fingerprint:
+        raise DataError(
+            f"the training prompts are not those of {checkpoint.folder}: ids, tokens or columns "
+            "differ; resume with the same data files"
+        )
+    masters, moments = checkpoint.tensors()
+    _check_shapes(checkpoint, run.model.policy.masters, masters.shapes())
+    run.model.policy.restore(masters, state["weights_version"])
+    run.trainer.restore(state["trainer"], moments)
+    run.trainer.budget.changes = [BudgetChange(**change) for change in state.get("budget", [])]
+    run.sampler.restore(state["sampler"])
+
+
+def _check_shapes(
+    checkpoint: Checkpoint, masters: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]]
+) -> None:
+    expected = {name: tuple(master.shape) for name, master in masters.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise CheckpointError(
+                f"{checkpoint.folder}: {name} has the shape {found.get(name)}, but the model in "
+                "the folder `model` has "
+                f"{expected.get(name)}: it is not the model that this run began with"
+            )

@@ -1,0 +1,99 @@
+"""``run.json``: what is needed to understand a run later, or to repeat its bits.
+
+Gradients repeat at a fixed number of threads and on one kind of CPU (the instruction set chooses
+the kernels), so both are recorded beside the versions, the resolved configuration and the formats
+of every site on both sides.
+"""
+
+import os
+import platform
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+import isobit
+from isobit.memory.machine import openmp_libraries, processor_name, read_memory, usable_cores
+from isobit.precision.compare import graph_differences
+from isobit.precision.flow import PrecisionFlow
+from isobit.run.training_run import TrainingRun
+
+_LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
+_GPU_LIBRARIES = ("triton", "sgl-deep-gemm")
+
+
+def manifest(run: TrainingRun) -> dict[str, Any]:
+    """The manifest of a run that is about to start, ready for JSON."""
+    policy = run.model.policy
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        **environment(policy.device),
+        "machine": machine(),
+        "model": {
+            "folder": str(run.model.folder),
+            "parameters": sum(master.numel() for master in policy.parameters()),
+            "config": asdict(policy.config),
+        },
+        "data": run.data_figures(),
+        "precision": precision_graph(policy.flow),
+        "config": run.config.model_dump(mode="json"),
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the bits of a gradient on a device depend on beside the configuration: versions, GPU or
+    instruction set, threads.
+    """
+    libraries = (*_LIBRARIES, *(_GPU_LIBRARIES if device.type == "cuda" else ()))
+    return {
+        "versions": {
+            "isobit": isobit.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in libraries},
+        },
+        "device": {
+            "type": device.type,
+            **({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
+            "machine": platform.machine(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:  # a run that reads JSONL needs no datasets, for example
+        return "not installed"
+
+
+def machine() -> dict[str, Any]:
+    """Where the run takes place: what explains its speed, and no bit of its results."""
+    memory = read_memory()
+    return {
+        "platform": platform.platform(),
+        "processor": processor_name(),
+        "cores": usable_cores(),
+        "memory_bytes": memory.total if memory else None,
+        "openmp": openmp_libraries(),
+        "gomp_spincount": os.environ.get("GOMP_SPINCOUNT"),
+    }
+
+
+def precision_graph(flow: PrecisionFlow) -> dict[str, Any]:
+    """Both graphs site by site, where they differ, and the linears that had to stay in BF16."""
+    return {
+        "preset": flow.preset,
+        "exact": flow.exact,
+        "fallbacks": list(flow.fallbacks),
+        "differing_sites": [
+            difference.name for difference in graph_differences(flow.rollout, flow.training)
+        ],
+        "rollout": [asdict(site) for site in flow.rollout.sites],
+        "training": [asdict(site) for site in flow.training.sites],
+    }

@@ -1,0 +1,121 @@
+"""The GPU's training pass over tensors without storage: what it would hold, counted, on a machine
+without a GPU.
+
+On torch's meta device every tensor has a shape and a size and no numbers.  The kernels' launches do
+nothing, so that the wrappers around them, with all that they allocate, run as they are.
+"""
+
+import importlib
+import pkgutil
+import weakref
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from isobit.config.schema import PrecisionConfig, Recompute
+from isobit.kernels.spec import linear
+from isobit.models.config import ModelConfig
+from isobit.models.policy import Policy, master_shapes
+
+META = torch.device("meta")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that are made under it and not gone yet, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._gone, storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+        return out
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+class _NoKernel:
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **options: None
+
+
+class _NoGemm:
+    fp8_gemm_nt = bf16_gemm_nt = staticmethod(lambda *arguments, **options: None)
+
+
+def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels and libraries that compute nothing, and what only a real GPU has, left out."""
+    pytest.importorskip("triton", reason="the modules that launch the kernels need Triton")
+    from isobit.kernels import hopper
+    from isobit.kernels.hopper import gemm, linear_backward, packed_attention
+
+    for found in pkgutil.iter_modules(hopper.__path__):
+        module = importlib.import_module(f"{hopper.__name__}.{found.name}")
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, _NoKernel())
+    monkeypatch.setitem(importlib.sys.modules, "deep_gemm", _NoGemm)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(gemm, "gemm_back_end", lambda scales: "deep_gemm")
+    monkeypatch.setattr(gemm, "bf16_back_end", lambda: "deep_gemm")
+    monkeypatch.setattr(linear_backward, "wgrad_back_end", lambda: "deep_gemm")
+    monkeypatch.setattr(packed_attention, "to_device", lambda tensor, device: tensor.to(device))
+    monkeypatch.setattr(linear, "_published", linear._published_on_gpu)
+    monkeypatch.setattr(torch, "addmm", lambda grad, a, b, out_dtype=None, out=None: grad)
+    monkeypatch.setattr(
+        torch,
+        "mm",
+        lambda a, b, out_dtype=None: torch.empty(
+            (a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype, device=a.device
+        ),
+    )
+
+
+def meta_policy(shape: ModelConfig, precision: PrecisionConfig) -> Policy:
+    """With all that a policy on a GPU holds; call ``without_launches`` first."""
+    masters = (
+        (name, torch.empty(sizes, device=META)) for name, sizes in master_shapes(shape).items()
+    )
+    return Policy(shape, precision, masters, META)
+
+
+def micro_batch_bytes(
+    policy: Policy, lengths: tuple[int, ...], recompute: Recompute
+) -> dict[Literal["forward", "saved", "peak"], int]:
+    """What forward and backward take beside weights and gradients: at most in the forward, saved
+    when the loss is there, and at most.
+    """
+    from isobit.models import hopper_training
+
+    tokens = sum(lengths)
+    for master in policy.parameters():
+        master.grad = torch.empty_like(master)
+    ids, positions, rows = (torch.empty(tokens, dtype=torch.int64, device=META) for _ in range(3))
+    temperatures = torch.empty(tokens, device=META)
+    with LiveBytes() as live:
+        hidden = hopper_training.packed_hidden_states(policy, ids, positions, lengths, recompute)
+        forward = live.peak
+        taken = hidden.index_select(0, rows)
+        del hidden
+        log_probs, _ = hopper_training.token_log_probs(policy, taken, ids, temperatures)
+        loss = (log_probs * temperatures).sum()
+        del taken, log_probs
+        saved = live.now
+        loss.backward()
+    return {"forward": forward, "saved": saved, "peak": live.peak}

@@ -1,0 +1,268 @@
+"""The plan of a GPU's memory against the tensors of the real passes, and what it refuses."""
+
+import re
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from isobit.config.schema import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.errors import ConfigError
+from isobit.memory import device as gpu_memory
+from isobit.memory.activations import passing_bytes, saved_bytes
+from isobit.memory.device import (
+    GpuPlan,
+    largest_microbatch,
+    page_bytes,
+    plan_gpu,
+    training_bytes,
+    weight_bytes,
+)
+from isobit.models.config import ModelConfig
+from isobit.models.shapes import model_shape
+from isobit.precision.flow import build_flow
+from isobit.precision.quant_tensor import QuantTensor
+
+from . import meta_memory
+
+GIB = 1 << 30
+H200 = int(139.2 * GIB)
+QWEN3_8B = model_shape("qwen3-8b")
+MIXED = PrecisionConfig(
+    preset="fp8", first_layers_bf16=1, wgrad="bf16", modules_bf16=("layers.2.down_proj",)
+)
+LEVELS: tuple[Recompute, ...] = get_args(Recompute)
+SHAPES = ["qwen3-8b", "qwen3-0.6b", "qwen2.5-7b"]
+
+
+def precision(name: str) -> PrecisionConfig:
+    return MIXED if name == "mixed" else PrecisionConfig.model_validate(name)
+
+
+@pytest.mark.parametrize("recompute", LEVELS)
+@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16", "mixed"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_pass_of_a_real_model_takes_what_is_planned(
+    shape: str, preset: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta_memory.without_launches(monkeypatch)
+    config = replace(model_shape(shape), num_layers=8)
+    policy = meta_memory.meta_policy(config, precision(preset))
+    for lengths in ((4096,), (16384,), (2048,) * 16):
+        measured = meta_memory.micro_batch_bytes(policy, lengths, recompute)
+        tokens = sum(lengths)
+        saved = saved_bytes(config, policy.flow, recompute, tokens)
+        passing = passing_bytes(config, policy.flow, recompute, tokens)
+        beside = 4 * tokens * config.hidden_size  # the last residual stream, and lm_head's input
+        assert saved + beside == pytest.approx(measured["saved"], rel=0.005)
+        assert -0.01 < (saved + max(passing.values())) / measured["peak"] - 1 < 0.03
+        uneven = (
+            0.17 if preset == "mixed" else 0.01
+        )  # what passes is the largest layer's, beside all that is saved at the end
+        assert -0.01 < (saved + passing["a layer, forward"]) / measured["forward"] - 1 < uneven
+
+
+@pytest.mark.parametrize("preset", ["fp8", "bf16", "mixed"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_are_exact(shape: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta_memory.without_launches(monkeypatch)
+    config = replace(model_shape(shape), num_layers=4)
+    policy = meta_memory.meta_policy(config, precision(preset))
+    held = [policy.rope.cos, policy.rope.sin]
+    for side in ("rollout", "training"):
+        weights = policy.weights(side)
+        held += weights.plain.values()
+        for one in weights.linears.values():
+            held += (
+                [one.matrix.values, one.matrix.scales]
+                if isinstance(one.matrix, QuantTensor)
+                else [one.matrix]
+            )
+            held += [] if one.bias is None else [one.bias]
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held
+    }
+    planned = weight_bytes(config, policy.flow, TrainingConfig(moments="bf16"))
+    assert planned["published weights"] == sum(storages.values())
+    assert planned["masters"] == sum(master.nbytes for master in policy.parameters())
+    assert planned["optimiser moments"] == planned["masters"]
+    assert (
+        weight_bytes(config, policy.flow, TrainingConfig())["optimiser moments"]
+        == 2 * planned["masters"]
+    )
+    groups = sum(-(-master.numel() // 128) for master in policy.parameters())
+    assert (
+        weight_bytes(config, policy.flow, TrainingConfig(moments="fp8"))["optimiser moments"]
+        == planned["masters"] // 2 + 2 * groups
+    )
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16", "mixed", "fp8-rollout"])
+def test_pages_are_the_kernels_own(preset: str) -> None:
+    pytest.importorskip("triton")
+    from isobit.kernels.hopper import kv_cache
+
+    flow = build_flow(precision(preset), QWEN3_8B.shape)
+    assert kv_cache.PAGE_TOKENS == gpu_memory.PAGE_TOKENS
+    assert page_bytes(QWEN3_8B, flow) == kv_cache.HopperKvCache.page_bytes(QWEN3_8B, flow)
+
+
+def plan(
+    shape: ModelConfig = QWEN3_8B,
+    preset: str = "fp8",
+    longest: int = 4096,
+    total: int = H200,
+    rollout: Any = None,
+    **training: Any,
+) -> GpuPlan:
+    settings = TrainingConfig.model_validate({"moments": "bf16", **training})
+    flow = build_flow(precision(preset), shape.shape)
+    return plan_gpu(
+        shape, flow, RolloutConfig.model_validate(rollout or {}), settings, longest, total
+    )
+
+
+def largest(preset: str, **training: Any) -> int:
+    settings = TrainingConfig.model_validate({"moments": "bf16", **training})
+    return largest_microbatch(
+        QWEN3_8B, build_flow(precision(preset), QWEN3_8B.shape), settings, H200
+    )
+
+
+def test_what_an_8b_policy_takes() -> None:
+    """The issue's bars, as far as a plan can meet them: 16k tokens under 130 GiB; without
+    recomputation 1.3 times the tokens of bf16.
+    """
+    made = plan(longest=16384, tokens_per_microbatch=16384, recompute="full")
+    assert made.peaks["training"] < 130 * GIB
+    assert made.training["masters"] == pytest.approx(30.5 * GIB, rel=0.01)
+    assert made.training["published weights"] == pytest.approx(8.8 * GIB, rel=0.01)
+    assert largest("fp8") >= 1.3 * largest("bf16")
+
+
+def test_the_largest_micro_batch_is_the_largest() -> None:
+    for recompute in LEVELS:
+        most = largest("fp8", recompute=recompute)
+        settings, flow = (
+            TrainingConfig(moments="bf16", recompute=recompute),
+            build_flow(PrecisionConfig(), QWEN3_8B.shape),
+        )
+        one, more = (
+            sum(training_bytes(QWEN3_8B, flow, settings, tokens).values())
+            for tokens in (most, most + 1)
+        )
+        assert one + gpu_memory.RESERVE <= H200 < more + gpu_memory.RESERVE
+
+
+def test_the_cache_gets_what_is_left_as_far_as_it_can_use_it() -> None:
+    made, offloaded = plan(), plan(offload_moments=True)
+    for one in (made, offloaded):
+        assert one.peaks["rollout"] + gpu_memory.RESERVE <= H200
+        assert (
+            one.pages * page_bytes(QWEN3_8B, build_flow(PrecisionConfig(), QWEN3_8B.shape))
+            == one.rollout["KV pages"]
+        )
+    assert offloaded.rollout["KV pages"] - made.rollout["KV pages"] == pytest.approx(
+        made.training["optimiser moments"], rel=0.001
+    )
+    assert (
+        offloaded.host
+        == 32 * GIB
+        > made.training["optimiser moments"]
+        == offloaded.training["optimiser moments"]
+    )
+    assert made.host == 0 and "optimiser moments" not in offloaded.rollout
+    small = plan(model_shape("qwen3-0.6b"), rollout={"max_sequences": 2})
+    assert small.pages == 2 * 40960 // 128
+    assert plan(rollout={"kv_pages": 77}).pages == 77
+    assert plan(rollout={"kv_memory_gib": 1.0}).rollout["KV pages"] == pytest.approx(GIB, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (
+            {"tokens_per_microbatch": 16384},
+            "16,384 tokens would take 1[0-9.]+ GiB.*135 GiB can be planned.*that fits with "
+            r".*'none'.* is \d,\d+;",
+        ),
+        ({"tokens_per_microbatch": 16384}, "16,384 fit with training.recompute = 'mlp'"),
+        (
+            {"longest": 16384},
+            r"with .*'none'.* at most \d,\d+ fit, and a sequence, here of up to 16,384 tokens, is "
+            r"never cut",
+        ),
+        (
+            {"moments": "fp32"},
+            r"'fp32' at most [\d,]+ fit, .*; 4,096 fit with training.recompute = 'full'",
+        ),
+        (
+            {"moments": "fp32", "total": 120 * GIB},
+            "not one token fits beside weights and gradients; 4,096 fit with .*moments = 'bf16'",
+        ),
+        (
+            {"moments": "fp32", "total": 100 * GIB},
+            "4,096 fit with training.recompute = 'mlp' and training.moments = 'fp8'",
+        ),
+        (
+            {"recompute": "full", "total": 102 * GIB},
+            "'bf16' not one token fits .*; 4,096 fit with training.moments = 'fp8'",
+        ),
+        (
+            {"tokens_per_microbatch": 200_000},
+            r"setting holds are \d+,\d+, with training.recompute = 'full' and training.moments = "
+            r"'fp8'",
+        ),
+        ({"total": 80 * GIB}, "no setting makes this model's training fit"),
+        (
+            {"rollout": {"kv_memory_gib": 100}},
+            r"take 100 GiB.*the largest rollout.kv_memory_gib that fits is [\d.]+ GiB; "
+            r"training.offload",
+        ),
+        (
+            {"rollout": {"kv_pages": 10**6}},
+            r"the largest rollout.kv_pages that fits is [\d,]+ pages",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        plan(**settings)
+
+
+def test_the_advice_is_right() -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(longest=1000, tokens_per_microbatch=100_000, prompts_per_step=64)
+    advised = int(re.search(r"'bf16' is ([\d,]+)", str(refused.value))[1].replace(",", ""))  # type: ignore[index]
+    assert plan(longest=1000, tokens_per_microbatch=advised, prompts_per_step=64).tokens == advised
+    with pytest.raises(ConfigError):
+        plan(longest=1000, tokens_per_microbatch=advised + 256, prompts_per_step=64)
+
+
+def test_the_table_adds_up() -> None:
+    made = plan(offload_moments=True)
+    lines = made.describe()
+    assert "139.2" not in lines[0] and "139 GiB" in lines[0]
+    assert any(re.search(r"gradients +- +30\.5 GiB", line) for line in lines)
+    assert any(re.search(r"optimiser moments +- +30\.5 GiB", line) for line in lines)
+    assert lines[-1] == "  32 GiB of main memory hold the moments during rollout"
+
+
+def test_without_an_engine_training_alone_is_planned() -> None:
+    flow = build_flow(PrecisionConfig(), QWEN3_8B.shape)
+    made = plan_gpu(QWEN3_8B, flow, None, TrainingConfig(moments="bf16"), 4096, H200)
+    assert (made.rollout, made.pages, made.training) == ({}, 0, plan().training)
+    assert made.peaks.keys() == {"training"}
+    text = "\n".join(made.describe())
+    assert re.search(r"GPU memory, of 139 GiB: +training$", text, re.MULTILINE) and re.search(
+        r"gradients +30\.5 GiB$", text, re.MULTILINE
+    )
+    assert text.endswith("\n  micro-batches of up to 4,096 tokens in training")
+    assert "rollout" not in text and "KV" not in text
+
+
+def test_memory_of_the_device_counts_what_torch_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 140))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)
+    assert gpu_memory.device_memory() == 130

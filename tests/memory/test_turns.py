@@ -1,0 +1,247 @@
+"""A run whose engine and trainer take turns leaves what any other run leaves, and says what each
+turn took.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.config.schema import RunConfig, TrainingConfig
+from isobit.config.sft import SftConfig
+from isobit.errors import ConfigError
+from isobit.memory.device import GpuPlan
+from isobit.memory.host import microbatch_tokens
+from isobit.memory.turns import GpuTurns
+from isobit.observe.summary import PhaseMemory
+from isobit.records import PackedBatch
+from isobit.run import loop, setup
+from isobit.run.loop import train
+from isobit.run.setup import Run, prepare
+from isobit.run.sft import loop as sft_loop
+from isobit.run.sft import setup as sft_setup
+from isobit.run.sft.evaluate import measure
+from isobit.run.sft.setup import SftRun, prepare_sft
+from isobit.training.supervised import mean_loss
+from isobit.training.trainer import Trainer
+
+MakeConfig = Callable[..., RunConfig]
+GIB = 1 << 30
+PLAN = GpuPlan(
+    {"masters": 2 * GIB, "KV pages": 3 * GIB},
+    {"masters": 2 * GIB, "gradients": 2 * GIB},
+    10 * GIB,
+    40,
+    4096,
+    0,
+)
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs on the CPU that take turns as on a GPU, with what happened to torch's allocator."""
+    events: list[str] = []
+    peaks = iter(range(1, 1000))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks) * GIB)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: events.append("reset"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
+
+    def with_turns(config: RunConfig) -> Run:
+        run = prepare(config)
+        return replace(run, turns=GpuTurns(PLAN, run.engine, run.trainer))
+
+    def sft_with_turns(config: SftConfig) -> SftRun:
+        run = prepare_sft(config)
+        return replace(
+            run, turns=GpuTurns(PLAN, run.evaluator.engine if run.evaluator else None, run.trainer)
+        )
+
+    monkeypatch.setattr(loop, "prepare", with_turns)
+    monkeypatch.setattr(sft_loop, "prepare_sft", sft_with_turns)
+    return events
+
+
+def lines(root: Path) -> list[dict[str, Any]]:
+    return [
+        json.loads(line)
+        for line in (root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+
+
+def content(root: Path) -> dict[str, bytes]:
+    names = (
+        "model/model.safetensors",
+        "completions.jsonl",
+        "checkpoints/step_000002/optimiser.safetensors",
+    )
+    return {name: (root / name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_turns_change_no_bit(
+    offload: bool,
+    make_config: MakeConfig,
+    turns: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    training = {"offload_moments": offload}
+    turning = train(
+        make_config(output=tmp_path / "turning", training=training, evaluation={"every": 1})
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "prepare", prepare)
+        plain = train(
+            make_config(output=tmp_path / "plain", training=training, evaluation={"every": 1})
+        )
+    assert content(tmp_path / "turning") == content(tmp_path / "plain")
+    assert turns == ["reset", "empty", "reset"] * 3, "one turn to begin, and one a step"
+    steps = [line for line in lines(tmp_path / "turning") if "loss" in line]
+    assert [
+        (line["memory/rollout_peak_gib"], line["memory/training_peak_gib"]) for line in steps
+    ] == [(3.0, 4.0), (5.0, 6.0)]
+    assert all(("time/offload_s" in line) == offload for line in steps)
+    assert not any(
+        name.startswith("memory/") for line in lines(tmp_path / "plain") for name in line
+    )
+    written = json.loads((tmp_path / "turning" / "summary.json").read_text())["gpu_memory"]
+    assert written == {
+        "rollout": {"planned_gib": 5.0, "peak_gib": 7.0},
+        "training": {"planned_gib": 4.0, "peak_gib": 6.0},
+    }
+    assert plain.gpu_memory is None and turning.gpu_memory is not None
+    printed = capsys.readouterr().out
+    assert "GPU memory, of 10 GiB" in printed
+    assert "GPU memory in training: 6.0 GiB at most, 4.0 planned" in printed
+    assert "GPU memory in rollout: 7.0 GiB at most, 5.0 planned" in printed, (
+        "the evaluation after the last training counts"
+    )
+
+
+def test_a_resumed_run_takes_turns_from_its_first_moment(
+    make_config: MakeConfig, turns: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"training": {"offload_moments": True}, "checkpoint": {"every": 1}}
+    train(make_config(output=tmp_path / "whole", **settings))
+
+    def break_off(_: RunConfig, step: int) -> bool:
+        if step == 2:
+            raise KeyboardInterrupt  # not an Exception: nothing more is saved
+        return step == 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluation_is_due", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            train(make_config(output=tmp_path / "broken", **settings))
+    turns.clear()
+    train(make_config(output=tmp_path / "broken", **settings), resume=True)
+    assert turns == ["reset", "empty", "reset"] * 2, (
+        "the checkpoint is read in a turn of the trainer"
+    )
+    assert content(tmp_path / "broken") == content(tmp_path / "whole")
+
+
+def supervised(make_config: MakeConfig, **sections: Any) -> SftConfig:
+    """A few examples of sums, whose completions are graded, too."""
+    base = make_config()
+    examples = {"type": "jsonl", "path": "starter:train.jsonl", "completion": "answer", "limit": 4}
+    config = {
+        "model": base.model,
+        "output": base.output,
+        "data": {
+            "train": examples,
+            "eval": {"held_out": examples | {"path": "starter:held_out.jsonl"}},
+        },
+        "reward": {"function": "isobit.starter.tasks:correct_answer"},
+        "rollout": {"max_new_tokens": 8},
+    }
+    return SftConfig.model_validate(config | sections)
+
+
+def test_fine_tuning_takes_turns_too(
+    make_config: MakeConfig, turns: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = {"steps": 3, "prompts_per_step": 2, "offload_moments": True}
+    config = supervised(make_config, training=training, evaluation={"every": 2})
+    summary = sft_loop.sft(config)
+    once = ["reset", "empty", "reset"]
+    assert turns == ["reset", "reset", *once, *once], (
+        "between steps without an evaluation nothing is moved or given back"
+    )
+    steps = [line for line in lines(config.output) if "loss" in line]
+    peaks = [(line["memory/rollout_peak_gib"], line["memory/training_peak_gib"]) for line in steps]
+    assert peaks == [(1.0, 2.0), (1.0, 3.0), (4.0, 5.0)]
+    assert all(line["time/offload_s"] >= 0 for line in steps)
+    memory = {"rollout": PhaseMemory(5.0, 6.0), "training": PhaseMemory(4.0, 5.0)}
+    assert summary.gpu_memory == memory
+    written = json.loads((config.output / "summary.json").read_text())["gpu_memory"]
+    assert written == {name: asdict(part) for name, part in memory.items()}
+    printed = capsys.readouterr().out
+    assert "GPU memory in rollout: 6.0 GiB at most, 5.0 planned" in printed
+    assert "GPU memory in training: 5.0 GiB at most, 4.0 planned" in printed
+
+
+def test_without_an_engine_all_memory_is_the_trainers(
+    make_config: MakeConfig, turns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = supervised(
+        make_config,
+        reward=None,
+        training={"steps": 2, "prompts_per_step": 2},
+        evaluation={"every": 1},
+    )
+    monkeypatch.setitem(globals(), "PLAN", replace(PLAN, rollout={}))
+    summary = sft_loop.sft(config)
+    steps = [line for line in lines(config.output) if "loss" in line]
+    assert [
+        {name: line[name] for name in line if name.startswith("memory/")} for line in steps
+    ] == [
+        {"memory/training_peak_gib": 2.0},
+        {"memory/training_peak_gib": 4.0},
+    ]
+    assert summary.gpu_memory == {"training": PhaseMemory(4.0, 5.0)}, (
+        "the loss of held-out examples after the last step"
+    )
+
+
+def test_held_out_losses_are_measured_without_the_cache(
+    make_config: MakeConfig, turns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = supervised(
+        make_config, evaluation={"every": 1}, training={"steps": 1, "prompts_per_step": 2}
+    )
+    run = sft_loop.prepare_sft(config)
+    assert run.evaluator is not None
+    engine, held = run.evaluator.engine, []
+
+    def watched(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
+        held.append(engine._made)
+        return mean_loss(trainer, batches)
+
+    monkeypatch.setattr(sft_setup, "mean_loss", watched)
+    assert measure(run).keys() == {"held_out"}
+    assert held == [None]
+
+
+def test_fine_tuning_is_planned_before_weights_are_read(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has one completion a prompt, and a model that does not fit is refused while the GPU is
+    empty.
+    """
+    asked: list[TrainingConfig] = []
+
+    def refuse(model: Any, config: Any, training: TrainingConfig, longest: int) -> GpuPlan:
+        asked.append(training)
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(sft_setup, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(setup, "plan_for_gpu", refuse)
+    monkeypatch.setattr(sft_setup, "load_policy", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match="no room"):
+        prepare_sft(supervised(make_config, training={"prompts_per_step": 2}))
+    assert microbatch_tokens(asked[0], 100) == 200

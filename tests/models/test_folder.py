@@ -1,0 +1,180 @@
+"""Hugging Face folders in and out, and every way in which one can be wrong."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from isobit.config.schema import PrecisionConfig
+from isobit.errors import CheckpointError
+from isobit.kernels.spec.packed_attention import PackedAttention
+from isobit.models.config import Family, ModelConfig, RopeScaling
+from isobit.models.decoder import hidden_states
+from isobit.models.folder import INDEX_FILE, WEIGHTS_FILE, load_policy, save_policy
+from isobit.models.head import head_logits
+from isobit.models.policy import random_policy
+
+FP32 = PrecisionConfig(preset="fp32")
+
+
+def make_config(
+    family: Family = "qwen3", tied: bool = True, scaling: RopeScaling | None = None
+) -> ModelConfig:
+    return ModelConfig(family, 64, 128, 256, 2, 4, 2, 32, 128, 1e-6, 1e4, tied, scaling)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_policy(random_policy(make_config(), FP32, seed=0), tmp_path)
+    return tmp_path
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path) -> None:
+    scaling = RopeScaling(8.0, 1.0, 4.0, 32) if family == "llama" else None
+    policy = random_policy(make_config(family, tied, scaling), FP32, seed=1)
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.add_(torch.randn_like(master) * 0.05).copy_(master.bfloat16())
+    policy.publish()
+    save_policy(policy, tmp_path)
+    again = load_policy(tmp_path, FP32)
+    assert again.config == policy.config
+    assert all(torch.equal(again.masters[name], master) for name, master in policy.masters.items())
+    assert {tensor.dtype for tensor in load_file(tmp_path / WEIGHTS_FILE).values()} == {
+        torch.bfloat16
+    }
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, local_files_only=True
+    )
+    ids = torch.randint(0, 64, (90,))
+    with torch.no_grad():
+        hidden = hidden_states(
+            policy, "training", ids, torch.arange(90), PackedAttention(policy.flow, (90,))
+        )
+        torch.testing.assert_close(
+            head_logits(policy, "training", hidden),
+            model(ids[None]).logits[0],
+            atol=1e-4,
+            rtol=1e-4,
+        )
+
+
+def test_shards_named_by_an_index(folder: Path) -> None:
+    whole = load_policy(folder, FP32)
+    tensors = load_file(folder / WEIGHTS_FILE)
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, members in shards.items():
+        save_file({name: tensors[name] for name in members}, folder / file)
+    (folder / WEIGHTS_FILE).unlink()
+    (folder / INDEX_FILE).write_text(
+        json.dumps(
+            {"weight_map": {name: file for file, members in shards.items() for name in members}}
+        )
+    )
+    sharded = load_policy(folder, FP32)
+    assert all(torch.equal(sharded.masters[name], master) for name, master in whole.masters.items())
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"names b\.safetensors, which is not there"):
+        load_policy(folder, FP32)
+
+
+def test_a_head_written_beside_its_tied_embedding_is_ignored(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    save_file(tensors | {"lm_head.weight": torch.zeros(64, 128)}, folder / WEIGHTS_FILE)
+    assert load_policy(folder, FP32).config.tied_embeddings
+
+
+def test_missing_folder_and_missing_files(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        load_policy(tmp_path / "nowhere", FP32)
+    (folder / WEIGHTS_FILE).unlink()
+    with pytest.raises(CheckpointError, match="pickled weights"):
+        load_policy(folder, FP32)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        load_policy(folder, FP32)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe"])
+def test_config_that_is_not_an_object(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_policy(folder, FP32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM",
+        ),
+        ({"architectures": None}, "not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
+        ({"head_dim": 256}, "head size 256"),
+        (
+            {"intermediate_size": 128},
+            r"down_proj.weight has the shape \(128, 256\), but config.json asks for \(128, 128\)",
+        ),
+        ({"num_hidden_layers": 3}, "tensors are missing, the first is model.layers.2"),
+        ({"num_hidden_layers": 1}, "holds model.layers.1"),
+        ({"tie_word_embeddings": False}, "the first is lm_head.weight"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused_by_name(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_policy(folder, FP32)
+
+
+def test_a_missing_key_is_named(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["rms_norm_eps"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="'rms_norm_eps' is missing"):
+        load_policy(folder, FP32)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header", "empty"])
+def test_damaged_safetensors(folder: Path, damage: str) -> None:
+    file = folder / WEIGHTS_FILE
+    content = file.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    damaged = {
+        "truncated": content[: len(content) * 2 // 3],
+        "header": content[:8] + b"x" * length + content[8 + length :],
+        "empty": b"",
+    }
+    file.write_bytes(damaged[damage])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load_policy(folder, FP32)
+
+
+def test_a_nan_weight_is_refused_by_name(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, folder / WEIGHTS_FILE)
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds a NaN"
+    ):
+        load_policy(folder, FP32)

@@ -1,0 +1,228 @@
+"""The page: self-contained, escaped, small, and there for every run however it ended."""
+
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.config.schema import RunConfig
+from isobit.errors import ConfigError
+from isobit.observe.report.page import visible, write_report
+from isobit.run.loop import train
+
+from .run_files import completion_line, evaluation_line, manifest, step_line
+
+WriteRun = Callable[..., Path]
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """The tags, attributes and text of a page; a tag closed out of order is an error."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(self.source)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self.text += data
+
+
+def assert_self_contained(page: Page) -> None:
+    """No script, nothing to load, no handler: the page is what stands in it."""
+    assert not {
+        "script",
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+        "form",
+        "a",
+        "image",
+        "use",
+    } & set(page.tags)
+    assert not [
+        (name, value)
+        for name, value in page.attributes
+        if name in ("src", "href", "xlink:href", "style") or name.startswith("on")
+    ]
+    assert "url(" not in page.source and "@import" not in page.source
+    assert "default-src 'none'" in page.source
+
+
+def test_a_real_run_has_every_part(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config(
+        evaluation={"every": 1, "temperature": 1.0, "samples": 2},
+        precision={"preset": "fp8-rollout"},
+    )
+    train(config)
+    page = Page(write_report(config.output))
+    assert_self_contained(page)
+    headings = (
+        "Reward",
+        "Response length",
+        "Entropy",
+        "Differing tokens",
+        "Mean difference",
+        "Largest difference",
+        "Clip fraction",
+    )
+    headings += (
+        "Gradient norm",
+        "Learning rate",
+        "Time a step",
+        "Throughput",
+        "Precision flow",
+        "Completions",
+        "Configuration",
+    )
+    for heading in (
+        *headings,
+        "held_out",
+        "pass@2",
+        "finished, 2 of 2 steps",
+        "qkv_proj",
+        "training.samples_per_prompt",
+    ):
+        assert heading in page.text, heading
+    assert "rollout E4M3, training BF16" in page.text, "a site whose sides differ says so"
+    assert [
+        value for name, value in page.attributes if name == "data-p" and value.endswith("nats")
+    ], "tokens have log-probabilities"
+    assert str(config.output) in page.text, "the resolved configuration"
+
+
+def test_five_hundred_steps_stay_below_two_megabytes(write_run: WriteRun) -> None:
+    metrics = [
+        line
+        for step in range(1, 501)
+        for line in (step_line(step), evaluation_line(step, 0.5 + step / 1200))
+    ]
+    completions = [
+        completion_line(step, source, text="<&>\"'")
+        for step in range(1, 501)
+        for source in ("train", "held_out")
+    ]
+    page = Page(write_report(write_run(metrics, completions, manifest())))
+    assert_self_contained(page)
+    assert 50_000 < len(page.source.encode()) < 2_000_000
+    assert "A point is the mean of 4 steps; band: their lowest to highest." in page.text
+    assert "something/new" in page.text, "a figure that no panel names is drawn as well"
+
+
+def test_what_the_model_and_the_data_wrote_is_text(write_run: WriteRun) -> None:
+    evil = (
+        "<script>alert(1)</script>\x1b[31m\u202e\x00\ud800\" onmouseover='x' {{ 7 * 7 }} {% raw %}"
+    )
+    line = completion_line(1, tokens=3, text=evil) | {
+        "prompt": evil,
+        "prompt_id": evil,
+        "source": evil,
+    }
+    plain = {
+        name: value
+        for name, value in (line | {"prompt_id": "b"}).items()
+        if name not in ("token_texts", "log_probs")
+    }
+    run = manifest(
+        config={"model": evil, "data": {evil: evil}}, versions={evil: evil}, started=evil
+    )
+    run["precision"] |= {"fallbacks": [evil], "preset": evil}
+    metrics = [
+        step_line(1) | {evil: 1.0},
+        {"step": 1, f"eval/{evil}/accuracy": 0.5, f"eval/{evil}/problems": 3},
+    ]
+    page = Page(write_report(write_run(metrics, [line, plain], run)))
+    assert_self_contained(page)
+    assert page.text.count("<script>alert(1)</script>") >= 10
+    assert "{{ 7 * 7 }} {% raw %}" in page.text
+    assert not set("\x1b\x00\u202e\ud800") & set(page.source)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[0m", "a\u241b[0m"),
+        ("\x7f\r", "\u2421\u240d"),
+        ("\u200b", "[U+200B]"),
+        ("é\t\n漢", "é\t\n漢"),
+    ],
+)
+def test_invisible_characters_are_shown(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+def test_a_run_killed_before_its_first_step(write_run: WriteRun) -> None:
+    page = Page(write_report(write_run([], [], manifest(), finished=False)))
+    assert "No step has been written yet" in page.text
+    assert "not finished (still running, or stopped): 0 of 500 steps so far" in page.text
+    assert "Precision flow" in page.text
+
+
+def test_an_evaluation_without_a_step(write_run: WriteRun) -> None:
+    page = Page(write_report(write_run([evaluation_line(0, 0.25)], [], manifest(), finished=False)))
+    assert "25.0%" in page.text and "0 of 500 steps" in page.text
+
+
+@pytest.mark.parametrize("missing", ["run.json", "metrics.jsonl", "completions.jsonl"])
+def test_a_missing_file_is_named_and_the_rest_shown(missing: str, write_run: WriteRun) -> None:
+    root = write_run([step_line(1), step_line(2)], [completion_line(1)], manifest())
+    (root / missing).unlink()
+    page = Page(write_report(root))
+    assert f"{missing} is missing" in page.text
+    assert ("Entropy" in page.text) == (missing != "metrics.jsonl")
+    assert ("What is 6 x 7?" in page.text) == (missing != "completions.jsonl")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, [], "text", 7, {"rollout": [None, 3, {}], "training": 5}, {"rollout": [{"name": "x"}]}],
+)
+def test_a_manifest_of_another_shape_does_not_matter(value: Any, write_run: WriteRun) -> None:
+    root = write_run(
+        [step_line(1)],
+        [{"step": 1, "token_texts": [None, 1], "log_probs": [None, "x"], "reward": "y"}],
+        {"precision": value},
+    )
+    assert "Entropy" in Page(write_report(root)).text
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds neither run\.json nor metrics\.jsonl"):
+        write_report(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_only_a_page_is_overwritten(write_run: WriteRun) -> None:
+    root = write_run([step_line(1)], [], manifest())
+    before = (root / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="there already and no report"):
+        write_report(root, root / "metrics.jsonl")
+    assert (root / "metrics.jsonl").read_bytes() == before
+    assert write_report(root) == write_report(root) == root / "report.html"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_report(root, root / "no" / "folder.html")

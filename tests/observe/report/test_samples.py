@@ -1,0 +1,64 @@
+"""Which completions are shown, and how their tokens are shaded."""
+
+from isobit.observe.report.samples import MOST_PROMPTS, MOST_TOKENS, choose_samples
+
+from .run_files import completion_line
+
+
+def test_training_samples_are_spread_and_evaluated_problems_come_first_and_last() -> None:
+    train = [completion_line(step, tokens=2) for step in range(1, 101)]
+    held_out = [
+        completion_line(step, "held_out", 2) | {"prompt_id": f"held_out/{row}"}
+        for step in (0, 50, 100)
+        for row in range(20)
+    ]
+    of_training, of_held_out = choose_samples([*train, *held_out])
+    assert [problem.answers[0].step for problem in of_training.problems] == [
+        1,
+        15,
+        29,
+        43,
+        58,
+        72,
+        86,
+        100,
+    ]
+    assert (of_training.shown, of_training.logged) == (MOST_PROMPTS, 100)
+    assert [[answer.step for answer in problem.answers] for problem in of_held_out.problems] == [
+        [0, 100]
+    ] * MOST_PROMPTS
+
+
+def test_shades_follow_the_log_probability() -> None:
+    line = completion_line(1) | {
+        "token_texts": list("abcd\n"),
+        "log_probs": [0.0, -0.3, -3.0, -9.0, None],
+        "tokens": 5,
+    }
+    tokens = choose_samples([line])[0].problems[0].answers[0].tokens
+    assert [token.shade for token in tokens] == [0, 1, 4, 5, 0]
+    assert tokens[1].log_prob == "\u22120.3000 nats" and tokens[4].log_prob == "not finite"
+    assert tokens[4].text == "\u21b5\n"
+
+
+def test_long_completions_are_cut_and_counted() -> None:
+    lines = [completion_line(step, tokens=512) | {"tokens": 9000} for step in range(1, 200)]
+    answers = [
+        answer for problem in choose_samples(lines)[0].problems for answer in problem.answers
+    ]
+    assert sum(len(answer.tokens) for answer in answers) <= MOST_TOKENS
+    assert all(len(answer.tokens) + answer.left_out == 9000 for answer in answers)
+
+
+def test_a_completion_without_tokens_is_shown_as_text() -> None:
+    line = {
+        "step": 1,
+        "source": "train",
+        "prompt_id": "train/1",
+        "prompt": "p",
+        "completion": "c" * 5000,
+        "reward": None,
+    }
+    answer = choose_samples([line])[0].problems[0].answers[0]
+    assert not answer.tokens and answer.reward == "failed"
+    assert answer.text.endswith("[1000 more characters]")

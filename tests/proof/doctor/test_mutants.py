@@ -1,0 +1,236 @@
+"""Every kernel made a little wrong on purpose is found, by the line of its name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.kernels.spec import (
+    attention,
+    e4m3,
+    gemm,
+    grid,
+    linear,
+    log_prob,
+    noise,
+    paged_attention,
+    quantise,
+    rms_norm,
+    rope,
+    sampling,
+    swiglu,
+)
+from isobit.proof.doctor.examine import _verify_starter
+from isobit.proof.doctor.finding import Check, Finding
+from isobit.proof.doctor.kernels import kernel_checks
+from isobit.proof.doctor.quantisers import quantiser_checks
+from isobit.rollout.native import sampler
+
+Patch = pytest.MonkeyPatch
+
+
+class TorchWith:
+    """The torch module with one function replaced, for one module's eyes."""
+
+    def __init__(self, **replaced: Callable[..., Any]) -> None:
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def failures(checks: list[Check]) -> dict[str, Finding]:
+    found = {check.name: check.find() for check in checks}
+    assert all(finding.fix for finding in found.values() if finding.status != "pass")
+    return {name: finding for name, finding in found.items() if finding.status == "fail"}
+
+
+def test_kernels_as_they_are_pass() -> None:
+    assert failures([*quantiser_checks(), *kernel_checks((1, 2))]) == {}
+
+
+def round_scales_late(patch: Patch) -> None:
+    patch.setattr(
+        quantise, "_ROUND_UP_ABOVE_1_75", 0x1FFFFE
+    )  # amax of 448 times a power of two gets twice its scale
+
+
+def no_floor(patch: Patch) -> None:
+    patch.setattr(quantise, "AMAX_FLOOR", 2.0**-126)
+
+
+def truncate_values(patch: Patch) -> None:
+    exact = quantise._to_e4m3
+    patch.setattr(
+        quantise, "_to_e4m3", lambda scaled, *groups: exact(scaled.bfloat16().float(), *groups)
+    )  # rounds twice
+
+
+def keep_nan_blocks(patch: Patch) -> None:
+    patch.setattr(quantise, "E8M0_NAN_BYTE", 254)
+
+
+@pytest.mark.parametrize("mutate", [round_scales_late, no_floor, truncate_values, keep_nan_blocks])
+def test_wrong_quantisers(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    found = failures(quantiser_checks())
+    assert {"quantise 1x128", "quantise 128x1", "quantise Q, K and V"} & set(found)
+    assert all(
+        "stored is" in finding.detail or "Error" in finding.detail for finding in found.values()
+    )
+
+
+def test_a_wrong_quantiser_of_blocks_alone(monkeypatch: Patch) -> None:
+    exact = quantise.quantise_blocks
+    monkeypatch.setattr(
+        quantise, "quantise_blocks", lambda x, scales: exact(x * (1 + 2.0**-6), scales)
+    )
+    assert list(failures(quantiser_checks())) == ["quantise 128x128"]
+
+
+def test_a_wrong_decoder_and_a_wrong_grid(monkeypatch: Patch) -> None:
+    exact = e4m3.decode_e4m3
+    monkeypatch.setattr(
+        e4m3, "decode_e4m3", lambda values: exact(values).nan_to_num().clamp(min=-440.0)
+    )
+    monkeypatch.setattr(grid, "GRID_BITS", 21)
+    assert set(failures(quantiser_checks())) == {"E4M3 bytes to numbers", "snap to the grid"}
+
+
+def gemm_in_fp32(patch: Patch) -> None:
+    patch.setattr(
+        gemm,
+        "_block_product",
+        lambda a, b, k: a[:, 128 * k :][:, :128].float() @ b[:, 128 * k :][:, :128].float().t(),
+    )
+
+
+def gemm_of_bf16_by_a_library(patch: Patch) -> None:
+    patch.setattr(gemm, "gemm_snapped", lambda a, b: a.float() @ b.float().t())
+
+
+def linear_that_sees_its_batch(patch: Patch) -> None:
+    exact = linear.gemm_e4m3
+    patch.setattr(
+        linear, "gemm_e4m3", lambda a, b: exact(a, b) * (1 + 2.0**-7 * (len(a.values) == 1))
+    )
+
+
+def norm_that_forgets_epsilon(patch: Patch) -> None:
+    exact = rms_norm.rms_norm_forward
+    patch.setattr(rms_norm, "rms_norm_forward", lambda x, weight, epsilon: exact(x, weight, 0.05))
+
+
+def norm_that_is_split_over_threads(patch: Patch) -> None:
+    exact = rms_norm.row_sum
+    patch.setattr(
+        rms_norm,
+        "row_sum",
+        lambda x: exact(x) if torch.get_num_threads() == 1 else exact(x.flip(-1)),
+    )
+
+
+def rotation_backwards(patch: Patch) -> None:
+    exact = rope.rotate
+    patch.setattr(rope, "rotate", lambda x, table: exact(x, rope.RopeTable(table.cos, -table.sin)))
+
+
+def silu_of_torch(patch: Patch) -> None:
+    def forward(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return torch.nn.functional.silu(gate.contiguous()) * up
+
+    patch.setattr(swiglu, "swiglu_forward", forward)
+
+
+def exp2_in_attention(patch: Patch) -> None:
+    patch.setattr(attention, "torch", TorchWith(exp=torch.exp2))
+    patch.setattr(attention, "_LN2", 1.0)
+
+
+def wrong_exp_on_both_sides_of_attention(patch: Patch) -> None:
+    patch.setattr(attention, "torch", TorchWith(exp=lambda x: torch.exp(x * 1.01)))
+
+
+def rollouts_attention_in_fp32(patch: Patch) -> None:
+    exact = paged_attention.attend
+
+    def attend(*arguments: Any) -> attention.AttentionOutput:
+        with patch.context() as inner:
+            inner.setattr(
+                attention, "torch", TorchWith(bmm=lambda a, b: torch.bmm(a.float(), b.float()))
+            )
+            return exact(*arguments)
+
+    patch.setattr(paged_attention, "attend", attend)
+
+
+def log_softmax_of_torch_for_one_row(patch: Patch) -> None:
+    exact = log_prob.log_softmax
+
+    def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        return (
+            exact(logits, temperatures)
+            if len(logits) > 1
+            else torch.log_softmax(logits / temperatures[:, None], -1)
+        )
+
+    patch.setattr(log_prob, "log_softmax", log_softmax)
+
+
+def another_noise(patch: Patch) -> None:
+    patch.setattr(noise, "_MULTIPLIER_2", noise._MULTIPLIER_1)
+
+
+def a_draw_with_noise_by_row(patch: Patch) -> None:
+    exact = sampling.draw
+    patch.setattr(
+        sampling,
+        "draw",
+        lambda log_probs, keys, positions: exact(log_probs, torch.arange(len(keys)), positions),
+    )
+
+
+def exp_that_depends_on_its_place(patch: Patch) -> None:
+    exact = torch.exp
+    patch.setattr(torch, "exp", lambda x: exact(x).index_fill_(0, torch.tensor(0), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("mutate", "name"),
+    [
+        (gemm_in_fp32, "cpu: GEMM in BF16"),
+        (gemm_in_fp32, "cpu: GEMM in E4M3"),
+        (gemm_of_bf16_by_a_library, "cpu: GEMM in BF16"),
+        (linear_that_sees_its_batch, "cpu: linear in E4M3"),
+        (norm_that_forgets_epsilon, "cpu: RMSNorm"),
+        (norm_that_is_split_over_threads, "cpu: RMSNorm"),
+        (rotation_backwards, "cpu: rotary positions"),
+        (silu_of_torch, "cpu: SwiGLU"),
+        (exp2_in_attention, "cpu: attention in BF16"),
+        (wrong_exp_on_both_sides_of_attention, "cpu: attention in E4M3"),
+        (rollouts_attention_in_fp32, "cpu: attention in BF16"),
+        (log_softmax_of_torch_for_one_row, "cpu: log-softmax"),
+        (another_noise, "cpu: sampling"),
+        (a_draw_with_noise_by_row, "cpu: sampling"),
+        (exp_that_depends_on_its_place, "cpu: exp, log and rsqrt"),
+    ],
+)
+def test_wrong_kernels(mutate: Callable[[Patch], None], name: str, monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    found = failures([check for check in kernel_checks((1, 2)) if check.name == name])
+    assert list(found) == [name]
+
+
+def test_a_starter_model_that_differs_in_one_bit(monkeypatch: Patch) -> None:
+    exact = sampler.log_softmax
+
+    def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        log_probs = exact(logits, temperatures)
+        log_probs[0] = torch.nextafter(log_probs[0], torch.tensor(-torch.inf))
+        return log_probs
+
+    monkeypatch.setattr(sampler, "log_softmax", log_softmax)
+    finding = Check("starter", _verify_starter, "fix").find()
+    assert finding.status == "fail" and "log-probabilities differ" in finding.detail

@@ -1,0 +1,161 @@
+"""The exactness check: 0 differences in every exact flow, whatever is planted, and differences
+where there must be some.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from isobit.config.schema import PrecisionConfig, Preset
+from isobit.errors import ConfigError, NonFiniteError
+from isobit.models.config import ModelConfig
+from isobit.models.policy import Policy, random_policy
+from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
+
+EXACT: tuple[Preset, ...] = ("fp32", "bf16", "fp8-linear", "fp8")
+SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    """Qwen2-shaped, so that K has a bias to plant something in; one layer in FP8 linears."""
+    return ModelConfig(
+        "qwen2", 128, 128, 128, 2, 2, 1, 64, 256, 1e-6, 10000.0, tied_embeddings=False
+    )
+
+
+@pytest.fixture(scope="module")
+def planted(config: ModelConfig) -> Callable[[Preset], Policy]:
+    """Outliers of 100 times the rest in four channels of the activations, and biases of up to 60 on
+    K.
+    """
+
+    def make(preset: Preset) -> Policy:
+        policy = random_policy(config, PrecisionConfig(preset=preset), seed=1)
+        generator = torch.Generator().manual_seed(2)
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        with torch.no_grad():
+            for layer in range(config.num_layers):
+                policy.masters[f"layers.{layer}.input_norm.weight"][[3, 40, 77, 127]] = 100.0
+                bias = policy.masters[f"layers.{layer}.qkv_proj.bias"]
+                bias[queries : queries + keys] = 120 * torch.rand(keys, generator=generator) - 60
+        policy.publish()
+        return policy
+
+    return make
+
+
+def is_proved(result: VerifyResult) -> bool:
+    return result.exit_code == 0 and not result.missing and result.comparison.tokens_differing == 0
+
+
+@pytest.mark.parametrize("preset", EXACT)
+def test_exact_flows_have_no_differences(preset: Preset, tiny_folder: Path) -> None:
+    result = verify(tiny_folder, PrecisionConfig(preset=preset), SMALL)
+    assert is_proved(result)
+    tokens = sum(scenario.stats.generated_tokens for scenario in result.scenarios)
+    assert result.comparison.tokens_compared == 4 * tokens > 0, (
+        "every token is compared in each of four packings"
+    )
+
+
+def test_two_functions_show_their_differences(tiny_folder: Path) -> None:
+    result = verify(tiny_folder, PrecisionConfig(preset="fp8-rollout"), SMALL)
+    assert result.exit_code == 1
+    assert all(scenario.comparison.tokens_differing for scenario in result.scenarios)
+    assert result.comparison.max_abs_diff > 1e-5
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8"])
+def test_outliers_and_large_biases_on_k(
+    preset: Preset, planted: Callable[[Preset], Policy]
+) -> None:
+    assert is_proved(verify_policy(planted(preset), SMALL))
+
+
+@pytest.mark.parametrize(("preset", "count"), [("bf16", 2), ("fp8", 2), ("fp8", 4)])
+def test_any_number_of_threads(
+    preset: Preset, count: int, planted: Callable[[Preset], Policy]
+) -> None:
+    torch.set_num_threads(count)
+    assert is_proved(verify_policy(planted(preset), SMALL))
+
+
+def test_avx2_kernels(tiny_folder: Path) -> None:
+    """In a process of its own, since the instruction set is chosen at the first use."""
+    arguments = [
+        "verify",
+        str(tiny_folder),
+        "--prompts",
+        "5",
+        "--samples",
+        "2",
+        "--max-new-tokens",
+        "16",
+        "--threads",
+        "2",
+        "--json",
+    ]
+    code = f"from isobit.cli.main import main\nfor name in ('bf16', 'fp8'): print('code', main([*{arguments}, '--precision', name]), end=';')"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    outputs = done.stdout.split(";")[:-1]
+    assert len(outputs) == 2
+    for output in outputs:
+        written, _, exit_code = output.rpartition("code ")
+        counts = json.loads(written)
+        assert (exit_code, counts["tokens_differing"], counts["max_abs_diff"]) == ("0", 0, 0.0)
+        assert counts["tokens_compared"] > 0
+
+
+def test_what_did_not_happen_is_not_proved(tiny_folder: Path) -> None:
+    """One prompt below a page, one sample: no page to share, nothing to preempt."""
+    result = verify(
+        tiny_folder,
+        PrecisionConfig(preset="bf16"),
+        VerifyOptions(prompts=1, samples=1, max_new_tokens=4),
+    )
+    assert result.exit_code == 2
+    assert "few pages: preemptions is 0" in result.missing
+    assert result.comparison.tokens_compared > 0 == result.comparison.tokens_differing
+
+
+def test_a_context_too_small_is_refused_with_the_numbers(tiny_folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="max_new_tokens is 256, but the model's context holds 256"
+    ):
+        verify(tiny_folder, PrecisionConfig(), VerifyOptions(max_new_tokens=256))
+
+
+def test_weights_that_overflow_could_not_be_compared(config: ModelConfig) -> None:
+    policy = random_policy(config, PrecisionConfig(preset="bf16"), seed=0)
+    with torch.no_grad():
+        policy.masters["lm_head.weight"].fill_(3e38)
+    policy.publish()
+    with pytest.raises(NonFiniteError):
+        verify_policy(policy, SMALL)
+
+
+def test_json_has_the_counts_over_everything_and_by_scenario(tiny_folder: Path) -> None:
+    result = verify(
+        tiny_folder,
+        PrecisionConfig(preset="fp8-rollout"),
+        VerifyOptions(prompts=4, samples=2, max_new_tokens=8),
+    )
+    written = json.loads(json.dumps(result.as_json()))
+    for name in ("tokens_compared", "tokens_differing"):
+        assert (
+            written[name] == sum(scenario[name] for scenario in written["scenarios"].values()) > 0
+        )
+    assert written["max_abs_diff"] == max(
+        scenario["max_abs_diff"] for scenario in written["scenarios"].values()
+    )
+    assert written["scenarios"]["few pages"]["engine"]["generated_tokens"] > 0

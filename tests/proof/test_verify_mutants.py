@@ -1,0 +1,111 @@
+"""The exactness check must catch arithmetic that is only a little wrong: each mutant is one line of
+a kernel changed.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.config.schema import PrecisionConfig, Preset
+from isobit.kernels.spec import attention, paged_attention
+from isobit.proof.verify import VerifyOptions, VerifyResult, verify
+from isobit.rollout.native import executor, sampler
+from isobit.rollout.native.batch import ForwardBatch
+from isobit.rollout.native.runner import PolicyRunner
+from isobit.rollout.native.scheduler import Plan
+
+OPTIONS = VerifyOptions(prompts=5, samples=2, max_new_tokens=16)
+
+
+def check(folder: Path, preset: Preset = "fp8") -> VerifyResult:
+    return verify(folder, PrecisionConfig(preset=preset), OPTIONS)
+
+
+class TorchWith:
+    """The torch module with one function replaced, for one module's eyes."""
+
+    def __init__(self, **replaced: Callable[..., Any]) -> None:
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def test_exp2_on_both_sides(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides compute the same formula, but torch's exp2 depends on the place of a number in its
+    tensor.
+    """
+    monkeypatch.setattr(attention, "torch", TorchWith(exp=torch.exp2))
+    monkeypatch.setattr(attention, "_LN2", 1.0)
+    assert check(tiny_folder, "fp32").exit_code == 1
+
+
+def test_fp32_products_in_the_rollouts_attention(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = paged_attention.attend
+
+    def attend(*arguments: Any) -> attention.AttentionOutput:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                attention, "torch", TorchWith(bmm=lambda a, b: torch.bmm(a.float(), b.float()))
+            )
+            return exact(*arguments)
+
+    monkeypatch.setattr(paged_attention, "attend", attend)
+    assert check(tiny_folder, "bf16").exit_code == 1
+
+
+def test_one_unit_in_the_last_place_of_one_log_probability(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token of each forward, in its last bit, is enough."""
+    exact = sampler.log_softmax
+
+    def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        log_probs = exact(logits, temperatures)
+        log_probs[0] = torch.nextafter(log_probs[0], torch.tensor(-torch.inf))
+        return log_probs
+
+    monkeypatch.setattr(sampler, "log_softmax", log_softmax)
+    result = check(tiny_folder)
+    assert result.exit_code == 1
+    assert 0 < result.comparison.tokens_differing < result.comparison.tokens_compared
+    assert result.comparison.max_abs_diff < 1e-6
+
+
+def test_a_shared_partial_page_that_is_not_copied(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PolicyRunner, "copy_pages", lambda self, sources, targets: None)
+    assert check(tiny_folder).exit_code == 1
+
+
+def test_later_pieces_of_a_prompt_one_position_off(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the scenarios that go on with a prompt in the middle can see it, and all of them do."""
+    exact = executor.build_batch
+
+    def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
+        batch = exact(plan, page_tokens)
+        shifts = [
+            torch.full((count,), int(count > 1 and sequence.cached > 0)) for sequence, count in plan
+        ]
+        batch.positions.sub_(torch.cat(shifts))
+        return batch
+
+    monkeypatch.setattr(executor, "build_batch", build_batch)
+    result = check(tiny_folder)
+    differing = {
+        scenario.name for scenario in result.scenarios if scenario.comparison.tokens_differing
+    }
+    assert differing == {
+        scenario.name
+        for scenario in result.scenarios
+        if scenario.stats.chunks or scenario.stats.recomputed_tokens
+    }
+    assert 0 < len(differing) < len(result.scenarios)

@@ -1,0 +1,173 @@
+"""A model whose logits are a hash of the whole history that it finds in its cache.
+
+One wrong slot, block table entry, page copy or position gives another history, and with it other
+tokens: comparing the engine over this model with a plain loop over token lists tests everything
+between the two.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from isobit.kernels.spec.log_prob import log_softmax
+from isobit.kernels.spec.noise import sample_key, uniforms
+from isobit.kernels.spec.sampling import draw, truncate
+from isobit.records import Prompt, SamplingParams
+from isobit.rollout.native.batch import ForwardBatch
+from isobit.rollout.native.engine import Engine, Request, RolloutConfig
+from isobit.rollout.native.runner import ModelRunner
+
+VOCAB = 11
+MODULUS = (1 << 61) - 1
+
+
+def history_hash(tokens: Sequence[int]) -> int:
+    value = 0
+    for token in tokens:
+        value = (value * 1_000_003 + token + 1) % MODULUS
+    return value
+
+
+def logits_of(hashes: torch.Tensor, version: int) -> torch.Tensor:
+    """FP32 [N, VOCAB], a pseudo-random function of the history and of the weights."""
+    return uniforms(hashes, torch.full_like(hashes, version), VOCAB).mul(5).float()
+
+
+@dataclass
+class HistoryModel:
+    """A ModelRunner over a page-structured store of token ids; version counts up as often as a test
+    says.
+    """
+
+    num_pages: int
+    page_tokens: int = 64
+    version: int = 0
+    batches: list[ForwardBatch] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+    cleared: int = 0
+    poisoned: int | None = None  # a prompt token after which logits are NaN
+
+    def __post_init__(self) -> None:
+        self.store = torch.full((self.num_pages, self.page_tokens), -1, dtype=torch.int64)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.batches.append(batch)
+        paged = batch.paged
+        assert len(set(paged.slots.tolist())) == paged.slots.numel(), (
+            "two tokens were written to one slot"
+        )
+        self.store.view(-1)[paged.slots] = batch.token_ids * 1000 + self.version % 1000
+        hashes: list[int] = []
+        end = 0
+        for count, length, table in zip(
+            paged.counts, paged.lengths, paged.block_table, strict=True
+        ):
+            entries = self.store[table].view(-1)[:length]
+            assert bool((entries % 1000 == self.version % 1000).all()), (
+                "a token was cached under other weights"
+            )
+            history = (entries // 1000).tolist()
+            end += count
+            assert history[length - count :] == batch.token_ids[end - count : end].tolist()
+            assert batch.positions[end - count : end].tolist() == list(
+                range(length - count, length)
+            )
+            hashes += [
+                history_hash(history[: position + 1]) for position in range(length - count, length)
+            ]
+        return torch.tensor(hashes).unsqueeze(1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.logit_rows.append(hidden.shape[0])
+        logits = logits_of(hidden.squeeze(1), self.version)
+        if self.poisoned is not None:
+            logits[hidden.squeeze(1) == history_hash([self.poisoned]), 3] = torch.nan
+        return logits
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert len({*sources, *targets}) == len(set(sources)) + len(targets), (
+            "pages are copied at once, in any order"
+        )
+        self.store[list(targets)] = self.store[list(sources)]
+
+    def clear(self) -> None:
+        self.cleared += 1
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    max_positions: int = 512
+    vocab_size: int = VOCAB
+
+
+class FakePolicy:
+    config = FakeConfig()
+    flow = None  # read by the cache alone, which a HistoryModel has not
+    device = torch.device("cpu")
+
+
+def make_engine(
+    seed: int = 0,
+    tokenizer: Any = None,
+    page_tokens: int = 64,
+    wrap: Callable[[ModelRunner], Any] | None = None,
+    **sizes: Any,
+) -> tuple[Engine, HistoryModel]:
+    """An engine over a HistoryModel, or over what ``wrap`` puts around it; ``sizes`` go into its
+    RolloutConfig.
+    """
+    models: list[HistoryModel] = []
+
+    def make(_: Any, num_pages: int) -> Any:
+        models.append(HistoryModel(num_pages, page_tokens))
+        return wrap(models[0]) if wrap else models[0]
+
+    config = RolloutConfig.model_validate(
+        {"kv_pages": 40, "max_sequences": 8, "max_batched_tokens": 100} | sizes
+    )
+    policy: Any = FakePolicy()
+    return Engine(policy, config, tokenizer, seed, make), models[0]
+
+
+def request(index: int, length: int, samples: int = 1, **sampling: Any) -> Request:
+    """A request with a prompt of its own of ``length`` tokens."""
+    token_ids = tuple((index * 7 + place * place) % VOCAB for place in range(length))
+    sampling.setdefault("max_new_tokens", 20)
+    return Request(Prompt(f"p/{index}", "", token_ids), 0, samples, SamplingParams(**sampling))
+
+
+def plain_samples(
+    request: Request, seed: int = 0, context: int = 512, version: int = 0
+) -> list[tuple[list[int], list[float]]]:
+    """The tokens and log-probabilities of every sample, one token at a time over a plain list."""
+    sampling = request.sampling
+    results: list[tuple[list[int], list[float]]] = []
+    for index in range(request.samples):
+        key = torch.tensor([sample_key(seed, request.prompt.id, request.visit, index)])
+        tokens = list(request.prompt.token_ids)
+        recorded: list[float] = []
+        while len(recorded) < sampling.max_new_tokens and len(tokens) < context:
+            logits = logits_of(torch.tensor([history_hash(tokens)]), version)
+            log_probs = log_softmax(logits, torch.tensor([sampling.temperature or 1.0]))
+            p = [
+                torch.tensor([value], dtype=torch.float64)
+                for value in (sampling.top_p, sampling.min_p)
+            ]
+            narrowed = (
+                truncate(log_probs, torch.tensor([sampling.top_k]), *p)
+                if sampling.truncates
+                else log_probs
+            )
+            token = (
+                int(draw(narrowed, key, torch.tensor([len(tokens)])))
+                if sampling.temperature
+                else int(logits.argmax())
+            )
+            tokens.append(token)
+            recorded.append(float(log_probs[0, token]))
+            if token in sampling.stop_token_ids:
+                break
+        results.append((tokens[len(request.prompt.token_ids) :], recorded))
+    return results

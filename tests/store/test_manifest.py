@@ -1,0 +1,36 @@
+"""The manifest holds what is needed to understand a run later."""
+
+import json
+import platform
+from collections.abc import Callable
+
+import torch
+
+from isobit.config.schema import RunConfig
+from isobit.run.setup import prepare
+from isobit.store.manifest import manifest
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def test_versions_device_machine_configuration_and_fallbacks(make_config: MakeConfig) -> None:
+    config = make_config()
+    content = json.loads(json.dumps(manifest(prepare(config)), allow_nan=False))
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["python"] == platform.python_version()
+    assert {"isobit", "transformers", "safetensors", "datasets", "numpy"} <= set(
+        content["versions"]
+    )
+    assert (
+        content["device"]["type"] == "cpu"
+        and content["device"]["threads"] == torch.get_num_threads()
+    )
+    assert content["machine"]["cores"] >= 1 and content["machine"]["processor"]
+    assert RunConfig.model_validate(content["config"]) == config
+    assert content["precision"]["exact"] is True
+    assert content["precision"]["fallbacks"] == [
+        "qkv_proj stays in BF16: its sizes (128, 64, 64) x 128 are no multiples of 128"
+    ]
+    assert [site["name"] for site in content["precision"]["rollout"]] == [
+        site["name"] for site in content["precision"]["training"]
+    ]

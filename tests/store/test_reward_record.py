@@ -1,0 +1,82 @@
+"""Rewards are given once: what was recorded is taken from the record, whatever the reward function
+would say now.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isobit.errors import RewardError
+from isobit.records import Completion, Group, Prompt
+from isobit.store.reward_record import RewardRecord
+
+
+def groups(token: int = 5, version: int = 1) -> list[Group]:
+    completions = [Completion((token, n), (0.0, 0.0), "", "stop", 1.0, version) for n in range(3)]
+    return [Group(Prompt(f"train/{index}", "", (1,)), 0, list(completions)) for index in range(2)]
+
+
+def never(prompt: Prompt, completion: Completion) -> float:
+    raise AssertionError("the reward was asked for again")
+
+
+def some_fail(prompt: Prompt, completion: Completion) -> float:
+    return 1.5 if completion.token_ids[1] else 1 / 0
+
+
+def test_what_was_graded_before_opening_and_after_is_recorded_and_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.jsonl"
+    record = RewardRecord(print)
+    first = record.grade(groups(), some_fail)
+    record.open(path)
+    second = record.grade(groups(6), lambda prompt, completion: 0.1 + completion.token_ids[1])
+    assert len(path.read_text().splitlines()) == 2 and record.position == path.stat().st_size
+    content = path.read_bytes()
+
+    again = RewardRecord(print, path)
+    again.open(path)
+    replayed = groups(), groups(6)
+    assert [again.grade(made, never) for made in replayed] == [first, second]
+    assert replayed[0][0].rewards == [None, 1.5, 1.5] and replayed[1][1].rewards == [0.1, 1.1, 2.1]
+    assert path.read_bytes() == content and again.position == len(content)
+
+
+def test_other_completions_are_graded_anew_and_that_is_said(tmp_path: Path) -> None:
+    path, said = tmp_path / "rewards.jsonl", []
+    record = RewardRecord(print)
+    record.open(path)
+    for token in (5, 6, 7):
+        record.grade(groups(token), lambda prompt, completion: 1.0)
+    again = RewardRecord(said.append, path)
+    again.open(path)
+    again.grade(groups(5), never)
+    again.grade(groups(9), lambda prompt, completion: 2.0)
+    again.grade(groups(7), lambda prompt, completion: 3.0)
+    assert len(said) == 1 and "graded anew" in said[0]
+    assert [json.loads(line)["rewards"][0][0] for line in path.read_text().splitlines()] == [
+        1.0,
+        2.0,
+        3.0,
+    ]
+
+
+@pytest.mark.parametrize("rest", [b'{"weights_version": 1, "pro', b"\xff\xfe\n", b"[]\n"])
+def test_an_unfinished_line_is_cut_off(rest: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rewards.jsonl"
+    record = RewardRecord(print)
+    record.open(path)
+    record.grade(groups(), lambda prompt, completion: 1.0)
+    whole = path.read_bytes()
+    path.write_bytes(whole + rest)
+    again = RewardRecord(print, path)
+    again.open(path)
+    assert path.read_bytes() == whole
+
+
+def test_a_grading_that_failed_is_not_recorded(tmp_path: Path) -> None:
+    record = RewardRecord(print)
+    record.open(tmp_path / "rewards.jsonl")
+    with pytest.raises(RewardError):
+        record.grade(groups(), some_fail, max_failed_fraction=0.1)
+    assert (tmp_path / "rewards.jsonl").read_bytes() == b""
