@@ -4,12 +4,12 @@ same shape in the same run.
     python benchmarks/cpu.py [--threads 2] [--precision fp8] [--out benchmarks/results/cpu.json]
 
 The shape is that of the first prototype of the CPU arithmetic: hidden 128, 4 layers, vocabulary
-128, MLP 256 or 384, random weights.
-Rollout: prompts of 16 tokens, 64 new tokens each, sampled at temperature 1 over the full vocabulary
-with log-probabilities recorded, the whole engine timed.  Training: sequences of 80 tokens, packed;
-forward, GRPO loss and backward, no optimiser. Every figure is the best of several rounds, and the
-rounds of all rows take turns, so that a busy machine hurts all of them alike. ``prototype`` is the
-rate that the prototype reached for that row on two idle AVX-512 cores.
+128, MLP 256 or 384, random weights. Rollout: prompts of 16 tokens, 64 new tokens each, sampled at
+temperature 1 over the full vocabulary with log-probabilities recorded, the whole engine timed.
+Training: sequences of 80 tokens, packed; forward, GRPO loss and backward, no optimiser. Every
+figure is the best of several rounds, and the rounds of all rows take turns, so that a busy machine
+hurts all of them alike. ``prototype`` is the rate that the prototype reached for that row on two
+idle AVX-512 cores.
 """
 
 import argparse

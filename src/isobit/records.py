@@ -1,9 +1,8 @@
 """What passes between the rooms: prompts, completions, groups and packed batches.
 
 ``rollout`` makes completions, ``rewards`` grades them, ``training`` packs and learns from them;
-none of the three imports another.
-Shapes: T tokens of a packed batch, S sequences in it, N response tokens in it (those that are
-trained on).
+none of the three imports another. Shapes: T tokens of a packed batch, S sequences in it, N response
+tokens in it (those that are trained on).
 """
 
 from collections.abc import Mapping

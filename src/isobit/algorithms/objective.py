@@ -1,10 +1,9 @@
 """What an objective takes and gives: the seam between the trainer and the family of algorithms.
 
 An optimiser step is cut into micro-batches by a token budget, and the loss must not depend on the
-cut.  So an objective is asked
-twice: once for the weight of every response token, with the whole step in view, and then for the
-weighted **sum** of one micro-batch.  Sums over the micro-batches of a step add up to the step's
-loss, and so do their gradients:
+cut.  So an objective is asked twice: once for the weight of every response token, with the whole
+step in view, and then for the weighted **sum** of one micro-batch.  Sums over the micro-batches of
+a step add up to the step's loss, and so do their gradients:
 
     loss = sum over micro-batches m, sum over tokens i of m:   w[i] * l[i]
 
@@ -25,12 +24,10 @@ class LossInputs:
     log_probs: torch.Tensor  # float32 [N], of the policy being trained; carries the gradient
     old_log_probs: torch.Tensor  # float32 [N], of the policy that sampled
     advantages: torch.Tensor  # float32 [N]
-    sequence: (
-        torch.Tensor
-    )  # int64 [N], ascending: the sequence of the micro-batch each token belongs to
-    weights: (
-        torch.Tensor
-    )  # float32 [N], share of each token in the mean over the whole optimiser step
+    sequence: torch.Tensor
+    """Int64 [N], ascending: the sequence of the micro-batch each token belongs to."""
+    weights: torch.Tensor
+    """Float32 [N], share of each token in the mean over the whole optimiser step."""
 
 
 @dataclass(frozen=True, slots=True)

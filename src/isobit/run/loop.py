@@ -4,8 +4,7 @@
     evaluate -> maybe save
 
 Everything that can be refused is refused by ``begin`` and ``prepare``, and the first evaluation has
-run, before the run's directory is
-made: a reward that fails on everything leaves nothing behind.
+run, before the run's directory is made: a reward that fails on everything leaves nothing behind.
 """
 
 from isobit.clock import Clock

@@ -3,8 +3,8 @@ update.
 
 AdamW is torch's (decoupled weight decay, arXiv 1711.05101), in its fused form: the fastest on a CPU
 and on a GPU, and it repeats its bits. With BF16 moments, which torch would round to nearest and so
-freeze, and with 8-bit ones it is ``isobit.kernels.spec.adamw``.  Only matrices
-decay: norms and biases have no scale to be held down.
+freeze, and with 8-bit ones it is ``isobit.kernels.spec.adamw``.  Only matrices decay: norms and
+biases have no scale to be held down.
 """
 
 import math

@@ -71,9 +71,8 @@ class Form:
     scaled: bool
     tile: int  # keys; divides a page, and is one in the FP8 form
     decode_stages: int
-    decode_registers: (
-        int | None
-    )  # the most a thread may have, so that four programs fit a multiprocessor
+    decode_registers: int | None
+    """The most a thread may have, so that four programs fit a multiprocessor."""
     queries: int  # of one prefill program
     prefill_warps: int
     prefill_stages: int

@@ -7,9 +7,8 @@ the gradient in one pass.
                                             beta2^t) + epsilon)
 
 All in FP32, every operation rounded by itself and to nearest, so CPU and GPU give the same bits.
-Decay and step are added before they are
-subtracted: at a learning rate of 1e-6 a factor 1 - rate * weight_decay of its own would be rounded
-to 1.
+Decay and step are added before they are subtracted: at a learning rate of 1e-6 a factor 1 - rate *
+weight_decay of its own would be rounded to 1.
 
 The moments are FP32, or BF16 to halve their memory, or 8-bit codes to halve it again
 (``isobit.kernels.spec.moments``).  Rounding v to the nearest BF16 would freeze it: with beta2 =

@@ -32,9 +32,8 @@ _GROUP_TOKENS = 4096  # padded tokens of a group
 class PaddedGroup:
     """Sequences padded to the longest one's length, by descending length."""
 
-    index: (
-        torch.Tensor
-    )  # int64 [B, L]: the packed row of each padded row (the last one, repeated, in the padding)
+    index: torch.Tensor
+    """Int64 [B, L]: the packed row of each padded row (the last one, repeated, in the padding)."""
     valid: torch.Tensor  # bool [B, L]
     visible: torch.Tensor  # int64 [B, L]: keys a query sees
 

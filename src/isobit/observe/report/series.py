@@ -2,8 +2,7 @@
 many steps.
 
 A point shows the mean of its steps, or the highest of them for figures that are maxima or counts,
-and keeps their lowest and highest
-value: nothing that happened in one step disappears.
+and keeps their lowest and highest value: nothing that happened in one step disappears.
 """
 
 import math

@@ -2,10 +2,9 @@
 them.
 
 Both are a list of tokens of which the first ``cached`` have their K and V in pages.  What is left,
-``remaining``, says what to do
-next: nothing (a finished prompt), one token (a decoding sample), several (a prompt, or a sample
-whose pages were taken away).  So prefill, decode and recomputation are one operation, "put the next
-tokens through the model", with different counts.
+``remaining``, says what to do next: nothing (a finished prompt), one token (a decoding sample),
+several (a prompt, or a sample whose pages were taken away).  So prefill, decode and recomputation
+are one operation, "put the next tokens through the model", with different counts.
 
 A sample may have a token ``in_flight``: drawn by the device, which goes on from it, while the host
 does not know it yet.
