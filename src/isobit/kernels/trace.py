@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from isobit.kernels.spec.heads import Heads
+from isobit.kernels.operands import Heads
 
 
 class Observer(Protocol):

@@ -14,53 +14,53 @@ import torch
 
 from isobit.config.schema import RolloutConfig
 from isobit.errors import ConfigError
-from isobit.kernels.hopper.pages import PAGE_TOKENS, page_bytes
-from isobit.kernels.spec.kv_cache import KvCache
+from isobit.kernels.sizes import Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy
 from isobit.precision.flow import PrecisionFlow
-from isobit.rollout.native.pages import pages_for
 
 _GIB = 1 << 30
-_CPU_GIB = 2.0
-_CPU_TOKENS, _GPU_TOKENS = 2048, 16384
-GPU_RESERVE = 4 * _GIB
-"""Captured graphs, kernels, a chunk of the trainer's logits, gaps between blocks of the
-allocator.
+_HOST_GIB = 2.0
+RESERVE = 4 * _GIB
+"""Of a device's memory: captured graphs, kernels, a chunk of the trainer's logits, gaps between
+blocks of the allocator.
 """
 
 
-def batched_tokens(config: RolloutConfig, on_gpu: bool) -> int:
+def pages_for(num_tokens: int, page_tokens: int) -> int:
+    """Pages of ``page_tokens`` tokens that ``num_tokens`` tokens of one sequence occupy."""
+    return -(-num_tokens // page_tokens)
+
+
+def batched_tokens(config: RolloutConfig, sizes: Sizes) -> int:
     """Tokens of one forward: ``max_batched_tokens``, or what keeps the device busy."""
-    return config.max_batched_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)
+    return config.max_batched_tokens or sizes.batched_tokens
 
 
 def choose_num_pages(policy: Policy, config: RolloutConfig) -> int:
     """The pages of a policy's cache on its device: ``kv_pages`` if it is set.  Raises ConfigError
     if the memory does not hold one page.
     """
-    if config.kv_pages is not None:
-        return config.kv_pages
-    if policy.device.type == "cpu":
-        return num_pages_for(policy.config, policy.flow, config)
-    memory = (
-        _free_on_gpu(policy, config)
-        if config.kv_memory_gib is None
-        else int(config.kv_memory_gib * _GIB)
-    )
-    return num_pages_within(
-        policy.config, config, PAGE_TOKENS, page_bytes(policy.config, policy.flow), memory
-    )
+    device, sizes = policy.backend.memory, policy.backend.sizes
+    if device is None or config.kv_pages is not None or config.kv_memory_gib is not None:
+        return num_pages_for(policy.config, policy.flow, config, sizes)
+    device.release_cached()
+    room = device.free() - forward_bytes(policy.config, config, sizes) - RESERVE
+    page = sizes.page_bytes(policy.config, policy.flow)
+    return num_pages_within(policy.config, config, sizes.page_tokens, page, room)
 
 
-def num_pages_for(shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig) -> int:
-    """The pages of a cache on a CPU.  Raises ConfigError as ``choose_num_pages`` does."""
+def num_pages_for(
+    shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes
+) -> int:
+    """The pages of a cache in main memory, or as the configuration says.  Raises ConfigError as
+    ``choose_num_pages`` does.
+    """
     if config.kv_pages is not None:
         return config.kv_pages
-    memory = int((config.kv_memory_gib or _CPU_GIB) * _GIB)
-    return num_pages_within(
-        shape, config, KvCache.page_tokens, KvCache.page_bytes(shape, flow), memory
-    )
+    memory = int((config.kv_memory_gib or _HOST_GIB) * _GIB)
+    page = sizes.page_bytes(shape, flow)
+    return num_pages_within(shape, config, sizes.page_tokens, page, memory)
 
 
 def num_pages_within(
@@ -79,13 +79,6 @@ def num_pages_within(
     return min(affordable, config.max_sequences * pages_for(shape.max_positions, page_tokens))
 
 
-def _free_on_gpu(policy: Policy, config: RolloutConfig) -> int:
-    """Bytes, after what a forward over all its tokens and the logits of ``max_sequences`` take."""
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(policy.device)
-    return free - forward_bytes(policy.config, config) - GPU_RESERVE
-
-
 @contextmanager
 def out_of_memory_named() -> Iterator[None]:
     """Turn the GPU's out-of-memory into a ConfigError that names the keys which lower what an
@@ -101,7 +94,7 @@ def out_of_memory_named() -> Iterator[None]:
         ) from error
 
 
-def forward_bytes(shape: ModelConfig, config: RolloutConfig) -> int:
+def forward_bytes(shape: ModelConfig, config: RolloutConfig, sizes: Sizes) -> int:
     """What the largest forward of the engine takes on a GPU, beside weights and cache.
 
     A token: the residual stream twice, a norm and an output of a linear in BF16, the MLP's gate and
@@ -110,6 +103,6 @@ def forward_bytes(shape: ModelConfig, config: RolloutConfig) -> int:
     """
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     token = 8 * shape.hidden_size + 6 * shape.intermediate_size + 12 * qkv
-    tokens = batched_tokens(config, on_gpu=True)
+    tokens = batched_tokens(config, sizes)
     keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)
     return token * tokens + keys + 3 * 4 * shape.vocab_size * config.max_sequences

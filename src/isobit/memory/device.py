@@ -1,22 +1,22 @@
-"""What a run takes of a GPU's memory, planned before anything is allocated there.
+"""What a run takes of the memory that a device has for itself, planned before anything is allocated
+there.
 
 Weights stay; the engine's KV cache and the trainer's gradients and activations take turns
-(``isobit.memory.turns``), so that each phase has the whole card:
+(``isobit.memory.turns``), so that each phase has the whole device:
 
     rollout     masters + published weights + moments + KV pages + forward
     training    masters + published weights + moments + gradients + saved activations + what passes
 
-P parameters, N x K the sizes of a matrix, G KV heads of D numbers, f bytes of a number in the cache
-(1 or 2).  A sequence is never cut, so the largest micro-batch holds at least the longest.
+P parameters.  A sequence is never cut, so the largest micro-batch holds at least the longest.
 
-    masters, gradients  4 P each                                    FP32; gradients from the first backward of a step to its end
+    masters, gradients  4 P each: FP32; gradients from the first backward of a step to its end
     moments             8 P in FP32, 4 P in BF16, P (2 + 1/64) in 8 bits; in training alone with
                         ``training.offload_moments``
-    published weights   N K + N K / 4096 a matrix in E4M3, else 2 N K; 2 bytes a number of the rest;
-                        the rotary table
-    KV pages            pages * 2 * 128 G (D f + 1 if f = 1)        what is left, as far as ``rollout.max_sequences`` can need it
+    published weights   the matrices in each side's format, the rest, the rotary table
+    KV pages            what is left, as far as ``rollout.max_sequences`` can need it
     forward             ``isobit.memory.cache_size.forward_bytes``
-    activations         ``isobit.memory.activations``              what the layers save, and the most that passes beside it
+    activations         what the layers save, and the most that passes beside it
+                        (``isobit.memory.activations``)
 
 ``RESERVE`` is left free for what is not planned: captured graphs, kernels, gaps between torch's
 blocks, and the workspaces of libraries. Those of cuBLAS are among what torch measures, some 32 MiB
@@ -30,20 +30,16 @@ from itertools import product
 from math import prod
 from typing import get_args
 
-import torch
-
 from isobit.config.schema import Recompute, RolloutConfig, TrainingConfig
 from isobit.errors import ConfigError
-from isobit.kernels.hopper.pages import PAGE_TOKENS, page_bytes
+from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import passing_bytes, saved_bytes
-from isobit.memory.cache_size import GPU_RESERVE as RESERVE
-from isobit.memory.cache_size import forward_bytes, num_pages_within
+from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
 from isobit.memory.host import microbatch_tokens, published_bytes
 from isobit.memory.machine import gib
 from isobit.models.config import ModelConfig
-from isobit.models.policy import master_shapes
+from isobit.models.decoder import master_shapes
 from isobit.precision.flow import PrecisionFlow
-from isobit.rollout.native.pages import pages_for
 from isobit.training.optimiser import moment_bytes, smaller_moments
 
 _MOST_TOKENS = 1 << 24
@@ -53,7 +49,7 @@ Bytes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class GpuPlan:
+class DevicePlan:
     """Bytes by name in both phases, at their most demanding moment; the reserve is not among
     them.
     """
@@ -65,6 +61,7 @@ class GpuPlan:
     """What the process can have."""
     pages: int
     """Of the KV cache."""
+    page_tokens: int
     tokens: int
     """Of the largest micro-batch."""
     host: int
@@ -77,217 +74,181 @@ class GpuPlan:
 
     @property
     def _phases(self) -> dict[str, Bytes]:
-        return {**({"rollout": self.rollout} if self.rollout else {}), "training": self.training}
+        rollout = {"rollout": self.rollout} if self.rollout else {}
+        return {**rollout, "training": self.training}
 
     def describe(self) -> list[str]:
         """A table of the phases."""
         phases = self._phases.values()
-        rows = [
-            (name, [phase.get(name, 0) for phase in phases])
-            for name in dict.fromkeys(name for phase in phases for name in phase)
-        ]
-        rows += [
-            ("reserve", [RESERVE for _ in phases]),
-            ("together", [peak + RESERVE for peak in self.peaks.values()]),
-        ]
-        lines = [
-            f"{f'GPU memory, of {gib(self.total)}:':<32}"
-            + "".join(f"{name:>13}" for name in self._phases)
-        ]
-        lines += [
-            f"  {name:<30}" + "".join(f"{gib(size) if size else '-':>13}" for size in sizes)
-            for name, sizes in rows
-        ]
-        cache = f"{self.pages:,} pages of {PAGE_TOKENS} tokens in rollout; " if self.rollout else ""
-        lines.append(f"  {cache}micro-batches of up to {self.tokens:,} tokens in training")
-        return [
-            *lines,
-            *(
-                [f"  {gib(self.host)} of main memory hold the moments during rollout"]
-                if self.host
-                else []
-            ),
-        ]
-
-
-def plan_gpu(
-    shape: ModelConfig,
-    flow: PrecisionFlow,
-    rollout: RolloutConfig | None,
-    training: TrainingConfig,
-    longest: int,
-    total: int,
-) -> GpuPlan:
-    """The plan for sequences of at most ``longest`` tokens on a GPU of which the process can have
-    ``total`` bytes.
-
-    Without ``rollout`` nothing is ever generated: the trainer has the GPU to itself.  Raises
-    ConfigError where it does not fit, with the largest setting that would.
-    """
-    tokens = microbatch_tokens(training, longest)
-    needed = training_bytes(shape, flow, training, tokens)
-    if sum(needed.values()) + RESERVE > total:
-        raise ConfigError(
-            _too_much_training(shape, flow, training, longest, total, sum(needed.values()))
+        names = dict.fromkeys(name for phase in phases for name in phase)
+        rows = [(name, [phase.get(name, 0) for phase in phases]) for name in names]
+        rows.append(("reserve", [RESERVE for _ in phases]))
+        rows.append(("together", [peak + RESERVE for peak in self.peaks.values()]))
+        title = f"GPU memory, of {gib(self.total)}:"
+        lines = [f"{title:<32}" + "".join(f"{name:>13}" for name in self._phases)]
+        for name, sizes in rows:
+            cells = (gib(size) if size else "-" for size in sizes)
+            lines.append(f"  {name:<30}" + "".join(f"{cell:>13}" for cell in cells))
+        cache = f"{self.pages:,} pages of {self.page_tokens} tokens in rollout; "
+        lines.append(
+            f"  {cache if self.rollout else ''}micro-batches of up to {self.tokens:,} tokens in "
+            "training"
         )
-    if rollout is None:
-        return GpuPlan({}, needed, total, pages=0, tokens=tokens, host=0)
-    weights = weight_bytes(shape, flow, training)
-    host = 1 << (weights["optimiser moments"] - 1).bit_length() if training.offload_moments else 0
-    standing = {
-        name: size for name, size in weights.items() if not (host and name == "optimiser moments")
-    }
-    standing["forward and logits"] = forward_bytes(shape, rollout)
-    pages = _num_pages(
-        shape, flow, rollout, training, longest, total - RESERVE - sum(standing.values())
-    )
-    return GpuPlan(
-        {**standing, "KV pages": pages * page_bytes(shape, flow)},
-        needed,
-        total,
-        pages,
-        tokens,
-        host,
-    )
+        if self.host:
+            lines.append(f"  {gib(self.host)} of main memory hold the moments during rollout")
+        return lines
 
 
-def weight_bytes(
-    shape: ModelConfig, flow: PrecisionFlow, training: TrainingConfig
-) -> dict[str, int]:
-    """What the policy and its optimiser hold."""
-    masters = [prod(sizes) for sizes in master_shapes(shape).values()]
-    return {
-        "masters": 4 * sum(masters),
-        "published weights": published_bytes(shape, flow, on_gpu=True),
-        "optimiser moments": moment_bytes(masters, training.moments),
-    }
-
-
-def training_bytes(
-    shape: ModelConfig, flow: PrecisionFlow, training: TrainingConfig, tokens: int
-) -> dict[str, int]:
-    """The training phase at its peak."""
-    weights = weight_bytes(shape, flow, training)
-    passing = passing_bytes(shape, flow, training.recompute, tokens)
-    largest = max(passing, key=lambda name: passing[name])
-    return {
-        **weights,
-        "gradients": weights["masters"],
-        "saved activations": saved_bytes(shape, flow, training.recompute, tokens),
-        largest: passing[largest],
-    }
-
-
-def device_memory() -> int:
-    """Bytes of the GPU that this process has or could have now: what is free, and what torch
-    holds.
+@dataclass(frozen=True, slots=True)
+class DevicePlanner:
+    """Plans for one model in one flow, on a back end of those sizes, of whose memory the process
+    can have ``total`` bytes.
     """
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved()
+
+    shape: ModelConfig
+    flow: PrecisionFlow
+    sizes: Sizes
+    total: int
+
+    def plan(
+        self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
+    ) -> DevicePlan:
+        """For sequences of at most ``longest`` tokens.
+
+        Without ``rollout`` nothing is ever generated: the trainer has the device to itself.  Raises
+        ConfigError where it does not fit, with the largest setting that would.
+        """
+        tokens = microbatch_tokens(training, longest)
+        needed = self.training_bytes(training, tokens, longest)
+        if sum(needed.values()) + RESERVE > self.total:
+            raise ConfigError(self._too_much_training(training, longest, sum(needed.values())))
+        page_tokens = self.sizes.page_tokens
+        if rollout is None:
+            return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host=0)
+        standing, host = self.weight_bytes(training), 0
+        if training.offload_moments:
+            host = 1 << (standing.pop("optimiser moments") - 1).bit_length()
+        standing["forward and logits"] = forward_bytes(self.shape, rollout, self.sizes)
+        room = self.total - RESERVE - sum(standing.values())
+        pages = self._num_pages(rollout, training, longest, room)
+        standing["KV pages"] = pages * self.sizes.page_bytes(self.shape, self.flow)
+        return DevicePlan(standing, needed, self.total, pages, page_tokens, tokens, host)
+
+    def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
+        """What the policy and its optimiser hold."""
+        masters = [prod(sizes) for sizes in master_shapes(self.shape).values()]
+        return {
+            "masters": 4 * sum(masters),
+            "published weights": published_bytes(self.shape, self.flow, self.sizes),
+            "optimiser moments": moment_bytes(masters, training.moments),
+        }
+
+    def training_bytes(self, training: TrainingConfig, tokens: int, longest: int) -> dict[str, int]:
+        """The training phase at its peak, with ``tokens`` in the largest micro-batch."""
+        weights = self.weight_bytes(training)
+        model = self.shape, self.flow, self.sizes, training.recompute
+        passing = passing_bytes(*model, tokens, longest)
+        largest = max(passing, key=lambda name: passing[name])
+        return {
+            **weights,
+            "gradients": weights["masters"],
+            "saved activations": saved_bytes(*model, tokens),
+            largest: passing[largest],
+        }
+
+    def largest_microbatch(self, training: TrainingConfig, longest: int) -> int:
+        """The most tokens whose training fits; 0 where none do."""
+
+        def needed(tokens: int) -> int:
+            return sum(self.training_bytes(training, tokens, longest).values()) + RESERVE
+
+        return bisect_right(range(1, _MOST_TOKENS), self.total, key=needed)
+
+    def _num_pages(
+        self, rollout: RolloutConfig, training: TrainingConfig, longest: int, room: int
+    ) -> int:
+        """Pages of the KV cache, in ``room`` bytes."""
+        size, page_tokens = self.sizes.page_bytes(self.shape, self.flow), self.sizes.page_tokens
+        wanted = size * (rollout.kv_pages or pages_for(longest, page_tokens))
+        if rollout.kv_pages is None and rollout.kv_memory_gib is not None:
+            wanted = int(rollout.kv_memory_gib * (1 << 30))
+        if wanted > room:
+            raise ConfigError(_too_large_a_cache(rollout, training, longest, wanted, room, size))
+        if rollout.kv_pages is not None:
+            return rollout.kv_pages
+        memory = wanted if rollout.kv_memory_gib is not None else room
+        return num_pages_within(self.shape, rollout, page_tokens, size, memory)
+
+    def _too_much_training(self, training: TrainingConfig, longest: int, needed: int) -> str:
+        tokens = microbatch_tokens(training, longest)
+        most = self.largest_microbatch(training, longest)
+        settings = (
+            f"training.recompute = {training.recompute!r} and "
+            f"training.moments = {training.moments!r}"
+        )
+        if most >= longest:
+            largest = (
+                f"the largest training.tokens_per_microbatch that fits with {settings} is "
+                f"{max(most // _ROUND * _ROUND, longest):,}"
+            )
+        elif most > 0:
+            largest = (
+                f"with {settings} at most {most:,} fit, and a sequence, here of up to {longest:,} "
+                "tokens, is never cut"
+            )
+        else:
+            largest = f"with {settings} not one token fits beside weights and gradients"
+        return (
+            f"training a micro-batch of {tokens:,} tokens would take {gib(needed)} of the GPU's "
+            f"memory, and {gib(max(self.total - RESERVE, 0))} can be planned with; {largest}; "
+            f"{self._alternative(training, tokens, longest)}"
+        )
+
+    def _alternative(self, training: TrainingConfig, tokens: int, longest: int) -> str:
+        """The least change of recompute or moments that makes so many tokens fit, or what the
+        greatest one would hold.
+        """
+        levels: Sequence[Recompute] = get_args(Recompute)
+        changes = [
+            {"recompute": level, "moments": moments}
+            for moments, level in product(
+                (training.moments, *smaller_moments(training.moments)),
+                levels[levels.index(training.recompute) :],
+            )
+        ]
+        most = 0
+        for change in changes[1:]:
+            most = self.largest_microbatch(training.model_copy(update=change), longest)
+            if most >= tokens:
+                return f"{tokens:,} fit with {_settings(change, training)}"
+        if most > 0:
+            return (
+                f"the most that any setting holds are {most:,}, with "
+                f"{_settings(changes[-1], training)}; or take shorter sequences"
+            )
+        return "no setting makes this model's training fit: take a smaller model or a larger GPU"
 
 
-def _num_pages(
-    shape: ModelConfig,
-    flow: PrecisionFlow,
+def _too_large_a_cache(
     rollout: RolloutConfig,
     training: TrainingConfig,
     longest: int,
+    wanted: int,
     room: int,
-) -> int:
-    """Pages of the KV cache, in ``room`` bytes."""
-    size, key = (
-        page_bytes(shape, flow),
-        "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages",
-    )
-    wanted = size * (rollout.kv_pages or pages_for(longest, PAGE_TOKENS))
-    if rollout.kv_pages is None and rollout.kv_memory_gib is not None:
-        wanted = int(rollout.kv_memory_gib * (1 << 30))
-    if wanted > room:
-        advice = (
-            ""
-            if training.offload_moments
-            else "; training.offload_moments = true leaves the moments' part to it as well"
-        )
-        most = (
-            f"{max(room, 0) / (1 << 30):.3g} GiB"
-            if rollout.kv_pages is None
-            else f"{max(room, 0) // size:,} pages"
-        )
-        raise ConfigError(
-            f"the KV cache would take {gib(wanted)} of the GPU's memory, and beside the weights, a "
-            f"forward and {gib(RESERVE)} of reserve "
-            f"there is room for {gib(max(room, 0))} (of sequences of up to {longest:,} tokens): "
-            f"the largest {key} that fits is {most}"
-            f"{advice}; or lower rollout.max_batched_tokens"
-        )
-    if rollout.kv_pages is not None:
-        return rollout.kv_pages
-    return num_pages_within(
-        shape, rollout, PAGE_TOKENS, size, wanted if rollout.kv_memory_gib is not None else room
-    )
-
-
-def largest_microbatch(
-    shape: ModelConfig, flow: PrecisionFlow, training: TrainingConfig, total: int
-) -> int:
-    """The most tokens whose training fits; 0 where none do."""
-
-    def needed(tokens: int) -> int:
-        return sum(training_bytes(shape, flow, training, tokens).values()) + RESERVE
-
-    return bisect_right(range(1, _MOST_TOKENS), total, key=needed)
-
-
-def _too_much_training(
-    shape: ModelConfig,
-    flow: PrecisionFlow,
-    training: TrainingConfig,
-    longest: int,
-    total: int,
-    needed: int,
+    page: int,
 ) -> str:
-    tokens, most = (
-        microbatch_tokens(training, longest),
-        largest_microbatch(shape, flow, training, total),
-    )
-    settings = (
-        f"training.recompute = {training.recompute!r} and training.moments = {training.moments!r}"
-    )
-    if most >= longest:
-        largest = f"the largest training.tokens_per_microbatch that fits with {settings} is {max(most // _ROUND * _ROUND, longest):,}"
-    elif most > 0:
-        largest = f"with {settings} at most {most:,} fit, and a sequence, here of up to {longest:,} tokens, is never cut"
+    left = max(room, 0)
+    if rollout.kv_pages is None:
+        key, most = "rollout.kv_memory_gib", f"{left / (1 << 30):.3g} GiB"
     else:
-        largest = f"with {settings} not one token fits beside weights and gradients"
+        key, most = "rollout.kv_pages", f"{left // page:,} pages"
+    advice = "; training.offload_moments = true leaves the moments' part to it as well"
     return (
-        f"training a micro-batch of {tokens:,} tokens would take {gib(needed)} of the GPU's "
-        f"memory, and {gib(max(total - RESERVE, 0))} "
-        f"can be planned with; {largest}; {_alternative(shape, flow, training, tokens, total)}"
+        f"the KV cache would take {gib(wanted)} of the GPU's memory, and beside the weights, a "
+        f"forward and {gib(RESERVE)} of reserve there is room for {gib(left)} (of sequences of up "
+        f"to {longest:,} tokens): the largest {key} that fits is {most}"
+        f"{'' if training.offload_moments else advice}; or lower rollout.max_batched_tokens"
     )
-
-
-def _alternative(
-    shape: ModelConfig, flow: PrecisionFlow, training: TrainingConfig, tokens: int, total: int
-) -> str:
-    """The least change of recompute or moments that makes so many tokens fit, or what the greatest
-    one would hold.
-    """
-    levels: Sequence[Recompute] = get_args(Recompute)
-    changes = [
-        {"recompute": level, "moments": moments}
-        for moments, level in product(
-            (training.moments, *smaller_moments(training.moments)),
-            levels[levels.index(training.recompute) :],
-        )
-    ]
-    most = 0
-    for change in changes[1:]:
-        most = largest_microbatch(shape, flow, training.model_copy(update=change), total)
-        if most >= tokens:
-            return f"{tokens:,} fit with {_settings(change, training)}"
-    if most > 0:
-        return f"the most that any setting holds are {most:,}, with {_settings(changes[-1], training)}; or take shorter sequences"
-    return "no setting makes this model's training fit: take a smaller model or a larger GPU"
 
 
 def _settings(change: Mapping[str, str], training: TrainingConfig) -> str:

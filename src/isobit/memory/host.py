@@ -1,24 +1,18 @@
 """An estimate of the main memory that a run on the CPU takes, before anything of it exists.
 
-P parameters, C hidden size, I intermediate size, V vocabulary, D head size, H query and G KV heads,
-a bytes of an activation (2, or 4 in fp32), f bytes of a number of Q, K, V and of the cache (1, 2 or
-4), T tokens of the largest micro-batch, S tokens of the longest sequence.  Sums run over layers.
+P parameters, C hidden size, a bytes of an activation, T tokens of the largest micro-batch.
 
-    masters             4 P                                         FP32
-    gradients           4 P                                         during the training of a step
-    optimiser moments   8 P, 4 P, or 2 P + P / 64                   AdamW's two: FP32, BF16, or 8 bits with a byte of scale for 128
-    published weights   the matrices in each side's format, once where the sides agree: N K + N K /
-                        4096 in E4M3, else 2 or 4 N K; the rest, and lm_head on its grid once more,
-                        in the activations' format; the rotary table
-    KV pages            pages * 2 * 64 G (D f + 1)                  a byte of scale a vector
-    activations         T [4 a C + 3 a I + a H D + (H + 2 G)(D f + 1) + 4 H + 8]   what a layer keeps for its backward
-                        + T [a (H + 2 G) D + 4 (H + G)]             with a norm of Q and K
-                        + T [3 a C + 4 D]                           once: final norm, hidden states, rotary rows
-    workspace           the largest of these, which follow one another:
-      GEMM              8 T K + 8 N K + 16 T N                      FP64 operands and product, of the largest linear
-      attention         24 W H D + 1536 W H forward, 4 W (4 H + 6 G) D + 9 B H min(S, 512) S
-                        backward, of B sequences, W tokens
-      logits chunk      8 V C + 16 max(2^22, V)                     the head in FP64, and a chunk of logits in all its forms
+    masters             4 P                            FP32
+    gradients           4 P                            during the training of a step
+    optimiser moments   8 P, 4 P, or 2 P + P / 64      AdamW's two: FP32, BF16, or 8 bits with a
+                                                       byte of scale for 128
+    published weights   the matrices in each side's format, once where the sides agree; the rest,
+                        and lm_head on its grid once more, in the activations' format; the rotary
+                        table
+    KV pages            pages * bytes of a page        ``isobit.kernels.sizes``
+    activations         what the layers save (``isobit.memory.activations``), and 3 a C T once:
+                        last residual stream, final norm, hidden states
+    workspace           the largest of what passes, which follow one another
 
 Masters, gradients, moments, published weights and pages are exact (the tests compare them with the
 tensors), activations come within a few per cent, the workspaces are upper estimates of short-lived
@@ -32,22 +26,22 @@ from dataclasses import dataclass
 from math import prod
 
 from isobit.config.schema import RolloutConfig, TrainingConfig
-from isobit.kernels.spec.kv_cache import KvCache
+from isobit.kernels.sizes import Sizes
+from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import batched_tokens, num_pages_for
 from isobit.memory.machine import gib
 from isobit.models.config import ModelConfig
-from isobit.models.policy import master_shapes
-from isobit.precision.flow import LinearShape, PrecisionFlow, Site
-from isobit.precision.formats import BLOCK, DTYPES
+from isobit.models.decoder import build_decoder, master_shapes
+from isobit.precision.flow import PrecisionFlow
+from isobit.precision.formats import DTYPES
 from isobit.training.optimiser import moment_bytes
 
 MARGIN = 1.2
 """What a process may take beyond the estimate (see above)."""
 
 _MODEL = "model"
-_QUERY_BLOCK = 512
-_GROUP_TOKENS = 4096
-_LOGITS_CHUNK = 1 << 22
+_MICROBATCH = "training.tokens_per_microbatch"
+_LOWERED_BY = {"attention workspace": "rollout.max_new_tokens", "logits chunk": _MODEL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,42 +105,36 @@ def estimate_memory(
     rollout: RolloutConfig,
     training: TrainingConfig,
     longest: int,
+    sizes: Sizes,
 ) -> MemoryEstimate:
-    """The estimate for sequences of at most ``longest`` tokens.  Raises ConfigError where
+    """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes.  Raises ConfigError where
     ``rollout`` gives the cache no page.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     parameters = sum(masters)
     tokens = microbatch_tokens(training, longest)
-    microbatch = "training.tokens_per_microbatch"
+    pages = num_pages_for(shape, flow, rollout, sizes)
     pages_key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
-    return MemoryEstimate(
-        (
-            MemoryItem("masters", 4 * parameters, _MODEL),
-            MemoryItem("gradients", 4 * parameters, _MODEL),
-            MemoryItem("optimiser moments", moment_bytes(masters, training.moments), _MODEL),
-            MemoryItem("published weights", published_bytes(shape, flow), _MODEL),
-            MemoryItem(
-                "KV pages",
-                num_pages_for(shape, flow, rollout) * KvCache.page_bytes(shape, flow),
-                pages_key,
-            ),
-            MemoryItem("activations", activation_bytes(shape, flow, tokens), microbatch),
-            MemoryItem(
-                "GEMM workspace",
-                gemm_bytes(shape, max(tokens, batched_tokens(rollout, on_gpu=False))),
-                microbatch,
-                passing=True,
-            ),
-            MemoryItem(
-                "attention workspace",
-                attention_bytes(shape, longest),
-                "rollout.max_new_tokens",
-                passing=True,
-            ),
-            MemoryItem("logits chunk", _logits_bytes(shape), _MODEL, passing=True),
-        )
+    largest_forward = max(tokens, batched_tokens(rollout, sizes))
+    passing = passing_bytes(shape, flow, sizes, training.recompute, largest_forward, longest)
+    stays = (
+        MemoryItem("masters", 4 * parameters, _MODEL),
+        MemoryItem("gradients", 4 * parameters, _MODEL),
+        MemoryItem("optimiser moments", moment_bytes(masters, training.moments), _MODEL),
+        MemoryItem("published weights", published_bytes(shape, flow, sizes), _MODEL),
+        MemoryItem("KV pages", pages * sizes.page_bytes(shape, flow), pages_key),
+        MemoryItem(
+            "activations",
+            saved_bytes(shape, flow, sizes, training.recompute, tokens)
+            + _hidden_bytes(shape, flow) * tokens,
+            _MICROBATCH,
+        ),
     )
+    passes = (
+        MemoryItem(name, size, _LOWERED_BY.get(name, _MICROBATCH), passing=True)
+        for name, size in passing.items()
+    )
+    return MemoryEstimate((*stays, *passes))
 
 
 def microbatch_tokens(training: TrainingConfig, longest: int) -> int:
@@ -155,74 +143,21 @@ def microbatch_tokens(training: TrainingConfig, longest: int) -> int:
     return min(max(training.tokens_per_microbatch, longest), step)
 
 
-def published_bytes(shape: ModelConfig, flow: PrecisionFlow, on_gpu: bool = False) -> int:
-    """What both sides read, matrices that they share counted once, and the rotary table.
-
-    A CPU has the head once more, on its grid.
-    """
-    size = DTYPES[flow.training.activations].itemsize
-    shapes = master_shapes(shape)
-    plain = sum(prod(sizes) for name, sizes in shapes.items() if "_proj" not in name)
-    linears = sum(
-        _linear_bytes(site, linear, shape.qkv_bias and name == "qkv_proj")
-        for layer in range(shape.num_layers)
-        for name, linear in shape.shape.linears.items()
-        for site in {flow.rollout.linear(layer, name), flow.training.linear(layer, name)}
-    )
-    head = 0 if on_gpu else shape.vocab_size * shape.hidden_size
-    return size * (plain + head) + linears + 4 * shape.max_positions * shape.head_dim
+def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
+    """What both sides read, matrices that they share counted once, and the rotary table."""
+    width = DTYPES[flow.training.activations].itemsize
+    total = 4 * shape.max_positions * shape.head_dim
+    total += sizes.head_copy(shape.vocab_size * shape.hidden_size, width)
+    for name, master in build_decoder(shape).masters().items():
+        numbers, path = prod(master.shape), name.rpartition(".")[0]
+        if master.kind == "matrix":
+            sites = {flow.rollout.site(path), flow.training.site(path)}
+            total += sum(sizes.matrix(site, numbers) for site in sites)
+        else:
+            total += width * numbers
+    return total
 
 
-def activation_bytes(shape: ModelConfig, flow: PrecisionFlow, tokens: int) -> int:
-    """What the forward of a micro-batch keeps for its backward."""
-    a = DTYPES[flow.training.activations].itemsize
-    queries, heads = shape.num_heads, shape.num_heads + 2 * shape.num_kv_heads
-    layer = (
-        a * (4 * shape.hidden_size + 3 * shape.intermediate_size + queries * shape.head_dim)
-        + 4 * queries
-        + 8
-    )
-    if shape.qk_norm:
-        layer += a * heads * shape.head_dim + 4 * (queries + shape.num_kv_heads)
-    formats = [
-        DTYPES[flow.training.attention_format(number)].itemsize
-        for number in range(shape.num_layers)
-    ]
-    encoded = sum(heads * (shape.head_dim * f + 1) for f in formats)
-    return tokens * (
-        shape.num_layers * layer + encoded + 3 * a * shape.hidden_size + 4 * shape.head_dim
-    )
-
-
-def gemm_bytes(shape: ModelConfig, tokens: int) -> int:
-    """The FP64 operands and product of the largest linear, its FP32 sum and the block that is added
-    to it.
-    """
-    return max(
-        8 * tokens * linear.in_features
-        + 8 * linear.out_features * linear.in_features
-        + 16 * tokens * linear.out_features
-        for linear in shape.shape.linears.values()
-    )
-
-
-def attention_bytes(shape: ModelConfig, longest: int) -> int:
-    """Attention of a padded group of the longest sequences."""
-    sequences = max(1, _GROUP_TOKENS // longest)
-    rows = sequences * longest
-    forward = rows * shape.num_heads * (24 * shape.head_dim + 1536)
-    copies = 4 * rows * (4 * shape.num_heads + 6 * shape.num_kv_heads) * shape.head_dim
-    return max(
-        forward, copies + 9 * sequences * shape.num_heads * min(longest, _QUERY_BLOCK) * longest
-    )
-
-
-def _logits_bytes(shape: ModelConfig) -> int:
-    return 8 * shape.vocab_size * shape.hidden_size + 16 * max(_LOGITS_CHUNK, shape.vocab_size)
-
-
-def _linear_bytes(site: Site, linear: LinearShape, bias: bool) -> int:
-    numbers = linear.out_features * linear.in_features
-    width = DTYPES["fp32" if site.forward == "fp32" else "bf16"].itemsize
-    matrix = numbers + 4 * (numbers // BLOCK**2) if site.forward == "e4m3" else width * numbers
-    return matrix + (width * linear.out_features if bias else 0)
+def _hidden_bytes(shape: ModelConfig, flow: PrecisionFlow) -> int:
+    """Of a token: the last residual stream, its norm, and the rows of it that predict a token."""
+    return 3 * DTYPES[flow.training.activations].itemsize * shape.hidden_size

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 
 from isobit.errors import CheckpointError
-from isobit.kernels.device import heads_problem
 from isobit.precision.flow import DecoderShape, LinearShape
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -91,12 +90,6 @@ class ModelConfig:
             "down_proj": LinearShape({"down_proj": self.hidden_size}, self.intermediate_size),
         }
         return DecoderShape(self.num_layers, linears)
-
-    def hopper_problem(self, preset: str) -> str | None:
-        """Why the GPU's kernels do not compute this model in a flow, or None if they do."""
-        if preset == "fp32":
-            return "precision 'fp32' is the CPU's reference"
-        return heads_problem(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], source: str) -> "ModelConfig":

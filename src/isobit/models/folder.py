@@ -10,6 +10,7 @@ checkpoint's own names, which transformers and every engine load.
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from isobit.config.schema import PrecisionConfig
 from isobit.errors import CheckpointError
 from isobit.models.config import ModelConfig
-from isobit.models.policy import Policy, master_shapes
+from isobit.models.decoder import build_decoder
+from isobit.models.policy import Policy
 from isobit.models.tensor_file import write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
@@ -61,30 +63,42 @@ def load_policy(
     name and file.
     """
     config = read_config(folder)
+    return Policy(config, precision, read_masters(folder, config), device, trainable)
+
+
+def read_masters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each master by name, FP32, put together from the checkpoint's tensors; one at a time is in
+    memory.
+
+    Raises CheckpointError as ``load_policy`` does; what the headers show, before the first master.
+    """
+    tied = build_decoder(config).head.tied
     expected = checkpoint_shapes(config)
-    tensors: dict[str, torch.Tensor] = {}
+    files: dict[str, Path] = {}
     for file in weight_files(folder):
-        for name, tensor in _read_tensors(file):
-            if name == "lm_head.weight" and config.tied_embeddings:
+        for name, shape in _read_shapes(file).items():
+            if name == "lm_head.weight" and tied:
                 continue  # some exporters write the tied matrix twice
             if name not in expected:
                 raise CheckpointError(
                     f"{file}: holds {name}, which a {config.family} decoder does not read"
                 )
-            if tuple(tensor.shape) != expected[name]:
+            if shape != expected[name]:
                 raise CheckpointError(
-                    f"{file}: {name} has the shape {tuple(tensor.shape)}, but config.json asks for "
+                    f"{file}: {name} has the shape {shape}, but config.json asks for "
                     f"{expected[name]}"
                 )
-            if not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(f"{file}: {name} holds a NaN or an infinity")
-            tensors[name] = tensor.float()
-    missing = [name for name in expected if name not in tensors]
+            files[name] = file
+    missing = [name for name in expected if name not in files]
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}"
         )
-    return Policy(config, precision, fuse_tensors(config, tensors), device, trainable)
+    for name, master in build_decoder(config).masters().items():
+        values = torch.empty(master.shape)
+        for part, rows in zip(master.parts, values.split(list(master.parts.values())), strict=True):
+            rows.copy_(_read_tensor(files[part], part))
+        yield name, values
 
 
 def fuse_tensors(
@@ -93,9 +107,10 @@ def fuse_tensors(
     """Tensors under the checkpoint's names -> under the masters' names, with q, k, v and gate, up
     put together.
     """
+    masters = build_decoder(config).masters()
     return {
-        name: torch.cat([tensors[part] for part in parts])
-        for name, parts in _checkpoint_names(config).items()
+        name: torch.cat([tensors[part] for part in master.parts])
+        for name, master in masters.items()
     }
 
 
@@ -104,13 +119,10 @@ def save_policy(policy: Policy, folder: Path, tokenizer_from: Path | None = None
     another folder if given.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    linears = policy.config.shape.linears
     masters: dict[str, torch.Tensor] = {}
-    for name, parts in _checkpoint_names(policy.config).items():
-        master = policy.masters[name].detach()
-        site = name.split(".")[-2]
-        sizes = list(linears[site].parts.values()) if site in linears else [master.shape[0]]
-        masters |= zip(parts, master.split(sizes), strict=True)
+    for name, described in policy.decoder.masters().items():
+        rows = policy.masters[name].detach().split(list(described.parts.values()))
+        masters |= zip(described.parts, rows, strict=True)
     layout = {
         part: torch.empty(master.shape, dtype=torch.bfloat16, device="meta")
         for part, master in masters.items()
@@ -129,38 +141,11 @@ def save_policy(policy: Policy, folder: Path, tokenizer_from: Path | None = None
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of the Hugging Face checkpoint and their shapes."""
-    linears = config.shape.linears
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in master_shapes(config).items():
-        site = name.split(".")[-2]
-        rows = list(linears[site].parts.values()) if site in linears else [shape[0]]
-        for part, size in zip(_checkpoint_names(config)[name], rows, strict=True):
-            shapes[part] = (size, *shape[1:])
-    return shapes
-
-
-def _checkpoint_names(config: ModelConfig) -> dict[str, list[str]]:
-    """For each master, the checkpoint's tensors that it fuses, in order."""
-    linears = config.shape.linears
-    places = {
-        "qkv_proj": "self_attn",
-        "o_proj": "self_attn",
-        "gate_up_proj": "mlp",
-        "down_proj": "mlp",
+    return {
+        part: (rows, *master.shape[1:])
+        for master in build_decoder(config).masters().values()
+        for part, rows in master.parts.items()
     }
-    renamed = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-    renamed |= {name: f"self_attn.{name}" for name in ("q_norm", "k_norm")}
-    names: dict[str, list[str]] = {}
-    for master in master_shapes(config):
-        path, site, kind = ("." + master).rsplit(".", 2)
-        path = f"model{path}"
-        if site in linears:
-            names[master] = [f"{path}.{places[site]}.{part}.{kind}" for part in linears[site].parts]
-        elif site == "lm_head":
-            names[master] = [master]
-        else:
-            names[master] = [f"{path}.{renamed.get(site, site)}.{kind}"]
-    return names
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -184,11 +169,26 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / WEIGHTS_FILE]
 
 
-def _read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """From the header."""
+    with _opened(file) as tensors:
+        names = tensors.keys()  # noqa: SIM118 (not a mapping)
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+
+
+def _read_tensor(file: Path, name: str) -> torch.Tensor:
+    with _opened(file) as tensors:
+        tensor = tensors.get_tensor(name)
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{file}: {name} holds a NaN or an infinity")
+    return tensor
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                yield name, tensors.get_tensor(name)
+            yield tensors
     except SafetensorError as error:
         raise CheckpointError(f"{file} is damaged: {error}") from None
 

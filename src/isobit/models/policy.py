@@ -5,35 +5,29 @@ A publication rounds every master to BF16 once and quantises it once, in place: 
 trainer hold the same tensors, so new weights need no copy and no message.  Where rollout and
 training have the same formats at a site, its weight exists once.
 
-Names of masters: ``embed_tokens.weight``, ``layers.N.{input_norm, post_attention_norm, q_norm,
-k_norm}.weight``, ``layers.N.{qkv_proj, o_proj, gate_up_proj, down_proj}.weight`` (q, k, v and gate,
-up are fused along their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, and
-``lm_head.weight`` where it is not tied.
+The masters are those of the units (``isobit.models.layers``), by name:
+``embed_tokens.weight``, ``layers.N.{input_norm, post_attention_norm, q_norm, k_norm}.weight``,
+``layers.N.{qkv_proj, o_proj, gate_up_proj, down_proj}.weight`` (q, k, v and gate, up are fused along
+their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, and ``lm_head.weight`` where it is not
+tied.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 
 from isobit.config.schema import PrecisionConfig
-from isobit.kernels.spec.grid import snap_rows
-from isobit.kernels.spec.linear import LinearWeight
-from isobit.kernels.spec.rope import RopeTable
+from isobit.kernels.backend import backend_of
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.rope import RopeTable
 from isobit.models.config import ModelConfig, inverse_frequencies
+from isobit.models.decoder import build_decoder, master_shapes
+from isobit.models.layers.head import PUBLISHED
 from isobit.models.published_change import PublishedChange
+from isobit.models.weights import Weights
 from isobit.precision.flow import PrecisionFlow, Site, build_flow
 from isobit.precision.formats import DTYPES, Side
-
-
-@dataclass(slots=True)
-class PublishedWeights:
-    """What one side reads: a LinearWeight for each linear, and the other tensors in the format
-    between operators, by master name.
-    """
-
-    linears: dict[str, LinearWeight] = field(default_factory=dict)
-    plain: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Policy:
@@ -55,18 +49,19 @@ class Policy:
         not fit the memory together.
         """
         self.config = config
+        self.decoder = build_decoder(config)
         self.device = torch.device(device)
+        self.backend = backend_of(self.device)
         self.flow: PrecisionFlow = build_flow(precision, config.shape)
         self.masters: dict[str, torch.nn.Parameter] = {}
         self.change = PublishedChange()
         """What the last publication changed."""
-        self.rope = RopeTable.build(inverse_frequencies(config), config.max_positions).to(
-            self.device
-        )
-        self._sides: dict[Side, PublishedWeights] = {
-            "rollout": PublishedWeights(),
-            "training": PublishedWeights(),
+        rope = RopeTable.build(inverse_frequencies(config), config.max_positions).to(self.device)
+        self._sides: dict[Side, Weights] = {
+            "rollout": Weights(self.backend, rope),
+            "training": Weights(self.backend, rope),
         }
+        self._described = self.decoder.masters()
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
         for name, tensor in pairs:
@@ -75,21 +70,23 @@ class Policy:
             self._publish(name, master)
             if trainable:
                 self.masters[name] = master
-        assert names == list(master_shapes(config)), "masters do not fit the configuration"
+        assert names == list(self._described), "masters do not fit the configuration"
         self.version = 1
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The masters, in the order of the forward pass."""
         return iter(self.masters.values())
 
-    def weights(self, side: Side) -> PublishedWeights:
+    def weights(self, side: Side) -> Weights:
         """What a side reads."""
         return self._sides[side]
 
-    @property
-    def head_name(self) -> str:
-        """The master that lm_head multiplies with."""
-        return "embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"
+    def gradient(self, name: str) -> torch.Tensor:
+        """A master's FP32 gradient, to be added to; zeros where it has none yet."""
+        master = self.masters[name]
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        return master.grad
 
     def publish(self) -> None:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version``
@@ -112,13 +109,13 @@ class Policy:
 
     @torch.no_grad()
     def _publish(self, name: str, master: torch.Tensor) -> None:
-        path, _, kind = name.rpartition(".")
-        if not path.endswith("_proj"):
-            self._publish_plain(name, master)
-        elif kind == "weight":
+        path, kind = name.rpartition(".")[0], self._described[name].kind
+        if kind == "matrix":
             self._publish_matrix(path, master)
-        else:
+        elif kind == "bias":
             self._publish_bias(path, master)
+        else:
+            self._publish_plain(name, master)
 
     def _publish_matrix(self, path: str, master: torch.Tensor) -> None:
         made: dict[Site, LinearWeight] = {}
@@ -127,10 +124,10 @@ class Policy:
             linears = self._sides[side].linears
             if site not in made:
                 if path in linears:
-                    self.change.overwrite(linears[path], master)
+                    self.change.add(self.backend.republish(linears[path], master), master.numel())
                     made[site] = linears[path]
                 else:
-                    made[site] = LinearWeight.publish(site, master)
+                    made[site] = LinearWeight(site, self.backend.publish(site, master))
             linears[path] = made[site]
 
     def _publish_bias(self, path: str, master: torch.Tensor) -> None:
@@ -139,19 +136,22 @@ class Policy:
             linears = self._sides[side].linears
             held = linears[path]
             if held.bias is None:
-                linears[path] = made.setdefault(id(held.matrix), held.with_bias(master))
+                bias = master.detach().to(DTYPES[self.flow.training.activations], copy=True)
+                linears[path] = made.setdefault(id(held.matrix), replace(held, bias=bias))
             else:
                 held.bias.copy_(master)
 
     def _publish_plain(self, name: str, master: torch.Tensor) -> None:
         dtype = DTYPES[self.flow.training.activations]
         self._hold(name, master, dtype)
-        if name == self.head_name:
-            if self.device.type == "cpu":  # the exact GEMM of the CPU multiplies numbers on a grid
-                self._hold("head", snap_rows(master.detach().to(dtype)), dtype)
-            else:
+        if name == self.decoder.head.master:
+            table = self._sides["training"].plain[name]
+            head = self.backend.publish_head(table)
+            if head is table:
                 for weights in self._sides.values():
-                    weights.plain["head"] = weights.plain[name]
+                    weights.plain[PUBLISHED] = table
+            else:
+                self._hold(PUBLISHED, head, dtype)
 
     def _hold(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         """Both sides read one tensor, which later publications overwrite."""
@@ -162,32 +162,6 @@ class Policy:
             held.copy_(tensor)
         for weights in self._sides.values():
             weights.plain[name] = held
-
-
-def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The masters' names and shapes, in the order of the forward pass."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (config.vocab_size, config.hidden_size)
-    }
-    linears = config.shape.linears
-    for layer in range(config.num_layers):
-        path = f"layers.{layer}"
-        shapes[f"{path}.input_norm.weight"] = (config.hidden_size,)
-        for name, linear in linears.items():
-            shapes[f"{path}.{name}.weight"] = (linear.out_features, linear.in_features)
-            if name == "qkv_proj":
-                if config.qkv_bias:
-                    shapes[f"{path}.qkv_proj.bias"] = (linear.out_features,)
-                if config.qk_norm:
-                    shapes[f"{path}.q_norm.weight"] = shapes[f"{path}.k_norm.weight"] = (
-                        config.head_dim,
-                    )
-            if name == "o_proj":
-                shapes[f"{path}.post_attention_norm.weight"] = (config.hidden_size,)
-    shapes["norm.weight"] = (config.hidden_size,)
-    if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    return shapes
 
 
 def random_policy(

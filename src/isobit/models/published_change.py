@@ -9,8 +9,6 @@ function that samples and trains hardly at all.  Scales are not counted.
 
 import torch
 
-from isobit.kernels.spec.linear import LinearWeight
-
 
 class PublishedChange:
     """Counts what one publication changes; the counts stay on the device until ``share`` is asked
@@ -21,10 +19,10 @@ class PublishedChange:
         self._changed: list[torch.Tensor] = []
         self._numbers = 0
 
-    def overwrite(self, weight: LinearWeight, master: torch.Tensor) -> None:
-        """``weight.overwrite``, counted."""
-        self._changed.append(weight.overwrite(master))
-        self._numbers += master.numel()
+    def add(self, changed: torch.Tensor, numbers: int) -> None:
+        """One matrix of so many numbers; ``changed`` is an int64 scalar on its device."""
+        self._changed.append(changed)
+        self._numbers += numbers
 
     @property
     def share(self) -> float:

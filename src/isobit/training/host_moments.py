@@ -16,7 +16,7 @@ class HostMoments:
     """Moves the moments of a trainer from the device of its policy and back."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._device = trainer, trainer.policy.device
+        self._trainer, self._backend = trainer, trainer.policy.backend
         self._buffer: torch.Tensor | None = None
         self._on_host = False
 
@@ -29,9 +29,11 @@ class HostMoments:
             return
         if self._buffer is None:
             size = sum(tensor.nbytes for tensor in moments)
-            self._buffer = torch.empty(
-                size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
-            )
+            memory = self._backend.memory
+            if memory is None:
+                self._buffer = torch.empty(size, dtype=torch.uint8)
+            else:
+                self._buffer = memory.host_buffer(size)
         parts = self._buffer.split([tensor.nbytes for tensor in moments])
         places = [
             part.view(tensor.dtype).view(tensor.shape)
@@ -48,7 +50,7 @@ class HostMoments:
             return
         moments = self._moments()
         copies = [
-            torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
+            torch.empty_like(tensor, device=self._backend.device).copy_(tensor, non_blocking=True)
             for tensor in moments
         ]
         self._replace(moments, copies)
@@ -61,7 +63,6 @@ class HostMoments:
 
     def _replace(self, moments: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         """Give the tensors the storage of others, once these are written."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._backend.synchronize()
         for tensor, value in zip(moments, values, strict=True):
             tensor.data = value

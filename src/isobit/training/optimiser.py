@@ -14,8 +14,9 @@ from typing import Any, get_args
 import torch
 
 from isobit.config.schema import Moments, TrainingConfig
-from isobit.kernels.spec.adamw import adamw_step
-from isobit.kernels.spec.moments import FIRST, SECOND, num_groups
+from isobit.kernels.adamw import FIRST, SECOND, AdamWFactors, noise_key, num_groups
+from isobit.kernels.backend import Backend
+from isobit.models.policy import Policy
 from isobit.precision.formats import DTYPES
 
 
@@ -69,10 +70,12 @@ class CompactAdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
+        backend: Backend,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._moments: Moments = moments
         self._seed = seed
+        self._backend = backend
         self.clip = 1.0
         """What the gradients of the next step are multiplied with."""
 
@@ -89,23 +92,15 @@ class CompactAdamW(torch.optim.Optimizer):
             if not state:
                 state.update(self._zeros(master))
             state["step"] += 1
-            adamw_step(
-                master,
-                master.grad,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                rate=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                epsilon=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=int(state["step"]),
-                clip=self.clip,
-                noise=(self._seed, number),
-                scales=(state["exp_avg_scale"], state["exp_avg_sq_scale"])
-                if self._moments == "fp8"
-                else None,
+            step, scales = int(state["step"]), None
+            if self._moments == "fp8":
+                scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
+            factors = AdamWFactors.of(
+                group["lr"], *group["betas"], group["eps"], group["weight_decay"], step, self.clip
             )
+            key = noise_key(self._seed, step, number)
+            moments = state["exp_avg"], state["exp_avg_sq"]
+            self._backend.adamw_step(master, master.grad, *moments, factors, key, scales)
         self.clip = 1.0
 
     def _zeros(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -125,12 +120,12 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 def build_optimiser(
-    masters: Iterable[torch.nn.Parameter], config: TrainingConfig, seed: int = 0
+    policy: Policy, config: TrainingConfig, seed: int = 0
 ) -> torch.optim.AdamW | CompactAdamW:
-    """AdamW over the masters; the trainer sets the learning rate before each step.  ``seed`` is
-    that of the rounding of moments.
+    """AdamW over a policy's masters; the trainer sets the learning rate before each update.
+    ``seed`` is that of the rounding of moments.
     """
-    masters = list(masters)
+    masters = list(policy.masters.values())
     matrices = [master for master in masters if master.dim() >= 2]
     vectors = [master for master in masters if master.dim() < 2]
     groups = [
@@ -139,8 +134,9 @@ def build_optimiser(
     ]
     groups, betas = [group for group in groups if group["params"]], (config.beta1, config.beta2)
     if config.moments != "fp32":
+        rate, epsilon = config.learning_rate, config.adam_epsilon
         return CompactAdamW(
-            groups, config.moments, seed, config.learning_rate, betas, config.adam_epsilon
+            groups, config.moments, seed, rate, betas, epsilon, policy.backend
         )
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True
@@ -160,14 +156,10 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def gradient_norm(masters: Iterable[torch.nn.Parameter]) -> float:
+def gradient_norm(policy: Policy) -> float:
     """The 2-norm of all gradients together, before clipping."""
-    gradients = [master.grad for master in masters if master.grad is not None]
-    if gradients and gradients[0].is_cuda:
-        from isobit.kernels.hopper import norm  # one order of summation, in FP64
-
-        return norm.gradient_norm(gradients)
-    return float(torch.nn.utils.get_total_norm(gradients))
+    masters = policy.masters.values()
+    return policy.backend.gradient_norm([x.grad for x in masters if x.grad is not None])
 
 
 def clip_gradients(optimiser: torch.optim.Optimizer, norm: float, max_norm: float) -> None:

@@ -50,8 +50,8 @@ def within_memory(
                 0
             ]  # the error itself would hold, by its traceback, the activations of the attempt
         gc.collect()
-        if trainer.policy.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if (memory := trainer.policy.backend.memory) is not None:
+            memory.release_cached()
         if not trainer.is_whole:
             raise ConfigError(
                 f"{reason}, in the middle of an optimiser step, of which nothing is kept; {advice}"

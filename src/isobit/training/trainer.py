@@ -12,16 +12,14 @@ is wanted there.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
 from isobit.algorithms.objective import LossInputs, LossOutputs, Objective
 from isobit.config.schema import TrainingConfig
 from isobit.errors import NonFiniteError
-from isobit.models.decoder import packed_hidden_states
-from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy
+from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records import PackedBatch
 from isobit.training.budget import MicrobatchBudget
 from isobit.training.comparison import Comparison
@@ -131,9 +129,11 @@ class Trainer:
         schedule; ``seed`` is the run's.
         """
         self.policy = policy
+        self.scorer = Scorer(policy)
+        """Log-probabilities by the training forward, without learning from them."""
         self.config = config
         self.total_updates = total_updates
-        self._seed = seed
+        self._optimiser = build_optimiser(policy, config, seed)
         self.updates = 0
         """Optimiser steps taken or skipped so far."""
         self.budget = MicrobatchBudget(config.tokens_per_microbatch)
@@ -142,11 +142,6 @@ class Trainer:
         """False from an optimiser step's first change of a master to its publication, and for ever
         if it was cut off there.
         """
-
-    @cached_property
-    def _optimiser(self) -> torch.optim.AdamW | CompactAdamW:
-        """Made when it is first needed: a policy without masters has log-probabilities too."""
-        return build_optimiser(self.policy.masters.values(), self.config, self._seed)
 
     def counters(self) -> dict[str, int]:
         """Where the schedule and the count of skipped steps stand, for ``restore``."""
@@ -177,13 +172,6 @@ class Trainer:
             device = step_device(self._optimiser, master) if kind == "step" else master.device
             self._optimiser.state[master][kind] = value.to(device, copy=True)
 
-    @torch.no_grad()
-    def log_probs(self, batch: PackedBatch) -> torch.Tensor:
-        """Log-probabilities of the targets under the training forward and the published weights,
-        float32 [N], on the host.
-        """
-        return self._forward(batch)[0]
-
     def update(
         self,
         batches: Sequence[PackedBatch],
@@ -212,25 +200,6 @@ class Trainer:
         self._count_skip(problem)
         return totals.metrics(norm, rate, 0.0 if problem else self.policy.change.share, problem)
 
-    def _forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> log-probabilities of the targets and entropies of their distributions, float32 [N]
-        each, on the host.
-        """
-        device = self.policy.device
-        hidden = packed_hidden_states(
-            self.policy, batch.token_ids, batch.positions, batch.lengths, self.config.recompute
-        )
-        rows = hidden.index_select(0, batch.rows.to(device))
-        found = token_log_probs(
-            self.policy, "training", rows, batch.targets.to(device), batch.temperatures.to(device)
-        )
-        log_probs, entropies = (values.cpu() for values in found)
-        if not torch.isfinite(log_probs).all():
-            raise NonFiniteError(
-                "training forward: the log-probability of a sampled token is not finite"
-            )
-        return log_probs, entropies
-
     def _gradients(
         self,
         batches: Sequence[PackedBatch],
@@ -243,15 +212,18 @@ class Trainer:
         """
         weights = objective.weights([batch.sequence for batch in batches])
         for batch, old, weight in zip(batches, old_log_probs, weights, strict=True):
-            log_probs, entropies = self._forward(batch)
+            scored = ScoredPass(self.policy, batch, self.config.recompute)
+            scores = scored.forward()
+            log_probs = scores.log_probs.requires_grad_()
             outputs = objective.loss(
                 LossInputs(log_probs, old, batch.advantages, batch.sequence, weight)
             )
-            totals.add(batch, log_probs, entropies, outputs)
+            totals.add(batch, log_probs, scores.entropies, outputs)
             if not torch.isfinite(outputs.loss):
                 return math.nan, f"the loss is {float(outputs.loss.detach())}"
-            outputs.loss.backward()
-        norm = gradient_norm(self.policy.masters.values())
+            (d_log_probs,) = torch.autograd.grad(outputs.loss, log_probs)
+            scored.backward(d_log_probs)
+        norm = gradient_norm(self.policy)
         return norm, None if norm <= _LARGEST_NORM else self._what_is_not_finite(norm)
 
     def _what_is_not_finite(self, norm: float) -> str:

@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from isobit.kernels.adamw import GROUP, AdamWFactors, check_moments
 from isobit.kernels.hopper.moments import decode_first, decode_second, encode_first, encode_second
 from isobit.kernels.hopper.noise import splitmix64
-from isobit.kernels.spec.adamw import BF16_NAN, Factors
-from isobit.kernels.spec.moments import GROUP
+from isobit.kernels.spec.adamw import BF16_NAN
 
 _WIDTH = 1024
 _NAN = tl.constexpr(BF16_NAN)
@@ -98,13 +98,14 @@ def adamw_step(
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    factors: Factors,
-    key: int | None,
-    scales: tuple[torch.Tensor, torch.Tensor] | None,
+    factors: AdamWFactors,
+    key: int | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """What ``isobit.kernels.spec.adamw.adamw_step`` says, of tensors that it has checked; ``key``
-    is the noise's, None for FP32 moments.
+    """What ``isobit.kernels.spec.adamw.adamw_step`` says; ``key`` is the noise's, None for FP32
+    moments.
     """
+    check_moments(master, grad, exp_avg, exp_avg_sq, key, scales)
     n, f = master.numel(), factors
     numbers = (f.clip, f.beta1, f.rest1, f.beta2, f.rest2, f.root, f.epsilon, f.size, f.decay)
     grid, options = (triton.cdiv(n, _WIDTH),), {"num_warps": 4, "enable_fp_fusion": False}

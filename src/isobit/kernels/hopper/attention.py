@@ -54,8 +54,8 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.device import MOST_QUERY_HEADS, heads_problem
-from isobit.kernels.hopper.pages import PAGE_TOKENS
+from isobit.kernels.hopper.sizes import page_tokens as PAGE_TOKENS
+from isobit.kernels.hopper.support import MOST_QUERY_HEADS, model_problem
 
 TILE = PAGE_TOKENS
 PART = 8192
@@ -536,6 +536,6 @@ def _form(
 
 
 def _check_shape(heads: int, kv_heads: int, dim: int) -> None:
-    problem = heads_problem(heads, kv_heads, dim)
+    problem = model_problem(heads, kv_heads, dim, "bf16")
     if problem is not None:
         raise ValueError(problem)

@@ -1,7 +1,7 @@
 """The backward of the embedding on Hopper: rows of equal ids are added in the order of their
 tokens, without atomics.
 
-    grad[v] += sum over tokens t with token_ids[t] = v, ascending, of dh[t]     FP32
+    grad[v] += sum over tokens t with token_ids[t] = v, ascending, of d_hidden[t]     FP32
 
 A stable sort brings equal ids together and keeps their tokens in order.  A program looks at one
 place of the sorted ids: if a run of equal ids begins there, it adds the whole run, starting from
@@ -51,16 +51,16 @@ def columns_of_program(columns: int) -> int:
     return min(_WIDEST, triton.next_power_of_2(columns))
 
 
-def embedding_backward(dh: torch.Tensor, token_ids: torch.Tensor, grad: torch.Tensor) -> None:
-    """dh BF16 [T, C] and token_ids int64 [T], contiguous -> added to the rows of FP32 [V, C], in
+def embedding_backward(d_hidden: torch.Tensor, token_ids: torch.Tensor, grad: torch.Tensor) -> None:
+    """d_hidden BF16 [T, C] and token_ids int64 [T], contiguous -> added to the rows of FP32 [V, C], in
     place.  No host synchronisation.
     """
-    tokens, columns = dh.shape
+    tokens, columns = d_hidden.shape
     if not tokens:
         return
     ids, order = torch.sort(token_ids, stable=True)
     ends = torch.searchsorted(ids, ids, right=True, out_int32=True)
     width = columns_of_program(columns)
     _run_kernel[(tokens, triton.cdiv(columns, width))](
-        ids, order, ends, dh, grad, columns, width, _UNROLLED, num_warps=4
+        ids, order, ends, d_hidden, grad, columns, width, _UNROLLED, num_warps=4
     )

@@ -22,10 +22,11 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.attention import PagedKeys
-from isobit.kernels.hopper.pages import PAGE_TOKENS, page_bytes, page_formats
-from isobit.kernels.hopper.transfer import to_device
+from isobit.kernels.hopper.memory import to_device
+from isobit.kernels.hopper.sizes import page_formats
+from isobit.kernels.hopper.sizes import page_tokens as PAGE_TOKENS
+from isobit.kernels.operands import KvShape
 from isobit.kernels.spec.heads import Heads
-from isobit.kernels.spec.kv_cache import KvShape
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.formats import E4M3, E8M0_BIAS, Format
 
@@ -36,7 +37,6 @@ class HopperKvCache:
     """Pages of K and V for all layers; which page belongs to whom is the scheduler's business."""
 
     page_tokens = PAGE_TOKENS
-    page_bytes = staticmethod(page_bytes)
 
     def __init__(
         self, shape: KvShape, flow: PrecisionFlow, num_pages: int, device: torch.device | str

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from isobit.kernels.hopper.gemm import WGradBackEnd, gemm_e4m3, wgrad_back_end
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.kernels.hopper.wgrad import wgrad_e4m3
+from isobit.kernels.hopper.wgrad import triton_wgrad_e4m3
 from isobit.precision.formats import BLOCK, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -61,7 +61,7 @@ def transpose_blocks(weight: QuantTensor) -> QuantTensor:
     return out
 
 
-def dgrad(dy: QuantRows, weight: QuantTensor, scales: ScaleKind) -> torch.Tensor:
+def dgrad_e4m3(dy: QuantRows, weight: QuantTensor, scales: ScaleKind) -> torch.Tensor:
     """dY [M, N] in 1x128 groups, W [N, K] in 128x128 blocks, scales of one kind -> dX = dY W, BF16
     [M, K].
     """
@@ -73,7 +73,7 @@ def dgrad_bf16(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(dy, weight)
 
 
-def wgrad(
+def wgrad_e4m3(
     dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: WGradBackEnd | None = None
 ) -> None:
     """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens: grad, FP32 [N, K], contiguous, += dY^T
@@ -83,7 +83,7 @@ def wgrad(
     assert grad.is_contiguous()
     assert grad.shape == (dy_t.values.shape[0], x_t.values.shape[0])
     if (back_end or wgrad_back_end()) == "triton":
-        wgrad_e4m3(dy_t, x_t, grad)
+        triton_wgrad_e4m3(dy_t, x_t, grad)
         return
     import deep_gemm  # pyright: ignore[reportMissingImports]
 

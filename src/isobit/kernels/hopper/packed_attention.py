@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
-from isobit.kernels.hopper.qkv import QkvTransform, Queries, encode_packed
-from isobit.kernels.hopper.transfer import to_device
+from isobit.kernels.hopper.memory import to_device
+from isobit.kernels.hopper.qkv import Queries, encode_packed
+from isobit.kernels.operands import QkvTransform
 from isobit.kernels.spec.heads import Heads
 from isobit.kernels.trace import is_observed, observe_heads
 from isobit.precision.flow import Graph
@@ -30,8 +31,8 @@ class Attended:
 
 
 class PackedAttention:
-    """A ``HopperAttend`` for packed sequences of the given lengths; the same object serves all
-    layers.
+    """Attention for packed sequences of the given lengths (``AttendWithBackward``); the same object
+    serves all layers.
     """
 
     def __init__(self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor) -> None:
@@ -41,31 +42,35 @@ class PackedAttention:
         ]
         self._positions, self._longest = positions, max(lengths)
         ends = torch.tensor(lengths, dtype=torch.int32)
-        self._last: Attended | None = None
         self._starts, self._lengths = (
             to_device(x.int(), positions.device) for x in (ends.cumsum(0) - ends, ends)
         )
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
-        """Causal attention of each sequence over itself."""
+        """Causal attention of each sequence over itself: [T, (H + 2 G) D] -> [T, H D]."""
+        return self.attend(layer, qkv, transform)[0]
+
+    def attend(
+        self, layer: int, qkv: torch.Tensor, transform: QkvTransform
+    ) -> tuple[torch.Tensor, Attended]:
+        """The same, and what the backward reads."""
         format = self._formats[layer]
         queries, keys = encode_packed(qkv, transform, self._positions, format)
         if is_observed():
             observe_heads(layer, query_heads(queries), *_key_heads(keys, format))
         starts, lengths, longest = self._starts, self._lengths, self._longest
         out, lse = prefill_attention(
-            queries.values, queries.scales, keys, starts, lengths, starts, lengths, longest, longest
+            queries.values,
+            queries.scales,
+            keys,
+            starts,
+            lengths,
+            starts,
+            lengths,
+            longest,
+            longest,
         )
-        self._last = Attended(queries, keys, out, lse)
-        return out.view(qkv.shape[0], -1)
-
-    def take(self) -> Attended:
-        """What the last call did, for who wants to take it back; it is not kept here, where it
-        would live as long as the graph.
-        """
-        attended, self._last = self._last, None
-        assert attended is not None, "the forward comes first"
-        return attended
+        return out.view(qkv.shape[0], -1), Attended(queries, keys, out, lse)
 
     def backward(
         self, attended: Attended, d_output: torch.Tensor

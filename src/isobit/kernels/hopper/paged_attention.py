@@ -13,31 +13,15 @@ import torch
 
 from isobit.kernels.hopper.attention import decode_attention, prefill_attention
 from isobit.kernels.hopper.kv_cache import HopperKvCache
+from isobit.kernels.hopper.memory import to_device
 from isobit.kernels.hopper.packed_attention import query_heads
-from isobit.kernels.hopper.qkv import QkvTransform, Queries, encode_paged, gather_pages
-from isobit.kernels.hopper.transfer import to_device
-from isobit.kernels.spec.paged_attention import PagedBatch
+from isobit.kernels.hopper.qkv import Queries, encode_paged, gather_pages
+from isobit.kernels.operands import DecodeBatch, PagedBatch, QkvTransform
 from isobit.kernels.trace import is_observed, observe_heads
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeBatch:
-    """One new token for each of B sequences, everything on the GPU."""
-
-    positions: torch.Tensor
-    """int64 [B]: the place of the new token in its sequence."""
-    slots: torch.Tensor
-    """int64 [B]: page * 128 + offset of the new token."""
-    table: torch.Tensor
-    """int32 [B, pages]"""
-    lengths: torch.Tensor
-    """int32 [B]: tokens in the cache, the new one included."""
-    max_length: int
-    """No length is greater, now or when a captured graph is replayed."""
-
-
 class DecodeAttention:
-    """A ``HopperAttend`` for decoding sequences; the same object serves all layers."""
+    """A attention (``Attend``) for decoding sequences; the same object serves all layers."""
 
     def __init__(self, cache: HopperKvCache, batch: DecodeBatch) -> None:
         self._cache, self._batch = cache, batch
@@ -77,7 +61,7 @@ class _Chunks:
 
 
 class PagedAttention:
-    """A ``HopperAttend`` for a ragged batch; the same object serves all layers of one forward."""
+    """A attention (``Attend``) for a ragged batch; the same object serves all layers of one forward."""
 
     def __init__(self, cache: HopperKvCache, batch: PagedBatch, positions: torch.Tensor) -> None:
         """``batch`` on the host, ``positions`` int64 [T] on the GPU."""

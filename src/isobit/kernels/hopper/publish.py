@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.quantise import amax_bits, to_e4m3
-from isobit.precision.formats import BLOCK, ScaleKind
+from isobit.kernels.operands import LinearWeight, Operand
+from isobit.precision.flow import Site
+from isobit.precision.formats import BLOCK, DTYPES, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
 
@@ -79,3 +81,32 @@ def publish_blocks(
         scales == "power_of_two",
         num_warps=8,
     )
+
+
+def publish(site: Site, master: torch.Tensor) -> Operand:
+    """FP32 [N, K] -> 128x128 blocks of the BF16 rounding, or that rounding."""
+    master = master.detach()
+    if site.forward != "e4m3":
+        return master.to(DTYPES[site.forward], copy=True)
+    made = QuantTensor.empty_blocks(*master.shape, device=master.device)
+    publish_blocks(master, made, site.scales)
+    return made
+
+
+def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
+    """Write newer values into the same tensors; -> how many numbers are others now, int64."""
+    master, matrix = master.detach(), weight.matrix
+    if isinstance(matrix, QuantTensor):
+        changed = torch.empty(matrix.scales.shape, dtype=torch.int32, device=master.device)
+        publish_blocks(master, matrix, weight.site.scales, changed)
+        return changed.sum()
+    assert isinstance(matrix, torch.Tensor)
+    made = master.to(matrix.dtype)
+    differing = (made != matrix).sum()
+    matrix.copy_(made)
+    return differing
+
+
+def publish_head(table: torch.Tensor) -> torch.Tensor:
+    """lm_head is multiplied with as it is."""
+    return table

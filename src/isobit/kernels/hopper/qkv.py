@@ -38,12 +38,13 @@ import triton.language as tl
 from isobit.errors import ConfigError
 from isobit.kernels.hopper.attention import TILE, PackedKeys, PagedKeys
 from isobit.kernels.hopper.quantise import _INF_BITS, _ROUND_UP_ABOVE_1_75, FLOOR_BITS
+from isobit.kernels.operands import QkvTransform
 from isobit.precision.formats import E4M3, Format
 
 _GATHERED = 64  # tokens of one gathering program
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """How the work on up to ``most`` tokens is cut: tokens and heads of a program, and its
     warps.
     """
@@ -54,7 +55,7 @@ class Plan(NamedTuple):
     warps: int
 
 
-PLANS = (Plan(1024, 4, 1, 1), Plan(math.inf, 32, 8, 8))
+TILINGS = (Tiling(1024, 4, 1, 1), Tiling(math.inf, 32, 8, 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +64,6 @@ class Queries:
 
     values: torch.Tensor
     scales: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class QkvTransform:
-    """A layer's constants: cos and sin FP32 [positions, D/2]; norm weights BF16 [D], both or none;
-    bias BF16 [(H + 2G) D].
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    cos: torch.Tensor
-    sin: torch.Tensor
-    epsilon: float
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    bias: torch.Tensor | None
 
 
 @triton.jit
@@ -450,7 +434,7 @@ def _encode(
     scales = (
         torch.empty((tokens, heads), dtype=torch.float32, device=qkv.device) if quantised else None
     )
-    plan = next(plan for plan in PLANS if tokens <= plan.most)
+    plan = next(plan for plan in TILINGS if tokens <= plan.most)
     units = triton.cdiv(heads, plan.heads) + triton.cdiv(kv_heads, plan.heads) + kv_heads
     if tokens:
         _encode_kernel[(triton.cdiv(tokens, plan.tokens), units)](

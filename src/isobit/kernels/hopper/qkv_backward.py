@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.block_sums import add_block_sums
-from isobit.kernels.hopper.qkv import QkvTransform, _load, _sum_of_squares
+from isobit.kernels.hopper.qkv import _load, _sum_of_squares
+from isobit.kernels.operands import QkvGradients, QkvTransform
 
 N = 32  # tokens of a program
 HEADS = 8  # heads of a program
@@ -188,9 +189,7 @@ def qkv_backward(
     qkv: torch.Tensor,
     transform: QkvTransform,
     positions: torch.Tensor,
-    q_norm_grad: torch.Tensor | None,
-    k_norm_grad: torch.Tensor | None,
-    bias_grad: torch.Tensor | None,
+    grads: QkvGradients,
 ) -> torch.Tensor:
     """BF16 dq [T, H, D], dk and dv [T, G, D], and the forward's qkv, transform and positions ->
     BF16 d_qkv [T, (H + 2G) D], all contiguous.
@@ -219,9 +218,9 @@ def qkv_backward(
         )
 
     parts = (
-        (q_norm_grad, sums(q_norm_grad, query_units)),
-        (k_norm_grad, sums(k_norm_grad, key_units)),
-        (bias_grad, sums(bias_grad, 1)),
+        (grads.q_norm, sums(grads.q_norm, query_units)),
+        (grads.k_norm, sums(grads.k_norm, key_units)),
+        (grads.bias, sums(grads.bias, 1)),
     )
     _qkv_kernel[(blocks, query_units + 2 * key_units)](
         dq, dk, dv, qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos,

@@ -35,6 +35,7 @@ from isobit.kernels.hopper.log_prob import (
     log_sums_and_entropies,
 )
 from isobit.kernels.hopper.noise import splitmix64
+from isobit.kernels.operands import Drawn, Draws
 from isobit.kernels.spec.sampling import draw, truncate
 
 _UNIT = tl.constexpr(2.0**-53)
@@ -184,3 +185,13 @@ def _draw_truncated(
     tokens = draw(truncated, keys, positions)
     chosen = truncated.gather(1, tokens[:, None])[:, 0].where(finite, torch.nan)
     return tokens, log_probs_at(picked, tokens, temperatures, log_sums), chosen
+
+
+def draw_tokens(logits: Tensor, draws: Draws) -> Drawn:
+    """The next token of N samples, each from its row of the logits FP32 [R, V]; the fused draw
+    where nobody has a filter.  Nothing waits for the device without one.
+    """
+    noise = draws.rows, draws.temperatures, draws.keys, draws.positions
+    if draws.filters is None:
+        return Drawn(*sample_tokens(logits, *noise))
+    return Drawn(*sample_truncated(logits, *noise, *draws.filters))

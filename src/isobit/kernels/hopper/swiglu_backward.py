@@ -125,7 +125,7 @@ def swiglu_backward_quantise(
     return rows, tokens
 
 
-def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu_backward_bf16(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """dy [T, C] and gate_up [T, 2 C], BF16, contiguous -> the gradient of gate_up, BF16: what
     ``swiglu_backward_quantise`` quantises.
     """

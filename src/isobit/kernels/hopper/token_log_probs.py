@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.gemm import gemm_bf16
-from isobit.kernels.hopper.head_parts import backward_rows, forward_rows
 from isobit.kernels.hopper.linear_backward import wgrad_bf16
 from isobit.kernels.hopper.log_prob import (
     inverse_temperature,
@@ -31,24 +30,30 @@ from isobit.kernels.hopper.log_prob import (
     log_sum_exp,
     log_sums_and_entropies,
 )
+from isobit.kernels.hopper.sizes import backward_rows, forward_rows
 from isobit.kernels.trace import observe
 
 _WIDTH = 2048
 
 
+def head_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """hidden BF16 [N, C], head BF16 [V, C] -> FP32 logits [N, V]."""
+    return observe(gemm_bf16(hidden, head, torch.float32), "lm_head")
+
+
 def token_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden BF16 [N, C], head BF16 [V, C], targets int64 [N], temperatures FP32 [N] -> FP32
     log-probabilities [N] and entropies [N].
 
     Both are NaN for a row whose logits hold a NaN or an infinity.
     """
-    rows = forward_rows(weight.shape[0])
+    rows = forward_rows(head.shape[0])
     log_probs, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
-        logits = observe(gemm_bf16(hidden[part], weight, torch.float32), "lm_head")
+        logits = head_logits(hidden[part], head)
         log_sums, entropies[part] = log_sums_and_entropies(logits, temperatures[part])
         log_probs[part] = log_probs_at(logits, targets[part], temperatures[part], log_sums)
         del logits  # before the next part's are made
@@ -57,7 +62,7 @@ def token_log_probs(
 
 def token_log_probs_backward(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: torch.Tensor,
     targets: torch.Tensor,
     temperatures: torch.Tensor,
     d_log_probs: torch.Tensor,
@@ -68,7 +73,7 @@ def token_log_probs_backward(
 
     Args:
         hidden: BF16 [N, C].
-        weight: BF16 [V, C].
+        head: BF16 [V, C].
         targets: int64 [N].
         temperatures: FP32 [N].
         d_log_probs: FP32 [N], the loss's gradient by each log-probability; the entropies have none.
@@ -77,16 +82,16 @@ def token_log_probs_backward(
     Returns:
         BF16 [N, C].  NaN where the logits are not finite.
     """
-    rows = backward_rows(weight.shape[0])
+    rows = backward_rows(head.shape[0])
     d_hidden = torch.empty_like(hidden)
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
         d_logits = _part_gradients(
-            hidden[part], weight, targets[part], temperatures[part], d_log_probs[part]
+            hidden[part], head, targets[part], temperatures[part], d_log_probs[part]
         )
         # FP32 out: cuBLAS may cut so long a sum in pieces, and would add those of a BF16 product in
         # BF16
-        d_hidden[part] = torch.mm(d_logits, weight, out_dtype=torch.float32)
+        d_hidden[part] = torch.mm(d_logits, head, out_dtype=torch.float32)
         wgrad_bf16(d_logits, hidden[part], grad)
         del d_logits  # before the next part's are made
     return d_hidden
@@ -94,13 +99,13 @@ def token_log_probs_backward(
 
 def _part_gradients(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: torch.Tensor,
     targets: torch.Tensor,
     temperatures: torch.Tensor,
     d_log_probs: torch.Tensor,
 ) -> torch.Tensor:
     """-> d logits BF16 [N, V]; the FP32 logits are gone when this returns."""
-    logits = gemm_bf16(hidden, weight, torch.float32)
+    logits = gemm_bf16(hidden, head, torch.float32)
     return logit_gradients(
         logits, targets, temperatures, log_sum_exp(logits, temperatures), d_log_probs
     )

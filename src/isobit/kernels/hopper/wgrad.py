@@ -200,7 +200,7 @@ def _wgrad_kernel(
     )  # fmt: skip
 
 
-def wgrad_e4m3(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> None:
+def triton_wgrad_e4m3(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> None:
     """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens, N and K multiples of 128: grad, FP32
     [N, K], contiguous, += dY^T X.
     """

@@ -24,14 +24,12 @@ v.  So it needs no state, a resumed run draws it again, and no other tensor shar
 itself is taken with the moments as they are before they are rounded.
 """
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from isobit.kernels.adamw import GROUP, AdamWFactors, check_moments
+from isobit.kernels.noise import splitmix64
 from isobit.kernels.spec import moments
-from isobit.kernels.spec.noise import splitmix64
 
 BF16_NAN = 0x7FC0
 
@@ -42,98 +40,29 @@ _PIECE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """What the elements of a tensor have in common; every figure is rounded to FP32 where it is
-    used.
-    """
-
-    clip: float
-    beta1: float
-    rest1: float  # 1 - beta1
-    beta2: float
-    rest2: float  # 1 - beta2
-    root: float  # 1 / sqrt(1 - beta2^t)
-    epsilon: float
-    size: float  # rate / (1 - beta1^t)
-    decay: float  # rate * weight_decay
-
-    @classmethod
-    def of(
-        cls,
-        rate: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-        step: int,
-        clip: float,
-    ) -> "Factors":
-        """The factors of step 1, 2, .."""
-        assert step >= 1
-        root = 1 / math.sqrt(1 - beta2**step)
-        return cls(
-            clip,
-            beta1,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            root,
-            epsilon,
-            rate / (1 - beta1**step),
-            rate * weight_decay,
-        )
-
-
 @torch.no_grad()
 def adamw_step(
     master: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    *,
-    rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    step: int,
-    clip: float,
-    noise: tuple[int, int] | None = None,
+    factors: AdamWFactors,
+    key: int | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Move a master and its moments by one step, in place; the gradient stays as it is.
+    """Move a master and its moments by one update, in place; the gradient stays as it is.
 
     Args:
         master: FP32, contiguous, of any shape, like the three others.
         grad: FP32.
-        exp_avg: m, FP32 or BF16 or codes of 8 bits; zeros before the first step.
+        exp_avg: m, FP32 or BF16 or codes of 8 bits; zeros before the first update.
         exp_avg_sq: v, in the same format.
-        rate: learning rate.
-        beta1: decay of m.
-        beta2: decay of v.
-        epsilon: what keeps the quotient finite.
-        weight_decay: share of the master that a learning rate of 1 would take away in a step.
-        step: 1 for the first one.
-        clip: factor of the gradient; 1 leaves it as it is.
-        noise: for moments of 16 and 8 bits alone, and for them always: (seed, number of the
-        tensor), int64 both.
-        scales: for moments of 8 bits alone, and for them always: those of m and of v, uint8
-        [groups].
+        factors: learning rate, decays and the clip.
+        key: of the rounding, for moments of 16 and 8 bits (``isobit.kernels.adamw.noise_key``).
+        scales: of m and of v, uint8 [groups], for moments of 8 bits.
     """
+    check_moments(master, grad, exp_avg, exp_avg_sq, key, scales)
     tensors = (master, grad, exp_avg, exp_avg_sq)
-    assert all(
-        x.is_contiguous() and x.shape == master.shape and x.device == master.device for x in tensors
-    )
-    assert master.dtype == grad.dtype == torch.float32
-    assert (exp_avg.dtype, exp_avg_sq.dtype) == _formats(noise is not None, scales is not None)
-    factors = Factors.of(rate, beta1, beta2, epsilon, weight_decay, step, clip)
-    key = None if noise is None else noise_key(noise[0], step, noise[1])
-    if master.is_cuda:
-        from isobit.kernels.hopper import adamw as on_gpu
-
-        on_gpu.adamw_step(master, grad, exp_avg, exp_avg_sq, factors, key, scales)
-        return
     flat = [x.view(-1).split(_PIECE) for x in tensors]
     for number, (w, g, m, v) in enumerate(zip(*flat, strict=True)):
         if key is None:
@@ -143,22 +72,8 @@ def adamw_step(
         if scales is None:
             _update_16_bits(w, g, m, v, factors, drawn)
         else:
-            groups = slice(number * _PIECE // moments.GROUP, (number + 1) * _PIECE // moments.GROUP)
+            groups = slice(number * _PIECE // GROUP, (number + 1) * _PIECE // GROUP)
             _update_8_bits(w, g, m, v, scales[0][groups], scales[1][groups], factors, drawn)
-
-
-def _formats(noise: bool, scales: bool) -> tuple[torch.dtype, torch.dtype]:
-    """Of m and v, by what comes with them."""
-    if scales:
-        assert noise
-        return moments.FIRST, moments.SECOND
-    return (torch.bfloat16, torch.bfloat16) if noise else (torch.float32, torch.float32)
-
-
-def noise_key(seed: int, step: int, tensor: int) -> int:
-    """The seed of one tensor's noise in one step: a signed 64-bit integer."""
-    seeds, steps, tensors = torch.tensor([[seed], [step], [tensor]], dtype=torch.int64)
-    return int(splitmix64(splitmix64(seeds, steps), tensors))
 
 
 def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
@@ -175,7 +90,7 @@ def _noise(key: int, first: int, count: int) -> tuple[Tensor, Tensor]:
     return (bits & 0xFFFF).int(), (bits >> 16 & 0xFFFF).int()
 
 
-def _update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, f: Factors) -> Tensor:
+def _update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, f: AdamWFactors) -> Tensor:
     """All FP32, in place; -> sqrt(v).
 
     One operation at a time: torch's combined ones (addcmul, lerp) round otherwise from one
@@ -193,7 +108,7 @@ def _update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, f: Factors) -> Tensor:
 
 
 def _update_16_bits(
-    w: Tensor, g: Tensor, m: Tensor, v: Tensor, f: Factors, noise: tuple[Tensor, Tensor]
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, f: AdamWFactors, noise: tuple[Tensor, Tensor]
 ) -> None:
     first, second = m.float(), v.float()
     _update(w, g, first, second, f)
@@ -208,7 +123,7 @@ def _update_8_bits(
     v: Tensor,
     m_scales: Tensor,
     v_scales: Tensor,
-    f: Factors,
+    f: AdamWFactors,
     noise: tuple[Tensor, Tensor],
 ) -> None:
     first, second = moments.decode_first(m, m_scales), moments.decode_second(v, v_scales)

@@ -5,36 +5,15 @@ backward of ``table[ids]`` would be an accumulating ``index_put``, the one CPU o
 vary from run to run.
 """
 
-from typing import Any
-
 import torch
 
 
-def embedding(
-    token_ids: torch.Tensor, table: torch.Tensor, master: torch.Tensor | None
-) -> torch.Tensor:
-    """int64 [T], table [V, hidden] -> [T, hidden] in the table's dtype."""
-    if not torch.is_grad_enabled():
-        return table.index_select(0, token_ids)
-    return _Embedding.apply(master, token_ids, table)  # pyright: ignore[reportReturnType]
+def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """int64 [T], table [V, C] -> [T, C] in the table's dtype."""
+    return table.index_select(0, token_ids)
 
 
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, master: torch.Tensor, token_ids: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(token_ids)
-        ctx.num_rows = table.shape[0]
-        return table.index_select(0, token_ids)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (token_ids,) = ctx.saved_tensors
-        return (
-            torch.ops.aten.embedding_dense_backward(
-                gradients[0].float(), token_ids, ctx.num_rows, -1, False
-            ),
-            None,
-            None,
-        )
+def embedding_backward(d_hidden: torch.Tensor, token_ids: torch.Tensor, grad: torch.Tensor) -> None:
+    """d_hidden [T, C], int64 [T]: grad, FP32 [V, C], += the sum of each token's rows."""
+    rows = d_hidden.float()
+    grad.add_(torch.ops.aten.embedding_dense_backward(rows, token_ids, grad.shape[0], -1, False))

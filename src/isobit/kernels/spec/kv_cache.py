@@ -6,10 +6,10 @@ E4M3, BF16 or FP32, and their E8M0 scale bytes [2, page, KV head, token].
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
+from isobit.kernels.operands import KvShape, kv_formats
 from isobit.kernels.spec.attention import TILE
 from isobit.kernels.spec.heads import Heads
 from isobit.precision.flow import PrecisionFlow
@@ -18,44 +18,16 @@ from isobit.precision.formats import DTYPES, E4M3, Format
 PAGE_TOKENS = TILE
 
 
-class KvShape(Protocol):
-    """What the cache needs of a model's configuration."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        ...
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads of a layer."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Numbers of a head."""
-        ...
-
-
-class KvCache:
+class SpecKvCache:
     """Pages of K and V for all layers; which page belongs to whom is the scheduler's business."""
 
     page_tokens = PAGE_TOKENS
 
     def __init__(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.formats: tuple[Format, ...] = _formats(shape, flow)
+        self.formats: tuple[Format, ...] = kv_formats(shape, flow)
         pages = (2, num_pages, shape.num_kv_heads, PAGE_TOKENS)
         self.layers = [_empty_heads(pages, shape.head_dim, format) for format in self.formats]
-
-    @staticmethod
-    def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
-        """Bytes of one page over all layers, scales included."""
-        vectors = 2 * PAGE_TOKENS * shape.num_kv_heads
-        return sum(
-            vectors * (shape.head_dim * DTYPES[format].itemsize + 1)
-            for format in _formats(shape, flow)
-        )
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Encode k and v [T, G, D] and store them at slots int64 [T] = page * 64 + offset, all
@@ -96,10 +68,6 @@ class KvCache:
         D].
         """
         return self.layers[layer].map(lambda x: x.index_select(1, pages)[:, :, :, :width])
-
-
-def _formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
-    return tuple(flow.rollout.attention_format(layer) for layer in range(shape.num_layers))
 
 
 def _empty_heads(pages: tuple[int, ...], head_dim: int, format: Format) -> Heads:

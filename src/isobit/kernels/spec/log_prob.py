@@ -10,7 +10,7 @@ ascending order.  Rollout, loss and reference all call this file.
 import torch
 
 from isobit.errors import NonFiniteError
-from isobit.kernels.spec.rms_norm import row_sum
+from isobit.kernels.spec.norm import row_sum
 
 
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,7 @@ A group with a number that is not finite becomes NaN as a whole: scale 255.
 import torch
 from torch import Tensor
 
-GROUP = 128
-FIRST, SECOND = torch.float8_e4m3fn, torch.uint8
-"""Formats of the codes of m and of sqrt(v)."""
+from isobit.kernels.adamw import FIRST, GROUP
 
 NOT_FINITE = 255
 # added to the bits of a group's largest number, they carry into its exponent exactly if its
@@ -45,11 +43,6 @@ ABOVE_448, ABOVE_496 = 0x1FFFFF, 0x07FFFF
 REBIAS = 2.0**120  # the exponent of FP32 has a bias of 127, that of the codes one of 7
 
 _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
-
-
-def num_groups(elements: int) -> int:
-    """The scales of so many elements; the last group may be short."""
-    return -(-elements // GROUP)
 
 
 def decode_first(codes: Tensor, scales: Tensor) -> Tensor:

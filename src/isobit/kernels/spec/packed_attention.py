@@ -14,18 +14,20 @@ and carries no gradient.
 
 from dataclasses import dataclass
 from math import log
-from typing import Any
 
 import torch
 
+from isobit.kernels.operands import QkvTransform
 from isobit.kernels.spec.attention import TILE, KeyTile, attend
 from isobit.kernels.spec.heads import Heads, stack_heads
+from isobit.kernels.spec.qkv import transform_qkv
+from isobit.kernels.rope import RopeTable
 from isobit.kernels.trace import observe_heads
-from isobit.precision.flow import PrecisionFlow
+from isobit.precision.flow import Graph
 from isobit.precision.formats import Format
 
-_QUERY_BLOCK = 512  # queries of the backward at once: bounds the score matrix of a long sequence
-_GROUP_TOKENS = 4096  # padded tokens of a group
+QUERY_BLOCK = 512  # queries of the backward at once: bounds the score matrix of a long sequence
+GROUP_TOKENS = 4096  # padded tokens of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +44,80 @@ class PaddedGroup:
         return x.index_select(0, self.index.view(-1)).view(*self.index.shape, *x.shape[1:])
 
 
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What attention of a layer read and made."""
+
+    encoded: tuple[Heads, Heads, Heads]
+    """Q [T, H, D], K and V [T, G, D]."""
+    output: torch.Tensor
+    """[T, H, D]"""
+    log_sum_exps: tuple[torch.Tensor, ...]
+    """Of each group, base 2: FP32 [B, G, R, L]."""
+
+
 class PackedAttention:
-    """An ``Attend`` for packed sequences of the given lengths; the same object serves all
-    layers.
+    """Attention for packed sequences of the given lengths (``AttendWithBackward``); the same object
+    serves all layers.
     """
 
-    def __init__(self, flow: PrecisionFlow, lengths: tuple[int, ...]) -> None:
-        self._formats = [site.forward for site in flow.training.sites if site.kind == "attention"]
+    def __init__(self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor) -> None:
+        """``positions`` int64 [T], from 0 in each sequence."""
+        self._formats: list[Format] = [
+            site.forward for site in graph.sites if site.kind == "attention"
+        ]
         self._groups, self._inverse = _pad(lengths)
+        self._positions = positions
+        self._rows: RopeTable | None = None
 
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """q [T, H, D], k and v [T, G, D] -> [T, H, D] in the dtype of q."""
-        return _PackedAttention.apply(
-            q, k, v, layer, self._formats[layer], self._groups, self._inverse
-        )  # pyright: ignore[reportReturnType]
+    def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
+        """[T, (H + 2 G) D] -> [T, H D]."""
+        return self.attend(layer, qkv, transform)[0]
+
+    def attend(
+        self, layer: int, qkv: torch.Tensor, transform: QkvTransform
+    ) -> tuple[torch.Tensor, Attended]:
+        """[T, (H + 2 G) D] -> [T, H D], and what the backward reads."""
+        if self._rows is None:
+            self._rows = RopeTable(transform.cos, transform.sin).rows(self._positions)
+        format = self._formats[layer]
+        q, k, v = (
+            Heads.encode(x, format) for x in transform_qkv(layer, qkv, transform, self._rows)
+        )
+        observe_heads(layer, q, k, v)
+        made = [_attend_group(group, q, k, v) for group in self._groups]
+        padded = torch.cat([output for output, _ in made])
+        output = padded.index_select(0, self._inverse).to(qkv.dtype)
+        attended = Attended((q, k, v), output, tuple(lse for _, lse in made))
+        return output.reshape(qkv.shape[0], -1), attended
+
+    def backward(
+        self, attended: Attended, d_output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D], in its dtype."""
+        output = attended.output
+        q, k, v = (heads.dequantised() for heads in attended.encoded)
+        wide = d_output.view_as(output).float()
+        delta = (wide * output.float()).sum(-1)
+        padded: list[tuple[torch.Tensor, ...]] = []
+        for group, log_sum_exp in zip(self._groups, attended.log_sum_exps, strict=True):
+            valid = group.valid[..., None]
+            padded.append(
+                _group_gradients(
+                    group,
+                    log_sum_exp,
+                    group.gather(q),
+                    group.gather(k),
+                    group.gather(v),
+                    group.gather(wide) * valid[..., None],
+                    group.gather(delta) * valid,
+                )
+            )
+        dq, dk, dv = (
+            torch.cat(parts).index_select(0, self._inverse).to(d_output.dtype)
+            for parts in zip(*padded, strict=True)
+        )
+        return dq, dk, dv
 
 
 def _pad(lengths: tuple[int, ...]) -> tuple[list[PaddedGroup], torch.Tensor]:
@@ -69,7 +129,7 @@ def _pad(lengths: tuple[int, ...]) -> tuple[list[PaddedGroup], torch.Tensor]:
     offset = 0
     while order:
         longest = lengths[order[0]]
-        most = max(1, _GROUP_TOKENS // longest)
+        most = max(1, GROUP_TOKENS // longest)
         members = [s for s in order[:most] if lengths[s] * 4 >= longest * 3]
         order = order[len(members) :]
         length = torch.tensor([lengths[s] for s in members])[:, None]
@@ -86,58 +146,6 @@ def _pad(lengths: tuple[int, ...]) -> tuple[list[PaddedGroup], torch.Tensor]:
         offset += group.valid.numel()
         groups.append(group)
     return groups, inverse
-
-
-class _PackedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: int,
-        format: Format,
-        groups: list[PaddedGroup],
-        inverse: torch.Tensor,
-    ) -> torch.Tensor:
-        queries, keys, values = (Heads.encode(x, format) for x in (q, k, v))
-        observe_heads(layer, queries, keys, values)
-        padded, log_sum_exps = [], []
-        for group in groups:
-            output, log_sum_exp = _attend_group(group, queries, keys, values)
-            padded.append(output)
-            log_sum_exps.append(log_sum_exp)
-        output = torch.cat(padded).index_select(0, inverse).to(q.dtype)
-        ctx.groups, ctx.inverse, ctx.log_sum_exps = groups, inverse, log_sum_exps
-        ctx.encoded = queries, keys, values
-        ctx.save_for_backward(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (output,) = ctx.saved_tensors
-        q, k, v = (heads.dequantised() for heads in ctx.encoded)
-        d_output = gradients[0].float()
-        delta = (d_output * output.float()).sum(-1)
-        padded: list[tuple[torch.Tensor, ...]] = []
-        for group, log_sum_exp in zip(ctx.groups, ctx.log_sum_exps, strict=True):
-            valid = group.valid[..., None]
-            padded.append(
-                _group_gradients(
-                    group,
-                    log_sum_exp,
-                    group.gather(q),
-                    group.gather(k),
-                    group.gather(v),
-                    group.gather(d_output) * valid[..., None],
-                    group.gather(delta) * valid,
-                )
-            )
-        dq, dk, dv = (
-            torch.cat(parts).index_select(0, ctx.inverse) for parts in zip(*padded, strict=True)
-        )
-        dtype = gradients[0].dtype
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None, None, None
 
 
 def _attend_group(
@@ -193,8 +201,8 @@ def _group_gradients(
         return part.reshape(batch * kv_heads, -1, *x.shape[3:])
 
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for first in range(0, length, _QUERY_BLOCK):
-        block = slice(first, min(first + _QUERY_BLOCK, length))
+    for first in range(0, length, QUERY_BLOCK):
+        block = slice(first, min(first + QUERY_BLOCK, length))
         end = block.stop
         q_rows, do_rows = rows(q, block), rows(d_output, block)
         lse = log_sum_exp[..., block].reshape(batch * kv_heads, -1, 1) * log(2.0)

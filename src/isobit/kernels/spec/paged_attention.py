@@ -12,28 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from isobit.kernels.operands import PagedBatch, QkvTransform
 from isobit.kernels.spec.attention import KeyTile, attend
 from isobit.kernels.spec.heads import Heads
-from isobit.kernels.spec.kv_cache import KvCache
+from isobit.kernels.spec.kv_cache import SpecKvCache
+from isobit.kernels.spec.qkv import transform_qkv
+from isobit.kernels.rope import RopeTable
 from isobit.kernels.trace import is_observed, observe_heads
-
-
-@dataclass(frozen=True, slots=True)
-class PagedBatch:
-    """The ragged batch of one engine forward: T new tokens laid end to end in the order of B
-    sequences.
-
-    ``counts``: new tokens of each sequence, at least 1.  ``lengths``: tokens of each sequence in
-    the cache after this forward. ``block_table``: int64 [B, most pages]; beyond a sequence's pages
-    it may hold any page.  ``slots``: int64 [T], where each new token's K and V go: page * 64 +
-    offset.
-    """
-
-    counts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    block_table: torch.Tensor
-    slots: torch.Tensor
-
 
 _TILE_NUMBERS = (
     1 << 19
@@ -48,10 +33,12 @@ class _Group:
 
 
 class PagedAttention:
-    """An ``Attend`` over the pages of a cache; the same object serves all layers of one forward."""
+    """Attention (``Attend``) over the pages of a cache; the same object serves all layers of one forward."""
 
-    def __init__(self, cache: KvCache, batch: PagedBatch) -> None:
-        self._cache, self._slots = cache, batch.slots
+    def __init__(self, cache: SpecKvCache, batch: PagedBatch, positions: torch.Tensor) -> None:
+        """``positions`` int64 [T], of the new tokens."""
+        self._cache, self._slots, self._positions = cache, batch.slots, positions
+        self._rows: RopeTable | None = None
         counts = torch.tensor(batch.counts)
         lengths = torch.tensor(batch.lengths)
         starts = counts.cumsum(0) - counts
@@ -69,16 +56,18 @@ class PagedAttention:
         rows = torch.cat([group.rows.view(-1) for group in self._groups])
         self._inverse[rows] = torch.arange(rows.numel())
 
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """q [T, H, D], k and v [T, G, D] -> [T, H, D] in the dtype of q."""
+    def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
+        """[T, (H + 2 G) D] -> [T, H D]."""
+        if self._rows is None:
+            self._rows = RopeTable(transform.cos, transform.sin).rows(self._positions)
+        q, k, v = transform_qkv(layer, qkv, transform, self._rows)
         self._cache.write(layer, self._slots, k, v)
         heads = Heads.encode(q, self._cache.formats[layer])
         if is_observed():
             observe_heads(layer, heads, *self._cache.read(layer, self._slots))
         outputs = [self._attend(layer, group, heads, k.shape[1]) for group in self._groups]
-        return torch.cat(outputs).index_select(0, self._inverse).to(q.dtype)
+        padded = torch.cat(outputs).index_select(0, self._inverse)
+        return padded.to(qkv.dtype).reshape(qkv.shape[0], -1)
 
     def _attend(self, layer: int, group: _Group, heads: Heads, kv_heads: int) -> torch.Tensor:
         batch, length = group.rows.shape

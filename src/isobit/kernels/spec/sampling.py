@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from isobit.kernels.operands import Drawn, Draws
+from isobit.kernels.spec.log_prob import log_softmax
 from isobit.kernels.spec.noise import gumbel
 
 _NOISE_ELEMENTS = 1 << 20
@@ -70,3 +72,28 @@ def draw(log_probs: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
         )
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def draw_tokens(logits: Tensor, draws: Draws) -> Drawn:
+    """The next token of N samples, each from its row of the logits FP32 [R, V].
+
+    The samples of one row have one temperature.  Raises NonFiniteError where a row's logits are not
+    finite.
+    """
+    temperatures = torch.where(draws.temperatures > 0, draws.temperatures, 1.0)
+    of_row = torch.ones(logits.shape[0]).index_copy_(0, draws.rows.long(), temperatures)
+    log_probs = log_softmax(logits, of_row)
+    if draws.rows.numel() != logits.shape[0]:
+        log_probs, logits = (x.index_select(0, draws.rows) for x in (log_probs, logits))
+    truncated = None if draws.filters is None else truncate(log_probs, *draws.filters)
+    tokens = _draw(logits, log_probs if truncated is None else truncated, draws)[:, None]
+    chosen = None if truncated is None else truncated.gather(1, tokens).squeeze(1)
+    return Drawn(tokens.squeeze(1), log_probs.gather(1, tokens).squeeze(1), chosen)
+
+
+def _draw(logits: Tensor, log_probs: Tensor, draws: Draws) -> Tensor:
+    greedy = draws.temperatures == 0
+    if bool(greedy.all()):
+        return logits.argmax(1)
+    drawn = draw(log_probs, draws.keys, draws.positions)
+    return torch.where(greedy, logits.argmax(1), drawn) if bool(greedy.any()) else drawn

@@ -5,34 +5,36 @@ torch's own ``silu`` and ``sigmoid`` round differently in the vector body and in
 a loop, so a token's bits would depend on its place; ``exp`` and the division do not.
 """
 
-from typing import Any
-
 import torch
 
+from isobit.kernels.operands import LinearInput, Operand, OutputGradient
+from isobit.kernels.spec.linear import input_saved, linear_input, output_gradient
+from isobit.precision.flow import Site
 
-def swiglu_forward(gate_up: torch.Tensor) -> torch.Tensor:
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """[T, 2 C] -> [T, C] in the dtype of the input."""
     gate, up = gate_up.float().chunk(2, -1)
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """``swiglu_forward``, differentiable."""
-    return _SwiGlu.apply(gate_up) if torch.is_grad_enabled() else swiglu_forward(gate_up)  # pyright: ignore[reportReturnType]
+def swiglu_input(gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
+    """``swiglu`` as the linear ``site`` reads it."""
+    return linear_input(swiglu(gate_up), site, save)
 
 
-class _SwiGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate_up)
-        return swiglu_forward(gate_up)
+def swiglu_saved(gate_up: torch.Tensor, site: Site) -> Operand:
+    """``swiglu`` as the linear's WGrad reads it."""
+    return input_saved(swiglu(gate_up), site)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.float().chunk(2, -1)
-        dy = gradients[0].float()
-        sigmoid = 1.0 / (1.0 + torch.exp(-gate))
-        silu = gate * sigmoid
-        d_gate = dy * up * (sigmoid + silu * (1.0 - sigmoid))
-        return torch.cat([d_gate, dy * silu], -1).to(gate_up.dtype)
+
+def swiglu_backward(
+    d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
+) -> OutputGradient:
+    """[T, C] and [T, 2 C] -> the gradient of ``gate_up``, as dY of the linear ``site``."""
+    gate, up = gate_up.float().chunk(2, -1)
+    dy = d_activation.float()
+    sigmoid = 1.0 / (1.0 + torch.exp(-gate))
+    silu = gate * sigmoid
+    d_gate = dy * up * (sigmoid + silu * (1.0 - sigmoid))
+    return output_gradient(torch.cat([d_gate, dy * silu], -1).to(gate_up.dtype), site)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.kernels.spec.paged_attention import PagedBatch
+from isobit.kernels.operands import PagedBatch
 from isobit.rollout.native.pages import pages_for
 from isobit.rollout.native.scheduler import Plan
 

@@ -1,4 +1,4 @@
-"""What the GPU itself knows of each running sample: its newest token, its length, its pages, its
+"""What the device itself knows of each running sample: its newest token, its length, its pages, its
 noise key and its temperature.
 
 A decode step reads and writes these rows without the host, so the next step can be launched before
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from isobit.kernels.hopper.paged_attention import DecodeBatch
-from isobit.kernels.hopper.transfer import to_device
+from isobit.kernels.backend import Backend
+from isobit.kernels.operands import DecodeBatch
 from isobit.rollout.native.sequence import Sample
 
 
@@ -26,10 +26,10 @@ class DeviceState:
         max_pages: int,
         page_tokens: int,
         padding_page: int,
-        device: torch.device,
+        backend: Backend,
     ) -> None:
         def zeros(dtype: torch.dtype, *more: int) -> torch.Tensor:
-            return torch.zeros(num_slots + 1, *more, dtype=dtype, device=device)
+            return torch.zeros(num_slots + 1, *more, dtype=dtype, device=backend.device)
 
         self.padding = num_slots
         self.tokens = zeros(torch.int64)
@@ -42,12 +42,11 @@ class DeviceState:
         self._table[self.padding] = padding_page
         self._grows = torch.ones_like(self.lengths)
         self._grows[self.padding] = 0
-        self._page_tokens, self._device = page_tokens, device
+        self._page_tokens, self._to_device = page_tokens, backend.to_device
         self._slots: dict[Sample, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
-        self._pages_known = [
-            0
-        ] * num_slots  # entries of the slot's row of the table that are up to date
+        # entries of the slot's row of the table that are up to date
+        self._pages_known = [0] * num_slots
 
     def slots(self, samples: Sequence[Sample]) -> list[int]:
         """The slots of samples that have one, after bringing their pages up to date."""
@@ -63,7 +62,7 @@ class DeviceState:
             )
             index = torch.tensor([slot for slot, _ in stale])
             self._table[:, : rows.shape[1]].index_copy_(
-                0, to_device(index, self._device), to_device(rows, self._device)
+                0, self._to_device(index), self._to_device(rows)
             )
             for slot, sample in stale:
                 self._pages_known[slot] = len(sample.pages)
@@ -76,7 +75,7 @@ class DeviceState:
         for sample in samples:
             slot = self._slots[sample] if sample in self._slots else self._free.pop()
             self._slots[sample], self._pages_known[slot] = slot, 0
-        index = to_device(torch.tensor(self.slots(samples)), self._device)
+        index = self._to_device(torch.tensor(self.slots(samples)))
         lengths, keys = (
             torch.tensor(values)
             for values in zip(*((len(s.tokens), s.key) for s in samples), strict=True)
@@ -90,7 +89,7 @@ class DeviceState:
             (self.keys, keys),
             (self.temperatures, temperatures),
         ):
-            row.index_copy_(0, index, to_device(values, self._device))
+            row.index_copy_(0, index, self._to_device(values))
 
     def forget(self, samples: Iterable[Sample]) -> None:
         """The slots of these samples are free; what was launched for them may still run."""

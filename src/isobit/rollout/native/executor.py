@@ -9,7 +9,7 @@ import torch
 from isobit.rollout.native.batch import build_batch
 from isobit.rollout.native.ready import Ready, distinct_rows, take_ready
 from isobit.rollout.native.runner import ModelRunner
-from isobit.rollout.native.sampler import sample_tokens
+from isobit.rollout.native.sampler import check_finite, draws_of
 from isobit.rollout.native.scheduler import Scheduler
 from isobit.rollout.native.sequence import Sample
 from isobit.rollout.progress import EngineStats
@@ -57,12 +57,14 @@ class DirectExecutor:
             return
         samples = [sample for sample, _ in ready]
         hidden, rows = distinct_rows(ready)
-        drawn = sample_tokens(self._runner.logits(hidden), rows, samples)
+        logits = self._runner.logits(hidden)
+        check_finite(logits, rows, samples)
+        drawn = self._runner.draw(logits, draws_of(rows, samples))
         for sample, token_id, log_prob in zip(
-            samples, drawn.token_ids, drawn.log_probs, strict=True
+            samples, drawn.tokens.tolist(), drawn.log_probs.tolist(), strict=True
         ):
             sample.accept(token_id, log_prob, version)
-        if drawn.truncated_log_probs is not None:
-            for sample, log_prob in zip(samples, drawn.truncated_log_probs, strict=True):
+        if drawn.truncated is not None:
+            for sample, log_prob in zip(samples, drawn.truncated.tolist(), strict=True):
                 sample.truncated_log_probs.append(log_prob)
         self._stats.generated_tokens += len(samples)

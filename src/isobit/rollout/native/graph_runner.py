@@ -1,5 +1,5 @@
-"""The engine's model on a Hopper GPU: decode steps replayed from CUDA graphs, prompts run as they
-come, nothing waited for.
+"""The engine's model on an asynchronous device: decode steps captured and replayed, prompts run as
+they come, nothing waited for.
 
 A decode step is one captured graph for a number of sequences: newest tokens in, K and V written,
 next tokens drawn, all of it on rows of ``DeviceState``.  Weights are read where the policy
@@ -11,7 +11,6 @@ occur, and so are longer contexts, whose attention runs in more parts.  Where a 
 Drawn tokens travel to the host behind the step that made them; ``PendingTokens`` waits for them.
 """
 
-import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,19 +21,14 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ConfigError
-from isobit.kernels.hopper.attention import PART
-from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
-from isobit.kernels.hopper.kv_cache import HopperKvCache
-from isobit.kernels.hopper.paged_attention import DecodeAttention, PagedAttention
-from isobit.kernels.hopper.sampling import sample_tokens
-from isobit.kernels.hopper.transfer import to_device
-from isobit.models import hopper_decoder
-from isobit.models.head import head_logits
+from isobit.kernels import backend as back_ends
+from isobit.kernels.backend import Backend, Captured
+from isobit.kernels.operands import Drawn, Draws
 from isobit.models.policy import Policy
 from isobit.rollout.native.batch import build_batch
 from isobit.rollout.native.device_state import DeviceState
-from isobit.rollout.native.gpu_sampling import DrawnOnGpu, draw, truncates
 from isobit.rollout.native.ready import Ready, distinct_rows
+from isobit.rollout.native.sampler import draws_of, truncates
 from isobit.rollout.native.scheduler import Plan
 from isobit.rollout.native.sequence import Sample
 
@@ -45,84 +39,74 @@ _compiled: set[tuple[object, ...]] = set()
 again, but compiles nothing.
 """
 
-
-@dataclass(frozen=True, slots=True)
-class _CapturedStep:
-    """A decode step of a fixed size: ``logits`` where the draw is left to the host, else tokens and
-    log-probabilities.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    outputs: tuple[Tensor, ...]
+DrawnFor = tuple[Sequence[Sample], Drawn]
+"""Samples and what was drawn for them."""
 
 
 class PendingTokens:
     """What a step draws, on its way to the host."""
 
-    def __init__(self, drawn: Sequence[DrawnOnGpu]) -> None:
-        self._samples = [sample for part in drawn for sample in part.samples]
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
-        if not self._samples:
-            return
-        self._tokens = _to_host(torch.cat([part.tokens for part in drawn]))
-        self._log_probs = _to_host(torch.cat([part.log_probs for part in drawn]))
-        truncated = [part.log_probs if part.truncated is None else part.truncated for part in drawn]
-        self._truncated = (
-            _to_host(torch.cat(truncated))
-            if any(part.truncated is not None for part in drawn)
-            else None
-        )
-        self._arrived.record()
+    def __init__(self, drawn: Sequence[DrawnFor], backend: Backend) -> None:
+        self._samples = [sample for samples, _ in drawn for sample in samples]
+        parts = [part for _, part in drawn]
+        tensors: list[Tensor] = []
+        if parts:
+            tensors = [torch.cat([part.tokens for part in parts])]
+            tensors.append(torch.cat([part.log_probs for part in parts]))
+        if any(part.truncated is not None for part in parts):
+            chosen = [part.log_probs if x is None else x for part in parts for x in [part.truncated]]
+            tensors.append(torch.cat(chosen))
+        self._arriving = backend.to_host(tensors)
 
     def wait(self) -> list[tuple[Sample, int, float, float | None]]:
         """Sample, token, log-probability and that under the truncated distribution where it has
         one, in the order of the draws.
         """
         # also where nothing was drawn, so that the host is never more than a step ahead
-        self._arrived.synchronize()
-        if not self._samples:
+        arrived = [tensor.tolist() for tensor in self._arriving.wait()]
+        if not arrived:
             return []
         truncated: list[float | None] = [None] * len(self._samples)
-        if self._truncated is not None:
-            values = self._truncated.tolist()
+        if len(arrived) == 3:
             truncated = [
-                v if s.prompt.request.sampling.truncates else None
-                for s, v in zip(self._samples, values, strict=True)
+                value if sample.prompt.request.sampling.truncates else None
+                for sample, value in zip(self._samples, arrived[2], strict=True)
             ]
-        return list(
-            zip(
-                self._samples,
-                self._tokens.tolist(),
-                self._log_probs.tolist(),
-                truncated,
-                strict=True,
-            )
-        )
+        return list(zip(self._samples, arrived[0], arrived[1], truncated, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _StepKey:
+    """What a captured step is made for."""
+
+    size: int
+    """Rows."""
+    reach: int
+    """Tokens of the longest sequence that it serves."""
+    filtered: bool
+    """Whether the draw is left to the host: it ends with the logits."""
 
 
 class GraphRunner:
-    """A ``PipelineRunner``: the rollout side of a policy on a GPU."""
+    """A ``PipelineRunner``: the rollout side of a policy."""
 
     def __init__(self, policy: Policy, num_pages: int, max_sequences: int) -> None:
-        problem = policy.config.hopper_problem(policy.flow.preset)
+        config, backend = policy.config, policy.backend
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        problem = back_ends.support(policy.device.type).model_problem(*heads, policy.flow.preset)
         if problem is not None:
             raise ConfigError(f"{problem}; use device 'cpu'")
-        _name_fallbacks()
-        self._policy = policy
-        self._cache = HopperKvCache(
-            policy.config, policy.flow, num_pages + 1, policy.device
-        )  # the last page is for padding
+        _name_fallbacks(backend)
+        self._policy, self._backend = policy, backend
+        # the last page is for padding
+        self._cache = backend.kv_cache(config, policy.flow, num_pages + 1)
         self.page_tokens = self._cache.page_tokens
-        max_pages = -(-policy.config.max_positions // self.page_tokens)
-        self._state = DeviceState(
-            max_sequences, max_pages, self.page_tokens, num_pages, policy.device
-        )
+        max_pages = -(-config.max_positions // self.page_tokens)
+        self._state = DeviceState(max_sequences, max_pages, self.page_tokens, num_pages, backend)
         self._sizes = graph_sizes(max_sequences)
         self._rows = torch.full((self._sizes[-1],), self._state.padding, device=policy.device)
-        self._graphs: dict[tuple[int, int, bool], _CapturedStep] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._drawn: list[DrawnOnGpu] = []
+        self._steps: dict[_StepKey, Captured] = {}
+        self._drawn: list[DrawnFor] = []
 
     @property
     def version(self) -> int:
@@ -131,44 +115,37 @@ class GraphRunner:
 
     @torch.no_grad()
     def decode(self, samples: Sequence[Sample]) -> None:
-        """Feed each sample's newest token, which the GPU knows, and draw the next one."""
+        """Feed each sample's newest token, which the device knows, and draw the next one."""
         slots = self._state.slots(samples)
-        size = next(size for size in self._sizes if size >= len(slots))
+        n, size = len(slots), next(size for size in self._sizes if size >= len(slots))
         longest = max([sample.length for sample in samples])
         filtered = truncates(samples)
-        step = self._captured(size, _parts(longest), filtered)
-        self._rows[:size].copy_(
-            torch.tensor(slots + [self._state.padding] * (size - len(slots))).pin_memory(),
-            non_blocking=True,
-        )
-        step.graph.replay()
-        n = len(slots)
+        step = self._captured(_StepKey(size, self._backend.reach(longest), filtered))
+        padded = torch.tensor(slots + [self._state.padding] * (size - n))
+        self._rows[:size].copy_(self._backend.to_device(padded))
+        outputs = step.replay()
         if filtered:
-            (logits,) = step.outputs
-            drawn = draw(logits[:n], range(n), samples)
+            drawn = self._draw(outputs[0][:n], range(n), samples)
             self._state.append(self._rows[:n], drawn.tokens)
-            self._drawn.append(drawn)
         else:
-            tokens, log_probs = (
-                output[:n].clone() for output in step.outputs
-            )  # the next replay overwrites them
-            self._drawn.append(DrawnOnGpu(samples, tokens, log_probs))
+            # the next replay overwrites them
+            drawn = Drawn(*(output[:n].clone() for output in outputs))
+        self._drawn.append((samples, drawn))
 
     @torch.no_grad()
     def prefill(self, plan: Plan) -> Tensor:
         """Put tokens that the host knows through the model; -> final hidden state of each chunk's
         last token, [len(plan), hidden].
         """
-        batch = build_batch(plan, self.page_tokens)
-        token_ids, positions = (
-            to_device(x, self._policy.device) for x in (batch.token_ids, batch.positions)
+        batch, to_device = build_batch(plan, self.page_tokens), self._backend.to_device
+        attend = self._backend.paged_attention(
+            self._cache, batch.paged, to_device(batch.positions)
         )
-        attention = PagedAttention(self._cache, batch.paged, positions)
-        hidden = hopper_decoder.hidden_states(
-            self._policy, "rollout", token_ids, positions, attention
-        )
+        weights = self._policy.weights("rollout")
+        token_ids = to_device(batch.token_ids)
+        hidden = self._policy.decoder.hidden_states(weights, token_ids, attend)
         last = torch.tensor(batch.paged.counts).cumsum(0) - 1
-        return hidden.index_select(0, to_device(last, hidden.device))
+        return hidden.index_select(0, to_device(last))
 
     @torch.no_grad()
     def draw(self, ready: Ready) -> None:
@@ -177,14 +154,14 @@ class GraphRunner:
         """
         samples = [sample for sample, _ in ready]
         hidden, rows = distinct_rows(ready)
-        drawn = draw(head_logits(self._policy, "rollout", hidden), rows, samples)
+        drawn = self._draw(self._logits(hidden), rows, samples)
         self._state.admit(samples, drawn.tokens)
-        self._drawn.append(drawn)
+        self._drawn.append((samples, drawn))
 
     def end_step(self) -> PendingTokens:
         """Everything drawn since the last call."""
         drawn, self._drawn = self._drawn, []
-        return PendingTokens(drawn)
+        return PendingTokens(drawn, self._backend)
 
     def forget(self, samples: Sequence[Sample]) -> None:
         """These samples have left."""
@@ -200,71 +177,56 @@ class GraphRunner:
         self._state.clear()
         self._cache.clear()
 
-    def _captured(self, size: int, parts: int, filtered: bool) -> _CapturedStep:
-        key = (size, parts, filtered)
-        if key not in self._graphs:
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._policy.decoder.head.logits(self._policy.weights("rollout"), hidden)
+
+    def _draw(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Drawn:
+        return self._backend.draw(logits, draws_of(rows, samples).map(self._backend.to_device))
+
+    def _captured(self, key: _StepKey) -> Captured:
+        if key not in self._steps:
             started = perf_counter()
-            self._graphs[key] = self._capture(size, parts * PART, filtered)
+            self._steps[key] = self._capture(key)
             seconds = perf_counter() - started
-            kernels = (self._policy.config, self._policy.flow, *key)
+            kernels = (self._policy.config, self._policy.flow, key)
             if seconds > _SLOW_CAPTURE and kernels not in _compiled:
                 print(
-                    f"isobit: kernels for {size} decoding sequences were compiled or loaded in "
+                    f"isobit: kernels for {key.size} decoding sequences were compiled or loaded in "
                     f"{seconds:.1f} s",
                     file=sys.stderr,
                     flush=True,
                 )
             _compiled.add(kernels)
-        return self._graphs[key]
+        return self._steps[key]
 
-    def _capture(self, size: int, max_length: int, filtered: bool) -> _CapturedStep:
-        """Run the step once on padding alone, which compiles and loads its kernels, then capture
-        it.
-
-        ``torch.cuda.graph`` would also collect garbage and give all cached memory back, and the
-        next prompts would wait for gigabytes of it to be allocated again.
-        """
-        rows = self._rows[:size]
+    def _capture(self, key: _StepKey) -> Captured:
+        """The step over padding alone, captured."""
+        rows = self._rows[: key.size]
         rows.fill_(self._state.padding)
-        self._step(rows, max_length, filtered)
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        torch.cuda.synchronize()
-        collects = gc.isenabled()
-        gc.disable()  # a collection could free GPU memory in the middle of the capture
-        try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=self._pool)
-                outputs = self._step(rows, max_length, filtered)
-                graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
-        return _CapturedStep(graph, outputs)
+        beside = next(iter(self._steps.values()), None)
+        return self._backend.capture(lambda: self._step(rows, key), beside)
 
-    def _step(self, rows: Tensor, max_length: int, filtered: bool) -> tuple[Tensor, ...]:
-        token_ids, batch = self._state.batch(rows, max_length)
-        attention = DecodeAttention(self._cache, batch)
-        hidden = hopper_decoder.hidden_states(
-            self._policy, "rollout", token_ids, batch.positions, attention
-        )
-        logits = head_logits(self._policy, "rollout", hidden)
-        if filtered:
+    @torch.no_grad()
+    def _step(self, rows: Tensor, key: _StepKey) -> tuple[Tensor, ...]:
+        token_ids, batch = self._state.batch(rows, key.reach)
+        attend = self._backend.decode_attention(self._cache, batch)
+        weights = self._policy.weights("rollout")
+        logits = self._logits(self._policy.decoder.hidden_states(weights, token_ids, attend))
+        if key.filtered:
             return (logits,)
         index = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
-        state = self._state
-        drawn = sample_tokens(
-            logits, index, state.temperatures[rows], state.keys[rows], batch.positions + 1
-        )
-        state.append(rows, drawn[0])
-        return drawn
+        temperatures, keys = self._state.temperatures[rows], self._state.keys[rows]
+        draws = Draws(index, temperatures, keys, batch.positions + 1)
+        drawn = self._backend.draw(logits, draws)
+        self._state.append(rows, drawn.tokens)
+        return drawn.tokens, drawn.log_probs
 
 
 @cache
-def _name_fallbacks() -> None:
-    """Once a process: which libraries stand in for DeepGEMM, and why."""
-    if why_not_deep_gemm() is not None:
-        for operation, library in describe_back_ends().items():
-            print(f"isobit: {operation}: {library}", file=sys.stderr)
+def _name_fallbacks(backend: Backend) -> None:
+    """Once a process: which libraries stand in for others, and why."""
+    for line in backend.fallbacks():
+        print(f"isobit: {line}", file=sys.stderr)
 
 
 def graph_sizes(max_sequences: int) -> list[int]:
@@ -276,14 +238,3 @@ def graph_sizes(max_sequences: int) -> list[int]:
     """
     sizes = [1, 2, 4, 8, 16, 32, *range(64, max_sequences, 64)]
     return [size for size in sizes if size < max_sequences] + [max_sequences]
-
-
-def _parts(longest: int) -> int:
-    """Parts of the KV range that the attention of a step is launched with: 1, 2, 4, ..."""
-    return 1 << (-(-longest // PART) - 1).bit_length()
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-        tensor, non_blocking=True
-    )

@@ -8,11 +8,6 @@ run ever needed is never touched.
 """
 
 
-def pages_for(num_tokens: int, page_tokens: int) -> int:
-    """Pages of ``page_tokens`` tokens that ``num_tokens`` tokens of one sequence occupy."""
-    return -(-num_tokens // page_tokens)
-
-
 class PageAllocator:
     """Hands out the pages ``0 .. num_pages - 1``, of ``page_tokens`` tokens each, and counts their
     holders.

@@ -3,28 +3,21 @@
 ``ModelRunner`` gives back what it computes: hidden states, logits.  ``PipelineRunner`` draws tokens
 itself and goes on from them, so that the host learns of them while the device computes the next.
 ``PolicyRunner`` is the policy's rollout side as a ModelRunner;
-``isobit.rollout.native.graph_runner`` is the other one, for a GPU.  The tests' models stand in the
+``isobit.rollout.native.graph_runner`` is the other one, for an asynchronous device.  The tests' models stand in the
 same places.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from isobit.kernels.hopper.pages import PAGE_TOKENS
-from isobit.kernels.spec.kv_cache import KvCache
-from isobit.kernels.spec.paged_attention import PagedAttention
-from isobit.models.decoder import hidden_states
-from isobit.models.head import head_logits
+from isobit.kernels.operands import Drawn, Draws
 from isobit.models.policy import Policy
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.scheduler import Plan
 from isobit.rollout.native.sequence import Sample
-
-if TYPE_CHECKING:
-    from isobit.kernels.hopper.kv_cache import HopperKvCache
 
 
 class ModelRunner(Protocol):
@@ -48,6 +41,10 @@ class ModelRunner(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 [N, V] from [N, hidden]."""
+        ...
+
+    def draw(self, logits: Tensor, draws: Draws) -> Drawn:
+        """The next tokens of samples, from FP32 logits [R, V]; ``draws`` are on the host."""
         ...
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
@@ -136,13 +133,13 @@ class PipelineRunner(Protocol):
 
 
 class PolicyRunner:
-    """The rollout side of a policy, one forward at a time: the engine's way on a CPU, and on a GPU
-    the way to observe it.
+    """The rollout side of a policy, one forward at a time: the engine's way where a back end
+    computes at once, and elsewhere the way to observe it.
     """
 
     def __init__(self, policy: Policy, num_pages: int) -> None:
-        self._policy = policy
-        self._cache = make_cache(policy, num_pages)
+        self._policy, self._backend = policy, policy.backend
+        self._cache = policy.backend.kv_cache(policy.config, policy.flow, num_pages)
         self.page_tokens = self._cache.page_tokens
 
     @property
@@ -153,21 +150,19 @@ class PolicyRunner:
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Final hidden states [T, hidden]; K and V of the new tokens go into the cache."""
-        policy = self._policy
-        if isinstance(self._cache, KvCache):
-            attention = PagedAttention(self._cache, batch.paged)
-            return hidden_states(policy, "rollout", batch.token_ids, batch.positions, attention)
-        from isobit.kernels.hopper import paged_attention
-        from isobit.models import hopper_decoder
-
-        token_ids, positions = batch.token_ids.to(policy.device), batch.positions.to(policy.device)
-        on_gpu = paged_attention.PagedAttention(self._cache, batch.paged, positions)
-        return hopper_decoder.hidden_states(policy, "rollout", token_ids, positions, on_gpu)
+        token_ids, positions = map(self._backend.to_device, (batch.token_ids, batch.positions))
+        attend = self._backend.paged_attention(self._cache, batch.paged, positions)
+        weights = self._policy.weights("rollout")
+        return self._policy.decoder.hidden_states(weights, token_ids, attend)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 [N, V] from [N, hidden]."""
-        return head_logits(self._policy, "rollout", hidden)
+        return self._policy.decoder.head.logits(self._policy.weights("rollout"), hidden)
+
+    def draw(self, logits: Tensor, draws: Draws) -> Drawn:
+        """As the back end does it."""
+        return self._backend.draw(logits, draws.map(self._backend.to_device))
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy pages of all layers."""
@@ -178,20 +173,11 @@ class PolicyRunner:
         self._cache.clear()
 
 
-def make_cache(policy: Policy, num_pages: int) -> "KvCache | HopperKvCache":
-    """An empty cache on the policy's device."""
-    if policy.device.type == "cpu":
-        return KvCache(policy.config, policy.flow, num_pages)
-    from isobit.kernels.hopper.kv_cache import HopperKvCache
-
-    return HopperKvCache(policy.config, policy.flow, num_pages, policy.device)
-
-
 def default_runner(
     policy: Policy, num_pages: int, max_sequences: int
 ) -> ModelRunner | PipelineRunner:
-    """What runs a policy on its device."""
-    if policy.device.type == "cpu":
+    """What keeps the policy's device busy: the host a step behind an asynchronous one."""
+    if not policy.backend.is_asynchronous:
         return PolicyRunner(policy, num_pages)
     from isobit.rollout.native.graph_runner import GraphRunner
 
@@ -199,5 +185,5 @@ def default_runner(
 
 
 def page_tokens_of(policy: Policy) -> int:
-    """Tokens of a page of a policy's cache: a KV tile of its device's attention."""
-    return KvCache.page_tokens if policy.device.type == "cpu" else PAGE_TOKENS
+    """Tokens of a page of a policy's cache: a KV tile of its back end's attention."""
+    return policy.backend.sizes.page_tokens

@@ -1,0 +1,152 @@
+"""The Hopper kernels as a back end, under the names of ``isobit.kernels.backend``.
+
+Calls return before the GPU has computed; whatever has a layout of its own (``QuantRows``,
+``Attended``, pages) is made and read here alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from isobit.kernels.backend import Backend, Captured
+from isobit.kernels.hopper import sizes
+from isobit.kernels.hopper.adamw import adamw_step
+from isobit.kernels.hopper.attention import PART
+from isobit.kernels.hopper.embedding_backward import embedding_backward
+from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
+from isobit.kernels.hopper.gradient_norm import gradient_norm
+from isobit.kernels.hopper.kv_cache import HopperKvCache
+from isobit.kernels.hopper.linear import dgrad, linear, linear_input, output_gradient, wgrad
+from isobit.kernels.hopper.memory import CapturedGraph, HopperMemory, HostCopies, to_device
+from isobit.kernels.hopper.norm import add_rms_norm
+from isobit.kernels.hopper.norm_backward import rms_norm_backward
+from isobit.kernels.hopper.packed_attention import PackedAttention
+from isobit.kernels.hopper.paged_attention import DecodeAttention, PagedAttention
+from isobit.kernels.hopper.publish import publish, publish_head, republish
+from isobit.kernels.hopper.qkv_backward import qkv_backward
+from isobit.kernels.hopper.quantise import quantise_rows, swiglu
+from isobit.kernels.hopper.sampling import draw_tokens
+from isobit.kernels.hopper.swiglu import swiglu_backward, swiglu_input, swiglu_saved
+from isobit.kernels.hopper.token_log_probs import (
+    head_logits,
+    token_log_probs,
+    token_log_probs_backward,
+)
+from isobit.kernels.operands import (
+    DecodeBatch,
+    Heads,
+    KvCache,
+    KvShape,
+    PagedBatch,
+)
+from isobit.precision.flow import PrecisionFlow
+from isobit.precision.formats import ScaleKind
+from isobit.precision.quant_tensor import QuantTensor
+
+
+class HopperBackend:
+    """``Backend`` of one GPU."""
+
+    name = "hopper"
+    sizes = sizes
+    is_asynchronous = True
+
+    publish = staticmethod(publish)
+    republish = staticmethod(republish)
+    publish_head = staticmethod(publish_head)
+
+    add_rms_norm = staticmethod(add_rms_norm)
+    linear_input = staticmethod(linear_input)
+    swiglu = staticmethod(swiglu)
+    swiglu_input = staticmethod(swiglu_input)
+    swiglu_saved = staticmethod(swiglu_saved)
+    linear = staticmethod(linear)
+    head_logits = staticmethod(head_logits)
+    token_log_probs = staticmethod(token_log_probs)
+    packed_attention = PackedAttention
+    draw = staticmethod(draw_tokens)
+
+    output_gradient = staticmethod(output_gradient)
+    dgrad = staticmethod(dgrad)
+    wgrad = staticmethod(wgrad)
+    swiglu_backward = staticmethod(swiglu_backward)
+    qkv_backward = staticmethod(qkv_backward)
+    rms_norm_backward = staticmethod(rms_norm_backward)
+    embedding_backward = staticmethod(embedding_backward)
+    token_log_probs_backward = staticmethod(token_log_probs_backward)
+
+    adamw_step = staticmethod(adamw_step)
+    gradient_norm = staticmethod(gradient_norm)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory = HopperMemory(device)
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """See ``Backend``, as for all below."""
+        return table.index_select(0, token_ids)
+
+    def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
+        """Pages on the GPU."""
+        return HopperKvCache(shape, flow, num_pages, self.device)
+
+    def paged_attention(
+        self, cache: KvCache, batch: PagedBatch, positions: torch.Tensor
+    ) -> PagedAttention:
+        """New K and V are written first."""
+        assert isinstance(cache, HopperKvCache)
+        return PagedAttention(cache, batch, positions)
+
+    def decode_attention(self, cache: KvCache, batch: DecodeBatch) -> DecodeAttention:
+        """Reads nothing from the host."""
+        assert isinstance(cache, HopperKvCache)
+        return DecodeAttention(cache, batch)
+
+    def capture(
+        self, step: Callable[[], tuple[torch.Tensor, ...]], beside: Captured | None = None
+    ) -> CapturedGraph:
+        """A CUDA graph."""
+        assert beside is None or isinstance(beside, CapturedGraph)
+        return CapturedGraph(step, beside)
+
+    def reach(self, length: int) -> int:
+        """Attention is launched over 1, 2, 4, .. parts of the KV range."""
+        return PART << (-(-length // PART) - 1).bit_length()
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Through page-locked memory."""
+        return to_device(tensor, self.device)
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopies:
+        """Into page-locked memory."""
+        return HostCopies(tensors)
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize(self.device)
+
+    def describe(self) -> Mapping[str, str]:
+        """The products' libraries."""
+        return describe_back_ends()
+
+    def fallbacks(self) -> Sequence[str]:
+        """What stands in for DeepGEMM, and why."""
+        if why_not_deep_gemm() is None:
+            return ()
+        return [f"{operation}: {library}" for operation, library in describe_back_ends().items()]
+
+    def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
+        """Rows of scales lie along the tokens; their view is the specification's."""
+        made = quantise_rows(x, scales)
+        return QuantTensor(made.values, made.scales, "1x128")
+
+    def cached_heads(self, cache: KvCache, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
+        """K and V at slots int64 [T]."""
+        assert isinstance(cache, HopperKvCache)
+        return cache.read(layer, slots)
+
+
+def make(device: torch.device) -> Backend:
+    """The back end of a GPU."""
+    assert device.type == "cuda"
+    return HopperBackend(device)

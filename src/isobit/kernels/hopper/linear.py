@@ -1,0 +1,71 @@
+"""The linear layer on Hopper: its operands in the formats of a site, and its three products.
+
+    FProp   ``isobit.kernels.hopper.gemm``               rows whose bits do not depend on the batch
+    DGrad, WGrad   ``isobit.kernels.hopper.linear_backward``
+
+WGrad reads X in E4M3 groups of 128 tokens, transposed, or in BF16 (``precision.wgrad``, and layers
+that stay in BF16).  Where both copies of an operand are wanted, one kernel reads it once.
+"""
+
+import torch
+
+from isobit.kernels.hopper.gemm import gemm_bf16, gemm_e4m3
+from isobit.kernels.hopper.linear_backward import dgrad_bf16, dgrad_e4m3, wgrad_bf16, wgrad_e4m3
+from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
+from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens
+from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import QuantTensor
+
+
+def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
+    """x BF16 [T, K]: in 1x128 groups or as it is; saved in groups of 128 tokens or as it is."""
+    if save and site.wgrad == "e4m3":
+        return LinearInput(*quantise_both(x, site.scales))
+    read = quantise_rows(x, site.scales) if site.forward == "e4m3" else x
+    return LinearInput(read, x if save else None)
+
+
+def input_saved(x: torch.Tensor, site: Site) -> Operand:
+    """x BF16 [T, K] as WGrad reads it."""
+    return quantise_tokens(x, site.scales) if site.wgrad == "e4m3" else x
+
+
+def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
+    """[T, K] -> BF16 [T, N]."""
+    if isinstance(x, QuantRows):
+        assert isinstance(weight.matrix, QuantTensor)
+        return gemm_e4m3(x, weight.matrix, weight.site.scales)
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(weight.matrix, torch.Tensor)
+    return gemm_bf16(x, weight.matrix)
+
+
+def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
+    """dY BF16 [T, N] as DGrad and WGrad read it."""
+    if site.forward != "e4m3":
+        return OutputGradient(dy, dy)
+    if site.wgrad != "e4m3":
+        return OutputGradient(quantise_rows(dy, site.scales), dy)
+    return OutputGradient(*quantise_both(dy, site.scales))
+
+
+def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:
+    """dX = dY W, BF16 [T, K]."""
+    if isinstance(weight.matrix, QuantTensor):
+        assert isinstance(dy, QuantRows)
+        return dgrad_e4m3(dy, weight.matrix, weight.site.scales)
+    assert isinstance(dy, torch.Tensor)
+    assert isinstance(weight.matrix, torch.Tensor)
+    return dgrad_bf16(dy, weight.matrix)
+
+
+def wgrad(dy: Operand, x: Operand, grad: torch.Tensor) -> None:
+    """grad, FP32 [N, K], += dY^T X."""
+    if isinstance(x, QuantRows):
+        assert isinstance(dy, QuantRows)
+        wgrad_e4m3(dy, x, grad)
+        return
+    assert isinstance(dy, torch.Tensor)
+    assert isinstance(x, torch.Tensor)
+    wgrad_bf16(dy, x, grad)

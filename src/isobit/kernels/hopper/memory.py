@@ -1,0 +1,116 @@
+"""The GPU's memory, transfers between it and the host, and steps captured as CUDA graphs.
+
+``allocate_in_pages``: what torch keeps of freed blocks is given back between the turns of engine
+and trainer.  For that its blocks must not be held by a small tensor in each of them, moments among
+activations for example, so they are made of pages that come and go by themselves.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+class HopperMemory:
+    """``DeviceMemory`` of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def available(self) -> int:
+        """What is free, and what torch holds."""
+        return self.free() + torch.cuda.memory_reserved(self._device)
+
+    def free(self) -> int:
+        """On the GPU, whoever asks."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def release_cached(self) -> None:
+        """See ``DeviceMemory``, as for all below."""
+        torch.cuda.empty_cache()
+
+    def peak(self) -> int:
+        """Bytes of tensors."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """Begin to measure anew."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def allocate_in_pages(self) -> None:
+        """Unless torch's environment variable says how its allocator is to work."""
+        if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+            _set_allocator("expandable_segments:True")
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """Page-locked."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _set_allocator(settings: str) -> None:
+    """torch has no public function for it; the one for every accelerator is the newer one."""
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (newer or torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the GPU, through page-locked memory and in the order of the stream; the host goes
+    on at once, and torch keeps the source until the copy has been made.
+
+    On a CPU, where tests run what surrounds the kernels, the tensor itself.
+    """
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopies:
+    """Copies in page-locked memory, and an event behind them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._copies = [
+            torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            for x in tensors
+        ]
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Also where nothing is copied: what was launched before has then been computed."""
+        self._arrived.synchronize()
+        return self._copies
+
+
+class CapturedGraph:
+    """A CUDA graph of a step, and the tensors that it writes."""
+
+    def __init__(
+        self, step: Callable[[], tuple[torch.Tensor, ...]], beside: "CapturedGraph | None"
+    ) -> None:
+        """Run the step once, which compiles and loads its kernels, then capture it.
+
+        ``torch.cuda.graph`` would also collect garbage and give all cached memory back, and the
+        next prompts would wait for gigabytes of it to be allocated again.
+        """
+        step()
+        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        collects = gc.isenabled()
+        gc.disable()  # a collection could free GPU memory in the middle of the capture
+        try:
+            with torch.cuda.stream(stream):
+                pool = None if beside is None else beside._graph.pool()
+                self._graph.capture_begin(pool=pool)
+                self._outputs = step()
+                self._graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+
+    def replay(self) -> tuple[torch.Tensor, ...]:
+        """Launch it; the outputs are overwritten by the next replay."""
+        self._graph.replay()
+        return self._outputs

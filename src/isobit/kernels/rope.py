@@ -1,0 +1,40 @@
+"""The table of rotary positions, the same bits on every device.
+
+The angles position * frequency are taken in FP64 and their sines and cosines rounded to FP32 once,
+into a table with a row a position: `pow` in FP32 is one of the operations whose bits depend on the
+place in the tensor.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """cos and sin, FP32 [positions, D/2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @classmethod
+    def build(cls, inverse_frequencies: torch.Tensor, positions: int) -> "RopeTable":
+        """From FP64 inverse frequencies [D/2]."""
+        places = torch.arange(positions, dtype=torch.float64)
+        angles = places[:, None] * inverse_frequencies[None, :]
+        return cls(angles.cos().float(), angles.sin().float())
+
+    def to(self, device: torch.device) -> "RopeTable":
+        """The table on a device."""
+        return RopeTable(self.cos.to(device), self.sin.to(device))
+
+    def rows(self, positions: torch.Tensor) -> "RopeTable":
+        """The rows of the given positions, int64 [T], shaped [T, 1, D/2] to broadcast over
+        heads.
+        """
+        cos, sin = (x.index_select(0, positions)[:, None] for x in (self.cos, self.sin))
+        return RopeTable(cos, sin)
+
+    def backward(self) -> "RopeTable":
+        """The table that takes a rotation back."""
+        return RopeTable(self.cos, -self.sin)

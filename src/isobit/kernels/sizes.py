@@ -1,0 +1,96 @@
+"""What operands, caches and workspaces of a back end take, in bytes: for plans of the memory, made
+before anything exists and on machines that cannot load the kernels.
+
+    read(n)      an input of n numbers as FProp reads it, beside the input itself
+    saved(n)     the same as WGrad will read it
+    gradient(n)  an output's gradient as DGrad and WGrad read it, beside the gradient itself
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from isobit.kernels.operands import KvShape
+from isobit.precision.flow import LinearShape, PrecisionFlow, Site
+from isobit.precision.formats import Format
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of a layer: H queries, G keys and values, D numbers each."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkShape:
+    """What the workspaces of a forward and backward depend on."""
+
+    attention: AttentionShape
+    linears: tuple[LinearShape, ...]
+    hidden_size: int
+    vocab_size: int
+    tokens: int
+    """Of the largest micro-batch."""
+    longest: int
+    """Tokens of the longest sequence."""
+
+
+class Sizes(Protocol):
+    """Bytes by back end."""
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of the KV cache."""
+        ...
+
+    @property
+    def batched_tokens(self) -> int:
+        """Tokens of one forward of the engine that keep the device busy."""
+        ...
+
+    def page_bytes(self, shape: KvShape, flow: PrecisionFlow) -> int:
+        """A page over all layers, scales included.  Raises ConfigError for a format of the flow
+        that attention does not take.
+        """
+        ...
+
+    def matrix(self, site: Site, numbers: int) -> int:
+        """A published matrix."""
+        ...
+
+    def head_copy(self, numbers: int, itemsize: int) -> int:
+        """What ``publish_head`` makes beside the table."""
+        ...
+
+    def read(self, site: Site, numbers: int) -> int:
+        """See above."""
+        ...
+
+    def saved(self, site: Site, numbers: int, is_kept: bool = False) -> int:
+        """See above; ``is_kept``: the input itself stays in any case."""
+        ...
+
+    def gradient(self, site: Site, numbers: int) -> int:
+        """See above."""
+        ...
+
+    def transposed(self, site: Site, numbers: int) -> int:
+        """A matrix as DGrad makes it for itself."""
+        ...
+
+    def encoded(self, shape: AttentionShape, format: Format) -> int:
+        """Q, K and V of a token as attention reads them, and what the forward leaves beside its
+        output.
+        """
+        ...
+
+    def attention_gradients(self, shape: AttentionShape) -> int:
+        """What attention's backward takes for a token beside dQ, dK, dV and the output's gradient."""
+        ...
+
+    def workspaces(self, shape: WorkShape) -> Mapping[str, int]:
+        """What is there for a while, by the moment, beside what layers make; one follows the other."""
+        ...

@@ -1,0 +1,147 @@
+"""The specification as a back end: its functions, one file an operation, under the names of
+``isobit.kernels.backend``.
+
+Nothing is asynchronous and the memory is the host's, so transfers are the tensors themselves and a
+captured step is the step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from isobit.kernels.backend import Backend, Captured
+from isobit.kernels.operands import DecodeBatch, Heads, KvCache, KvShape, PagedBatch
+from isobit.kernels.spec import sizes
+from isobit.kernels.spec.adamw import adamw_step
+from isobit.kernels.spec.embedding import embedding, embedding_backward
+from isobit.kernels.spec.kv_cache import SpecKvCache
+from isobit.kernels.spec.linear import dgrad, linear, linear_input, output_gradient, wgrad
+from isobit.kernels.spec.norm import add_rms_norm, gradient_norm, rms_norm_backward
+from isobit.kernels.spec.packed_attention import PackedAttention
+from isobit.kernels.spec.paged_attention import PagedAttention
+from isobit.kernels.spec.publish import publish, publish_head, republish
+from isobit.kernels.spec.qkv import qkv_backward
+from isobit.kernels.spec.quantise import quantise_rows
+from isobit.kernels.spec.sampling import draw_tokens
+from isobit.kernels.spec.swiglu import swiglu, swiglu_backward, swiglu_input, swiglu_saved
+from isobit.kernels.spec.token_log_probs import (
+    head_logits,
+    token_log_probs,
+    token_log_probs_backward,
+)
+from isobit.precision.flow import PrecisionFlow
+
+
+class SpecBackend:
+    """``Backend`` of a CPU."""
+
+    name = "spec"
+    device = torch.device("cpu")
+    sizes = sizes
+    is_asynchronous = False
+    memory = None
+
+    publish = staticmethod(publish)
+    republish = staticmethod(republish)
+    publish_head = staticmethod(publish_head)
+
+    embedding = staticmethod(embedding)
+    add_rms_norm = staticmethod(add_rms_norm)
+    linear_input = staticmethod(linear_input)
+    swiglu = staticmethod(swiglu)
+    swiglu_input = staticmethod(swiglu_input)
+    swiglu_saved = staticmethod(swiglu_saved)
+    linear = staticmethod(linear)
+    head_logits = staticmethod(head_logits)
+    token_log_probs = staticmethod(token_log_probs)
+    packed_attention = PackedAttention
+    draw = staticmethod(draw_tokens)
+
+    output_gradient = staticmethod(output_gradient)
+    dgrad = staticmethod(dgrad)
+    wgrad = staticmethod(wgrad)
+    swiglu_backward = staticmethod(swiglu_backward)
+    qkv_backward = staticmethod(qkv_backward)
+    rms_norm_backward = staticmethod(rms_norm_backward)
+    embedding_backward = staticmethod(embedding_backward)
+    token_log_probs_backward = staticmethod(token_log_probs_backward)
+
+    adamw_step = staticmethod(adamw_step)
+    gradient_norm = staticmethod(gradient_norm)
+    quantise_rows = staticmethod(quantise_rows)
+
+    def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
+        """See ``Backend``, as for all below."""
+        return SpecKvCache(shape, flow, num_pages)
+
+    def paged_attention(
+        self, cache: KvCache, batch: PagedBatch, positions: torch.Tensor
+    ) -> PagedAttention:
+        """New K and V are written first."""
+        assert isinstance(cache, SpecKvCache)
+        return PagedAttention(cache, batch, positions)
+
+    def decode_attention(self, cache: KvCache, batch: DecodeBatch) -> PagedAttention:
+        """The paged attention of one token each."""
+        lengths = tuple(batch.lengths.tolist())
+        paged = PagedBatch((1,) * len(lengths), lengths, batch.table.long(), batch.slots)
+        return self.paged_attention(cache, paged, batch.positions)
+
+    def capture(
+        self, step: Callable[[], tuple[torch.Tensor, ...]], beside: Captured | None = None
+    ) -> "_Step":
+        """The step itself."""
+        return _Step(step)
+
+    def reach(self, length: int) -> int:
+        """Every step reads its own lengths."""
+        return length
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> "_Arrived":
+        """The tensors themselves."""
+        return _Arrived(tensors)
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def describe(self) -> Mapping[str, str]:
+        """One library does everything."""
+        return {}
+
+    def fallbacks(self) -> Sequence[str]:
+        """None."""
+        return ()
+
+    def cached_heads(self, cache: KvCache, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
+        """K and V at slots int64 [T]."""
+        assert isinstance(cache, SpecKvCache)
+        return cache.read(layer, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that is called again."""
+
+    replay: Callable[[], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """Tensors that are there."""
+
+    tensors: Sequence[torch.Tensor]
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """At once."""
+        return self.tensors
+
+
+def make(device: torch.device) -> Backend:
+    """The back end of the host's processor."""
+    assert device.type == "cpu"
+    return SpecBackend()

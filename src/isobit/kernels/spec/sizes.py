@@ -1,0 +1,119 @@
+"""Bytes of the specification's operands (``isobit.kernels.sizes``).
+
+a bytes of an activation (2, or 4 in fp32), f bytes of a number of Q, K, V and of the cache.
+
+    matrix       N K + N K / 4096 in E4M3, else 2 or 4 N K
+    KV page      2 * 64 G (D f + 1)                             a byte of scale a vector
+    encoded      (H + 2 G) (D f + 1) + 4 H                      and a log-sum-exp a query
+    workspaces   the largest of these, which follow one another:
+      GEMM       8 T K + 8 N K + 16 T N                         FP64 operands and product
+      attention  24 W H D + 1536 W H forward, of B sequences, W tokens
+                 4 W (4 H + 6 G) D + 9 B H min(S, 512) S        backward, S the longest sequence
+      logits     8 V C + 16 max(2^22, V)                        the head in FP64, and a chunk of
+                                                                logits in all its forms
+Workspaces are upper estimates of short-lived tensors.
+"""
+
+from collections.abc import Mapping
+
+from isobit.kernels.operands import KvShape, kv_formats
+from isobit.kernels.sizes import AttentionShape, WorkShape
+from isobit.kernels.spec.attention import TILE
+from isobit.kernels.spec.packed_attention import GROUP_TOKENS, QUERY_BLOCK
+from isobit.kernels.spec.token_log_probs import CHUNK
+from isobit.precision.flow import PrecisionFlow, Site
+from isobit.precision.formats import BLOCK, DTYPES, Format
+
+page_tokens = TILE
+batched_tokens = 2048
+
+
+def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
+    """See ``Sizes``."""
+    vectors = 2 * page_tokens * shape.num_kv_heads
+    formats = kv_formats(shape, flow)
+    return sum(vectors * (shape.head_dim * DTYPES[format].itemsize + 1) for format in formats)
+
+
+def matrix(site: Site, numbers: int) -> int:
+    """See ``Sizes``."""
+    if site.forward == "e4m3":
+        return numbers + 4 * (numbers // BLOCK**2)
+    return DTYPES[site.forward].itemsize * numbers
+
+
+def head_copy(numbers: int, itemsize: int) -> int:
+    """lm_head on the grid of the exact GEMM."""
+    return itemsize * numbers
+
+
+def read(site: Site, numbers: int) -> int:
+    """In E4M3 with a scale for 128; or snapped to the grid."""
+    return _quantised(numbers) if site.forward == "e4m3" else _itemsize(site) * numbers
+
+
+def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
+    """In E4M3 with a scale for 128 tokens; or the input itself."""
+    if site.wgrad == "e4m3":
+        return _quantised(numbers)
+    return 0 if is_kept else _itemsize(site) * numbers
+
+
+def gradient(site: Site, numbers: int) -> int:
+    """Both copies in E4M3; or the gradient itself."""
+    rows = _quantised(numbers) if site.dgrad == "e4m3" else 0
+    return rows + (_quantised(numbers) if site.wgrad == "e4m3" else 0)
+
+
+def transposed(site: Site, numbers: int) -> int:
+    """DGrad multiplies with the dequantised matrix."""
+    return 4 * numbers
+
+
+def encoded(shape: AttentionShape, format: Format) -> int:
+    """See above."""
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    return heads * (shape.head_dim * DTYPES[format].itemsize + 1) + 4 * shape.num_heads
+
+
+def attention_gradients(shape: AttentionShape) -> int:
+    """A part of the workspace."""
+    return 0
+
+
+def workspaces(shape: WorkShape) -> Mapping[str, int]:
+    """See above."""
+    return {
+        "GEMM workspace": _gemm(shape),
+        "attention workspace": _attention(shape.attention, shape.longest),
+        "logits chunk": 8 * shape.vocab_size * shape.hidden_size
+        + 16 * max(CHUNK, shape.vocab_size),
+    }
+
+
+def _gemm(shape: WorkShape) -> int:
+    tokens = shape.tokens
+    return max(
+        8 * tokens * linear.in_features
+        + 8 * linear.out_features * linear.in_features
+        + 16 * tokens * linear.out_features
+        for linear in shape.linears
+    )
+
+
+def _attention(heads: AttentionShape, longest: int) -> int:
+    """Of a padded group of the longest sequences."""
+    sequences = max(1, GROUP_TOKENS // longest)
+    rows = sequences * longest
+    forward = rows * heads.num_heads * (24 * heads.head_dim + 1536)
+    copies = 4 * rows * (4 * heads.num_heads + 6 * heads.num_kv_heads) * heads.head_dim
+    scores = 9 * sequences * heads.num_heads * min(longest, QUERY_BLOCK) * longest
+    return max(forward, copies + scores)
+
+
+def _itemsize(site: Site) -> int:
+    return DTYPES["fp32" if site.forward == "fp32" else "bf16"].itemsize
+
+
+def _quantised(numbers: int) -> int:
+    return numbers + numbers * 4 // BLOCK

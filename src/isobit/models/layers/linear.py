@@ -1,0 +1,69 @@
+"""A linear: its matrix, perhaps of several of the checkpoint's, and its three products.
+
+    FProp  Y = X W^T       DGrad  dX = dY W       WGrad  dW += dY^T X
+
+A bias is a master here, but is added by whoever reads Y (``QkvTransform``).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from isobit.kernels.operands import LinearInput, Operand, OutputGradient
+from isobit.kernels.trace import observe
+from isobit.models.layers.unit import Gradient, Master
+from isobit.models.weights import Weights
+from isobit.precision.flow import LinearShape
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The linear ``path``, "layers.N.NAME", a site of the flow."""
+
+    path: str
+    shape: LinearShape
+    checkpoint_path: str
+    """Where the checkpoint has its matrices, up to their own names."""
+    has_bias: bool = False
+
+    def masters(self) -> dict[str, Master]:
+        """The matrix, then the bias."""
+        rows = self.shape.out_features
+        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, self.shape.in_features)}
+        if self.has_bias:
+            shapes["bias"] = (rows,)
+        return {
+            f"{self.path}.{name}": Master(
+                shape,
+                {
+                    f"{self.checkpoint_path}.{part}.{name}": n
+                    for part, n in self.shape.parts.items()
+                },
+                "matrix" if name == "weight" else "bias",
+            )
+            for name, shape in shapes.items()
+        }
+
+    def forward(self, weights: Weights, x: LinearInput) -> torch.Tensor:
+        """[T, K] -> [T, N]."""
+        if isinstance(x.read, torch.Tensor):
+            observe(x.read, self.path, "input")
+        else:
+            observe(x.read.values, self.path, "input", scales=x.read.scales)
+        return observe(weights.backend.linear(x.read, weights.linears[self.path]), self.path)
+
+    def input(self, weights: Weights, x: torch.Tensor, save: bool) -> LinearInput:
+        """x [T, K] as this linear reads it, with ``save`` also as its WGrad will."""
+        return weights.backend.linear_input(x, weights.linears[self.path].site, save)
+
+    def output_gradient(self, weights: Weights, dy: torch.Tensor) -> OutputGradient:
+        """dY [T, N] as DGrad and WGrad read it."""
+        return weights.backend.output_gradient(dy, weights.linears[self.path].site)
+
+    def backward(
+        self, weights: Weights, gradient: Gradient, dy: OutputGradient, x: Operand | None
+    ) -> torch.Tensor:
+        """dX [T, K]; the gradient of the matrix is added to."""
+        assert x is not None, "the forward has saved"
+        weights.backend.wgrad(dy.tokens, x, gradient(f"{self.path}.weight"))
+        return weights.backend.dgrad(dy.rows, weights.linears[self.path])

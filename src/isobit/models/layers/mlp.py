@@ -1,0 +1,122 @@
+"""The MLP: the second half of a decoder layer.
+
+h = h + x     b = norm(h)     x = down_proj(silu(gate) * up),   (gate, up) = gate_up_proj(b)
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from isobit.kernels.operands import Operand
+from isobit.kernels.sizes import Sizes
+from isobit.kernels.trace import is_observed, observe
+from isobit.models.config import ModelConfig
+from isobit.models.layers.linear import Linear
+from isobit.models.layers.norm import Norm
+from isobit.models.layers.unit import Gradient, Master, UnitBytes
+from isobit.models.weights import Weights
+from isobit.precision.flow import Graph
+from isobit.precision.formats import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMlp:
+    """What the backward reads."""
+
+    h: torch.Tensor
+    """The residual stream that the norm reads."""
+    normed: Operand | None
+    """The input of gate and up, as all inputs here as WGrad reads it."""
+    gate_up: torch.Tensor
+    activation: Operand | None
+    """The input of down."""
+
+
+class Mlp:
+    """The MLP of layer ``layer``."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        path, linears = f"layers.{layer}", config.shape.linears
+        self._path, self._hidden = path, config.hidden_size
+        self._norm = Norm(
+            f"{path}.post_attention_norm",
+            config.hidden_size,
+            f"model.{path}.post_attention_layernorm.weight",
+            config.rms_epsilon,
+            residual=f"{path}.attention_residual",
+            linear=f"{path}.gate_up_proj",
+        )
+        checkpoint = f"model.{path}.mlp"
+        self._gate_up = Linear(f"{path}.gate_up_proj", linears["gate_up_proj"], checkpoint)
+        self._down = Linear(f"{path}.down_proj", linears["down_proj"], checkpoint)
+
+    def masters(self) -> dict[str, Master]:
+        """In the order of the forward."""
+        return {**self._norm.masters(), **self._gate_up.masters(), **self._down.masters()}
+
+    def forward(
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h and x [T, C] -> the residual stream, and what there is to add to it."""
+        h, b = self._norm.forward(weights, h, x, save=False)
+        gate_up = self._gate_up.forward(weights, b)
+        self._observe(weights, gate_up)
+        site = weights.linears[self._down.path].site
+        activation = weights.backend.swiglu_input(gate_up, site)
+        return h, self._down.forward(weights, activation)
+
+    def saving_forward(
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, SavedMlp]:
+        """The same bits, and what the backward reads."""
+        h, b = self._norm.forward(weights, h, x, save=True)
+        gate_up = self._gate_up.forward(weights, b)
+        self._observe(weights, gate_up)
+        site = weights.linears[self._down.path].site
+        activation = weights.backend.swiglu_input(gate_up, site, save=True)
+        x = self._down.forward(weights, activation)
+        return h, x, SavedMlp(h, b.saved, gate_up, activation.saved)
+
+    def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
+        """What ``saving_forward`` saves, without its end, which no gradient needs."""
+        h, b = self._norm.forward(weights, h, x, save=True)
+        gate_up = self._gate_up.forward(weights, b)
+        site = weights.linears[self._down.path].site
+        return SavedMlp(h, b.saved, gate_up, weights.backend.swiglu_saved(gate_up, site))
+
+    def backward(
+        self, weights: Weights, gradient: Gradient, saved: SavedMlp, d: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of the residual stream behind this unit [T, C] -> before it."""
+        dy = self._down.output_gradient(weights, d)
+        d_activation = self._down.backward(weights, gradient, dy, saved.activation)
+        site = weights.linears[self._gate_up.path].site
+        d_gate_up = weights.backend.swiglu_backward(d_activation, saved.gate_up, site)
+        d_b = self._gate_up.backward(weights, gradient, d_gate_up, saved.normed)
+        return self._norm.backward(weights, gradient, d_b, saved.h, d)
+
+    def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
+        """Of a token of the training forward."""
+        a = DTYPES[graph.activations].itemsize
+        stream, width = a * self._hidden, self._down.shape.in_features
+        gate_up_site, down_site = graph.site(self._gate_up.path), graph.site(self._down.path)
+        gate_up, read = 2 * a * width, sizes.read(gate_up_site, self._hidden)
+        activation = sizes.read(down_site, width)
+        saved = sizes.saved(gate_up_site, self._hidden) + sizes.saved(down_site, width)
+        return UnitBytes(
+            saved=stream + gate_up + saved,
+            input=stream,
+            read=read,
+            kept=activation,
+            made=(read or stream) + gate_up + (activation or a * width),
+            gradients=a * width + sizes.gradient(gate_up_site, 2 * width) + 2 * stream,
+            once=max(
+                sizes.transposed(site, linear.shape.out_features * linear.shape.in_features)
+                for site, linear in ((gate_up_site, self._gate_up), (down_site, self._down))
+            ),
+        )
+
+    def _observe(self, weights: Weights, gate_up: torch.Tensor) -> None:
+        """The activation exists only as the linear reads it: made once more for an observer."""
+        if is_observed():
+            observe(weights.backend.swiglu(gate_up), self._path, "activation")

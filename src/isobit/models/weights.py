@@ -1,0 +1,23 @@
+"""What one side of the flow reads: published weights, the rotary table, and the back end that
+computes with them.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from isobit.kernels.backend import Backend
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.rope import RopeTable
+
+
+@dataclass(slots=True)
+class Weights:
+    """A LinearWeight for each linear by path, and the other tensors in the format between operators
+    by the names of their masters; lm_head's matrix as ``head``.
+    """
+
+    backend: Backend
+    rope: RopeTable
+    linears: dict[str, LinearWeight] = field(default_factory=dict)
+    plain: dict[str, torch.Tensor] = field(default_factory=dict)
