@@ -59,7 +59,7 @@ def groups_of(trainer: Trainer) -> list[Group]:
             for one in blank.completions
         ]
         recorded = [
-            replace(c, log_probs=tuple(trainer.log_probs(b).tolist()))
+            replace(c, log_probs=tuple(trainer.scorer.score(b).log_probs.tolist()))
             for c, b in zip(blank.completions, alone, strict=True)
         ]
         return replace(blank, completions=recorded)

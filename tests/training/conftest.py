@@ -98,7 +98,7 @@ def record(trainer: Trainer, group: Group) -> Group:
 
 def _recorded(trainer: Trainer, prompt: Prompt, completion: Completion) -> Completion:
     (batch,) = pack(samples_of([Group(prompt, 0, [completion])], [[0.0]]), 1)
-    return replace(completion, log_probs=tuple(trainer.log_probs(batch).tolist()))
+    return replace(completion, log_probs=tuple(trainer.scorer.score(batch).log_probs.tolist()))
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def gradients_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, tor
             )
 
         monkeypatch.setattr(trainer, "_step", catch)
-        trainer.update(batches, objective, [trainer.log_probs(batch) for batch in batches])
+        trainer.update(batches, objective, [trainer.scorer.score(batch).log_probs for batch in batches])
         return caught
 
     return gradients

@@ -118,7 +118,7 @@ def test_fp8_backward_against_the_exact_one(
     }
     trainers = {name: Trainer(policy, TrainingConfig(), 1) for name, policy in policies.items()}
     assert all(
-        torch.equal(trainers["fp8"].log_probs(batch), trainers["exact"].log_probs(batch))
+        torch.equal(trainers["fp8"].scorer.score(batch).log_probs, trainers["exact"].scorer.score(batch).log_probs)
         for batch in batches
     )
     gradients = {

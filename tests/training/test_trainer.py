@@ -150,7 +150,7 @@ def test_an_update_moves_every_master_and_publishes(
     trainer = make_trainer()
     before, version = snapshot(trainer.policy), trainer.policy.version
     batches = batches_of(make_groups(trainer), 128)
-    log_probs = trainer.log_probs(batches[0])
+    log_probs = trainer.scorer.score(batches[0]).log_probs
     metrics = trainer.update(batches, GRPO)
     assert metrics.skipped is None
     assert metrics.grad_norm > 0
@@ -158,7 +158,7 @@ def test_an_update_moves_every_master_and_publishes(
     assert all(
         not torch.equal(before[name], master) for name, master in trainer.policy.masters.items()
     )
-    assert not torch.equal(trainer.log_probs(batches[0]), log_probs), (
+    assert not torch.equal(trainer.scorer.score(batches[0]).log_probs, log_probs), (
         "the published weights are still the old ones"
     )
     assert all(master.grad is None for master in trainer.policy.masters.values())

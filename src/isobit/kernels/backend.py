@@ -387,8 +387,23 @@ class Support(Protocol):
         """Whether its memory is apart from the host's."""
         ...
 
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Packages beside torch that its bits depend on."""
+        ...
+
+    def device_model(self, device: torch.device) -> str | None:
+        """Which of its devices this is; None where that is the host's processor."""
+        ...
+
     def is_present(self) -> bool:
         """Whether the machine has such a device, usable or not."""
+        ...
+
+    def state(self) -> tuple[str, bool]:
+        """What the machine has of such devices, in a line; and whether a user should look into
+        it.
+        """
         ...
 
     def problem(self) -> str | None:

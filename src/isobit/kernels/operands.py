@@ -154,9 +154,16 @@ class Draws:
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Draws":
         """The same with every tensor moved."""
-        tensors = self.rows, self.temperatures, self.keys, self.positions
-        filters = None if self.filters is None else tuple(map(move, self.filters))
-        return Draws(*map(move, tensors), filters)  # pyright: ignore[reportArgumentType]
+        filters = self.filters
+        if filters is not None:
+            filters = move(filters[0]), move(filters[1]), move(filters[2])
+        return Draws(
+            move(self.rows),
+            move(self.temperatures),
+            move(self.keys),
+            move(self.positions),
+            filters,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,43 +10,29 @@ in each of them, moments among activations for example, so they are made of page
 by themselves (``allocate_in_pages``).
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from isobit.clock import Clock
-from isobit.memory.device import GpuPlan
+from isobit.memory.device import DevicePlan
 from isobit.observe.summary import PhaseMemory
 from isobit.rollout.native.engine import Engine
 from isobit.training.host_moments import HostMoments
 from isobit.training.trainer import Trainer
 
 _GIB = 1 << 30
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def allocate_in_pages() -> None:
-    """Let torch's allocator map single pages instead of whole blocks, unless its environment
-    variable says how it is to work.
-
-    Called before anything is on the GPU.
-    """
-    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
-        torch.cuda.memory._set_allocator_settings(
-            "expandable_segments:True"
-        )  # torch has no public function for it
 
 
 class GpuTurns:
     """The turns of one run, and the most that torch held in each kind of them."""
 
-    def __init__(self, plan: GpuPlan, engine: Engine | None, trainer: Trainer) -> None:
+    def __init__(self, plan: DevicePlan, engine: Engine | None, trainer: Trainer) -> None:
         """The moments go to the host for the engine's turns if the trainer's configuration says
         so.
         """
-        self.plan = plan
+        memory = trainer.policy.backend.memory
+        assert memory is not None, "turns are taken in memory that a device has for itself"
+        self.plan, self._memory = plan, memory
         self._engine = engine
         self._moments = HostMoments(trainer) if trainer.config.offload_moments else None
         self._peaks = dict.fromkeys(plan.peaks, 0)
@@ -67,15 +53,15 @@ class GpuTurns:
         if self._moments is not None:
             with clock("offload"):
                 self._moments.to_device()
-        torch.cuda.reset_peak_memory_stats()
+        self._memory.reset_peak()
         yield
         self._end("training")
         if engine_is_next:
             if self._moments is not None:
                 with clock("offload"):
                     self._moments.to_host()
-            torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+            self._memory.release_cached()
+        self._memory.reset_peak()
 
     def figures(self) -> dict[str, float]:
         """The peaks of the latest turn of each kind, GiB, as metrics."""
@@ -95,5 +81,5 @@ class GpuTurns:
         trainings, that is training too.
         """
         phase = phase if phase in self._peaks else "training"
-        self._latest[phase] = torch.cuda.max_memory_allocated()
+        self._latest[phase] = self._memory.peak()
         self._peaks[phase] = max(self._peaks[phase], self._latest[phase])

@@ -172,7 +172,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """From the header."""
     with _opened(file) as tensors:
-        names = tensors.keys()  # noqa: SIM118 (not a mapping)
+        names = tensors.keys()
         return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
 
 

@@ -19,18 +19,18 @@ from random import Random
 
 import torch
 
-from isobit.config.schema import Device, PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.config.schema import Device, PrecisionConfig, RolloutConfig
 from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
 from isobit.models.policy import Policy, random_masters
+from isobit.models.scorer import Scorer
 from isobit.models.shapes import model_shape
 from isobit.proof.scenarios import Scenario, Workload
 from isobit.proof.verify import ScenarioResult, VerifyResult, run_scenario
 from isobit.records import PackedBatch, Prompt
 from isobit.rollout.native.runner import page_tokens_of
 from isobit.training.packing import TrainingSample, pack
-from isobit.training.trainer import Trainer
 
 _OUTLIER_EVERY, _OUTLIER = 101, 30.0
 _MAX_BATCHED_TOKENS = 4096
@@ -81,8 +81,8 @@ def verify_shape(
         trainable=False,
     )
     workload = ragged_workload(config.vocab_size, options, page_tokens_of(policy))
-    trainer = Trainer(policy, TrainingConfig(), total_updates=1)
-    result = run_scenario(_scenario(workload), workload, trainer, options.seed, _packings)
+    scorer = Scorer(policy)
+    result = run_scenario(_scenario(workload), workload, scorer, options.seed, _packings)
     if on_scenario is not None:
         on_scenario(result)
     return VerifyResult(policy.flow.preset, (result,))

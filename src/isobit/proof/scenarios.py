@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from random import Random
 
 from isobit.config.schema import RolloutConfig
+from isobit.memory.cache_size import pages_for
 from isobit.records import PackedBatch, Prompt, SamplingParams
-from isobit.rollout.native.pages import pages_for
 from isobit.rollout.request import Request
 from isobit.training.packing import TrainingSample, pack
 

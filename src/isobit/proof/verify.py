@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from isobit.config.schema import Device, PrecisionConfig, TrainingConfig
+from isobit.config.schema import Device, PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.models.device import choose_device
 from isobit.models.folder import load_policy, read_config
 from isobit.models.loaded import model_folder
 from isobit.models.policy import Policy
+from isobit.models.scorer import Scorer
 from isobit.proof.scenarios import Scenario, Workload, build_workload, engine_scenarios, packings
 from isobit.records import Group, PackedBatch
 from isobit.rollout.native.engine import Engine
@@ -30,7 +31,6 @@ from isobit.rollout.progress import EngineStats
 from isobit.rollout.request import Request
 from isobit.training.comparison import Comparison
 from isobit.training.packing import TrainingSample, samples_of
-from isobit.training.trainer import Trainer
 
 Packings = Callable[[list[TrainingSample], int], Iterator[tuple[str, list[PackedBatch]]]]
 """Samples and a seed -> named packings of all of them."""
@@ -154,10 +154,10 @@ def verify_policy(
 ) -> VerifyResult:
     """Check the published weights of a policy.  Raises as ``verify`` does."""
     workload = random_workload(policy, options)
-    trainer = Trainer(policy, TrainingConfig(), total_updates=1)
+    scorer = Scorer(policy)
     results = []
     for scenario in engine_scenarios(workload):
-        results.append(run_scenario(scenario, workload, trainer, options.seed))
+        results.append(run_scenario(scenario, workload, scorer, options.seed))
         if on_scenario is not None:
             on_scenario(results[-1])
     return VerifyResult(policy.flow.preset, tuple(results))
@@ -192,17 +192,17 @@ def generate_samples(engine: Engine, requests: Sequence[Request]) -> list[Traini
 def run_scenario(
     scenario: Scenario,
     workload: Workload,
-    trainer: Trainer,
+    scorer: Scorer,
     seed: int,
     make_packings: Packings = packings,
 ) -> ScenarioResult:
     """Generate the workload in one setting of the engine, and compare in every packing."""
-    engine = Engine(trainer.policy, scenario.rollout, tokenizer=None, seed=seed)
+    engine = Engine(scorer.policy, scenario.rollout, tokenizer=None, seed=seed)
     samples = generate_samples(engine, workload.requests(scenario))
     comparisons = {
         name: sum(
             (
-                Comparison.of(batch.recorded_log_probs, trainer.log_probs(batch))
+                Comparison.of(batch.recorded_log_probs, scorer.score(batch).log_probs)
                 for batch in batches
             ),
             Comparison(),

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isobit.errors import RequestError
+from isobit.memory.cache_size import pages_for
 from isobit.records import Prompt, SamplingParams
-from isobit.rollout.native.pages import pages_for
 
 
 @dataclass(frozen=True, slots=True)

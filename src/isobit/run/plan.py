@@ -55,8 +55,8 @@ def plan_run(config: RunConfig, resume: bool = False) -> Plan:
     prompts, dropped = drop_evaluated(_prompts(config, model, None), sets.values())
     requests = one_sample_each(prompts, model.sampling(config.rollout))
     longest = max(request.max_length(model.config.max_positions) for request in requests)
-    on_gpu = choose_device(config.device, model.config, config.precision).type == "cuda"
-    memory, limits = plan_memory(config, config.training, model, flow, longest, on_gpu)
+    device = choose_device(config.device, model.config, config.precision)
+    memory, limits = plan_memory(config, config.training, model, flow, longest, device)
     _check_requests(config, model, requests, sets, limits)
     problems = {name: len(problems) for name, problems in sets.items()}
     disk = plan_checkpoints(config, model)

@@ -20,9 +20,10 @@ from isobit.config.sft import SftConfig
 from isobit.data.prompts import build_prompts, drop_evaluated
 from isobit.data.sampler import PromptSampler
 from isobit.errors import ConfigError, DataError
-from isobit.memory.device import GpuPlan, device_memory, plan_gpu
+from isobit.kernels.backend import backend_of, support
+from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.memory.machine import gib, read_memory
-from isobit.memory.turns import GpuTurns, allocate_in_pages
+from isobit.memory.turns import GpuTurns
 from isobit.models.device import choose_device
 from isobit.models.folder import load_policy
 from isobit.models.loaded import DescribedModel, LoadedModel, describe_model
@@ -103,12 +104,12 @@ def prepare(config: RunConfig) -> Run:
     )
     sampling = described.sampling(config.rollout)
     rollout, plan = config.rollout, None
-    if device.type == "cuda":
+    if support(device.type).has_own_memory:
         longest = max(
             request.max_length(described.config.max_positions)
             for request in one_sample_each(train, sampling)
         )
-        plan = prepare_gpu(described, config, config.training, longest)
+        plan = prepare_turns(described, config, config.training, longest, device)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
     policy = load_policy(described.folder, config.precision, device)
     model = LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
@@ -142,29 +143,42 @@ def prepare(config: RunConfig) -> Run:
     )
 
 
-def prepare_gpu(
-    model: DescribedModel, config: Recipe, training: TrainingConfig, longest: int
-) -> GpuPlan:
-    """Before anything is on the GPU: plan the run and set torch's allocator for turns.  Raises
-    ConfigError as ``plan_for_gpu`` does.
+def prepare_turns(
+    model: DescribedModel,
+    config: Recipe,
+    training: TrainingConfig,
+    longest: int,
+    device: torch.device,
+) -> DevicePlan:
+    """Before anything is in the device's own memory: plan the run and set the allocator for turns.
+    Raises ConfigError as ``plan_for_device`` does.
     """
-    plan = plan_for_gpu(model, config, training, longest)
-    allocate_in_pages()
+    plan = plan_for_device(model, config, training, longest, device)
+    memory = backend_of(device).memory
+    assert memory is not None, "the device has a memory of its own"
+    memory.allocate_in_pages()
     return plan
 
 
-def plan_for_gpu(
-    model: DescribedModel, config: Recipe, training: TrainingConfig, longest: int
-) -> GpuPlan:
-    """The plan of the machine's GPU for training sequences of at most ``longest`` tokens, as
-    ``training`` says.
+def plan_for_device(
+    model: DescribedModel,
+    config: Recipe,
+    training: TrainingConfig,
+    longest: int,
+    device: torch.device,
+) -> DevicePlan:
+    """The plan of the memory that a device has for itself, for training sequences of at most
+    ``longest`` tokens, as ``training`` says.
 
     A run without a reward never generates.  Raises ConfigError where the plan does not fit, and
     where the main memory does not hold the moments that are to go there.
     """
     flow, memory = build_flow(config.precision, model.config.shape), read_memory()
     rollout = None if config.reward is None else config.rollout
-    plan = plan_gpu(model.config, flow, rollout, training, longest, device_memory())
+    planner = DevicePlanner(
+        model.config, flow, support(device.type).sizes, available_memory(device)
+    )
+    plan = planner.plan(rollout, training, longest)
     if memory is not None and plan.host > memory.available:
         smaller = advise_smaller_moments(training.moments)
         raise ConfigError(
@@ -173,6 +187,13 @@ def plan_for_gpu(
             + (f", or {smaller}" if smaller else "")
         )
     return plan
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes of a device's own memory that this process has or could have now."""
+    memory = backend_of(device).memory
+    assert memory is not None, "the device has a memory of its own"
+    return memory.available()
 
 
 def one_sample_each(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Request]:

@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from isobit.config.load import dump_config
 from isobit.config.schema import TrainingConfig
-from isobit.kernels.hopper.pages import PAGE_TOKENS
-from isobit.kernels.spec.kv_cache import KvCache
+from isobit.kernels.backend import support
 from isobit.memory.cache_size import num_pages_for
-from isobit.memory.device import GpuPlan
+from isobit.memory.device import DevicePlan
 from isobit.memory.host import MemoryEstimate, estimate_memory
 from isobit.memory.machine import Memory, gib
+from isobit.models.decoder import master_shapes
 from isobit.models.loaded import DescribedModel
-from isobit.models.policy import master_shapes
 from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow
 from isobit.rollout.request import Limits
-from isobit.run.setup import plan_for_gpu
+from isobit.run.setup import plan_for_device
 from isobit.run.training_run import Recipe
 from isobit.store.checkpoint.format import folders_by_step
 from isobit.store.checkpoint.space import DiskPlan, plan_disk
@@ -37,7 +38,7 @@ class TrainingPlan:
     flow: PrecisionFlow
     longest: int
     """Tokens of the longest sequence that training can meet."""
-    memory: MemoryEstimate | GpuPlan
+    memory: MemoryEstimate | DevicePlan
     """Of the device that the run would compute on."""
     disk: DiskPlan
 
@@ -57,7 +58,7 @@ class TrainingPlan:
             *(f"  {line}" for line in describe_flow(self.flow)),
             *(
                 self.memory.describe()
-                if isinstance(self.memory, GpuPlan)
+                if isinstance(self.memory, DevicePlan)
                 else _describe_memory(self.memory, memory)
             ),
             self.disk.describe(),
@@ -71,21 +72,21 @@ def plan_memory(
     model: DescribedModel,
     flow: PrecisionFlow,
     longest: int,
-    on_gpu: bool,
-) -> tuple[MemoryEstimate | GpuPlan, Limits]:
+    device: torch.device,
+) -> tuple[MemoryEstimate | DevicePlan, Limits]:
     """The memory of a run whose trainer reads ``training``, and what its engine could take.
 
-    Raises ConfigError for what does not fit a GPU.
+    Raises ConfigError for what does not fit the device.
     """
-    if on_gpu:
-        memory = plan_for_gpu(model, config, training, longest)
-        pages, page_tokens = memory.pages, PAGE_TOKENS
+    sizes = support(device.type).sizes
+    if support(device.type).has_own_memory:
+        memory = plan_for_device(model, config, training, longest, device)
+        pages = memory.pages
     else:
-        memory = estimate_memory(model.config, flow, config.rollout, training, longest)
-        pages, page_tokens = num_pages_for(model.config, flow, config.rollout), KvCache.page_tokens
-    return memory, Limits(
-        model.config.max_positions, model.config.vocab_size, pages, page_tokens, has_tokenizer=True
-    )
+        memory = estimate_memory(model.config, flow, config.rollout, training, longest, sizes)
+        pages = num_pages_for(model.config, flow, config.rollout, sizes)
+    context, vocabulary = model.config.max_positions, model.config.vocab_size
+    return memory, Limits(context, vocabulary, pages, sizes.page_tokens, has_tokenizer=True)
 
 
 def plan_checkpoints(config: Recipe, model: DescribedModel) -> DiskPlan:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 import isobit
+from isobit.kernels.backend import support
 from isobit.memory.machine import openmp_libraries, processor_name, read_memory, usable_cores
 from isobit.precision.compare import graph_differences
 from isobit.precision.flow import PrecisionFlow
 from isobit.run.training_run import TrainingRun
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
-_GPU_LIBRARIES = ("triton", "sgl-deep-gemm")
 
 
 def manifest(run: TrainingRun) -> dict[str, Any]:
@@ -48,7 +48,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """What the bits of a gradient on a device depend on beside the configuration: versions, GPU or
     instruction set, threads.
     """
-    libraries = (*_LIBRARIES, *(_GPU_LIBRARIES if device.type == "cuda" else ()))
+    offered = support(device.type)
+    libraries, model = (*_LIBRARIES, *offered.libraries), offered.device_model(device)
     return {
         "versions": {
             "isobit": isobit.__version__,
@@ -57,7 +58,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         },
         "device": {
             "type": device.type,
-            **({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
+            **({"model": model} if model is not None else {}),
             "machine": platform.machine(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),

@@ -95,9 +95,9 @@ class CompactAdamW(torch.optim.Optimizer):
             step, scales = int(state["step"]), None
             if self._moments == "fp8":
                 scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
-            factors = AdamWFactors.of(
-                group["lr"], *group["betas"], group["eps"], group["weight_decay"], step, self.clip
-            )
+            beta1, beta2 = group["betas"]
+            rate, epsilon, decay = group["lr"], group["eps"], group["weight_decay"]
+            factors = AdamWFactors.of(rate, beta1, beta2, epsilon, decay, step, self.clip)
             key = noise_key(self._seed, step, number)
             moments = state["exp_avg"], state["exp_avg_sq"]
             self._backend.adamw_step(master, master.grad, *moments, factors, key, scales)
@@ -135,9 +135,7 @@ def build_optimiser(
     groups, betas = [group for group in groups if group["params"]], (config.beta1, config.beta2)
     if config.moments != "fp32":
         rate, epsilon = config.learning_rate, config.adam_epsilon
-        return CompactAdamW(
-            groups, config.moments, seed, rate, betas, epsilon, policy.backend
-        )
+        return CompactAdamW(groups, config.moments, seed, rate, betas, epsilon, policy.backend)
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True
     )

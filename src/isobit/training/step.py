@@ -171,7 +171,9 @@ def _forward(
     """
     found = list(samples)
     for members in first_fit_decreasing([sample.length for sample in samples], tokens):
-        log_probs = trainer.log_probs(lay_end_to_end([samples[index] for index in members]))
+        log_probs = trainer.scorer.score(
+            lay_end_to_end([samples[index] for index in members])
+        ).log_probs
         counts = [len(samples[index].completion_ids) for index in members]
         for index, values in zip(members, log_probs.split(counts), strict=True):
             found[index] = replace(samples[index], log_probs=tuple(values.tolist()))

@@ -48,5 +48,5 @@ def mean_loss(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
     """The loss over all completion tokens of ``batches`` together, in nats a token, without
     learning from them.
     """
-    total = sum(float(trainer.log_probs(batch).double().sum()) for batch in batches)
+    total = sum(float(trainer.scorer.score(batch).log_probs.double().sum()) for batch in batches)
     return -total / sum(batch.targets.numel() for batch in batches)

@@ -24,7 +24,6 @@ from isobit.records import PackedBatch
 from isobit.training.budget import MicrobatchBudget
 from isobit.training.comparison import Comparison
 from isobit.training.optimiser import (
-    CompactAdamW,
     build_optimiser,
     clip_gradients,
     gradient_norm,

@@ -3,21 +3,48 @@ its kernels are written and proven.  Loads on every machine.
 """
 
 import importlib.util
+from pathlib import Path
 
 import torch
 
 from isobit.kernels.hopper import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
 
 has_own_memory = True
+libraries = ("triton", "sgl-deep-gemm")
 
 _HOPPER = 9
 MOST_QUERY_HEADS = 16
 """Of one KV head."""
 
 
+def device_model(device: torch.device) -> str | None:
+    """The card."""
+    return torch.cuda.get_device_name(device)
+
+
 def is_present() -> bool:
     """Whether torch sees an NVIDIA GPU."""
     return torch.cuda.is_available()
+
+
+def state() -> tuple[str, bool]:
+    """See ``Support``."""
+    if not torch.cuda.is_available():
+        if not Path("/proc/driver/nvidia/version").is_file():
+            return "none; everything runs on the CPU", False
+        return (
+            f"the machine has an NVIDIA driver, but torch {torch.__version__} cannot use it; "
+            "everything runs on the CPU",
+            True,
+        )
+    if (why_not := problem()) is not None:
+        return f"not used: {why_not}; everything runs on the CPU", False
+    free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info())
+    return (
+        f"{torch.cuda.get_device_name()}: Hopper, {free:.3g} GiB free of {total:.3g} GiB; rollout, "
+        "training, evaluation and verify run on it",
+        False,
+    )
 
 
 def problem() -> str | None:

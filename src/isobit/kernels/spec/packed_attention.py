@@ -18,10 +18,10 @@ from math import log
 import torch
 
 from isobit.kernels.operands import QkvTransform
+from isobit.kernels.rope import RopeTable
 from isobit.kernels.spec.attention import TILE, KeyTile, attend
 from isobit.kernels.spec.heads import Heads, stack_heads
 from isobit.kernels.spec.qkv import transform_qkv
-from isobit.kernels.rope import RopeTable
 from isobit.kernels.trace import observe_heads
 from isobit.precision.flow import Graph
 from isobit.precision.formats import Format

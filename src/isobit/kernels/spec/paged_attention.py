@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from isobit.kernels.operands import PagedBatch, QkvTransform
+from isobit.kernels.rope import RopeTable
 from isobit.kernels.spec.attention import KeyTile, attend
 from isobit.kernels.spec.heads import Heads
 from isobit.kernels.spec.kv_cache import SpecKvCache
 from isobit.kernels.spec.qkv import transform_qkv
-from isobit.kernels.rope import RopeTable
 from isobit.kernels.trace import is_observed, observe_heads
 
 _TILE_NUMBERS = (

@@ -10,8 +10,8 @@ Each result is rounded to the format between operators.
 import torch
 
 from isobit.kernels.operands import QkvGradients, QkvTransform
-from isobit.kernels.spec.norm import rms_norm, rms_norm_backward
 from isobit.kernels.rope import RopeTable
+from isobit.kernels.spec.norm import rms_norm, rms_norm_backward
 from isobit.kernels.spec.rope import rotate
 from isobit.kernels.trace import observe
 

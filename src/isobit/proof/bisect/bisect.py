@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isobit.config.schema import Device, PrecisionConfig, TrainingConfig
+from isobit.config.schema import Device, PrecisionConfig
 from isobit.models.policy import Policy
+from isobit.models.scorer import Scorer
 from isobit.proof.bisect.checksums import token_keys
 from isobit.proof.bisect.difference import Checksums, Extremes, SiteDifference, first_difference
 from isobit.proof.bisect.observer import Keep, ObservedRunner, TokenObserver, observe_packing
@@ -30,7 +31,6 @@ from isobit.proof.verify import (
 )
 from isobit.rollout.native.engine import Engine
 from isobit.training.packing import TrainingSample, pack
-from isobit.training.trainer import Trainer
 
 TOKENS_MEASURED = 256
 """Tokens whose values are compared; those at more would fill the memory where a row holds
@@ -178,14 +178,14 @@ def bisect_policy(
     differing = [result.name for result in verified.scenarios if result.comparison.tokens_differing]
     names = differing[:1] or [result.name for result in verified.scenarios]
     workload = random_workload(policy, options)
-    trainer = Trainer(policy, TrainingConfig(), total_updates=1)
+    scorer = Scorer(policy)
     traced: list[Traced] = []
     for scenario in engine_scenarios(workload):
         if scenario.name not in names:
             continue
         if on_trace is not None:
             on_trace(scenario.name)
-        traced.append(trace_scenario(scenario, workload, trainer, options.seed))
+        traced.append(trace_scenario(scenario, workload, scorer, options.seed))
         if traced[-1].parting is not None:
             break
     return BisectResult(verified, tuple(traced))
@@ -200,10 +200,10 @@ def operation_kind(site: str) -> str:
     return "norm" if site.endswith("norm") else "GEMM"
 
 
-def trace_scenario(scenario: Scenario, workload: Workload, trainer: Trainer, seed: int) -> Traced:
+def trace_scenario(scenario: Scenario, workload: Workload, scorer: Scorer, seed: int) -> Traced:
     """Observe one scenario on both sides, in every packing."""
     rollout, training = Checksums(), Checksums()
-    samples = _observe(scenario, workload, trainer, seed, rollout, training)
+    samples = _observe(scenario, workload, scorer, seed, rollout, training)
     rows = sum(
         checksums.numel()
         for side in (rollout, training)
@@ -214,7 +214,7 @@ def trace_scenario(scenario: Scenario, workload: Workload, trainer: Trainer, see
     parting = None
     if found is not None:
         extremes = Extremes(found.site, found.differing[:TOKENS_MEASURED])
-        _observe(scenario, workload, trainer, seed, extremes, extremes)
+        _observe(scenario, workload, scorer, seed, extremes, extremes)
         parting = Parting(found, _first_place(found, samples, workload), extremes.max_abs_diff)
     return Traced(scenario.name, len(training.sites), rows, parting)
 
@@ -222,7 +222,7 @@ def trace_scenario(scenario: Scenario, workload: Workload, trainer: Trainer, see
 def _observe(
     scenario: Scenario,
     workload: Workload,
-    trainer: Trainer,
+    scorer: Scorer,
     seed: int,
     rollout: Keep,
     training: Keep,
@@ -232,11 +232,11 @@ def _observe(
     """
     make_runner = partial(ObservedRunner, observer=TokenObserver(rollout))
     engine = Engine(
-        trainer.policy, scenario.rollout, tokenizer=None, seed=seed, make_runner=make_runner
+        scorer.policy, scenario.rollout, tokenizer=None, seed=seed, make_runner=make_runner
     )
     samples = generate_samples(engine, workload.requests(scenario))
     for _, batches in packings(samples, seed):
-        observe_packing(trainer, batches, rollout, training)
+        observe_packing(scorer, batches, rollout, training)
     return samples
 
 

@@ -10,7 +10,7 @@ that all differences share).
 
 import torch
 
-from isobit.kernels.spec.noise import splitmix64
+from isobit.kernels.noise import splitmix64
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ROW_SEED, _TOKEN_SEED, _SCALE_SEED = 1, 2, 3

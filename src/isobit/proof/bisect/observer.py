@@ -17,11 +17,11 @@ import torch
 
 from isobit.kernels.trace import observing
 from isobit.models.policy import Policy
+from isobit.models.scorer import Scorer
 from isobit.proof.bisect.checksums import row_checksums, token_keys
 from isobit.records import PackedBatch
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.runner import PolicyRunner
-from isobit.training.trainer import Trainer
 
 LOG_PROB = "log_prob"
 _HEAD = "lm_head"
@@ -111,7 +111,7 @@ class ObservedRunner(PolicyRunner):
 
 
 def observe_packing(
-    trainer: Trainer, batches: Sequence[PackedBatch], rollout: Keep, training: Keep
+    scorer: Scorer, batches: Sequence[PackedBatch], rollout: Keep, training: Keep
 ) -> None:
     """The training forward of every batch; and the log-probabilities of both sides, the recorded
     ones being in the batch.
@@ -121,7 +121,7 @@ def observe_packing(
         lengths = torch.tensor(batch.lengths)
         keys = token_keys(batch.token_ids, batch.positions, lengths, torch.zeros_like(lengths))
         with observer.tokens(keys, keys[batch.rows]):
-            log_probs = trainer.log_probs(batch)
+            log_probs = scorer.score(batch).log_probs
         predicted = keys[batch.rows + 1]
         rollout(LOG_PROB, predicted, batch.recorded_log_probs, None)
         training(LOG_PROB, predicted, log_probs, None)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from isobit.kernels.operands import PagedBatch, QkvTransform
 from isobit.kernels.spec.heads import Heads
-from isobit.kernels.spec.kv_cache import PAGE_TOKENS, KvCache
+from isobit.kernels.spec.kv_cache import PAGE_TOKENS, SpecKvCache
 from isobit.kernels.spec.packed_attention import PackedAttention
-from isobit.kernels.spec.paged_attention import PagedAttention, PagedBatch
+from isobit.kernels.spec.paged_attention import PagedAttention
 from isobit.precision.flow import Graph, PrecisionFlow, Site
 from isobit.precision.formats import Format
 from isobit.proof.doctor.bits import require_close, require_equal
@@ -21,6 +22,12 @@ _TOLERANCES: dict[Format, float] = {
     "bf16": 1e-5,
     "fp32": 1e-5,
 }  # FP16 or 2^-23 probabilities
+
+
+_UNCHANGED = QkvTransform(
+    4, 2, 32, torch.ones(1, 16), torch.zeros(1, 16), 1e-6, q_norm=None, k_norm=None, bias=None
+)
+"""No bias, no norms, and the rotation of position 0, where all tokens are said to stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,10 @@ class _Tokens:
     k: torch.Tensor
     v: torch.Tensor
 
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """As a projection gives them: [T, 8 * 32]."""
+        return torch.cat([self.q, self.k, self.v], 1)[index].flatten(1)
+
 
 @torch.no_grad()
 def check_attention(format: Format) -> torch.Tensor:
@@ -48,12 +59,13 @@ def check_attention(format: Format) -> torch.Tensor:
     tokens = _Tokens(
         *(2 * torch.randn(sum(_LENGTHS), heads, 32, generator=generator) for heads in (4, 2, 2))
     )
-    packed = PackedAttention(flow, _LENGTHS)(0, tokens.q, tokens.k, tokens.v)
+    everywhere = torch.arange(sum(_LENGTHS))
+    packed = _packed(graph, tokens, _LENGTHS, everywhere)
     require_equal("attention over pages and over a packed batch", _paged(flow, tokens), packed)
     parts = [x.split(_LENGTHS) for x in (tokens.q, tokens.k, tokens.v)]
     alone = [
-        PackedAttention(flow, (length,))(0, *part)
-        for length, *part in zip(_LENGTHS, *parts, strict=True)
+        _packed(graph, tokens, (length,), index)
+        for length, index in zip(_LENGTHS, everywhere.split(_LENGTHS), strict=True)
     ]
     require_equal("attention of sequences alone and together", torch.cat(alone), packed)
     exact = [
@@ -64,13 +76,20 @@ def check_attention(format: Format) -> torch.Tensor:
     return packed
 
 
+def _packed(
+    graph: Graph, tokens: _Tokens, lengths: tuple[int, ...], index: torch.Tensor
+) -> torch.Tensor:
+    attend = PackedAttention(graph, lengths, torch.zeros_like(index))
+    return attend(0, tokens.rows(index), _UNCHANGED).view(-1, 4, 32)
+
+
 def _paged(flow: PrecisionFlow, tokens: _Tokens) -> torch.Tensor:
     """One token a step for every sequence that is not finished; the longest starts with a chunk.
     Pages lie in reverse order.
     """
     pages = -(-max(_LENGTHS) // PAGE_TOKENS)
     table = torch.arange(len(_LENGTHS) * pages).flip(0).view(-1, pages)
-    cache = KvCache(_Shape(), flow, table.numel())
+    cache = SpecKvCache(_Shape(), flow, table.numel())
     starts = torch.tensor([0, *_LENGTHS]).cumsum(0)
     done = [0] * len(_LENGTHS)
     output = torch.empty_like(tokens.q)
@@ -88,9 +107,8 @@ def _paged(flow: PrecisionFlow, tokens: _Tokens) -> torch.Tensor:
         slots = table[sequence, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
         batch = PagedBatch(tuple(counts), tuple(done[s] for s in members), table[members], slots)
         rows = starts[sequence] + positions
-        output[rows] = PagedAttention(cache, batch)(
-            0, tokens.q[rows], tokens.k[rows], tokens.v[rows]
-        )
+        attend = PagedAttention(cache, batch, torch.zeros_like(rows))
+        output[rows] = attend(0, tokens.rows(rows), _UNCHANGED).view(-1, 4, 32)
     return output
 
 

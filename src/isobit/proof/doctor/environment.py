@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from safetensors.torch import load_file, save_file
 
 import isobit
-from isobit.kernels.device import hopper_problem
+from isobit.kernels.backend import support
 from isobit.memory.machine import gib, openmp_libraries, processor_name, read_memory, usable_cores
 from isobit.proof.doctor.finding import Caution, Check, Fault
 from isobit.proof.doctor.quantisers import bits_of
@@ -68,7 +68,7 @@ def environment_checks(directory: Path) -> list[Check]:
         ),
         Check(
             "GPU",
-            _gpu,
+            lambda: _device("cuda"),
             "see https://pytorch.org/get-started for a build of torch that fits the driver",
         ),
     ]
@@ -212,16 +212,8 @@ def _round_trip(directory: Path) -> str:
     return f"{len(tensors)} tensors came back bit for bit, SHA-256 {checksums[0][:12]} twice"
 
 
-def _gpu() -> str:
-    if not torch.cuda.is_available():
-        if Path("/proc/driver/nvidia/version").is_file():
-            raise Caution(
-                f"the machine has an NVIDIA driver, but torch {torch.__version__} cannot use it; "
-                "everything runs on the CPU"
-            )
-        return "none; everything runs on the CPU"
-    problem = hopper_problem()
-    if problem is not None:
-        return f"not used: {problem}; everything runs on the CPU"
-    free, total = torch.cuda.mem_get_info()
-    return f"{torch.cuda.get_device_name()}: Hopper, {gib(free)} free of {gib(total)}; rollout, evaluation and verify run on it"
+def _device(device: str) -> str:
+    line, is_worrying = support(device).state()
+    if is_worrying:
+        raise Caution(line)
+    return line

@@ -9,11 +9,11 @@ import torch
 
 from isobit.config.schema import PrecisionConfig
 from isobit.errors import ConfigError
-from isobit.kernels.device import hopper_problem
+from isobit.kernels.backend import usable_devices
 from isobit.memory.machine import usable_cores
+from isobit.proof.doctor.back_ends import back_end_checks
 from isobit.proof.doctor.environment import environment_checks, extras
 from isobit.proof.doctor.finding import Check, Finding, Status, exact_detail
-from isobit.proof.doctor.gpu import gpu_checks
 from isobit.proof.doctor.kernels import kernel_checks
 from isobit.proof.doctor.quantisers import quantiser_checks
 from isobit.proof.verify import VerifyOptions, verify
@@ -86,7 +86,7 @@ def _checks(directory: Path) -> list[Check]:
         *environment_checks(directory),
         *quantiser_checks(),
         *kernel_checks(threads),
-        *gpu_checks(),
+        *back_end_checks(),
         Check(
             "starter model, fp8",
             _verify_starter,
@@ -104,9 +104,12 @@ def _runs_here(findings: list[Finding]) -> Iterator[str]:
     if any(finding.status == "fail" for finding in findings):
         yield "nothing should run here before the failures above are mended"
     else:
-        yield "rollout, training, evaluation and verify: on the CPU, in fp32, bf16, fp8-rollout, fp8-linear and fp8"
-        if hopper_problem() is None:
-            yield "rollout, evaluation and verify: on the GPU too, and there by default, in bf16, fp8-rollout, fp8-linear and fp8"
+        flows = "in fp32, bf16, fp8-rollout, fp8-linear and fp8"
+        yield f"rollout, training, evaluation and verify: on the CPU, {flows}"
+        for device, problem in usable_devices().items():
+            if device != "cpu" and problem is None:
+                flows = flows.replace("fp32, ", "")
+                yield f"the same on {device}, and there by default, {flows}"
     for extra, lacking in extras().items():
         if extra != _DEVELOPMENT and (extra != _HOPPER or torch.cuda.is_available()):
             yield f"not installed: {', '.join(lacking)}; pip install 'isobit[{extra}]'"

@@ -10,10 +10,12 @@ import math
 
 import torch
 
-from isobit.kernels.spec import gemm, linear, log_prob, noise, rms_norm, rope, sampling, swiglu
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.rope import RopeTable
+from isobit.kernels.spec import gemm, linear, log_prob, noise, norm, rope, sampling, swiglu
 from isobit.kernels.spec.grid import snap_rows
+from isobit.kernels.spec.publish import publish
 from isobit.kernels.spec.quantise import quantise_blocks, quantise_rows
-from isobit.kernels.spec.rope import RopeTable
 from isobit.precision.flow import Site
 from isobit.precision.formats import BLOCK, Format
 from isobit.proof.doctor.bits import RowFunction, require_close, require_equal, rows_alone
@@ -89,22 +91,18 @@ def check_gemm_snapped() -> torch.Tensor:
 
 
 def check_linear(format: Format) -> torch.Tensor:
-    """Quantise or snap, multiply, add the bias, round."""
-    weight = linear.LinearWeight.publish(
-        Site("doctor", "linear", format),
-        _random(2 * BLOCK, BLOCK, seed=1),
-        _random(2 * BLOCK, seed=2),
-    )
+    """Quantise or snap, multiply, round."""
+    site = Site("doctor", "linear", format)
+    weight = LinearWeight(site, publish(site, _random(2 * BLOCK, BLOCK, seed=1)))
     x = _random(_ROWS, BLOCK).bfloat16()
-    whole = rows_alone(lambda rows: linear.linear_forward(rows, weight), x)
-    assert weight.bias is not None
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        return linear.linear(linear.linear_input(rows, site).read, weight)
+
+    whole = rows_alone(product, x)
     left = linear.dequantise_rows(quantise_rows(x)) if format == "e4m3" else snap_rows(x).float()
-    require_close(
-        "the linear",
-        whole,
-        left.double() @ weight.dequantised().double().t() + weight.bias.double(),
-        5e-3,
-    )
+    right = linear.dequantised(weight).double()
+    require_close("the linear", whole, left.double() @ right.t(), 5e-3)
     return whole.float()
 
 
@@ -112,7 +110,7 @@ def check_rms_norm() -> torch.Tensor:
     """RMSNorm over rows wider than one sum."""
     weight = _random(5003, seed=1)
     x = _random(_ROWS, 5003)
-    whole = rows_alone(lambda rows: rms_norm.rms_norm_forward(rows, weight, 1e-6)[0], x)
+    whole = rows_alone(lambda rows: norm.rms_norm(rows, weight, 1e-6), x)
     wide = x.double()
     require_close(
         "RMSNorm",
@@ -153,7 +151,7 @@ def check_rope() -> torch.Tensor:
 def check_swiglu() -> torch.Tensor:
     """SwiGLU of an odd width."""
     x = _random(_ROWS, 2 * 301)
-    whole = rows_alone(swiglu.swiglu_forward, x)
+    whole = rows_alone(swiglu.swiglu, x)
     gate, up = x.double().chunk(2, -1)
     require_close("SwiGLU", whole, gate / (1 + torch.exp(-gate)) * up, 1e-6)
     return whole

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.operands import PagedBatch
-from isobit.rollout.native.pages import pages_for
+from isobit.memory.cache_size import pages_for
 from isobit.rollout.native.scheduler import Plan
 
 

@@ -21,14 +21,17 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import torch
-
 from isobit.config.schema import RolloutConfig
-from isobit.memory.cache_size import batched_tokens, choose_num_pages, out_of_memory_named
+from isobit.memory.cache_size import (
+    batched_tokens,
+    choose_num_pages,
+    out_of_memory_named,
+    pages_for,
+)
 from isobit.models.policy import Policy
 from isobit.records import Completion
 from isobit.rollout.native.executor import DirectExecutor
-from isobit.rollout.native.pages import PageAllocator, pages_for
+from isobit.rollout.native.pages import PageAllocator
 from isobit.rollout.native.pipeline import PipelinedExecutor
 from isobit.rollout.native.runner import ModelRunner, PipelineRunner, default_runner
 from isobit.rollout.native.scheduler import Scheduler
@@ -62,9 +65,10 @@ class Engine:
         make_runner: Callable[[Policy, int], ModelRunner | PipelineRunner] | None = None,
     ) -> None:
         num_pages = choose_num_pages(policy, config)
+        self._policy = policy
         self.stats = EngineStats()
         self._config = config
-        self._batched_tokens = batched_tokens(config, on_gpu=policy.device.type != "cpu")
+        self._batched_tokens = batched_tokens(config, policy.backend.sizes)
         self._tokenizer = tokenizer
         self._seed = seed
         self._make_runner = partial(
@@ -97,8 +101,8 @@ class Engine:
         if self._made is None:
             return
         self._made = None  # the graphs hold addresses of the cache, and go with it
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        if (memory := self._policy.backend.memory) is not None:
+            memory.release_cached()
 
     def generate(
         self, requests: Sequence[Request], progress: Callable[[Progress], None] | None = None

@@ -54,7 +54,9 @@ class PendingTokens:
             tensors = [torch.cat([part.tokens for part in parts])]
             tensors.append(torch.cat([part.log_probs for part in parts]))
         if any(part.truncated is not None for part in parts):
-            chosen = [part.log_probs if x is None else x for part in parts for x in [part.truncated]]
+            chosen = [
+                part.log_probs if x is None else x for part in parts for x in [part.truncated]
+            ]
             tensors.append(torch.cat(chosen))
         self._arriving = backend.to_host(tensors)
 
@@ -138,9 +140,7 @@ class GraphRunner:
         last token, [len(plan), hidden].
         """
         batch, to_device = build_batch(plan, self.page_tokens), self._backend.to_device
-        attend = self._backend.paged_attention(
-            self._cache, batch.paged, to_device(batch.positions)
-        )
+        attend = self._backend.paged_attention(self._cache, batch.paged, to_device(batch.positions))
         weights = self._policy.weights("rollout")
         token_ids = to_device(batch.token_ids)
         hidden = self._policy.decoder.hidden_states(weights, token_ids, attend)

@@ -7,6 +7,8 @@ recently freed page is handed out first: it is the one still in the CPU's caches
 run ever needed is never touched.
 """
 
+from isobit.memory.cache_size import pages_for
+
 
 class PageAllocator:
     """Hands out the pages ``0 .. num_pages - 1``, of ``page_tokens`` tokens each, and counts their

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from isobit.kernels.spec.noise import sample_key
+from isobit.kernels.noise import sample_key
 from isobit.records import Completion, FinishReason
 from isobit.rollout.native.pages import PageAllocator
 from isobit.rollout.native.stops import StopWatch, cut, decode

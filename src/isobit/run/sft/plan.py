@@ -46,8 +46,8 @@ def plan_sft(config: SftConfig, resume: bool = False) -> SftPlan:
         else sum(file.stat().st_size for file in weight_files(model.folder))
     )
     data = load_data(config, model)
-    on_gpu = choose_device(config.device, model.config, config.precision).type == "cuda"
-    memory, limits = plan_memory(config, trainer_config(config), model, flow, data.longest, on_gpu)
+    device = choose_device(config.device, model.config, config.precision)
+    memory, limits = plan_memory(config, trainer_config(config), model, flow, data.longest, device)
     if config.reward is not None:
         load_reward(config.reward.function)
         _check_requests(config, model, data, limits)

@@ -21,6 +21,7 @@ from isobit.data.examples import Example
 from isobit.data.sampler import PromptSampler
 from isobit.data.tokenizer import load_tokenizer, stop_token_ids
 from isobit.errors import ConfigError
+from isobit.kernels.backend import support
 from isobit.memory.turns import GpuTurns
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
@@ -33,7 +34,7 @@ from isobit.records import PackedBatch
 from isobit.rewards.function import load_reward
 from isobit.rollout.native.engine import Engine
 from isobit.run.evaluate import Evaluator, evaluation_sampling
-from isobit.run.setup import check_best, check_fits, prepare_gpu
+from isobit.run.setup import check_best, check_fits, prepare_turns
 from isobit.run.sft.data import SftData, load_data
 from isobit.training.out_of_memory import within_memory
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
@@ -131,8 +132,8 @@ def prepare_sft(config: SftConfig) -> SftRun:
     data = load_data(config, start)
     training = trainer_config(config)
     rollout, plan = config.rollout, None
-    if device.type == "cuda":
-        plan = prepare_gpu(start, config, training, data.longest)
+    if support(device.type).has_own_memory:
+        plan = prepare_turns(start, config, training, data.longest, device)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
     model = load_start(config, start, device)
     evaluator = _build_evaluator(config, rollout, model, data)
