@@ -199,7 +199,10 @@ def main() -> None:
     ours = [row for mlp in (256, 384) for row in isobit_rows(mlp, precision)]
     theirs = [row for mlp in (256, 384) for row in transformers_rows(mlp)]
     rates = measure(ours + theirs, arguments.rounds)
-    machine = f"{platform.processor() or platform.machine()}, {arguments.threads} threads, torch {torch.__version__}"
+    machine = (
+        f"{platform.processor() or platform.machine()}, {arguments.threads} threads, "
+        f"torch {torch.__version__}"
+    )
     print(
         f"{machine}, {torch.backends.cpu.get_cpu_capability()}, flow {arguments.precision}; tokens "
         "per second"

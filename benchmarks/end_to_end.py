@@ -1,8 +1,9 @@
 """Whole steps of reinforcement learning on one Hopper GPU, with the shape of a real model: ours
 beside vLLM and transformers.
 
-    python benchmarks/end_to_end.py native --precision fp8 [--cases 2k,8k] [--recompute mlp] [--tokens 16384] [--offload-moments] --out DIR
-    python benchmarks/end_to_end.py rollout-vllm [--cases 2k,8k] --out DIR                       # where vllm is importable
+    python benchmarks/end_to_end.py native --precision fp8 [--cases 2k,8k] [--recompute mlp]
+                                           [--tokens 16384] [--offload-moments] --out DIR
+    python benchmarks/end_to_end.py rollout-vllm [--cases 2k,8k] --out DIR   # needs vLLM
     python benchmarks/end_to_end.py train-transformers [--cases 2k,8k] [--sequences 32] --out DIR
     python benchmarks/end_to_end.py table DIR
 

@@ -1,7 +1,7 @@
 """How near the FP8 backward is to the exact one, and what it costs that it repeats its bits.
 
-    python benchmarks/gradients.py cosines [--device cuda] [--layers 24] [--steps 300] [--out
-    FILE.json] python benchmarks/gradients.py determinism [--out FILE.json]
+    python benchmarks/gradients.py cosines [--device cuda] [--layers 24] [--steps 300] [--out FILE]
+    python benchmarks/gradients.py determinism [--out FILE]
 
 cosines       a model of 24 layers is trained a little in the ``fp8`` flow; then its gradients over
               8,192 fresh tokens are held, matrix by matrix, against the exact backward of the same

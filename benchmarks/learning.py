@@ -1,13 +1,13 @@
 """Whether a model of a real shape learns on a GPU: supervised on text in two flows, and by
 reinforcement learning with nothing differing.
 
-    python benchmarks/learning.py text DIR                                    a CPU with reasoning-gym: DIR/train.jsonl, DIR/held_out.jsonl
+    python benchmarks/learning.py text DIR          # needs reasoning-gym, no GPU
     python benchmarks/learning.py sft --precision fp8 --text DIR [--seed 0] --out RESULTS
     python benchmarks/learning.py rl --shape qwen3-0.6b --steps 20 --out RESULTS
     python benchmarks/learning.py table RESULTS
 
-Weights are random at the start.  ``--shape tiny`` runs everything on a CPU in a minute, for a look
-at the machinery.
+``text`` writes DIR/train.jsonl and DIR/held_out.jsonl.  Weights are random at the start.  ``--shape
+tiny`` runs everything on a CPU in a minute, for a look at the machinery.
 """
 
 import argparse

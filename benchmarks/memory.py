@@ -1,9 +1,9 @@
 """Where every GiB of a GPU goes when it trains a real model's shape: planned anywhere, and measured
 beside the plan on the card.
 
-    python benchmarks/memory.py plan [--shape qwen3-8b] [--gib 139.2] python benchmarks/memory.py
-    measure --precision fp8 --recompute full --tokens 16384 --length 16384 [--moments fp8] \\
-        [--offload-moments] [--kv-memory-gib 50] --out DIR
+    python benchmarks/memory.py plan [--shape qwen3-8b] [--gib 139.2]
+    python benchmarks/memory.py measure --precision fp8 --recompute full --tokens 16384
+        --length 16384 [--moments fp8] [--offload-moments] [--kv-memory-gib 50] --out DIR
 
 plan     the tables of docs/memory.md: BF16 moments where they do not say others, micro-batches of
          4,096 and 16,384 tokens in sequences of as many.

@@ -1,9 +1,9 @@
 """Whether AdamW's smaller moments end where FP32 ones do, over thousands of steps and when
 gradients fall tenfold midway.
 
-    python benchmarks/learning.py text DIR                                           reasoning-gym text for the decoder
-    python benchmarks/moments.py quadratic [--seeds 10] --out RESULTS                2 minutes
-    python benchmarks/moments.py decoder --text DIR [--seed 0] --out RESULTS         a CPU or a GPU
+    python benchmarks/learning.py text DIR          # reasoning-gym text for the decoder
+    python benchmarks/moments.py quadratic [--seeds 10] --out RESULTS           # 2 minutes
+    python benchmarks/moments.py decoder --text DIR [--seed 0] --out RESULTS    # a CPU or a GPU
     python benchmarks/moments.py table RESULTS
 
 Weights are random at the start.  Runs of one seed differ in nothing but their moments, and the

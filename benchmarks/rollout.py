@@ -1,10 +1,13 @@
 """Rollout on one Hopper GPU: this engine, vLLM, and the floor under both, with the shape of a real
 model and random weights.
 
-    python benchmarks/rollout.py native --precision fp8 [--shape qwen3-8b] [--cases prefill,short,long,context] --out DIR
-    python benchmarks/rollout.py vllm --mode fp8 [--logprobs short,long] ... --out DIR   # where vllm is importable; context alone
+    python benchmarks/rollout.py native --precision fp8 [--shape qwen3-8b] [--cases CASES] --out DIR
+    python benchmarks/rollout.py vllm --mode fp8 [--logprobs short,long] ... --out DIR
     python benchmarks/rollout.py floor --precision fp8 ... --out DIR
-    python benchmarks/rollout.py table DIR                                              # markdown, and DIR/table.json
+    python benchmarks/rollout.py table DIR          # markdown, and DIR/table.json
+
+CASES are some of prefill,short,long,context.  ``vllm`` runs where vLLM can be imported, and takes
+``context`` alone, in a call of its own.
 
 Each command appends its rows to a file of DIR as they come, with the card's UUID, copy bandwidth
 and versions; ``table`` compares rows of one card.  All requests of a case come at once, prompts are

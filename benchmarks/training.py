@@ -1,16 +1,16 @@
 """Training of a real model's shape on one Hopper GPU, this trainer beside transformers: forward and
 backward, and whole optimiser steps.
 
-    python benchmarks/training.py pass native fp8:4096x2:none bf16:4096x2:none fp8:16384x1:none
-    [--shape qwen3-8b] --out DIR python benchmarks/training.py pass transformers bf16:4096x2:none
-    bf16:16384x1:full --out DIR python benchmarks/training.py step native fp8:4096x4:mlp
-    bf16:4096x2:mlp fp8:16384x1:full [--tokens 65536] --out DIR python benchmarks/training.py step
-    transformers bf16:4096x1:none bf16:4096x4:full --out DIR python benchmarks/training.py table DIR
+    python benchmarks/training.py pass native CASE... [--shape qwen3-8b] --out DIR
+    python benchmarks/training.py pass transformers CASE... --out DIR
+    python benchmarks/training.py step native CASE... [--tokens 65536] --out DIR
+    python benchmarks/training.py step transformers CASE... --out DIR
+    python benchmarks/training.py table DIR
 
-A case is PRECISION:LENGTHxSEQUENCES:RECOMPUTE, the sequences being those of a micro-batch; one
-process measures them one after the other, and goes on where the memory does not hold one.  Packed
-sequences of one length, random tokens and weights; lm_head never holds all logits at once, on
-neither side.
+for example with ``fp8:4096x2:none bf16:4096x2:none fp8:16384x1:mlp bf16:16384x1:full``.  A case
+is PRECISION:LENGTHxSEQUENCES:RECOMPUTE, the sequences being those of a micro-batch; one process
+measures them one after the other, and goes on where the memory does not hold one.  Packed sequences
+of one length, random tokens and weights; lm_head never holds all logits at once, on neither side.
 
 pass    forward and backward of a micro-batch without an optimiser, gradients added to those that
         are there; the loss is a weighted sum of every token's log-probability.  Model FLOPs a token

@@ -43,7 +43,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_and_listing_load_no_torch() -> None:
-    code = "import sys, isobit; dir(isobit); isobit.IsobitError; print(sorted({'torch', 'pydantic', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys, isobit; dir(isobit); isobit.IsobitError; "
+        "print(sorted({'torch', 'pydantic', 'transformers'} & set(sys.modules)))"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -69,7 +72,10 @@ def test_a_mapping_a_configuration_and_changes_make_the_same_run(tmp_path: Path)
 def test_a_wrong_key_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(
         isobit.IsobitError,
-        match=r"the recipe with its changes: training.stepz: unknown key; did you mean training.steps",
+        match=(
+            r"the recipe with its changes: training.stepz: unknown key; did you mean "
+            r"training.steps"
+        ),
     ):
         isobit.train({"data": DATA}, output=tmp_path / "run", training={"stepz": 3})
     assert not (tmp_path / "run").exists()

@@ -141,9 +141,12 @@ def attention_seconds(config: ModelConfig, mode: str, case: Case) -> float:
         scales = torch.full((tokens, heads), 2.0**-8, device="cuda")
     starts = torch.arange(count, dtype=torch.int32, device="cuda") * length
     lengths = torch.full_like(starts, length)
-    work = lambda: prefill_attention(
-        queries, scales, packed, starts, lengths, starts, lengths, length, length
-    )
+
+    def work() -> object:
+        return prefill_attention(
+            queries, scales, packed, starts, lengths, starts, lengths, length, length
+        )
+
     return _median_seconds(work) * case.requests / count
 
 

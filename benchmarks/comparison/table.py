@@ -37,7 +37,10 @@ BARS = (BASELINE, ("native", "bf16"), ("native", "fp8"))
 BARS_BESIDE_FP8 = {"long"}
 """Cases with a bar beside vLLM's FP8+KV too."""
 NAMES = {"native": "isobit", "vllm": "vLLM"}
-HEADER = "| case | engine | tokens/s | of vLLM BF16 | of vLLM FP8+KV | of the floor | startup s | memory GiB |"
+HEADER = (
+    "| case | engine | tokens/s | of vLLM BF16 | of vLLM FP8+KV "
+    "| of the floor | startup s | memory GiB |"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """AdamW on noisy quadratics whose gradients fall tenfold midway, where their minimum moves too:
 what the format of the moments does.
 
-    loss = mean over 512 parameters of c (w - minimum)^2        c from 0.3 to 3
-    grad = c (w - minimum) + noise,                             times 0.1 from step 1,501 on, of 3,000
+    loss = mean over 512 parameters of c (w - minimum)^2    c from 0.3 to 3
+    grad = c (w - minimum) + noise,                         times 0.1 from step 1,501 on, of 3,000
 
 A second moment that cannot decay keeps the size of the first half's gradients, and all later steps
 are ten times too short.

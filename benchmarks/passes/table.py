@@ -8,9 +8,14 @@ from pathlib import Path
 from comparison.rows import Row, read_rows
 
 HEADERS = {
-    "pass": "| L x sequences | engine | recompute | tokens/s | model TFLOP/s | of isobit `bf16` | of transformers | peak GiB |",
-    "step": "| L x sequences | engine | recompute | tokens a step | forward s | backward s | optimiser s | publish s | tokens/s | "
-    "of isobit `bf16` | of transformers | peak GiB |",
+    "pass": (
+        "| L x sequences | engine | recompute | tokens/s | model TFLOP/s "
+        "| of isobit `bf16` | of transformers | peak GiB |"
+    ),
+    "step": (
+        "| L x sequences | engine | recompute | tokens a step | forward s | backward s "
+        "| optimiser s | publish s | tokens/s | of isobit `bf16` | of transformers | peak GiB |"
+    ),
 }
 TITLES = {"pass": "Forward and backward", "step": "Whole steps"}
 PHASES = ("forward", "backward", "optimiser", "publish")

@@ -335,7 +335,10 @@ def test_the_outside_line_is_the_sum_of_two_commands_on_one_card(
         "| 2k | vLLM BF16 + transformers BF16 | none 4,608 | 64.0 | 20.0 | 20.0 | 55.0 | 0.8 | 0.2 "
         "| 0.0 | 96.0 | 160.0 | 1.00 |" in shown
     )
-    fp8 = "| 2k | isobit `fp8` | none 6,912 | 35.0 | - | 10.0 | 29.0 | 0.5 | 0.1 | 0.4 | 40.0 | 75.0 | 2.40 | 1.25 | 2.13 |"
+    fp8 = (
+        "| 2k | isobit `fp8` | none 6,912 | 35.0 | - | 10.0 | 29.0 | 0.5 | 0.1 | 0.4 | 40.0 | "
+        "75.0 | 2.40 | 1.25 | 2.13 |"
+    )
     assert f"{fp8} 0 of 524,288 | 3.1% | 120 |" in shown
     assert len(lines) == 3
 

@@ -32,5 +32,8 @@ def test_what_is_no_run_is_an_error_without_a_traceback(
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("", encoding="utf-8")
-    code = f"import sys; from isobit.cli.main import main; main(['report', {str(tmp_path)!r}]); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from isobit.cli.main import main; "
+        f"main(['report', {str(tmp_path)!r}]); sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -20,7 +20,10 @@ CHAT = (
     "else ';' }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
+BRACKETS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[model]{% endif %}"
+)
 TALK = [
     {"role": "system", "content": "Add"},
     {"role": "user", "content": "1+1="},

@@ -29,7 +29,7 @@ TINY = ModelConfig(
     rope_theta=10000.0,
     tied_embeddings=True,
 )
-REWARD = '''"""Rewards that teach an untrained model something, and a hook for what a test wants to happen while it grades."""
+REWARD = '''"""Rewards that teach an untrained model something, and a hook that grading calls."""
 import itertools
 from pathlib import Path
 

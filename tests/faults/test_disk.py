@@ -79,7 +79,10 @@ def test_no_space_in_the_middle_of_a_write_leaves_the_last_checkpoint_and_no_res
     monkeypatch.setattr(checkpoint_format, "sync", full)
     with pytest.raises(
         StorageError,
-        match=r"the checkpoint of step 4 could not be written.*No space left.*needed: [\d,]+ bytes, free: [\d,]+",
+        match=(
+            r"the checkpoint of step 4 could not be written.*No space left.*needed: [\d,]+ "
+            r"bytes, free: [\d,]+"
+        ),
     ):
         train(config)
     assert [path.name for path in (config.output / "checkpoints").iterdir()] == ["step_000002"]

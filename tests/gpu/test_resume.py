@@ -36,7 +36,7 @@ from isobit.store.checkpoint.format import MASTERS, OPTIMISER, read_checkpoint
 DEVICE = "cuda"
 SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
 SHAPE = os.environ.get("ISOBIT_GPU_SHAPE")
-REWARD = '''"""Rewards with spread, and kills from within, each where a file of its name lies beside this one.
+REWARD = '''"""Rewards with spread, and kills from within, each where a file of its name lies here.
 
 between    at the fifth reward of step 3
 writing    while the checkpoint of step 4 is written, with its masters whole and its moments begun
@@ -63,7 +63,8 @@ def write(path, tensors, tensor_of):
     taken = itertools.count()
 
     def of(name):
-        if path.parent.name == ".step_000004.partial" and path.name == format.OPTIMISER and next(taken) == 3:
+        begun = path.parent.name == ".step_000004.partial" and path.name == format.OPTIMISER
+        if begun and next(taken) == 3:
             kill("writing")
         return tensor_of(name)
 

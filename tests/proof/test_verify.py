@@ -102,7 +102,11 @@ def test_avx2_kernels(tiny_folder: Path) -> None:
         "2",
         "--json",
     ]
-    code = f"from isobit.cli.main import main\nfor name in ('bf16', 'fp8'): print('code', main([*{arguments}, '--precision', name]), end=';')"
+    code = (
+        "from isobit.cli.main import main\n"
+        "for name in ('bf16', 'fp8'):\n"
+        f"    print('code', main([*{arguments}, '--precision', name]), end=';')"
+    )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

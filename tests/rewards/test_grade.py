@@ -101,7 +101,10 @@ def test_too_many_failures_stop_the_run_with_the_first_error() -> None:
     assert grade(groups(["a", "!"]), length_or_fail, max_failed_fraction=0.5).failed == 1
     with pytest.raises(
         RewardError,
-        match=r"2 of 3 rewards failed, more than .* 0.5 .*prompt train/0, sample 1: KeyError: 'answer'",
+        match=(
+            r"2 of 3 rewards failed, more than .* 0.5 .*prompt train/0, sample 1: KeyError: "
+            r"'answer'"
+        ),
     ):
         grade(groups(["a", "!", "?"]), length_or_fail, max_failed_fraction=0.5)
 

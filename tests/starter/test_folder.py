@@ -25,7 +25,10 @@ FOLDER = starter_folder()
 
 
 def test_finding_the_folder_imports_no_torch() -> None:
-    code = "import sys; from isobit.starter import starter_folder; assert starter_folder().is_dir(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from isobit.starter import starter_folder; "
+        "assert starter_folder().is_dir(); print('torch' in sys.modules)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

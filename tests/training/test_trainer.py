@@ -264,7 +264,10 @@ def test_too_many_skipped_steps_in_a_row_stop_the_training(
     trainer.update(batches, ScaledLoss(math.inf))
     with pytest.raises(
         NonFiniteError,
-        match=r"2 optimiser steps in a row were skipped, the last because the loss is inf; .*max_skipped_updates is 2",
+        match=(
+            r"2 optimiser steps in a row were skipped, the last because the loss is inf; "
+            r".*max_skipped_updates is 2"
+        ),
     ):
         trainer.update(batches, ScaledLoss(math.inf))
 

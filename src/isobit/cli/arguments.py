@@ -27,7 +27,10 @@ def folder_parser(
     parser = ArgumentParser(
         prog=f"isobit {command}",
         description=description,
-        epilog=f"After FOLDER, --KEY VALUE sets any key of {tables} as well; `isobit train --help` lists them.",
+        epilog=(
+            f"After FOLDER, --KEY VALUE sets any key of {tables} as well; `isobit train --help` "
+            "lists them."
+        ),
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -93,13 +93,19 @@ def _parser() -> ArgumentParser:
         "--data",
         required=True,
         metavar="WHAT",
-        help="a JSONL file, a Hugging Face dataset's folder, task:NAME for a task of reasoning-gym, or starter:held_out.jsonl",
+        help=(
+            "a JSONL file, a Hugging Face dataset's folder, task:NAME for a task of "
+            "reasoning-gym, or starter:held_out.jsonl"
+        ),
     )
     parser.add_argument(
         "--reward",
         default="reasoning_gym",
         metavar="NAME",
-        help="module:function or path/to/file.py:function; by default the scorer of the reasoning-gym task",
+        help=(
+            "module:function or path/to/file.py:function; by default the scorer of the "
+            "reasoning-gym task"
+        ),
     )
     parser.add_argument(
         "--problems",

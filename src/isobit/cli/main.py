@@ -21,7 +21,9 @@ COMMANDS = {
     "sft": "fine-tune a model on prompts and completions, as a TOML recipe says",
     "rollout": "complete prompts with a model folder",
     "eval": "measure a model folder on a dataset with a reward",
-    "verify": "prove that sampled and trained log-probabilities of a model folder are equal, bit for bit",
+    "verify": (
+        "prove that sampled and trained log-probabilities of a model folder are equal, bit for bit"
+    ),
     "report": "write the figures of a run as one HTML page",
     "doctor": "test this machine: quantisers, kernels, disk, memory, versions",
     "schema": "print the JSON schema of a recipe, for editors, or its keys as a page",

@@ -11,7 +11,10 @@ from isobit.cli.waiting import starting
 if TYPE_CHECKING:
     from isobit.config.sft import SftConfig
 
-DESCRIPTION = "Fine-tune a model on prompts and completions as a TOML recipe says, in the same precision flows as `isobit train`."
+DESCRIPTION = (
+    "Fine-tune a model on prompts and completions as a TOML recipe says, in the same precision "
+    "flows as `isobit train`."
+)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -11,7 +11,10 @@ from isobit.cli.waiting import starting
 if TYPE_CHECKING:
     from isobit.config.schema import RunConfig
 
-DESCRIPTION = "Train a policy as a TOML recipe says, and leave it with all figures in the recipe's output directory."
+DESCRIPTION = (
+    "Train a policy as a TOML recipe says, and leave it with all figures in the recipe's output "
+    "directory."
+)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -29,7 +29,8 @@ def check_step(
     if check.on_mismatch == "warn":
         return [f"{problem}; find out where with: {advice}"]
     raise MismatchError(
-        f'{problem}; check.on_mismatch is "stop". Run `{advice}`, which names the first layer and operation that differ, '
+        f'{problem}; check.on_mismatch is "stop". Run `{advice}`, which names the first layer '
+        "and operation that differ, "
         'or set check.on_mismatch = "warn" to go on'
     )
 

@@ -194,7 +194,7 @@ def test_a_step_during_which_weights_change_is_not_used():
     check_left_alone(runner)
 
 
-def test_a_log_probability_that_is_not_finite_is_an_error_that_names_the_prompt_and_leaves_a_clean_engine():
+def test_a_log_probability_that_is_not_finite_names_the_prompt_and_leaves_a_clean_engine():
     engine, model, runner = make_pipelined()
     model.poisoned = request(1, 1).prompt.token_ids[0]
     with pytest.raises(

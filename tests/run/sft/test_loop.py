@@ -259,7 +259,10 @@ def test_a_used_directory_is_refused_with_the_ways_out(make_config: MakeConfig) 
     sft(make_config())
     with pytest.raises(
         ConfigError,
-        match=r"already holds files of a run; name another directory .* go on with that run \(--resume\)",
+        match=(
+            r"already holds files of a run; name another directory .* go on with that run "
+            r"\(--resume\)"
+        ),
     ):
         sft(make_config())
 

@@ -4,11 +4,14 @@ over packed sequences.
 Two forms, FP8 and BF16, of the same kernels.  c = log2(e) / sqrt(D), M the running maximum of s; a
 masked key has s = -inf:
 
-    FP8     s_j = (q . k_j) s_k (s_q c) + log2(s_v)      FP8 MMA, then one multiplication and one fma in FP32
+    FP8     s_j = (q . k_j) s_k (s_q c) + log2(s_v)    FP8 MMA, then one product and one fma in FP32
             p_j = 2^(s_j - M)
-            l   = sum_j p_j / s_v                        FP32, along a fixed tree over the key index
-            o   = sum_j FP16(p_j) FP16(v_j) / l          FP16 MMA; E4M3 -> FP16 is exact
-    BF16    s_j = (q . k_j) c,   p_j = 2^fma(q . k_j, c, -M),   l = sum_j p_j,   o = sum_j BF16(p_j) v_j / l
+            l   = sum_j p_j / s_v                      FP32, along a fixed tree over the key index
+            o   = sum_j FP16(p_j) FP16(v_j) / l        FP16 MMA; E4M3 -> FP16 is exact
+    BF16    s_j = (q . k_j) c
+            p_j = 2^fma(q . k_j, c, -M)
+            l   = sum_j p_j
+            o   = sum_j BF16(p_j) v_j / l
 
 in KV tiles of 128 (FP8) or 64 (BF16) tokens.  The range of keys is cut into parts of 8192 at fixed
 positions.  A part starts from nothing; parts are joined in ascending order:
@@ -22,12 +25,11 @@ keeps the bits equal:
   - Tiles and parts start at multiples of their size from the sequence's own position 0, for
     everybody.
   - A product's bits depend on the order of its inner sum only, and wgmma's is the same with keys on
-    the M side (decode: 16 queries
-    fill the N side) as with queries there (prefill: P stays in registers).  Both need 64 rows or
-    more, or Triton takes another one.
+    the M side (decode: 16 queries fill the N side) as with queries there (prefill: P stays in
+    registers).  Both need 64 rows or more, or Triton takes another one.
   - Everything between the two products is one function, ``_weigh``: `max` has no order; the sums
-    add two numbers at a time along a fixed
-    tree (``_partial_sums``, ``_final_sum``), whatever the layout.
+    add two numbers at a time along a fixed tree (``_partial_sums``, ``_final_sum``), whatever the
+    layout.
   - ``enable_fp_fusion=False`` and explicit fma: the compiler may not contract a multiplication and
     an addition in one kernel only.
 
@@ -44,8 +46,7 @@ BF16 form has K and V alike, [page, G, token, D] and [T, G, D], and no bytes. Me
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes
-# with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 import math
 from dataclasses import dataclass

@@ -11,8 +11,7 @@ zero, and then adds that to the gradient's row, which it alone writes. These are
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportReturnType=false
-# (Triton's types know neither launch options nor
-# what a kernel computes with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
 import triton

@@ -1,7 +1,9 @@
 """The GEMMs on Hopper, through a library where one is exact: FP8 blocks for the linears, BF16 for
 lm_head and for layers in BF16.
 
-    Y[m, n] = sum over blocks k of  (sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128, k]        FP32 in between
+    Y[m, n] = sum over blocks k of  (sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128, k]
+
+with FP32 in between.
 
 A row's bits may not depend on M.  What holds that, in order of preference (tests/gpu/test_gemm.py
 measures all of it):
@@ -45,7 +47,10 @@ def why_not_deep_gemm() -> str | None:
     if importlib.util.find_spec("deep_gemm") is None:
         return "DeepGEMM is not installed (pip install 'isobit[hopper]')"
     if find_nvcc() is None:
-        return "DeepGEMM needs CUDA's compiler: there is no nvcc under CUDA_HOME, on the PATH or in /usr/local/cuda"
+        return (
+            "DeepGEMM needs CUDA's compiler: there is no nvcc under CUDA_HOME, on the PATH or in "
+            "/usr/local/cuda"
+        )
     try:
         import deep_gemm  # pyright: ignore[reportMissingImports]
     except Exception as error:

@@ -1,9 +1,12 @@
 """DGrad and WGrad of a linear on a GPU.
 
-    DGrad   dX = dY W          E4M3: dY in 1x128 groups along N; W's 128x128 blocks are the forward's own, their bytes transposed
-    WGrad   dW += dY^T X       E4M3: both operands in groups of 128 tokens (``token_groups``), transposed
-            dW[n, k] += sum over token groups t of  (sum_j dY^T[n, tj] X^T[k, tj]) * scale_y[n, t] *
-                                                    scale_x[k, t]
+    DGrad   dX  = dY W
+    WGrad   dW += dY^T X
+            dW[n, k] += sum over token groups t of
+                            (sum_j dY^T[n, tj] X^T[k, tj]) * scale_y[n, t] * scale_x[k, t]
+
+In E4M3, DGrad's dY is in 1x128 groups along N and W's 128x128 blocks are the forward's own, their
+bytes transposed; WGrad's operands are both in groups of 128 tokens (``token_groups``), transposed.
 
 FP8 tensor cores read both operands along the contraction, so W is transposed a layer at a time,
 here, rather than stored twice. dW is the FP32 gradient of the master: each call adds one finished
@@ -13,8 +16,7 @@ fastest at; every result repeats at fixed shapes.
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes
-# with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
 import triton

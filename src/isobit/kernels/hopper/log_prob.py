@@ -8,13 +8,11 @@ the same bits for everybody.
 
 Sampler, loss and reference get L from the two steps of this file:
 
-  1. ``chunk_stats``: one program takes 4096 entries of a row and leaves m = max x, s = sum exp(x -
-     m), t = sum exp(x - m) (x - m).  It
-     is one compiled kernel with one layout, whoever calls, so the order of its sums depends on
-     nothing but the vocabulary's size.
+  1. ``chunk_stats``: one program takes 4096 entries of a row and leaves m = max x,
+     s = sum exp(x - m), t = sum exp(x - m) (x - m).  It is one compiled kernel with one layout,
+     whoever calls, so the order of its sums depends on nothing but the vocabulary's size.
   2. ``combine``: joins a row's chunks.  Their terms are added as integers, in units of 2^-40: that
-     sum has no order, so it may be
-     compiled into any kernel.
+     sum has no order, so it may be compiled into any kernel.
 
 A row with a NaN or an infinity has L = NaN: t becomes NaN also where an exp(-inf) would hide it.  A
 temperature of 0 is greedy decoding, whose log-probabilities are taken at temperature 1.

@@ -4,8 +4,7 @@ splitmix64 is mix(seed + (i + 1) * golden).
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false
-# (Triton's types know neither launch
-# options nor what a kernel computes with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 import triton
 import triton.language as tl

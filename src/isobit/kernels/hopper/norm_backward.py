@@ -16,8 +16,7 @@ a channel.
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportReturnType=false
-# (Triton's types know neither launch options nor
-# what a kernel computes with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
 import triton

@@ -9,8 +9,7 @@ ones too.
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes
-# with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
 import triton

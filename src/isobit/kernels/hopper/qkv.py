@@ -1,10 +1,11 @@
 """What lies between the qkv GEMM and attention, in one kernel: bias, the norms of Q and K, rotary
 positions, and the flow's format.
 
-    x = BF16(qkv + bias)                                       FP32 addition; Q, K and V, in models that have a bias
-    x = BF16(x / sqrt(mean(x^2) + eps) w)                      Q and K, in models that have these norms
-    x = BF16(x1 cos - x2 sin | x2 cos + x1 sin)                Q and K, products and sums in FP32
-    e4m3: byte = that of max(amax, 2^-60) / 448 rounded up to a power of two,  value = E4M3(x 2^(127 - byte))
+    x = BF16(qkv + bias)                           Q, K and V, if there is a bias; added in FP32
+    x = BF16(x / sqrt(mean(x^2) + eps) w)          Q and K, in models that have these norms
+    x = BF16(x1 cos - x2 sin | x2 cos + x1 sin)    Q and K, products and sums in FP32
+    e4m3: byte  = that of max(amax, 2^-60) / 448 rounded up to a power of two
+          value = E4M3(x 2^(127 - byte))
     bf16: value = x
 
 That is ``isobit.models.decoder`` and ``Heads.encode``, and the bytes are theirs, except where the
@@ -24,8 +25,7 @@ packed 105 us in e4m3.  Gathering runs at 3.3 TB/s in e4m3, 4.0 TB/s in bf16.
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes
-# with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 import math
 from dataclasses import dataclass

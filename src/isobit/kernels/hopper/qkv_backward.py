@@ -18,8 +18,7 @@ over tokens to ``add_block_sums``: no atomics, and one order for every number of
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes
-# with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
 import triton

@@ -1,10 +1,10 @@
 """Quantisers to E4M3 on a GPU, fused with what makes their input: the bytes of
 ``isobit.kernels.spec.quantise``.
 
-    quantise_rows        [M, K] BF16                      -> values, scales
-    rms_norm_quantise    h + x, then RMSNorm              -> new h, values, scales (and the norm itself where asked for)
-    swiglu_quantise      silu(gate) * up                  -> values, scales
-    swiglu               silu(gate) * up                  -> BF16, for a layer that stays in BF16
+    quantise_rows        [M, K] BF16            -> values, scales
+    rms_norm_quantise    h + x, then RMSNorm    -> new h, values, scales (and the norm if asked for)
+    swiglu_quantise      silu(gate) * up        -> values, scales
+    swiglu               silu(gate) * up        -> BF16, for a layer that stays in BF16
 
 Every input of a quantiser is rounded to BF16 first, as it is on the CPU.  amax is a maximum that a
 NaN passes through, looked at in its bits, where a NaN is larger than any number: a group that is
@@ -18,8 +18,7 @@ DeepGEMM and cuBLASLt read through TMA.
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes
-# with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 from dataclasses import dataclass
 
@@ -257,8 +256,8 @@ def rms_norm_quantise(
     _rms_norm_kernel[(rows,)](
         h, h if x is None else x, weight, h_out, h if norm is None else norm, values, scale, stride,
         epsilon,
-        columns, width, x is not None, keep, out is not None, scales == "power_of_two", num_warps=8 if width >= 4096 else 4,
-        enable_fp_fusion=False,
+        columns, width, x is not None, keep, out is not None, scales == "power_of_two",
+        num_warps=8 if width >= 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return h_out, norm, out
 

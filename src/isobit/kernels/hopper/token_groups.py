@@ -1,15 +1,16 @@
 """Quantisers of WGrad's operands on a GPU: E4M3 in groups of 128 tokens of one column, written
 transposed.
 
-    quantise_tokens            x                        -> x^T in token groups
-    quantise_both              x                        -> x in row groups (of FProp or DGrad), and x^T in token groups
-    swiglu_tokens              silu(gate) * up          -> y^T in token groups
-    swiglu_both                silu(gate) * up          -> y in row groups, and y^T in token groups
+    quantise_tokens    x                  -> x^T in token groups
+    quantise_both      x                  -> x in row groups, and x^T in token groups
+    swiglu_tokens      silu(gate) * up    -> y^T in token groups
+    swiglu_both        silu(gate) * up    -> y in row groups, and y^T in token groups
 
-each from one read of its input.  The tensor cores want both operands along the tokens, so X [T, C]
-becomes values [C, Tp], Tp = T rounded up to 128, and scales [C, Tp / 128]: a ``QuantRows`` of X^T,
-zeros beyond T.  The bytes are those of ``isobit.kernels.spec.quantise.quantise_tokens``, and of
-``quantise_rows`` for the row groups.  What is quantised is rounded to BF16 first.
+each from one read of its input; row groups are those of FProp or DGrad.  The tensor cores want both
+operands along the tokens, so X [T, C] becomes values [C, Tp], Tp = T rounded up to 128, and scales
+[C, Tp / 128]: a ``QuantRows`` of X^T, zeros beyond T.  The bytes are those of
+``isobit.kernels.spec.quantise.quantise_tokens``, and of ``quantise_rows`` for the row groups.  What
+is quantised is rounded to BF16 first.
 
 A program has a tile of 128 tokens and 128 columns, so it has both kinds of group whole, and takes
 it in strips, in Gluon.  Strips of 32 tokens are loaded, leave as row groups, and wait in shared
@@ -176,7 +177,8 @@ def _quantise(
     to = tokens if rows is None else rows
     _quantise_kernel[tile_grid(count, columns)](
         x, to.values, to.scales, to.scales.stride(1), tokens.values, tokens.scales, count,
-        columns, gated, rows is not None, scales == "power_of_two", num_warps=WARPS, enable_fp_fusion=False,
+        columns, gated, rows is not None, scales == "power_of_two",
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -1,8 +1,11 @@
 """lm_head and log-probability on a GPU: the logits of a batch never exist all at once, neither
 forward nor backward.
 
-    logits = H W^T (BF16 operands, FP32 out, rows free of the batch)      log p and entropy as in ``isobit.kernels.hopper.log_prob``
-    d logits = g (onehot(target) - p) / temperature, rounded to BF16      dH = d logits W      dW += d logits^T H
+    logits   = H W^T                                  BF16 operands, FP32 out; rows are independent
+    log p, entropy                                    as in ``isobit.kernels.hopper.log_prob``
+    d logits = g (onehot(target) - p) / temperature   rounded to BF16
+    dH       = d logits W
+    dW      += d logits^T H
 
 Rows are taken in parts.  In the forward a part is about a gigabyte of logits, and its size changes
 no bit: the product's rows do not depend on the batch, nor does anything after it.  The sampler
@@ -15,8 +18,7 @@ their products.
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false
-# (Triton's types know neither launch
-# options nor what a kernel computes with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
 import triton

@@ -1,10 +1,11 @@
 """The GEMM that needs no library, for FP8 blocks and for BF16: slower than DeepGEMM, with the same
 bits.
 
-    E4M3   Y[m, n] = sum over blocks k, ascending, of fma(sum_j A[m, kj] B[n, kj], scale_a[m, k] *
-           scale_b[n/128, k], .)
-    BF16   Y[m, n] = sum_j A[m, j] B[n, j], in the tensor cores' FP32 accumulator, ascending in
-           steps of 16
+    E4M3   Y[m, n] = sum over blocks k, ascending, of
+                         fma(sum_j A[m, kj] B[n, kj], scale_a[m, k] * scale_b[n/128, k], .)
+    BF16   Y[m, n] = sum_j A[m, j] B[n, j]
+
+the BF16 sum in the tensor cores' FP32 accumulator, ascending in steps of 16.
 
 One program makes a whole element, K is never split, and both tiles, 64x128 and 128x128, issue wgmma
 of 64 rows: an element's operations are the same in either.  A tile of fewer than 64 rows would be
@@ -13,8 +14,7 @@ lowered to another instruction with other bits.
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes
-# with)
+# (Triton's types know neither launch options nor what a kernel computes with)
 
 import torch
 import triton

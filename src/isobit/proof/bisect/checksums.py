@@ -1,7 +1,7 @@
 """64-bit names: of a row's bits, and of the tokens up to a position.
 
-    checksum(row)     = sum_j bits_j w_j                    modulo 2^64, with random 64-bit weights w_j
-    key(t_0 .. t_p)   = sum_i (t_i + 1) w_i                 a running sum along the sequence
+    checksum(row)   = sum_j bits_j w_j         modulo 2^64, with random 64-bit weights w_j
+    key(t_0 .. t_p) = sum_i (t_i + 1) w_i      a running sum along the sequence
 
 Sums of integers have no order, so both are the same in any batch, on any device.  Two rows that
 differ have one checksum with a probability of about 2^-33 at most (2^-64 times the power of two

@@ -3,8 +3,14 @@
 from isobit.proof.bisect.bisect import BisectResult, Parting
 
 _HINTS = {
-    "attention": "its queries and what was written to the KV cache are equal: it is the arithmetic, or the pages that were read",
-    "log-probability": "the logits are equal: it is the log-softmax, the temperature, or how the number was recorded",
+    "attention": (
+        "its queries and what was written to the KV cache are equal: it is the arithmetic, or "
+        "the pages that were read"
+    ),
+    "log-probability": (
+        "the logits are equal: it is the log-softmax, the temperature, or how the number was "
+        "recorded"
+    ),
 }
 
 

@@ -133,7 +133,10 @@ def _version(need: Requirement) -> str:
 
 def _processor() -> str:
     threads, cores = torch.get_num_threads(), usable_cores()
-    detail = f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}: {threads} threads on {cores} cores"
+    detail = (
+        f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}: {threads} threads on "
+        f"{cores} cores"
+    )
     if threads > cores:
         raise Caution(f"{detail}, more threads than cores wait for each other")
     return detail
@@ -153,7 +156,10 @@ def _openmp() -> str:
             "torch was imported before isobit: idle threads spin for long, and steps wait beside "
             "any other busy program"
         )
-    return f"{', '.join(libraries)}, GOMP_SPINCOUNT={os.environ['GOMP_SPINCOUNT']} set before torch was imported"
+    return (
+        f"{', '.join(libraries)}, GOMP_SPINCOUNT={os.environ['GOMP_SPINCOUNT']} set before torch "
+        "was imported"
+    )
 
 
 def _memory() -> str:

@@ -1,7 +1,9 @@
 """``golden.safetensors``: inputs of the quantisers and the bytes that must come out, for every
 granularity and kind of scale.
 
-    python -m isobit.proof.doctor.golden      writes the file anew, from ``isobit.proof.doctor.specification``; the bytes repeat
+    python -m isobit.proof.doctor.golden
+
+writes the file anew, from ``isobit.proof.doctor.specification``; the bytes repeat.
 
 The inputs hold what a quantiser can meet: zeros of both signs, every E4M3 number and the midpoints
 between neighbours, subnormals, amax at and just above 448 times a power of two, 1e-12 and smaller,

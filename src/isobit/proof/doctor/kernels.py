@@ -17,7 +17,10 @@ from isobit.proof.doctor.attention import check_attention
 from isobit.proof.doctor.bits import require_equal
 from isobit.proof.doctor.finding import Check, Fault
 
-_FIX = "rollout and training would part here: reinstall torch in a supported version, and report this line with `isobit doctor --json`"
+_FIX = (
+    "rollout and training would part here: reinstall torch in a supported version, and report "
+    "this line with `isobit doctor --json`"
+)
 
 Outcome = Callable[[], torch.Tensor]
 """Checks one operation, raising Fault, and returns a result whose bits must not depend on the

@@ -12,7 +12,10 @@ from isobit.proof.doctor.finding import Check, Fault
 from isobit.proof.doctor.golden import Tensors, load_golden
 from isobit.proof.doctor.specification import ScaleKind
 
-_FIX = "do not train in fp8 here: every stored weight would differ; reinstall torch in a supported version, and report this line"
+_FIX = (
+    "do not train in fp8 here: every stored weight would differ; reinstall torch in a supported "
+    "version, and report this line"
+)
 
 
 def quantiser_checks() -> list[Check]:
@@ -48,7 +51,10 @@ def _both_kinds(
             golden[f"{name}.{kind}.values"],
         )
         _compare(f"{kind} scales", made.scales, golden[f"{name}.{kind}.scales"])
-    return f"{2 * golden[f'{name}.input'].numel():,} bytes and their scales as stored, power-of-two and FP32"
+    return (
+        f"{2 * golden[f'{name}.input'].numel():,} bytes and their scales as stored, power-of-two "
+        "and FP32"
+    )
 
 
 def _heads(golden: Tensors) -> str:

@@ -1,8 +1,8 @@
 """One step of the engine over a PipelineRunner: the host is a step behind the device, and the
 device never waits for it.
 
-    host     plan t      launch t      wait for the tokens of t - 1, let samples end      plan t + 1      launch t + 1   ...
-    device            [ step t - 1 ][ step t                                     ][ step t + 1   ...
+    host     plan t, launch t | wait for the tokens of t - 1, let samples end | plan t + 1, launch
+    device   [   step t - 1   ][                   step t                     ][    step t + 1 ...
 
 Step t + 1 is planned and launched before the tokens of step t are known: the device feeds them to
 itself.  The host knows how many there will be, ``in_flight``, and where K and V go; it does not
