@@ -1,7 +1,7 @@
 """FP8 and BF16 attention on one Hopper GPU: decode in TB/s of KV and scale bytes, prefill in
 TFLOP/s (causal), and the copy bandwidth.
 
-    python benchmarks/attention.py [--out benchmarks/results/attention.json]
+    python -m benchmarks.attention [--out benchmarks/results/attention.json]
 
 32 query heads, 8 KV heads of 128, random data, medians, one build of the kernels: the one that
 tests/gpu/test_attention.py passes with. Beside them FlashAttention 3 as vLLM has it, in BF16 and in
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import triton
 
-from attention_peer import peer_rows
+from benchmarks.attention_peer import peer_rows
 from isobit.kernels.hopper.attention import (
     TILE,
     PackedKeys,

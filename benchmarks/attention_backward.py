@@ -1,7 +1,7 @@
 """The backward of attention on one Hopper GPU, in TFLOP/s (causal, 5 products), beside PyTorch's
 flash backward made deterministic.
 
-    python benchmarks/attention_backward.py [--out benchmarks/results/attention_backward.json]
+    python -m benchmarks.attention_backward [--out benchmarks/results/attention_backward.json]
 
 32 query heads, 8 KV heads of 128, random data, medians.  Ours is timed whole: delta, the
 dequantised copies and both kernels.  PyTorch's takes K and V with the query heads already repeated,

@@ -1,4 +1,4 @@
-"""FlashAttention 3 as vLLM 0.25 ships and calls it, for ``benchmarks/attention.py``: the same
+"""FlashAttention 3 as vLLM 0.25 ships and calls it, for ``benchmarks.attention``: the same
 shapes, BF16 and FP8.
 
     decode     one query a sequence over pages in BF16 or E4M3, through a block table; the schedule

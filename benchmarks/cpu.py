@@ -1,7 +1,7 @@
 """Tokens per second of rollout and training on a CPU, beside a plain FP32 transformers loop of the
 same shape in the same run.
 
-    python benchmarks/cpu.py [--threads 2] [--precision fp8] [--out benchmarks/results/cpu.json]
+    python -m benchmarks.cpu [--threads 2] [--precision fp8] [--out benchmarks/results/cpu.json]
 
 The shape is that of the first prototype of the CPU arithmetic: hidden 128, 4 layers, vocabulary
 128, MLP 256 or 384, random weights. Rollout: prompts of 16 tokens, 64 new tokens each, sampled at

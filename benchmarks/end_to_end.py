@@ -1,11 +1,11 @@
 """Whole steps of reinforcement learning on one Hopper GPU, with the shape of a real model: ours
 beside vLLM and transformers.
 
-    python benchmarks/end_to_end.py native --precision fp8 [--cases 2k,8k] [--recompute mlp]
+    python -m benchmarks.end_to_end native --precision fp8 [--cases 2k,8k] [--recompute mlp]
                                            [--tokens 16384] [--offload-moments] --out DIR
-    python benchmarks/end_to_end.py rollout-vllm [--cases 2k,8k] --out DIR   # needs vLLM
-    python benchmarks/end_to_end.py train-transformers [--cases 2k,8k] [--sequences 32] --out DIR
-    python benchmarks/end_to_end.py table DIR
+    python -m benchmarks.end_to_end rollout-vllm [--cases 2k,8k] --out DIR   # needs vLLM
+    python -m benchmarks.end_to_end train-transformers [--cases 2k,8k] [--sequences 32] --out DIR
+    python -m benchmarks.end_to_end table DIR
 
 ``2k`` is 32 prompts x 8 samples of exactly 2,048 new tokens, ``8k`` 8 prompts x 8 samples of 8,192;
 prompts are 256 random tokens, weights and rewards random.  A step is rollout, the log-probabilities
@@ -27,9 +27,9 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from comparison.command import run_command
+from benchmarks.comparison.command import run_command
+from benchmarks.rl_steps.cases import CASES, case_names
 from isobit.config.schema import Recompute
-from rl_steps.cases import CASES, case_names
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def native(arguments: argparse.Namespace) -> None:
-    from rl_steps.native import run_native
+    from benchmarks.rl_steps.native import run_native
 
     keys = {
         "recompute": arguments.recompute,
@@ -79,19 +79,19 @@ def native(arguments: argparse.Namespace) -> None:
 
 
 def rollout_vllm(arguments: argparse.Namespace) -> None:
-    from rl_steps.rollout_peer import run_rollouts
+    from benchmarks.rl_steps.rollout_peer import run_rollouts
 
     run_rollouts(arguments.shape, arguments.cases, arguments.out)
 
 
 def train_transformers(arguments: argparse.Namespace) -> None:
-    from rl_steps.training_peer import run_training
+    from benchmarks.rl_steps.training_peer import run_training
 
     run_training(arguments.shape, arguments.cases, arguments.sequences, arguments.out)
 
 
 def table(arguments: argparse.Namespace) -> None:
-    from rl_steps.table import run_table
+    from benchmarks.rl_steps.table import run_table
 
     run_table(arguments.directory)
 

@@ -1,11 +1,11 @@
 """How near the FP8 backward is to the exact one, and what it costs that it repeats its bits.
 
-    python benchmarks/gradients.py cosines [--device cuda] [--layers 24] [--steps 300] [--out FILE]
-    python benchmarks/gradients.py determinism [--out FILE]
+    python -m benchmarks.gradients cosines [--device cuda] [--layers 24] [--steps 300] [--out FILE]
+    python -m benchmarks.gradients determinism [--out FILE]
 
 cosines       a model of 24 layers is trained a little in the ``fp8`` flow; then its gradients over
               8,192 fresh tokens are held, matrix by matrix, against the exact backward of the same
-              forward bits (``backward/exact.py``), at their own size and at 1e-12, and against
+              forward bits (``backward.exact``), at their own size and at 1e-12, and against
               plain FP32; each linear is held against the exact one alone, too.  Bars: 0.995 every
               matrix, 0.998 their mean, 0.9985 a linear alone.  Also on a CPU, where only small
               sizes end soon (``--device cpu --layers 3 --steps 4 --length 128``)
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from comparison.command import run_command
+from benchmarks.comparison.command import run_command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,8 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def cosines(arguments: argparse.Namespace) -> None:
-    from backward.cosines import compare
-    from backward.deep_model import Size
+    from benchmarks.backward.cosines import compare
+    from benchmarks.backward.deep_model import Size
 
     card = _describe_card() if arguments.device == "cuda" else {}
     size = Size(arguments.layers, arguments.sequences, arguments.length, arguments.steps)
@@ -49,13 +49,13 @@ def cosines(arguments: argparse.Namespace) -> None:
 
 
 def determinism(arguments: argparse.Namespace) -> None:
-    from backward.determinism import measure_determinism
+    from benchmarks.backward.determinism import measure_determinism
 
     _show(_describe_card() | measure_determinism(), arguments.out)
 
 
 def _describe_card() -> dict[str, Any]:
-    from comparison.native import describe_card
+    from benchmarks.comparison.native import describe_card
 
     return describe_card()
 

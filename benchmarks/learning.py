@@ -1,10 +1,10 @@
 """Whether a model of a real shape learns on a GPU: supervised on text in two flows, and by
 reinforcement learning with nothing differing.
 
-    python benchmarks/learning.py text DIR          # needs reasoning-gym, no GPU
-    python benchmarks/learning.py sft --precision fp8 --text DIR [--seed 0] --out RESULTS
-    python benchmarks/learning.py rl --shape qwen3-0.6b --steps 20 --out RESULTS
-    python benchmarks/learning.py table RESULTS
+    python -m benchmarks.learning text DIR          # needs reasoning-gym, no GPU
+    python -m benchmarks.learning sft --precision fp8 --text DIR [--seed 0] --out RESULTS
+    python -m benchmarks.learning rl --shape qwen3-0.6b --steps 20 --out RESULTS
+    python -m benchmarks.learning table RESULTS
 
 ``text`` writes DIR/train.jsonl and DIR/held_out.jsonl.  Weights are random at the start.  ``--shape
 tiny`` runs everything on a CPU in a minute, for a look at the machinery.
@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from comparison.command import run_command
+from benchmarks.comparison.command import run_command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -47,13 +47,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def text(arguments: argparse.Namespace) -> None:
-    from curves.text import write_text
+    from benchmarks.curves.text import write_text
 
     write_text(arguments.directory)
 
 
 def sft(arguments: argparse.Namespace) -> None:
-    from curves.supervised import run
+    from benchmarks.curves.supervised import run
 
     run(
         arguments.shape,
@@ -67,7 +67,7 @@ def sft(arguments: argparse.Namespace) -> None:
 
 
 def rl(arguments: argparse.Namespace) -> None:
-    from curves.reinforcement import run
+    from benchmarks.curves.reinforcement import run
 
     run(
         arguments.shape,
@@ -79,7 +79,7 @@ def rl(arguments: argparse.Namespace) -> None:
 
 
 def table(arguments: argparse.Namespace) -> None:
-    from curves.table import run_table
+    from benchmarks.curves.table import run_table
 
     run_table(arguments.directory)
 

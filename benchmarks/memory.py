@@ -1,14 +1,14 @@
 """Where every GiB of a GPU goes when it trains a real model's shape: planned anywhere, and measured
 beside the plan on the card.
 
-    python benchmarks/memory.py plan [--shape qwen3-8b] [--gib 139.2]
-    python benchmarks/memory.py measure --precision fp8 --recompute full --tokens 16384
+    python -m benchmarks.memory plan [--shape qwen3-8b] [--gib 139.2]
+    python -m benchmarks.memory measure --precision fp8 --recompute full --tokens 16384
         --length 16384 [--moments fp8] [--offload-moments] [--kv-memory-gib 50] --out DIR
 
 plan     the tables of docs/memory.md: BF16 moments where they do not say others, micro-batches of
          4,096 and 16,384 tokens in sequences of as many.
 measure  a rollout with the planned KV cache and an update over two full micro-batches, by turns, as
-         a run makes them (``passes/turns.py``); a plan that does not fit is refused.
+         a run makes them (``passes.turns``); a plan that does not fit is refused.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from comparison.command import run_command
+from benchmarks.comparison.command import run_command
 from isobit.config.schema import Moments, PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
 from isobit.memory.cache_size import forward_bytes
 from isobit.memory.device import RESERVE, largest_microbatch, training_bytes, weight_bytes
@@ -166,10 +166,10 @@ def tokens_table(shape: str, gib: float) -> str:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    from comparison.card import measure_card, versions
-    from comparison.rows import RowWriter
-    from passes.cases import Case
-    from passes.turns import two_steps
+    from benchmarks.comparison.card import measure_card, versions
+    from benchmarks.comparison.rows import RowWriter
+    from benchmarks.passes.cases import Case
+    from benchmarks.passes.turns import two_steps
 
     sequences = max(1, arguments.tokens // arguments.length)
     case = Case(

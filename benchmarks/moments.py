@@ -1,10 +1,10 @@
 """Whether AdamW's smaller moments end where FP32 ones do, over thousands of steps and when
 gradients fall tenfold midway.
 
-    python benchmarks/learning.py text DIR          # reasoning-gym text for the decoder
-    python benchmarks/moments.py quadratic [--seeds 10] --out RESULTS           # 2 minutes
-    python benchmarks/moments.py decoder --text DIR [--seed 0] --out RESULTS    # a CPU or a GPU
-    python benchmarks/moments.py table RESULTS
+    python -m benchmarks.learning text DIR          # reasoning-gym text for the decoder
+    python -m benchmarks.moments quadratic [--seeds 10] --out RESULTS           # 2 minutes
+    python -m benchmarks.moments decoder --text DIR [--seed 0] --out RESULTS    # a CPU or a GPU
+    python -m benchmarks.moments table RESULTS
 
 Weights are random at the start.  Runs of one seed differ in nothing but their moments, and the
 table holds each against FP32's.
@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from comparison.command import run_command
+from benchmarks.comparison.command import run_command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -47,13 +47,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def quadratic(arguments: argparse.Namespace) -> None:
-    from curves.moments import run_quadratics
+    from benchmarks.curves.moments import run_quadratics
 
     run_quadratics(arguments.seeds, arguments.out)
 
 
 def decoder(arguments: argparse.Namespace) -> None:
-    from curves.moments import run_decoder
+    from benchmarks.curves.moments import run_decoder
 
     run_decoder(
         arguments.shape,
@@ -66,7 +66,7 @@ def decoder(arguments: argparse.Namespace) -> None:
 
 
 def table(arguments: argparse.Namespace) -> None:
-    from curves.moments import run_table
+    from benchmarks.curves.moments import run_table
 
     run_table(arguments.directory)
 

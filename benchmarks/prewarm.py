@@ -1,7 +1,7 @@
 """Compile DeepGEMM's kernels for a shape in parallel, so that what is timed afterwards finds them
 in its cache (DG_JIT_CACHE_DIR).
 
-    python benchmarks/prewarm.py [--shape qwen3-8b] [--processes 14]
+    python -m benchmarks.prewarm [--shape qwen3-8b] [--processes 14]
 
 A kernel takes nvcc seconds, and a batch size may need another kernel; one process after the other
 that is minutes, here half of one.
@@ -10,7 +10,6 @@ that is minutes, here half of one.
 import argparse
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
@@ -35,7 +34,8 @@ def main() -> int:
         return 0
     command = [
         sys.executable,
-        str(Path(__file__)),
+        "-m",
+        "benchmarks.prewarm",
         "--shape",
         arguments.shape,
         "--processes",

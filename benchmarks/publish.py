@@ -1,7 +1,7 @@
 """Publishing new weights in place, and how long a process takes to its first token, on one Hopper
 GPU.
 
-    python benchmarks/publish.py [--shape qwen3-8b] [--precision fp8] [--out FILE]
+    python -m benchmarks.publish [--shape qwen3-8b] [--precision fp8] [--out FILE]
 
 publish    all masters (FP32, on the card) rounded and quantised into the tensors that the engine
            reads, and the bytes counted that change: the median of five, and what copying as many
@@ -84,7 +84,7 @@ def published_storage(policy) -> dict[int, int]:  # noqa: ANN001 (isobit is impo
 
 def startup(shape: str, precision: str) -> None:
     """In a process of its own: print the seconds from its start to its first token."""
-    from comparison.native import start
+    from benchmarks.comparison.native import start
 
     start(precision, shape)
     print(json.dumps({"startup_s": perf_counter() - _STARTED_AT}))
@@ -102,7 +102,8 @@ def main() -> None:
         return
     command = [
         sys.executable,
-        __file__,
+        "-m",
+        "benchmarks.publish",
         "--startup",
         "--shape",
         arguments.shape,
@@ -114,8 +115,8 @@ def main() -> None:
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603 (this file)
         times[f"{name}_startup_s"] = json.loads(done.stdout.splitlines()[-1])["startup_s"]
 
-    from comparison.card import measure_card
-    from comparison.native import native_versions
+    from benchmarks.comparison.card import measure_card
+    from benchmarks.comparison.native import native_versions
 
     card = measure_card()
     published = measure_publish(arguments.shape, arguments.precision, card["copy_tb_per_s"])

@@ -1,7 +1,7 @@
 """The quickstart with several seeds in `bf16` and `fp8`: greedy accuracy on the held-out problems
 before and after.
 
-    python benchmarks/quickstart.py [--seeds 3] [--precisions bf16 fp8] [--moments fp32] [--device
+    python -m benchmarks.quickstart [--seeds 3] [--precisions bf16 fp8] [--moments fp32] [--device
     cpu] [--out FILE.json]
 
 Each run is the recipe as shipped, in a process of its own, with another seed: other prompts first,
@@ -48,7 +48,7 @@ def describe_device(device: str) -> dict[str, Any]:
     """What a row says of it."""
     if device == "cpu":
         return {"device": processor_name()}
-    from comparison.native import describe_card
+    from benchmarks.comparison.native import describe_card
 
     return describe_card()
 

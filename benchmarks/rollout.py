@@ -1,10 +1,10 @@
 """Rollout on one Hopper GPU: this engine, vLLM, and the floor under both, with the shape of a real
 model and random weights.
 
-    python benchmarks/rollout.py native --precision fp8 [--shape qwen3-8b] [--cases CASES] --out DIR
-    python benchmarks/rollout.py vllm --mode fp8 [--logprobs short,long] ... --out DIR
-    python benchmarks/rollout.py floor --precision fp8 ... --out DIR
-    python benchmarks/rollout.py table DIR          # markdown, and DIR/table.json
+    python -m benchmarks.rollout native --precision fp8 [--shape qwen3-8b] [--cases CASES] --out DIR
+    python -m benchmarks.rollout vllm --mode fp8 [--logprobs short,long] ... --out DIR
+    python -m benchmarks.rollout floor --precision fp8 ... --out DIR
+    python -m benchmarks.rollout table DIR          # markdown, and DIR/table.json
 
 CASES are some of prefill,short,long,context.  ``vllm`` runs where vLLM can be imported, and takes
 ``context`` alone, in a call of its own.
@@ -22,8 +22,8 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
-from comparison.cases import CASES, MODES
-from comparison.command import run_command
+from benchmarks.comparison.cases import CASES, MODES
+from benchmarks.comparison.command import run_command
 
 _STARTED_AT = perf_counter()  # startup counts from here: nothing heavy has been imported yet
 
@@ -71,13 +71,13 @@ def case_names(text: str) -> list[str]:
 
 
 def native(arguments: argparse.Namespace) -> None:
-    from comparison.native import run_native
+    from benchmarks.comparison.native import run_native
 
     run_native(arguments.mode, arguments.shape, arguments.cases, arguments.out, _STARTED_AT)
 
 
 def peer(arguments: argparse.Namespace) -> None:
-    from comparison.peer import run_peer
+    from benchmarks.comparison.peer import run_peer
 
     run_peer(
         arguments.mode,
@@ -90,13 +90,13 @@ def peer(arguments: argparse.Namespace) -> None:
 
 
 def floor(arguments: argparse.Namespace) -> None:
-    from comparison.floor import run_floor
+    from benchmarks.comparison.floor import run_floor
 
     run_floor(arguments.mode, arguments.shape, arguments.cases, arguments.out)
 
 
 def table(arguments: argparse.Namespace) -> None:
-    from comparison.table import run_table
+    from benchmarks.comparison.table import run_table
 
     run_table(arguments.directory)
 

@@ -1,11 +1,11 @@
 """Training of a real model's shape on one Hopper GPU, this trainer beside transformers: forward and
 backward, and whole optimiser steps.
 
-    python benchmarks/training.py pass native CASE... [--shape qwen3-8b] --out DIR
-    python benchmarks/training.py pass transformers CASE... --out DIR
-    python benchmarks/training.py step native CASE... [--tokens 65536] --out DIR
-    python benchmarks/training.py step transformers CASE... --out DIR
-    python benchmarks/training.py table DIR
+    python -m benchmarks.training pass native CASE... [--shape qwen3-8b] --out DIR
+    python -m benchmarks.training pass transformers CASE... --out DIR
+    python -m benchmarks.training step native CASE... [--tokens 65536] --out DIR
+    python -m benchmarks.training step transformers CASE... --out DIR
+    python -m benchmarks.training table DIR
 
 for example with ``fp8:4096x2:none bf16:4096x2:none fp8:16384x1:mlp bf16:16384x1:full``.  A case
 is PRECISION:LENGTHxSEQUENCES:RECOMPUTE, the sequences being those of a micro-batch; one process
@@ -17,7 +17,7 @@ pass    forward and backward of a micro-batch without an optimiser, gradients ad
         are 6 P + 12 (L / 2) H D layers, with P the parameters but the embedding.
 step    the micro-batches of ``--tokens`` tokens or more, then clip, AdamW with BF16 moments over
         FP32 masters, and publication; the loss is the mean of -log p.  Ours is ``Trainer.update``;
-        what transformers does is said in ``passes/peer.py``.
+        what transformers does is said in ``passes.peer``.
 """
 
 import argparse
@@ -25,8 +25,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from comparison.command import run_command
-from passes.cases import Case, check_peer, parse_case
+from benchmarks.comparison.command import run_command
+from benchmarks.passes.cases import Case, check_peer, parse_case
 
 ENGINES = ("native", "transformers")
 
@@ -55,23 +55,23 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def one_pass(arguments: argparse.Namespace) -> None:
-    from passes import native, peer
-    from passes.timing import measure_passes
+    from benchmarks.passes import native, peer
+    from benchmarks.passes.timing import measure_passes
 
     make = native.make_pass if arguments.engine == "native" else peer.make_pass
     measure_passes(make, arguments.engine, _cases(arguments), arguments.out)
 
 
 def step(arguments: argparse.Namespace) -> None:
-    from passes import native, peer
-    from passes.timing import measure_steps
+    from benchmarks.passes import native, peer
+    from benchmarks.passes.timing import measure_steps
 
     make = native.make_step if arguments.engine == "native" else peer.make_step
     measure_steps(make, arguments.engine, _cases(arguments), arguments.tokens, arguments.out)
 
 
 def table(arguments: argparse.Namespace) -> None:
-    from passes.table import run_table
+    from benchmarks.passes.table import run_table
 
     run_table(arguments.directory)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from backward.deep_model import Size, batch_of, text, trained_policy
-from backward.exact import Alone, cosine, cosines, exact_backward
-from backward.plain import plain_gradients
+from benchmarks.backward.deep_model import Size, batch_of, text, trained_policy
+from benchmarks.backward.exact import Alone, cosine, cosines, exact_backward
+from benchmarks.backward.plain import plain_gradients
 from isobit.kernels.spec.linear import LinearWeight
 from isobit.models import decoder, head
 from isobit.models.policy import Policy

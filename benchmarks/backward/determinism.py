@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_backward import DIM, HEADS, KV_HEADS, backward_row, seconds
-from comparison.rows import Row
+from benchmarks.attention_backward import DIM, HEADS, KV_HEADS, backward_row, seconds
+from benchmarks.comparison.rows import Row
+from benchmarks.passes.cases import Case
+from benchmarks.passes.native import make_pass
+from benchmarks.passes.timing import free_memory, measured, time_pass
 from isobit.config.schema import PrecisionConfig
 from isobit.kernels.hopper.embedding_backward import embedding_backward
 from isobit.models import hopper_training
 from isobit.models.policy import random_policy
-from passes.cases import Case
-from passes.native import make_pass
-from passes.timing import free_memory, measured, time_pass
 
 SHAPE = "qwen3-8b"
 CASES = (Case("fp8", 4096, 2, "none", SHAPE), Case("fp8", 16384, 1, "mlp", SHAPE))

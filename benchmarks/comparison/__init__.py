@@ -1,3 +1,3 @@
-"""The parts of ``benchmarks/rollout.py``: the same work given to two engines, the floor under both,
+"""The parts of ``benchmarks.rollout``: the same work given to two engines, the floor under both,
 and the table.
 """

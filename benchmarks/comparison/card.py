@@ -6,7 +6,6 @@ import multiprocessing
 from typing import Any
 
 import torch
-import triton
 
 _BYTES = 1 << 30
 
@@ -20,6 +19,8 @@ def measure_card() -> dict[str, Any]:
 
 
 def _measure() -> dict[str, Any]:
+    import triton
+
     source = torch.randint(0, 256, (_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     milliseconds = triton.testing.do_bench(
@@ -36,4 +37,6 @@ def _measure() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of what every row depends on."""
+    import triton
+
     return {"torch": torch.__version__, "triton": triton.__version__}

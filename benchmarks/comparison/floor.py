@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import triton
 
-from comparison.card import measure_card, versions
-from comparison.cases import CASES, MAX_SEQUENCES, Case
-from comparison.rows import RowWriter
+from benchmarks.comparison.card import measure_card, versions
+from benchmarks.comparison.cases import CASES, MAX_SEQUENCES, Case
+from benchmarks.comparison.rows import RowWriter
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
 from isobit.kernels.hopper.gemm import gemm_bf16, gemm_e4m3
 from isobit.kernels.hopper.publish import publish_blocks

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from comparison.card import measure_card, versions
-from comparison.cases import CASES, MAX_SEQUENCES, WARM_UP_TOKENS, Case, random_prompts
-from comparison.rows import RowWriter, card_memory_gib
+from benchmarks.comparison.card import measure_card, versions
+from benchmarks.comparison.cases import CASES, MAX_SEQUENCES, WARM_UP_TOKENS, Case, random_prompts
+from benchmarks.comparison.rows import RowWriter, card_memory_gib
 from isobit.config.schema import PrecisionConfig, RolloutConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.shapes import model_shape

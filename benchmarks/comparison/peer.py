@@ -21,9 +21,9 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
 }
 
-from comparison.card import measure_card, versions
-from comparison.cases import CASES, MAX_SEQUENCES, WARM_UP_TOKENS, Case, random_prompts
-from comparison.rows import RowWriter, card_memory_gib
+from benchmarks.comparison.card import measure_card, versions
+from benchmarks.comparison.cases import CASES, MAX_SEQUENCES, WARM_UP_TOKENS, Case, random_prompts
+from benchmarks.comparison.rows import RowWriter, card_memory_gib
 from isobit.errors import ConfigError
 from isobit.models.shapes import model_shape
 

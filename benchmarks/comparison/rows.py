@@ -2,6 +2,7 @@
 disk before the next one starts.
 """
 
+import gzip
 import json
 import subprocess
 from pathlib import Path
@@ -40,12 +41,19 @@ class RowWriter:
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """All rows of a folder, in the order of the files' names and of their lines."""
+    """All rows of a folder, in the order of the files' names and of their lines; curves are kept as
+    ``.jsonl.gz``.
+    """
     return [
         json.loads(line)
-        for path in sorted(directory.glob("*.jsonl"))
-        for line in path.read_text().splitlines()
+        for path in sorted([*directory.glob("*.jsonl"), *directory.glob("*.jsonl.gz")])
+        for line in _text(path).splitlines()
     ]
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
 
 
 def card_memory_gib() -> float:

@@ -11,8 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from comparison.cases import CASES, MODES
-from comparison.rows import Row, read_rows
+from benchmarks.comparison.cases import CASES, MODES
+from benchmarks.comparison.rows import Row, read_rows
 from isobit.errors import ConfigError
 
 REFERENCE_COPY_TB_PER_S = 4.27

@@ -1,1 +1,1 @@
-"""Learning curves: the parts of ``benchmarks/learning.py``."""
+"""Learning curves: the parts of ``benchmarks.learning``."""

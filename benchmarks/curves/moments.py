@@ -15,11 +15,11 @@ from statistics import fmean, stdev
 from time import perf_counter
 from typing import Any, get_args
 
-from comparison.rows import Row, read_rows
-from curves.quadratic import LAST, LEARNING_RATE, SIZE, descend
-from curves.setting import make_writer
-from curves.supervised import WARM_UP, held_out_loss, make_trainer, steps_of
-from curves.table import markdown
+from benchmarks.comparison.rows import Row, read_rows
+from benchmarks.curves.quadratic import LAST, LEARNING_RATE, SIZE, descend
+from benchmarks.curves.setting import make_writer
+from benchmarks.curves.supervised import WARM_UP, held_out_loss, make_trainer, steps_of
+from benchmarks.curves.table import markdown
 from isobit.algorithms.objective import LossInputs, LossOutputs
 from isobit.config.schema import Moments, TrainingConfig
 from isobit.training.supervised import SupervisedObjective, pack_pairs

@@ -11,7 +11,7 @@ from random import Random
 from statistics import fmean, pstdev
 from time import perf_counter
 
-from curves.setting import device, make_writer, peak_gib, shape_named
+from benchmarks.curves.setting import device, make_writer, peak_gib, shape_named
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig, TrainingConfig
 from isobit.models.policy import random_policy

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from comparison.rows import RowWriter
+from benchmarks.comparison.rows import RowWriter
 from isobit.memory.machine import processor_name
 from isobit.models.config import ModelConfig
 from isobit.models.shapes import model_shape
@@ -30,7 +30,7 @@ def make_writer(out: Path, kind: str, precision: str, shape: str) -> RowWriter:
     if device().type == "cpu":
         card: dict[str, Any] = {"name": processor_name(), "uuid": None}
         return RowWriter(out, kind, precision, shape, card, {"torch": torch.__version__})
-    from comparison.card import measure_card, versions
+    from benchmarks.comparison.card import measure_card, versions
 
     return RowWriter(out, kind, precision, shape, measure_card(), versions())
 

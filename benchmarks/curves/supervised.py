@@ -7,8 +7,8 @@ from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
-from curves.setting import device, make_writer, peak_gib, shape_named
-from curves.text import Pair, batches, read_pairs
+from benchmarks.curves.setting import device, make_writer, peak_gib, shape_named
+from benchmarks.curves.text import Pair, batches, read_pairs
 from isobit.config.schema import PrecisionConfig, TrainingConfig
 from isobit.models.policy import random_policy
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from comparison.rows import Row, read_rows
+from benchmarks.comparison.rows import Row, read_rows
 
 LAST = 10
 """Steps whose mean loss is a run's final one."""

@@ -1,1 +1,1 @@
-"""The parts of ``benchmarks/training.py``."""
+"""The parts of ``benchmarks.training``."""

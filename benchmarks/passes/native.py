@@ -4,14 +4,14 @@ trainer.
 
 import torch
 
+from benchmarks.passes.cases import Case
+from benchmarks.passes.phases import Phases, watch
+from benchmarks.passes.timing import Pass, Step
 from isobit.config.schema import PrecisionConfig, TrainingConfig
 from isobit.models import decoder, head
 from isobit.models.policy import Policy, random_policy
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
-from passes.cases import Case
-from passes.phases import Phases, watch
-from passes.timing import Pass, Step
 
 
 def make_pass(case: Case, device: str = "cuda") -> Pass:

@@ -19,12 +19,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.passes.cases import Case
+from benchmarks.passes.phases import Phases
+from benchmarks.passes.timing import Pass, Step
 from isobit.config.schema import Recompute, TrainingConfig
 from isobit.models.config import ModelConfig
 from isobit.training.optimiser import build_optimiser
-from passes.cases import Case
-from passes.phases import Phases
-from passes.timing import Pass, Step
 
 CHUNK = 1024
 _ATTENTION = [

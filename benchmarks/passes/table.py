@@ -5,7 +5,7 @@ transformers row, on one card each.
 import json
 from pathlib import Path
 
-from comparison.rows import Row, read_rows
+from benchmarks.comparison.rows import Row, read_rows
 
 HEADERS = {
     "pass": (

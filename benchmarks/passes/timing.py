@@ -12,13 +12,13 @@ from statistics import median
 
 import torch
 
-from comparison.card import measure_card, versions
-from comparison.native import native_versions
-from comparison.rows import Row, RowWriter
+from benchmarks.comparison.card import measure_card, versions
+from benchmarks.comparison.native import native_versions
+from benchmarks.comparison.rows import Row, RowWriter
+from benchmarks.passes.cases import Case, flops
+from benchmarks.passes.phases import Phases
 from isobit.errors import ConfigError
 from isobit.memory.turns import allocate_in_pages
-from passes.cases import Case, flops
-from passes.phases import Phases
 
 WARM_UP, REPEATS = 2, 5
 STEP_REPEATS = 3

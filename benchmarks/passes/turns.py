@@ -14,7 +14,8 @@ from itertools import cycle
 
 import torch
 
-from comparison.rows import Row
+from benchmarks.comparison.rows import Row
+from benchmarks.passes.cases import Case
 from isobit.clock import Clock
 from isobit.config.schema import Moments, PrecisionConfig, RolloutConfig, TrainingConfig
 from isobit.kernels.hopper.pages import PAGE_TOKENS
@@ -27,7 +28,6 @@ from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
-from passes.cases import Case
 
 NEW_TOKENS = 8
 SHORT, LONG, SAMPLES = (80, 64), 2, 4  # prompts and their tokens, long prompts, samples of each

@@ -1,3 +1,3 @@
-"""The parts of ``benchmarks/end_to_end.py``: whole steps of reinforcement learning, ours and those
+"""The parts of ``benchmarks.end_to_end``: whole steps of reinforcement learning, ours and those
 of an outside baseline.
 """

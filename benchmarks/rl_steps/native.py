@@ -17,9 +17,12 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
-from comparison.card import measure_card
-from comparison.native import native_versions
-from comparison.rows import Row, RowWriter
+from benchmarks.comparison.card import measure_card
+from benchmarks.comparison.native import native_versions
+from benchmarks.comparison.rows import Row, RowWriter
+from benchmarks.passes.phases import Phases, watch
+from benchmarks.passes.timing import measured
+from benchmarks.rl_steps.cases import CASES, WARM_UP_TOKENS, Case
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig, TrainingConfig
 from isobit.memory.device import device_memory, plan_gpu
@@ -33,9 +36,6 @@ from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.training.step import StepMetrics, train_on_groups
 from isobit.training.trainer import Trainer
-from passes.phases import Phases, watch
-from passes.timing import measured
-from rl_steps.cases import CASES, WARM_UP_TOKENS, Case
 
 LEARNING_RATE = 5e-5
 """Far above what a run takes: a step then changes several percent of the random weights' E4M3

@@ -14,11 +14,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from comparison.card import measure_card, versions
-from comparison.peer import engine_arguments, model_config
-from comparison.rows import RowWriter, card_memory_gib
+from benchmarks.comparison.card import measure_card, versions
+from benchmarks.comparison.peer import engine_arguments, model_config
+from benchmarks.comparison.rows import RowWriter, card_memory_gib
+from benchmarks.rl_steps.cases import CASES, WARM_UP_TOKENS, Case
 from isobit.models.shapes import model_shape
-from rl_steps.cases import CASES, WARM_UP_TOKENS, Case
 
 
 def run_rollouts(shape: str, names: Sequence[str], out: Path) -> None:

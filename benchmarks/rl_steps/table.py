@@ -5,8 +5,8 @@ transformers' training on one card.
 import json
 from pathlib import Path
 
-from comparison.rows import Row, read_rows
-from rl_steps.cases import CASES
+from benchmarks.comparison.rows import Row, read_rows
+from benchmarks.rl_steps.cases import CASES
 
 PHASES = ("rollout", "old_log_probs", "forward", "backward", "optimiser", "publish")
 HEADER = (

@@ -22,17 +22,17 @@ from pathlib import Path
 
 import torch
 
-from comparison.card import measure_card
-from comparison.rows import Row, RowWriter
+from benchmarks.comparison.card import measure_card
+from benchmarks.comparison.rows import Row, RowWriter
+from benchmarks.passes.peer import PeerModel, PeerOptimiser, fastest_attention
+from benchmarks.passes.phases import Phases
+from benchmarks.passes.timing import free_memory, measured, peak_gib, peer_versions
+from benchmarks.rl_steps.cases import CASES, Case
 from isobit.config.schema import Recompute, TrainingConfig
 from isobit.errors import ConfigError
 from isobit.memory.turns import allocate_in_pages
 from isobit.models.config import ModelConfig
 from isobit.models.shapes import model_shape
-from passes.peer import PeerModel, PeerOptimiser, fastest_attention
-from passes.phases import Phases
-from passes.timing import free_memory, measured, peak_gib, peer_versions
-from rl_steps.cases import CASES, Case
 
 FORWARD_TOKENS = 16384
 """Of a forward without gradients, about."""

@@ -1,8 +1,6 @@
-"""The benchmarks' folder on the path, as it is for a script in it, and a card that needs no GPU."""
+"""A text, a shape and a card that need no GPU."""
 
 import json
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +8,8 @@ import pytest
 
 from isobit.models.config import ModelConfig
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ModelConfig("qwen3", 128, 128, 256, 2, 4, 2, 32, 256, 1e-6, 1e4, tied_embeddings=False)
 CARD = {"name": "a CPU", "uuid": "A", "copy_tb_per_s": 0.01}
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    pytest.importorskip("triton", reason="the card is measured with Triton")
-    return BENCHMARKS
-
-
-@pytest.fixture
-def curves(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Name of a module of ``curves`` -> the module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return lambda name: import_module(f"curves.{name}")
 
 
 @pytest.fixture

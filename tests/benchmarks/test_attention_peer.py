@@ -3,18 +3,17 @@ row and no more.
 """
 
 import sys
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import attention_peer
+
 
 @pytest.fixture
-def peer(benchmarks: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = import_module("attention_peer")
+def peer(monkeypatch: pytest.MonkeyPatch) -> Any:
     on_cpu = {
         name: getattr(torch, name)
         for name in ("randn", "full", "arange", "empty", "randperm", "tensor")
@@ -27,7 +26,7 @@ def peer(benchmarks: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 *a, **{key: v for key, v in k.items() if key != "device"}
             ),
         )
-    return module
+    return attention_peer
 
 
 class FlashAttention(ModuleType):

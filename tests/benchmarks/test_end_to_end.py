@@ -1,4 +1,4 @@
-"""``benchmarks/end_to_end.py``: a small step of ours and of transformers on a CPU, vLLM's calls to
+"""``benchmarks.end_to_end``: a small step of ours and of transformers on a CPU, vLLM's calls to
 a double, and the table's arithmetic.
 """
 
@@ -17,12 +17,14 @@ from isobit.models.config import ModelConfig
 
 SETTINGS = {"recompute": "mlp", "tokens_per_microbatch": 64}
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
-def parts(benchmarks: Path) -> SimpleNamespace:
+def parts() -> SimpleNamespace:
     return SimpleNamespace(
         **{
-            name: import_module(f"rl_steps.{name}")
+            name: import_module(f"benchmarks.rl_steps.{name}")
             for name in ("cases", "native", "rollout_peer", "training_peer")
         }
     )
@@ -305,19 +307,17 @@ def ours(mode: str, rollout: float, backward: float, **other: Any) -> dict[str, 
     return row("native", mode, "whole", phases, **FP8_SETTING | counts | other)
 
 
-def table(
-    folder: Path, benchmarks: Path, rows: list[dict[str, Any]]
-) -> tuple[str, list[dict[str, Any]]]:
+def table(folder: Path, rows: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
     (folder / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    command = [sys.executable, benchmarks / "end_to_end.py", "table", folder]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "benchmarks.end_to_end", "table", folder]
+    done = subprocess.run(
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads((folder / "end-to-end-table.json").read_text())
 
 
-def test_the_outside_line_is_the_sum_of_two_commands_on_one_card(
-    tmp_path: Path, benchmarks: Path
-) -> None:
+def test_the_outside_line_is_the_sum_of_two_commands_on_one_card(tmp_path: Path) -> None:
     training = {
         "old_log_probs": 20.0,
         "forward": 20.0,
@@ -330,7 +330,7 @@ def test_the_outside_line_is_the_sum_of_two_commands_on_one_card(
         row("vllm", "bf16", "rollout", {"rollout": 64.0}),
         row("transformers", "bf16", "training", training, **PEER_SETTING),
     ]
-    shown, lines = table(tmp_path, benchmarks, rows)
+    shown, lines = table(tmp_path, rows)
     assert (
         "| 2k | vLLM BF16 + transformers BF16 | none 4,608 | 64.0 | 20.0 | 20.0 | 55.0 | 0.8 | 0.2 "
         "| 0.0 | 96.0 | 160.0 | 1.00 |" in shown
@@ -343,34 +343,32 @@ def test_the_outside_line_is_the_sum_of_two_commands_on_one_card(
     assert len(lines) == 3
 
 
-def test_the_outside_line_says_what_part_of_the_batch_was_measured(
-    tmp_path: Path, benchmarks: Path
-) -> None:
+def test_the_outside_line_says_what_part_of_the_batch_was_measured(tmp_path: Path) -> None:
     training = row(
         "transformers", "bf16", "training", {"forward": 9.0}, sequences_measured=32, **PEER_SETTING
     )
     rollout = row("vllm", "bf16", "rollout", {"rollout": 64.0})
-    shown, _ = table(tmp_path, benchmarks, [rollout, training])
+    shown, _ = table(tmp_path, [rollout, training])
     assert (
         "| 2k | vLLM BF16 + transformers BF16 (training scaled from 32 of 256 sequences) | none "
         "4,608 | 64.0 |" in shown
     )
-    shown, _ = table(tmp_path, benchmarks, [rollout, training | {"sequences_measured": 256}])
+    shown, _ = table(tmp_path, [rollout, training | {"sequences_measured": 256}])
     assert "| 2k | vLLM BF16 + transformers BF16 | none 4,608 | 64.0 |" in shown
-    shown, _ = table(tmp_path, benchmarks, [training])
+    shown, _ = table(tmp_path, [training])
     assert (
         "| 2k | transformers BF16, training alone (training scaled from 32 of 256 sequences) | "
         "none 4,608 | - |" in shown
     )
 
 
-def test_halves_of_two_cards_are_not_added_up(tmp_path: Path, benchmarks: Path) -> None:
+def test_halves_of_two_cards_are_not_added_up(tmp_path: Path) -> None:
     rows = [ours("fp8", 35.0, 29.0), row("vllm", "bf16", "rollout", {"rollout": 64.0}, uuid="B")]
     rows += [
         row("transformers", "bf16", "training", {"old_log_probs": 20.0, "forward": 76.0}),
         ours("bf16", 0.0, 0.0, uuid="C") | {"error": "refused"},
     ]
-    shown, lines = table(tmp_path, benchmarks, rows)
+    shown, lines = table(tmp_path, rows)
     assert all(line["training_x_outside"] is None for line in lines)
     assert (
         "| 2k | vllm BF16, rollout alone | - | 64.0 | - | - | - | - | - | 0.0 | - | 64.0 | - | - | "

@@ -1,10 +1,9 @@
-"""``benchmarks/gradients.py`` on a CPU: the exact backward, the plain FP32 model, and a small run
+"""``benchmarks.gradients`` on a CPU: the exact backward, the plain FP32 model, and a small run
 from training to bars.
 """
 
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +15,9 @@ from isobit.models.policy import random_policy
 
 
 @pytest.fixture
-def parts(benchmarks: Path) -> SimpleNamespace:
+def parts() -> SimpleNamespace:
     names = ("cosines", "deep_model", "exact", "plain")
-    return SimpleNamespace(**{name: import_module(f"backward.{name}") for name in names})
+    return SimpleNamespace(**{name: import_module(f"benchmarks.backward.{name}") for name in names})
 
 
 @pytest.fixture

@@ -1,13 +1,20 @@
-"""``benchmarks/learning.py`` at the size of a CPU: both kinds of run, and what its table makes of
+"""``benchmarks.learning`` at the size of a CPU: both kinds of run, and what its table makes of
 their rows.
 """
 
+import gzip
 import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.comparison.rows import read_rows
+from benchmarks.curves import reinforcement
+from benchmarks.curves.supervised import run as fine_tune
+from benchmarks.curves.table import run_table
+from benchmarks.curves.text import batches, read_pairs
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -18,36 +25,36 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_text_is_bytes_between_a_start_and_an_end(curves: Any, tmp_path: Path) -> None:
+def test_the_text_is_bytes_between_a_start_and_an_end(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(
         json.dumps({"prompt": "1+é", "completion": "2"}) + "\n", encoding="utf-8"
     )
-    ((given, learnt),) = curves("text").read_pairs(tmp_path / "train.jsonl")
+    ((given, learnt),) = read_pairs(tmp_path / "train.jsonl")
     assert (given, learnt[-1]) == ((0,), 1)
     assert bytes(token - 2 for token in learnt[:-1]).decode() == "1+é\n2"
 
 
-def test_batches_fill_their_budget_and_go_through_all_before_they_repeat(curves: Any) -> None:
+def test_batches_fill_their_budget_and_go_through_all_before_they_repeat() -> None:
     pairs = [((0,), [i] * 9) for i in range(10)]
-    made = list(islice(curves("text").batches(pairs, 35, seed=0), 7))
+    made = list(islice(batches(pairs, 35, seed=0), 7))
     assert [len(batch) for batch in made] == [3] * 7
     seen = [learnt[0] for batch in made for _, learnt in batch]
     assert sorted(seen[:10]) == sorted(seen[10:20]) == list(range(10)) and seen[:10] != seen[10:20]
 
 
-def test_supervised_steps_and_their_row_at_the_end(curves: Any, text: Path, tmp_path: Path) -> None:
-    curves("supervised").run("tiny", "fp8", 3, 1e-3, 0, text, tmp_path / "out")
+def test_supervised_steps_and_their_row_at_the_end(text: Path, tmp_path: Path) -> None:
+    fine_tune("tiny", "fp8", 3, 1e-3, 0, text, tmp_path / "out")
     *steps, end = rows_of(tmp_path / "out")
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert steps[2]["loss"] < steps[0]["loss"] and end["held_out_loss"] < steps[0]["loss"]
     assert all(row["weight_bytes_changed"] > 0.01 and row["mode"] == "fp8" for row in steps)
-    curves("supervised").run("tiny", "fp8", 3, 1e-3, 1, text, tmp_path / "out")
+    fine_tune("tiny", "fp8", 3, 1e-3, 1, text, tmp_path / "out")
     _, _, _, _, *others, last = rows_of(tmp_path / "out")
     assert {row["seed"] for row in (*steps, end)} == {0} and {
         row["seed"] for row in (*others, last)
     } == {1}
     assert all(a["loss"] != b["loss"] for a, b in zip(steps, others, strict=True))
-    curves("table").run_table(tmp_path / "out")
+    run_table(tmp_path / "out")
     table = json.loads((tmp_path / "out" / "table.json").read_text())["supervised"]
     assert [(line["seed"], line["learning_rate"], line["held_out_loss"]) for line in table] == [
         (0, 1e-3, end["held_out_loss"]),
@@ -55,8 +62,8 @@ def test_supervised_steps_and_their_row_at_the_end(curves: Any, text: Path, tmp_
     ]
 
 
-def test_steps_of_reinforcement_learning_compare_every_token(curves: Any, tmp_path: Path) -> None:
-    curves("reinforcement").run("tiny", "fp8", 2, None, tmp_path)
+def test_steps_of_reinforcement_learning_compare_every_token(tmp_path: Path) -> None:
+    reinforcement.run("tiny", "fp8", 2, None, tmp_path)
     first, second = rows_of(tmp_path)
     assert first["tokens_compared"] == second["tokens_compared"] == 4 * 4 * 24
     assert first["tokens_differing"] == second["tokens_differing"] == 0
@@ -74,7 +81,7 @@ def supervised(
 
 
 def test_the_table_says_what_holds_and_what_does_not(
-    curves: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bf16, fp8 = [4.0] * 10 + [1.0] * 10, [4.0] * 10 + [1.006] * 10
     rl = {
@@ -96,7 +103,7 @@ def test_the_table_says_what_holds_and_what_does_not(
     rows = [*supervised("bf16", [9.0, 8.0]), *supervised("bf16", bf16), *supervised("fp8", fp8)]
     rows += [rl | {"step": 1, "tokens_differing": 0, "weight_bytes_changed": 0.009}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    curves("table").run_table(tmp_path)
+    run_table(tmp_path)
     assert "| tiny | fp8 | 0 | 0.0001 |" in capsys.readouterr().out
     table = json.loads((tmp_path / "table.json").read_text())
     reference, line = table["supervised"]
@@ -115,7 +122,7 @@ def test_the_table_says_what_holds_and_what_does_not(
     )
 
 
-def test_runs_are_told_apart_by_seed_and_learning_rate(curves: Any, tmp_path: Path) -> None:
+def test_runs_are_told_apart_by_seed_and_learning_rate(tmp_path: Path) -> None:
     runs = [
         ("bf16", 1.0, 1e-4, {}),
         ("fp8", 1.001, 1e-4, {"seed": 0}),
@@ -133,7 +140,7 @@ def test_runs_are_told_apart_by_seed_and_learning_rate(curves: Any, tmp_path: Pa
         for row in supervised(mode, [9.0, *[loss] * 10], rate, **seed)
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    curves("table").run_table(tmp_path)
+    run_table(tmp_path)
     lines = json.loads((tmp_path / "table.json").read_text())["supervised"]
     assert [
         (line["mode"], line["seed"], line["learning_rate"], round(line["above_bf16"], 6))
@@ -146,3 +153,9 @@ def test_runs_are_told_apart_by_seed_and_learning_rate(curves: Any, tmp_path: Pa
         ("bf16", 0, 3e-4, 0.0),
         ("fp8", 0, 3e-4, 0.025),
     ]
+
+
+def test_curves_that_were_compressed_are_read_in_their_files_order(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"step": 1}\n{"step": 2}\n'))
+    (tmp_path / "b.jsonl").write_text('{"step": 3}\n')
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3]

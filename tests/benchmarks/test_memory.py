@@ -1,4 +1,4 @@
-"""``benchmarks/memory.py``: its tables are those of the page, and its two steps run, small, on a
+"""``benchmarks.memory``: its tables are those of the page, and its two steps run, small, on a
 CPU.
 """
 
@@ -6,26 +6,31 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import benchmarks.comparison.card as card_module
+from benchmarks import memory
+from benchmarks.passes import turns
+from isobit.models import shapes
 from isobit.models.config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_holds_the_tables() -> None:
-    command = [sys.executable, ROOT / "benchmarks" / "memory.py", "plan"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "benchmarks.memory", "plan"]
+    done = subprocess.run(
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     for table in done.stdout.strip().split("\n\n"):
         assert table in page, (
-            f"docs/memory.md has another table than benchmarks/memory.py plan:\n{table}"
+            f"docs/memory.md has another table than benchmarks.memory plan:\n{table}"
         )
 
 
@@ -33,17 +38,13 @@ def test_the_page_holds_the_tables() -> None:
 def test_a_measurement_says_what_was_planned_beside_what_was_found(
     moments: str,
     offload: bool,
-    benchmarks: Path,
     tiny: ModelConfig,
     card: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    memory, turns = import_module("memory"), import_module("passes.turns")
-    monkeypatch.setitem(
-        turns.Case.config.fget.__globals__["model_shape"].__globals__["SHAPES"], "tiny", tiny
-    )
-    monkeypatch.setattr(import_module("comparison.card"), "measure_card", lambda: card)
+    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny)
+    monkeypatch.setattr(card_module, "measure_card", lambda: card)
     monkeypatch.setattr(turns, "device_memory", lambda: 80 << 30)
     monkeypatch.setattr(turns, "allocate_in_pages", lambda: None)
     two_steps = turns.two_steps

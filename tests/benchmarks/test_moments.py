@@ -1,16 +1,16 @@
-"""What smaller moments do over thousands of steps, by ``benchmarks/moments.py``; its decoder for a
+"""What smaller moments do over thousands of steps, by ``benchmarks.moments``; its decoder for a
 few steps, and its table.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.curves import moments
+from benchmarks.curves.quadratic import descend
 from isobit.kernels.spec import adamw
 
 
@@ -21,9 +21,8 @@ def to_nearest(key: int, first: int, count: int) -> tuple[torch.Tensor, torch.Te
 
 
 def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does_not(
-    curves: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    descend = curves("quadratic").descend
     for seed in range(3):
         loss, second = descend("fp32", 0.999, seed)
         small_loss, small_second = descend("bf16", 0.999, seed)
@@ -38,10 +37,7 @@ def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does
         assert nearest_loss > 1.8 * loss
 
 
-def test_8_bit_moments_end_where_fp32_ones_do(
-    curves: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    descend = curves("quadratic").descend
+def test_8_bit_moments_end_where_fp32_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3):
         loss, second = descend("fp32", 0.999, seed)
         small_loss, small_second = descend("fp8", 0.999, seed)
@@ -55,10 +51,8 @@ def test_8_bit_moments_end_where_fp32_ones_do(
     assert abs(nearest_second / second - 1) > 0.2 and abs(nearest_loss / loss - 1) > 0.2
 
 
-def test_runs_of_the_decoder_differ_in_their_moments_alone(
-    curves: Callable[[str], Any], text: Path, tmp_path: Path
-) -> None:
-    curves("moments").run_decoder("tiny", 0, 4, 1e-3, text, tmp_path / "out")
+def test_runs_of_the_decoder_differ_in_their_moments_alone(text: Path, tmp_path: Path) -> None:
+    moments.run_decoder("tiny", 0, 4, 1e-3, text, tmp_path / "out")
     (path,) = (tmp_path / "out").glob("*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["moments"], row["beta2"]) for row in rows] == [
@@ -68,14 +62,16 @@ def test_runs_of_the_decoder_differ_in_their_moments_alone(
     assert len({row["held_out_loss"] for row in rows}) == 6
 
 
-def test_gradients_fall_and_the_loss_that_is_told_does_not(curves: Callable[[str], Any]) -> None:
-    objective = curves("moments").ScaledObjective(0.1)
-    inputs = SimpleNamespace(log_probs=torch.tensor([-1.0, -3.0]), weights=torch.tensor([0.5, 0.5]))
+def test_gradients_fall_and_the_loss_that_is_told_does_not() -> None:
+    objective = moments.ScaledObjective(0.1)
+    inputs: Any = SimpleNamespace(
+        log_probs=torch.tensor([-1.0, -3.0]), weights=torch.tensor([0.5, 0.5])
+    )
     assert float(objective.loss(inputs).loss) == pytest.approx(0.2)
 
 
 def test_the_table_holds_each_run_against_fp32_moments_of_its_seed(
-    curves: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = {"engine": "decoder", "shape": "tiny", "beta2": 0.95, "rate": 1.0}
     runs = [("fp32", 0, 2.0), ("fp8", 0, 2.2), ("fp32", 1, 4.0), ("fp8", 1, 4.0)]
@@ -84,7 +80,7 @@ def test_the_table_holds_each_run_against_fp32_moments_of_its_seed(
     ]
     rows.append(common | {"moments": "fp32", "rate": 1.01, "seed": 1, "loss": 5.0})
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    curves("moments").run_table(tmp_path)
+    moments.run_table(tmp_path)
     lines = capsys.readouterr().out.splitlines()[2:]
     assert lines == [
         "| decoder | tiny | 0.9500 | fp32 | 1.0000 | 2 | 3.0000 | 1.0000 | 0.0000 | - | - |",

@@ -1,13 +1,15 @@
-"""``benchmarks/quickstart.py``: what it asks of each run, and what its rows say; no run is made."""
+"""``benchmarks.quickstart``: what it asks of each run, and what its rows say; no run is made."""
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks import quickstart
+from benchmarks.comparison import native
 
 SUMMARY = {
     "accuracy_before": 0.5,
@@ -20,14 +22,11 @@ SUMMARY = {
 
 @pytest.fixture
 def measure(
-    benchmarks: Path, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., list[dict[str, Any]]]:
     """Its rows, with a double in the place of ``isobit train``, for options of the command."""
-    quickstart = import_module("quickstart")
-    monkeypatch.setattr(import_module("comparison.native"), "measure_card", lambda: card)
-    monkeypatch.setattr(
-        import_module("comparison.native"), "native_versions", lambda: {"torch": "2"}
-    )
+    monkeypatch.setattr(native, "measure_card", lambda: card)
+    monkeypatch.setattr(native, "native_versions", lambda: {"torch": "2"})
 
     def train(command: Sequence[str], **_: Any) -> None:
         options = dict(zip(command[5::2], command[6::2], strict=True))

@@ -1,4 +1,4 @@
-"""``benchmarks/rollout.py table``: its arithmetic, its refusal of rows from several cards, and its
+"""``benchmarks.rollout table``: its arithmetic, its refusal of rows from several cards, and its
 check of vLLM's own figures.
 """
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rollout.py"
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "benchmarks.rollout"]
 REFERENCE = {"bf16": 7818, "fp8": 10976}  # vLLM, long, h200-measurements.md; at 4.27 TB/s
 
 
@@ -48,7 +49,8 @@ def table(directory: Path, *files: list[dict]) -> subprocess.CompletedProcess[st
     for i, rows in enumerate(files):
         (directory / f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return subprocess.run(
-        [sys.executable, SCRIPT, "table", directory],
+        [*COMMAND, "table", directory],
+        cwd=ROOT,
         check=False,
         capture_output=True,
         text=True,
@@ -155,7 +157,8 @@ def test_a_slow_vllm_voids_the_table(tmp_path: Path, copy: float, rate: float, v
 )
 def test_wrong_arguments_are_refused(arguments: list[str], message: str) -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
+        [*COMMAND, *arguments],
+        cwd=ROOT,
         check=False,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""``benchmarks/training.py``: its FLOPs, its cases, its tables, and both engines' passes and steps,
+"""``benchmarks.training``: its FLOPs, its cases, its tables, and both engines' passes and steps,
 small, on a CPU.
 """
 
@@ -17,14 +17,16 @@ from isobit.errors import ConfigError
 from isobit.models import shapes
 from isobit.models.config import ModelConfig
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def parts(
-    benchmarks: Path, tiny: ModelConfig, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny: ModelConfig, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> SimpleNamespace:
     """The modules, with a tiny model under every name and one repetition."""
     names = ("cases", "native", "peer", "phases", "timing")
-    found = SimpleNamespace(**{name: import_module(f"passes.{name}") for name in names})
+    found = SimpleNamespace(**{name: import_module(f"benchmarks.passes.{name}") for name in names})
     monkeypatch.setattr(found.timing, "measure_card", lambda: card)
     monkeypatch.setattr(found.timing, "REPEATS", 1)
     monkeypatch.setattr(found.timing, "STEP_REPEATS", 1)
@@ -195,17 +197,17 @@ def step_row(engine: str, mode: str, rate: float, **other: Any) -> dict[str, Any
     return pass_row(engine, mode, rate, kind="step", step_tokens=65536, phases_s=phases) | other
 
 
-def table(folder: Path, benchmarks: Path, rows: list[dict[str, Any]]) -> str:
+def table(folder: Path, rows: list[dict[str, Any]]) -> str:
     (folder / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    command = [sys.executable, benchmarks / "training.py", "table", folder]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "benchmarks.training", "table", folder]
+    done = subprocess.run(
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_ratios_of_passes_are_taken_on_one_card_and_at_one_setting(
-    tmp_path: Path, benchmarks: Path
-) -> None:
+def test_ratios_of_passes_are_taken_on_one_card_and_at_one_setting(tmp_path: Path) -> None:
     rows = [
         pass_row("native", "fp8", 14000.0),
         pass_row("native", "bf16", 10000.0),
@@ -217,15 +219,13 @@ def test_ratios_of_passes_are_taken_on_one_card_and_at_one_setting(
     ]
     failed = pass_row("native", "bf16", 0.0, sequences=4) | {"error": "out of memory"}
     failed.pop("tokens_per_s")
-    shown = table(tmp_path, benchmarks, [*rows, failed, {"kind": "rl", "engine": "native"}])
+    shown = table(tmp_path, [*rows, failed, {"kind": "rl", "engine": "native"}])
     assert "| 4,096 x 2 | isobit `fp8` | none | 14,000 | 700 | 1.40 | 1.56 | 90 |" in shown
     assert "| 4,096 x 2 | isobit `fp8` | none | 15,000 | 750 | - | - | 90 |" in shown
     assert "| 4,096 x 4 | isobit `bf16` | none | out of memory |" in shown
 
 
-def test_a_step_is_held_against_the_fastest_bf16_step_of_its_length(
-    tmp_path: Path, benchmarks: Path
-) -> None:
+def test_a_step_is_held_against_the_fastest_bf16_step_of_its_length(tmp_path: Path) -> None:
     rows = [
         step_row("native", "fp8", 12000.0, recompute="mlp"),
         step_row("native", "bf16", 8000.0),
@@ -235,7 +235,7 @@ def test_a_step_is_held_against_the_fastest_bf16_step_of_its_length(
         step_row("native", "bf16", 7500.0, recompute="full"),
         step_row("transformers", "bf16", 6000.0, recompute="full"),
     ]
-    shown = table(tmp_path, benchmarks, rows)
+    shown = table(tmp_path, rows)
     assert (
         "| 4,096 x 2 | isobit `fp8` | mlp | 65,536 | 2.00 | 4.00 | 0.25 | 0.05 | 12,000 | 1.50 | "
         "2.00 | 90 |" in shown
