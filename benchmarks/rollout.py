@@ -2,7 +2,7 @@
 model and random weights.
 
     python -m benchmarks.rollout native --precision fp8 [--shape qwen3-8b] [--cases CASES] --out DIR
-    python -m benchmarks.rollout vllm --mode fp8 [--logprobs short,long] ... --out DIR
+    python -m benchmarks.rollout vllm --mode fp8 [--log-probs short,long] ... --out DIR
     python -m benchmarks.rollout floor --precision fp8 ... --out DIR
     python -m benchmarks.rollout table DIR          # markdown, and DIR/table.json
 
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if name == "vllm":
             command.add_argument(
-                "--logprobs",
+                "--log-probs",
                 type=case_names,
                 default=[],
                 metavar="CASES",
@@ -83,7 +83,7 @@ def peer(arguments: argparse.Namespace) -> None:
         arguments.mode,
         arguments.shape,
         arguments.cases,
-        arguments.logprobs,
+        arguments.log_probs,
         arguments.out,
         _STARTED_AT,
     )

@@ -41,7 +41,7 @@ def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_a
         seconds = generate(engine, prompts, case.new_tokens)
         writer.write(
             case=name,
-            logprobs=True,
+            log_probs=True,
             seconds=seconds,
             tokens_per_s=case.counted_tokens / seconds,
             startup_s=startup,

@@ -36,12 +36,12 @@ def run_peer(
     mode: str,
     shape: str,
     cases: Sequence[str],
-    with_logprobs: Sequence[str],
+    with_log_probs: Sequence[str],
     out: Path,
     started_at: float,
 ) -> None:
     """Time each case once, after a run of the same prompts with a few new tokens; those of
-    ``with_logprobs`` twice.
+    ``with_log_probs`` twice.
     """
     import vllm  # pyright: ignore[reportMissingImports]
 
@@ -59,14 +59,14 @@ def run_peer(
         for name in cases:
             case = CASES[name]
             prompts = random_prompts(case, vocab_size)
-            for logprobs in (
-                (None, 0) if name in with_logprobs else (None,)
+            for log_probs in (
+                (None, 0) if name in with_log_probs else (None,)
             ):  # 0: of the sampled token alone
-                warm_up = _generate(llm, prompts, min(WARM_UP_TOKENS, case.new_tokens), logprobs)
-                seconds = _generate(llm, prompts, case.new_tokens, logprobs)
+                warm_up = _generate(llm, prompts, min(WARM_UP_TOKENS, case.new_tokens), log_probs)
+                seconds = _generate(llm, prompts, case.new_tokens, log_probs)
                 writer.write(
                     case=name,
-                    logprobs=logprobs is not None,
+                    log_probs=log_probs is not None,
                     seconds=seconds,
                     tokens_per_s=case.counted_tokens / seconds,
                     startup_s=startup,
@@ -113,12 +113,16 @@ def engine_arguments(mode: str, length: int) -> dict[str, Any]:
 
 
 def _generate(
-    llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int, logprobs: int | None
+    llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int, log_probs: int | None
 ) -> float:
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     sampling = SamplingParams(
-        temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        temperature=1.0,
+        max_tokens=new_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=log_probs,
     )
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
     began = perf_counter()

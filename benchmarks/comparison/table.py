@@ -51,7 +51,7 @@ class Line:
     case: str
     engine: str
     mode: str
-    logprobs: bool
+    log_probs: bool
     uuid: str
     tokens_per_s: float
     of_vllm_bf16: float | None
@@ -98,7 +98,7 @@ def make_lines(rows: list[Row]) -> list[Line]:
                     "case",
                     "engine",
                     "mode",
-                    "logprobs",
+                    "log_probs",
                     "tokens_per_s",
                     "startup_s",
                     "memory_gib",
@@ -137,7 +137,7 @@ def _markdown_line(line: Line) -> str:
         else f"`{line.mode}`"
     )
     name = f"{NAMES[line.engine]} {kind}" + (
-        ", log-probabilities" if line.logprobs and line.engine == "vllm" else ""
+        ", log-probabilities" if line.log_probs and line.engine == "vllm" else ""
     )
     void = f" (void: {line.of_reference:.0%} of the reference)" if _is_void(line) else ""
     ratios = [f"{x:.2f}" if x is not None else "-" for x in (line.of_vllm_bf16, line.of_vllm_fp8)]
@@ -155,8 +155,10 @@ def _markdown_line(line: Line) -> str:
 
 
 def _key(row: Row) -> Key:
-    logprobs = row["engine"] == "vllm" and row["logprobs"]  # the native engine always records them
-    return row["shape"], row["case"], row["engine"], row["mode"], logprobs, row["card"]["uuid"]
+    log_probs = (
+        row["engine"] == "vllm" and row["log_probs"]
+    )  # the native engine always records them
+    return row["shape"], row["case"], row["engine"], row["mode"], log_probs, row["card"]["uuid"]
 
 
 def _order(row: Row) -> tuple[object, ...]:
@@ -167,15 +169,15 @@ def _order(row: Row) -> tuple[object, ...]:
         case,
         row["engine"] == "native",
         MODES.index(row["mode"]),
-        row["logprobs"],
+        row["log_probs"],
     )
 
 
 def _check_cards(keys: set[Key]) -> None:
     baselines = {
         (shape, case, uuid)
-        for shape, case, *kind, logprobs, uuid in keys
-        if (*kind, logprobs) == (*BASELINE, False)
+        for shape, case, *kind, log_probs, uuid in keys
+        if (*kind, log_probs) == (*BASELINE, False)
     }
     for shape, case, engine, mode, _, uuid in sorted(keys):
         others = {other for s, c, other in baselines if (s, c) == (shape, case)}
@@ -190,8 +192,8 @@ def _check_cards(keys: set[Key]) -> None:
         cards = [
             {
                 uuid
-                for s, c, *kind, logprobs, uuid in keys
-                if (s, c, *kind, logprobs) == (shape, case, *bar, False)
+                for s, c, *kind, log_probs, uuid in keys
+                if (s, c, *kind, log_probs) == (shape, case, *bar, False)
             }
             for bar in bars
         ]
@@ -204,7 +206,7 @@ def _check_cards(keys: set[Key]) -> None:
 
 def _of_reference(row: Row) -> float | None:
     reference = REFERENCE.get((row["case"], row["mode"]))
-    if reference is None or (row["engine"], row["shape"], row["logprobs"]) != (
+    if reference is None or (row["engine"], row["shape"], row["log_probs"]) != (
         "vllm",
         REFERENCE_SHAPE,
         False,

@@ -5,6 +5,7 @@ few steps, and its table.
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch

@@ -21,11 +21,13 @@ def row(
     uuid: str = "A",
     case: str = "long",
     copy: float = 4.27,
-    logprobs: bool = False,
+    log_probs: bool = False,
 ) -> dict:
     card = {"name": "NVIDIA H200", "uuid": uuid, "copy_tb_per_s": copy}
     measured = (
-        {} if engine == "floor" else {"logprobs": logprobs, "startup_s": 12.3, "memory_gib": 130.0}
+        {}
+        if engine == "floor"
+        else {"log_probs": log_probs, "startup_s": 12.3, "memory_gib": 130.0}
     )
     return {
         "engine": engine,
@@ -39,7 +41,7 @@ def row(
 
 def four_rows(uuid: str = "A") -> list[dict]:
     native = [
-        row("native", mode, rate, uuid, logprobs=True)
+        row("native", mode, rate, uuid, log_probs=True)
         for mode, rate in (("bf16", 8000.0), ("fp8", 14000.0))
     ]
     return native + [row("vllm", mode, float(rate), uuid) for mode, rate in REFERENCE.items()]
@@ -61,7 +63,7 @@ def table(directory: Path, *files: list[dict]) -> subprocess.CompletedProcess[st
 def lines(directory: Path) -> dict[tuple[str, str, bool], dict]:
     found = json.loads((directory / "table.json").read_text())["lines"]
     return {
-        (line["engine"], line["mode"], line["logprobs"] and line["engine"] == "vllm"): line
+        (line["engine"], line["mode"], line["log_probs"] and line["engine"] == "vllm"): line
         for line in found
     }
 
@@ -70,7 +72,7 @@ def test_ratios_and_share_of_the_floor(tmp_path: Path) -> None:
     done = table(
         tmp_path,
         four_rows(),
-        [row("floor", "fp8", 17500.0), row("vllm", "bf16", 6000.0, logprobs=True)],
+        [row("floor", "fp8", 17500.0), row("vllm", "bf16", 6000.0, log_probs=True)],
     )
     assert done.returncode == 0, done.stderr
     assert "| long | isobit `fp8` | 14,000 | 1.79 | 1.28 | 80% | 12.3 | 130 |" in done.stdout
@@ -91,14 +93,15 @@ def test_ratios_and_share_of_the_floor(tmp_path: Path) -> None:
 
 def test_the_last_of_several_measurements_counts(tmp_path: Path) -> None:
     assert (
-        table(tmp_path, four_rows(), [row("native", "fp8", 15000.0, logprobs=True)]).returncode == 0
+        table(tmp_path, four_rows(), [row("native", "fp8", 15000.0, log_probs=True)]).returncode
+        == 0
     )
     assert lines(tmp_path)["native", "fp8", False]["tokens_per_s"] == 15000.0
 
 
 def test_a_row_of_a_card_without_a_baseline_is_refused(tmp_path: Path) -> None:
     done = table(
-        tmp_path, four_rows("A"), [row("native", "fp8-linear", 9000.0, "B", logprobs=True)]
+        tmp_path, four_rows("A"), [row("native", "fp8-linear", 9000.0, "B", log_probs=True)]
     )
     assert done.returncode == 2
     assert "native fp8-linear, qwen3-8b, long was measured on card B, vLLM BF16 on A" in done.stderr
@@ -107,7 +110,7 @@ def test_a_row_of_a_card_without_a_baseline_is_refused(tmp_path: Path) -> None:
 
 def test_a_row_that_brings_its_baseline_may_come_from_another_card(tmp_path: Path) -> None:
     others = [
-        row("native", "fp8-linear", 9000.0, "B", logprobs=True),
+        row("native", "fp8-linear", 9000.0, "B", log_probs=True),
         row("vllm", "bf16", 7500.0, "B"),
     ]
     done = table(tmp_path, four_rows("A"), others)
@@ -124,7 +127,7 @@ def test_the_four_rows_with_bars_must_share_a_card(tmp_path: Path) -> None:
 
 
 def test_shapes_without_vllm_need_no_baseline(tmp_path: Path) -> None:
-    small = row("native", "fp8", 40000.0, logprobs=True) | {"shape": "qwen3-0.6b"}
+    small = row("native", "fp8", 40000.0, log_probs=True) | {"shape": "qwen3-0.6b"}
     done = table(tmp_path, [small])
     assert done.returncode == 0, done.stderr
     assert "| long | isobit `fp8` | 40,000 | - | - | - | 12.3 | 130 |" in done.stdout
