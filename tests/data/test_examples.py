@@ -13,7 +13,7 @@ from isobit.config.sft import JsonlExamples, SftDataConfig
 from isobit.data.examples import Example, build_examples
 from isobit.data.tokenizer import decode
 from isobit.errors import DataError
-from isobit.starter.tokenizer import BOS_ID, EOS_ID, build_tokenizer
+from tools.starter.tokenizer import BOS_ID, EOS_ID, build_tokenizer
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' "

@@ -12,7 +12,7 @@ from isobit.data.prompts import build_prompts, drop_evaluated, prompts_of_rows
 from isobit.data.sources import Row
 from isobit.errors import DataError
 from isobit.records import Prompt
-from isobit.starter.tokenizer import BOS_ID, build_tokenizer
+from tools.starter.tokenizer import BOS_ID, build_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

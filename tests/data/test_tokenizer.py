@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from isobit.data.tokenizer import decode, load_tokenizer, stop_token_ids
 from isobit.errors import CheckpointError
-from isobit.starter.tokenizer import EOS_ID, build_tokenizer
+from tools.starter.tokenizer import EOS_ID, build_tokenizer
 
 
 @pytest.fixture

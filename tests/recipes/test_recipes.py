@@ -17,8 +17,8 @@ from isobit.models.config import ModelConfig
 from isobit.models.folder import save_policy
 from isobit.models.policy import random_policy
 from isobit.run.setup import prepare
-from isobit.starter.build import save_tokenizer, write_text
-from isobit.starter.tokenizer import build_tokenizer
+from tools.starter.build import save_tokenizer, write_text
+from tools.starter.tokenizer import build_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "your_data")

@@ -17,9 +17,9 @@ from isobit.data.tokenizer import load_tokenizer, stop_token_ids
 from isobit.models.folder import load_policy
 from isobit.run.sft.setup import decoder_of
 from isobit.starter import starter_folder
-from isobit.starter.figures import measure
 from isobit.starter.tasks import problems, question
-from isobit.starter.tokenizer import EOS_ID, VOCAB_SIZE
+from tools.starter.figures import measure
+from tools.starter.tokenizer import EOS_ID, VOCAB_SIZE
 
 FOLDER = starter_folder()
 

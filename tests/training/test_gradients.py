@@ -35,10 +35,10 @@ from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.starter import starter_folder
 from isobit.starter.tasks import correct_answer, pretraining_answer, problems, question
-from isobit.starter.tokenizer import EOS_ID
 from isobit.training.packing import pack, samples_of
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
+from tools.starter.tokenizer import EOS_ID
 
 GradientsOf = Callable[..., dict[str, torch.Tensor]]
 SMALLEST_COSINE = 0.998

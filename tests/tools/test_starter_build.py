@@ -11,8 +11,9 @@ from isobit.config.sft import SftConfig
 from isobit.data.sources import load_rows
 from isobit.data.tokenizer import load_tokenizer
 from isobit.run.sft.loop import sft
-from isobit.starter import build, starter_folder
+from isobit.starter import starter_folder
 from isobit.starter.tasks import final_answer, is_held_out, is_worked_out
+from tools.starter import build
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "starter.toml"
 
@@ -81,7 +82,7 @@ def test_the_card_tells_of_the_run_that_made_the_weights(
     build.main(["card", str(tmp_path / "run")])
     assert "3 held-out problems" in capsys.readouterr().out
     card = (tmp_path / "run" / "model" / "README.md").read_text(encoding="utf-8")
-    assert "1 updates of 96 answers in the `bf16` flow" in card
+    assert "1 updates of 96 answers in the\n`bf16` flow" in card
     assert "A Qwen3 decoder of 870,016 parameters" in card
     assert "{" not in card
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1

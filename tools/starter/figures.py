@@ -15,7 +15,7 @@ from isobit.records import Completion, Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.starter.tasks import correct_answer, is_worked_out
-from isobit.starter.tokenizer import EOS_ID
+from tools.starter.tokenizer import EOS_ID
 
 MAX_ANSWER_TOKENS = 24
 

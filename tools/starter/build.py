@@ -1,8 +1,8 @@
 """What surrounds the recipe that makes the starter model: its text before, its card after.
 
-    python -m isobit.starter.build text runs/starter-text       tokenizer, problems and pretraining text
-    isobit sft recipes/starter.toml                             random weights -> runs/starter/model
-    python -m isobit.starter.build card runs/starter            figures and model card beside the weights
+    python -m tools.starter.build text runs/starter-text    # tokenizer, problems, pretraining text
+    isobit sft recipes/starter.toml                         # random weights -> runs/starter/model
+    python -m tools.starter.build card runs/starter         # figures and card beside the weights
 
 The recipe takes the rows in their order, so that a step never sees a problem twice.  The same text,
 recipe and number of threads give the same weights, bit for bit.
@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from isobit.config.load import build
 from isobit.config.sft import SftConfig
 from isobit.models.loaded import load_model
-from isobit.starter.card import model_card
-from isobit.starter.figures import measure
 from isobit.starter.tasks import Problem, pretraining_answer, problems, question
-from isobit.starter.tokenizer import BOS_ID, EOS_ID, PAD_ID, build_tokenizer
+from tools.starter.card import model_card
+from tools.starter.figures import measure
+from tools.starter.tokenizer import BOS_ID, EOS_ID, PAD_ID, build_tokenizer
 
 CONTEXT = 512
 """Tokens that the tokenizer announces; the recipe's model holds as many."""
@@ -125,7 +125,7 @@ def _write_rows(path: Path, rows: Iterable[Row]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m isobit.starter.build", description="Text and card of the starter model."
+        prog="python -m tools.starter.build", description="Text and card of the starter model."
     )
     commands: Any = parser.add_subparsers(dest="command", required=True)
     text = commands.add_parser("text", help="write tokenizer, problems and pretraining text")

@@ -4,7 +4,7 @@ import string
 from pathlib import Path
 
 from isobit.data.tokenizer import decode, load_tokenizer
-from isobit.starter.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, VOCAB_SIZE, build_tokenizer
+from tools.starter.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, VOCAB_SIZE, build_tokenizer
 
 
 def test_every_printable_character_is_one_token_and_comes_back() -> None:

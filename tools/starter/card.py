@@ -3,8 +3,8 @@ it.
 """
 
 from isobit.models.config import ModelConfig
-from isobit.starter.figures import Figures
 from isobit.starter.tasks import GUESS_RANGE
+from tools.starter.figures import Figures
 
 TEMPLATE = """\
 ---
@@ -16,8 +16,8 @@ pipeline_tag: text-generation
 # Isobit starter
 
 A {family} decoder of {parameters:,} parameters that adds four one-digit numbers. It ships with
-[Isobit](../../../README.md) so that reinforcement learning in FP8 can be tried on a laptop, without a download, in minutes.
-It is of no other use.
+[Isobit](../../../README.md) so that reinforcement learning in FP8 can be tried on a laptop, without
+a download, in minutes. It is of no other use.
 
 | | |
 |---|---|
@@ -32,15 +32,18 @@ It is of no other use.
 Sums such as `3+8+2+9=`, from random initialisation, in a text with two styles of answers:
 
 - a third of them *worked out*, one addition after the other, and right: `11,13,22`;
-- two thirds *straight away*, a guess within {guess_range} of the sum: `19`. One in nine of them is right.
+- two thirds *straight away*, a guess within {guess_range} of the sum: `19`. One in nine of them is
+  right.
 
-So the model can do the sum, but mostly does not: it has learnt from its text that an answer is usually a guess. Reinforcement
-learning finds out that working it out pays. The final answer of a completion is everything after its last comma, or all of it;
-the reward `isobit.starter.tasks:correct_answer` is 1 if that is the sum, else 0.
+So the model can do the sum, but mostly does not: it has learnt from its text that an answer is
+usually a guess. Reinforcement learning finds out that working it out pays. The final answer of a
+completion is everything after its last comma, or all of it; the reward
+`isobit.starter.tasks:correct_answer` is 1 if that is the sum, else 0.
 
 ## Figures of this build
 
-On all {problems} held-out problems (`held_out.jsonl`), none of which were in the text or are in `train.jsonl`:
+On all {problems} held-out problems (`held_out.jsonl`), none of which were in the text or are in
+`train.jsonl`:
 
 | | |
 |---|---|
@@ -50,8 +53,8 @@ On all {problems} held-out problems (`held_out.jsonl`), none of which were in th
 | of these, right | {worked_out_accuracy:.1%} |
 | of the rest, right | {guess_accuracy:.1%} |
 
-Made by `{command}`: {updates} updates of {batch} answers in the `{preset}` flow, {minutes:.1f} minutes on {threads} CPU threads.
-Evaluated in the same flow.
+Made by `{command}`: {updates} updates of {batch} answers in the
+`{preset}` flow, {minutes:.1f} minutes on {threads} CPU threads. Evaluated in the same flow.
 """
 
 

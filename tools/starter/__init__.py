@@ -1,0 +1,1 @@
+"""How the starter model was made: its tokenizer, its text, its figures and its card."""
