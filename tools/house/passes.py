@@ -1,0 +1,247 @@
+"""What a token and a weight pass through, measured: one step of reinforcement learning on the
+starter model, watched call by call.
+
+    python -m tools.house.passes TREE          with TREE's parent folder on PYTHONPATH; prints JSON
+
+A step of two prompts with two samples each runs in ``fp8`` on one thread of the CPU, with rewards
+that differ, so that every master gets a gradient.  Each call of a function of TREE is looked at,
+with what it is given and what it returns.  Imports and bodies of classes are not calls.
+
+**Prompt to gradient.**  A *container* is a class of TREE that holds values token by token: an
+attribute that is named for tokens or log-probabilities (but not for stop tokens) and holds a tensor
+or a sequence of numbers; or a dataclass whose fields hold such an object, alone or in a sequence.
+A file counts when one of its functions
+
+  - is given or returns a container, or a sequence of them; or
+  - runs inside such a call, and is given or returns a tensor, a record of tensors, or numbers in a
+    sequence: kernels, decoder, loss.
+
+Counting ends when every master has a gradient that is not zero.  So what follows is out (clipping,
+AdamW, publishing, metrics, journals), and so is what only stands beside the path: clocks, progress,
+plans of memory.
+
+**Safetensors to GEMM.**  The same step, from the first matrix that is read to the first call of a
+file named ``gemm`` with one, which counts too.  A matrix has two dimensions of 128 and more, as no
+activation of this run has.  A file counts when one of its functions
+
+  - is given or returns a matrix, or a record, a sequence or a mapping of matrices; or
+  - is on the stack when that GEMM is called, and was given an object that holds matrices, at most
+    two objects deep: the policy, a runner.
+"""
+
+import gc
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from inspect import CO_OPTIMIZED, CO_VARARGS, CO_VARKEYWORDS
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+TOKENS = re.compile(r"(?<!stop_)(?<!stop)(token|log_?prob)")
+MATRIX = 128
+WEIGHT_DEPTH, LOOK_AT = 2, 4
+
+
+class Watch:
+    """Looks at the calls of one tree; ``files`` and ``containers`` grow in the order of arrival."""
+
+    def __init__(self, tree: Path) -> None:
+        import torch
+
+        self._tensor, self._parameter = torch.Tensor, torch.nn.Parameter
+        self._root = f"{tree}{os.sep}"
+        self._stacks = threading.local()
+        self._masters: list[Any] = []
+        self._kinds: dict[type, bool] = {}
+        self.token_files: dict[str, str] = {}
+        self.containers: dict[str, str] = {}
+        self.weight_files: dict[str, str] = {}
+        self.gradients_are_there = False
+        self.gemm_was_reached = False
+
+    def __call__(self, frame: FrameType, event: str, value: Any) -> None:
+        """For ``sys.setprofile``."""
+        code = frame.f_code
+        if not code.co_filename.startswith(self._root) or not code.co_flags & CO_OPTIMIZED:
+            return
+        file = code.co_filename.removeprefix(self._root)
+        if file.startswith("training"):
+            self._look_at_gradients()
+        if event == "call":
+            self._look(frame, file, _given(frame))
+        elif event == "return":
+            self._look(frame, file, [value])
+            self._inside().discard(id(frame))
+
+    def _inside(self) -> set[int]:
+        """The frames of this thread that hold a container."""
+        if not hasattr(self._stacks, "frames"):
+            self._stacks.frames = set()
+        return self._stacks.frames
+
+    def _look(self, frame: FrameType, file: str, values: Sequence[Any]) -> None:
+        name = frame.f_code.co_qualname
+        if not self.gradients_are_there:
+            inside = self._inside()
+            if any(self._is_container(value) for value in values):
+                inside.add(id(frame))
+                self.token_files.setdefault(file, name)
+            elif inside and any(self._is_per_token(value) for value in values):
+                self.token_files.setdefault(file, name)
+        if not self.gemm_was_reached and any(self._holds_matrix(value) for value in values):
+            self.weight_files.setdefault(file, name)
+            if Path(file).stem.startswith("gemm"):
+                self.gemm_was_reached = True
+                self._look_up_the_stack(frame.f_back)
+
+    def _look_up_the_stack(self, frame: FrameType | None) -> None:
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name.startswith(self._root) and any(
+                self._holds_matrix(value, any_object=True) for value in _given(frame)
+            ):
+                self.weight_files.setdefault(name.removeprefix(self._root), frame.f_code.co_name)
+            frame = frame.f_back
+
+    def _is_container(self, value: Any, depth: int = 0) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(self._is_container(one, depth) for one in value[:LOOK_AT])
+        if depth > 2 or not self._is_of_the_tree(value):
+            return False
+        found = False
+        for name, held in _attributes(value):
+            if isinstance(held, self._tensor) or _are_numbers(held):
+                found = found or TOKENS.search(name) is not None
+            elif is_dataclass(value):
+                found = self._is_container(held, depth + 1) or found
+        if found:
+            self.containers.setdefault(type(value).__name__, type(value).__module__)
+        return found
+
+    def _is_per_token(self, value: Any, depth: int = 0) -> bool:
+        if isinstance(value, self._tensor):
+            return not isinstance(value, self._parameter)
+        if isinstance(value, (list, tuple)):
+            return _are_numbers(value) or any(
+                self._is_per_token(one, depth) for one in value[:LOOK_AT]
+            )
+        if depth < 2 and is_dataclass(value) and self._is_of_the_tree(value):
+            return any(self._is_per_token(held, depth + 1) for _, held in _attributes(value))
+        return False
+
+    def _holds_matrix(self, value: Any, depth: int = 0, any_object: bool = False) -> bool:
+        if isinstance(value, self._tensor):
+            return value.ndim == 2 and min(value.shape) >= MATRIX
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        if isinstance(value, (list, tuple)):
+            return any(self._holds_matrix(one, depth, any_object) for one in value[:LOOK_AT])
+        if depth < WEIGHT_DEPTH and self._is_of_the_tree(value):
+            return (any_object or is_dataclass(value)) and any(
+                self._holds_matrix(held, depth + 1, any_object) for _, held in _attributes(value)
+            )
+        return False
+
+    def _is_of_the_tree(self, value: Any) -> bool:
+        kind = type(value)
+        if kind not in self._kinds:
+            module = sys.modules.get(kind.__module__)
+            file = getattr(module, "__file__", None) or ""
+            self._kinds[kind] = file.startswith(self._root)
+        return self._kinds[kind]
+
+    def _look_at_gradients(self) -> None:
+        if self.gradients_are_there:
+            return
+        if not self._masters:
+            self._masters = [one for one in gc.get_objects() if type(one) is self._parameter]
+        self.gradients_are_there = bool(self._masters) and all(
+            master.grad is not None and bool(master.grad.any()) for master in self._masters
+        )
+
+
+def _given(frame: FrameType) -> list[Any]:
+    """The arguments of a call."""
+    code, values = frame.f_code, frame.f_locals
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+    return [values[name] for name in code.co_varnames[:count] if name in values]
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    names += getattr(value, "__dict__", {})
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def _are_numbers(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) > 0
+        and all(isinstance(one, (int, float)) for one in value[:LOOK_AT])
+    )
+
+
+def step(folder: Path) -> Callable[[], object]:
+    """A step of reinforcement learning on the starter model, ready to run in ``folder``."""
+    import isobit
+
+    reward = folder / "reward.py"
+    reward.write_text(
+        "from itertools import count\nturn = count()\n"
+        "def reward(prompt, completion):\n    return float(next(turn) % 2)\n"
+    )
+    recipe = {
+        "model": "starter",
+        "output": str(folder / "run"),
+        "precision": "fp8",
+        "threads": 1,
+        "data": {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 4}},
+        "reward": {"function": f"{reward}:reward"},
+        "rollout": {"max_new_tokens": 4},
+        "training": {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2},
+    }
+    return lambda: isobit.train(recipe)
+
+
+def measure(tree: Path) -> dict[str, Any]:
+    """The step under the watch; files and containers with the first function, or the module, that
+    made each count.
+    """
+    import isobit
+
+    found = Path(str(isobit.__file__)).parent
+    if found != tree:
+        raise SystemExit(f"isobit is imported from {found}; put {tree.parent} on PYTHONPATH")
+    with tempfile.TemporaryDirectory() as folder:
+        work, watch = step(Path(folder)), Watch(tree)
+        threading.setprofile(watch)
+        sys.setprofile(watch)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # pyright: ignore[reportArgumentType]
+    if not watch.gradients_are_there:
+        raise SystemExit("the masters got no gradients: nothing says where counting should end")
+    return {
+        "token_files": watch.token_files,
+        "containers": watch.containers,
+        "weight_files": watch.weight_files,
+    }
+
+
+def main() -> None:
+    """Print what the tree that is named first makes of a step."""
+    figures = measure(Path(sys.argv[1]).resolve())
+    print("\n" + json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
