@@ -3,7 +3,9 @@
 #   make quickstart   set up, train the starter model with reinforcement learning in FP8, show the result
 #   make test         set up, run the tests
 #   make lint         ruff, pyright and the import rules
+#   make docs         build the documentation as a site, in site/
 #   make schema       write docs/*.schema.json and docs/configuration.md from the configuration's models
+#   make lock         write requirements.lock: every dependency of constraints.txt with its hashes
 #   make clean        remove the environment and the caches (never runs/)
 #
 # PYTHON        the interpreter to use, 3.11 to 3.13
@@ -20,7 +22,7 @@ READY := $(VENV)/.ready
 RUN := runs/quickstart
 PIP_INSTALL := $(PIP) install --disable-pip-version-check --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help setup quickstart test lint schema clean
+.PHONY: help setup quickstart test lint docs schema lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -54,6 +56,16 @@ schema: $(READY)
 	$(VENV)/bin/isobit schema sft > docs/sft.schema.json
 	$(VENV)/bin/isobit schema --markdown > docs/configuration.md
 
+docs: $(READY)
+	$(PIP_INSTALL) --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "== the site is in site/index.html"
+
+lock: $(READY)
+	$(PIP_INSTALL) --quiet uv
+	$(VENV)/bin/uv pip compile pyproject.toml --extra dev --extra docs --constraint constraints.txt --universal --python-version 3.11 \
+		--generate-hashes --no-annotate --quiet --custom-compile-command "make lock" --output-file requirements.lock
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -48,12 +48,12 @@ class Engine:
 
     Args:
         policy: its rollout side is read; a publish between or during calls is noticed and all K and
-        V are computed again.
+            V are computed again.
         config: sizes of the batch and of the cache.
         tokenizer: for text and stop strings; None leaves texts empty.
         seed: of the run; with prompt, visit and sample it fixes the noise.
         make_runner: what runs the model, from the policy and the number of pages; by default that
-        goes by the policy's device.
+            goes by the policy's device.
     """
 
     def __init__(
