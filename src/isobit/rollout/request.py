@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isobit.errors import RequestError
-from isobit.records import Prompt, SamplingParams
+from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.native.pages import pages_for
 
 

@@ -25,8 +25,9 @@ import torch
 
 from isobit.config.schema import RolloutConfig
 from isobit.memory.cache_size import batched_tokens, choose_num_pages, out_of_memory_named
+from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
-from isobit.records import Completion
+from isobit.records.text import Completion
 from isobit.rollout.native.executor import DirectExecutor
 from isobit.rollout.native.pages import PageAllocator, pages_for
 from isobit.rollout.native.pipeline import PipelinedExecutor
@@ -62,6 +63,7 @@ class Engine:
         make_runner: Callable[[Policy, int], ModelRunner | PipelineRunner] | None = None,
     ) -> None:
         num_pages = choose_num_pages(policy, config)
+        self._policy = policy
         self.stats = EngineStats()
         self._config = config
         self._batched_tokens = batched_tokens(config, on_gpu=policy.device.type != "cpu")
@@ -80,6 +82,11 @@ class Engine:
             self._runner().page_tokens,
             tokenizer is not None,
         )
+
+    @property
+    def function(self) -> LogProbFunction:
+        """What the recorded log-probabilities are values of."""
+        return function_of(self._policy, "rollout")
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse, with a RequestError and before anything runs, requests that can never be
@@ -106,8 +113,7 @@ class Engine:
         """The completions of each request, in the order of the requests and of their samples.
 
         ``progress`` is called after every step.  If weights are published meanwhile, tokens drawn
-        before keep their log-probabilities, and ``weights_version`` is the one that the first token
-        was drawn from.
+        before keep their log-probabilities; each has the version of the weights it was drawn from.
 
         Raises:
             RequestError: before anything runs, if a request can never be served.

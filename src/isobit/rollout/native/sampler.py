@@ -14,7 +14,7 @@ from torch import Tensor
 from isobit.errors import NonFiniteError
 from isobit.kernels.spec.log_prob import log_softmax
 from isobit.kernels.spec.sampling import draw, truncate
-from isobit.records import SamplingParams
+from isobit.records.text import SamplingParams
 from isobit.rollout.native.sequence import Sample
 
 
