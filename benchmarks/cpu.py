@@ -16,7 +16,7 @@ import argparse
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -27,15 +27,16 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
-from isobit.algorithms.objective import LossInputs
+from isobit.models.head import token_log_probs
+
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states
-from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy, random_policy
-from isobit.records import PackedBatch, Prompt, SamplingParams
+from isobit.records.batch import PackedBatch
+from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 
@@ -109,10 +110,8 @@ def training_work(policy: Policy, sequences: int) -> Callable[[], object]:
             batch.targets,
             batch.temperatures,
         )
-        inputs = LossInputs(
-            log_probs, log_probs.detach(), batch.advantages, batch.sequence, weights
-        )
-        algorithm.loss(inputs).loss.backward()
+        on_policy = replace(batch, old_log_probs=log_probs.detach())
+        algorithm.loss(log_probs, on_policy, weights).loss.backward()
         for master in policy.parameters():
             master.grad = None
 
@@ -135,6 +134,7 @@ def make_batch(sequences: int) -> PackedBatch:
         sequence=torch.arange(sequences).repeat_interleave(NEW_TOKENS),
         temperatures=torch.ones(count),
         recorded_log_probs=torch.zeros(count),
+        old_log_probs=torch.zeros(count),
         advantages=torch.randn(count, generator=generator),
     )
 

@@ -1,6 +1,6 @@
 """An example of a reward function, for ``your_data.toml``."""
 
-from isobit.records import Completion, Prompt
+from isobit.records.text import Completion, Prompt
 
 
 def reward(prompt: Prompt, completion: Completion) -> float:

@@ -15,7 +15,7 @@ from isobit.kernels.spec.linear import LinearWeight
 from isobit.models import decoder, head
 from isobit.models.policy import Policy
 from isobit.precision.flow import Site
-from isobit.records import PackedBatch
+from isobit.records.batch import PackedBatch
 
 SMALLEST, MEAN, ALONE = 0.995, 0.998, 0.9985
 """The bars: every matrix, their mean, and one linear alone."""

@@ -13,7 +13,7 @@ import torch
 from isobit.config.schema import PrecisionConfig, TrainingConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
-from isobit.records import PackedBatch
+from isobit.records.batch import PackedBatch
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 

@@ -90,10 +90,11 @@ def _on_cpu(alone: Alone) -> Iterator[None]:
 
 @contextmanager
 def _on_gpu(alone: Alone) -> Iterator[None]:
-    from isobit.models import hopper_training
     from isobit.models.hopper_decoder import LinearInput
     from isobit.models.hopper_saving import SavingForward
     from isobit.models.hopper_training import OutputGradient, PackedPass
+
+    from isobit.models import hopper_training
 
     class ExactForward(SavingForward):
         """Saves the inputs of linears in BF16."""

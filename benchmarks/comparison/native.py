@@ -18,7 +18,7 @@ from benchmarks.comparison.rows import RowWriter, card_memory_gib
 from isobit.config.schema import PrecisionConfig, RolloutConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.shapes import model_shape
-from isobit.records import Prompt, SamplingParams
+from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 

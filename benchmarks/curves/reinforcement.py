@@ -14,8 +14,9 @@ from time import perf_counter
 from benchmarks.curves.setting import device, make_writer, peak_gib, shape_named
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
-from isobit.records import Completion, Group, Prompt, SamplingParams
+from isobit.records.text import Completion, Group, Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.training.step import train_on_groups
@@ -88,7 +89,8 @@ def run(shape: str, precision: str, steps: int, learning_rate: float | None, out
             Group(request.prompt, 0, answers, [even_share(answer) for answer in answers])
             for request, answers in zip(requests, completions, strict=True)
         ]
-        trained = train_on_groups(trainer, groups, algorithm)
+        exact = is_one_function(engine.function, trainer.function)
+        trained = train_on_groups(trainer, groups, algorithm, exact)
         rewards = [reward for group in groups for reward in group.rewards if reward is not None]
         (update,) = trained.updates
         writer.write(

@@ -13,17 +13,18 @@ from contextlib import contextmanager
 from itertools import cycle
 
 import torch
+from isobit.kernels.hopper.pages import PAGE_TOKENS
 
 from benchmarks.comparison.rows import Row
 from benchmarks.passes.cases import Case
 from isobit.clock import Clock
 from isobit.config.schema import Moments, PrecisionConfig, RolloutConfig, TrainingConfig
-from isobit.kernels.hopper.pages import PAGE_TOKENS
 from isobit.memory.device import device_memory, plan_gpu
 from isobit.memory.turns import GpuTurns, allocate_in_pages
 from isobit.models.policy import random_policy
 from isobit.precision.flow import build_flow
-from isobit.records import PackedBatch, Prompt, SamplingParams
+from isobit.records.batch import PackedBatch
+from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.training.supervised import SupervisedObjective, pack_pairs

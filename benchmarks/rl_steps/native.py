@@ -28,10 +28,12 @@ from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig
 from isobit.memory.device import device_memory, plan_gpu
 from isobit.memory.turns import GpuTurns, allocate_in_pages
 from isobit.models.config import ModelConfig
+from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
 from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
-from isobit.records import Completion, Group, Prompt, SamplingParams
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Group, Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.training.step import StepMetrics, train_on_groups
@@ -134,7 +136,8 @@ class Loop:
 
     def _train(self, groups: list[Group]) -> StepMetrics:
         with self._training_turn():
-            step = train_on_groups(self._trainer, groups, self._algorithm)
+            exact = is_one_function(self._engine.function, self._trainer.function)
+            step = train_on_groups(self._trainer, groups, self._algorithm, exact)
         assert not step.skipped_updates, step.skip_reasons
         return step
 
@@ -164,10 +167,9 @@ class Loop:
         """
         whole = max(1, self._trainer.config.tokens_per_microbatch // case.length)
         count = min(case.sequences, whole + (case.sequences % whole or whole))
-        vocabulary, log_probs = (
-            range(self._policy.config.vocab_size),
-            (_MADE_UP_LOG_PROB,) * case.new_tokens,
-        )
+        vocabulary = range(self._policy.config.vocab_size)
+        log_probs = (_MADE_UP_LOG_PROB,) * case.new_tokens
+        versions = (self._policy.version,) * case.new_tokens
         prompt = Prompt(
             "made up", "", tuple(self._random.choices(vocabulary, k=case.prompt_tokens))
         )
@@ -175,7 +177,11 @@ class Loop:
         return self._graded(
             prompt,
             [
-                Completion(ids, log_probs, "", "length", 1.0, self._policy.version)
+                Completion(
+                    TokenSequence.of_answer(prompt.token_ids, ids, log_probs, versions),
+                    "",
+                    "length",
+                )
                 for ids in answers
             ],
         )

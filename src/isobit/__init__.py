@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.algorithms.grpo import Grpo as Grpo
-    from isobit.algorithms.objective import LossInputs as LossInputs
     from isobit.algorithms.objective import LossOutputs as LossOutputs
     from isobit.api import evaluate as evaluate
     from isobit.api import generate as generate
@@ -34,6 +33,7 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.models.config import ModelConfig as ModelConfig
     from isobit.models.folder import load_policy as load_policy
     from isobit.models.folder import save_policy as save_policy
+    from isobit.models.function import is_one_function as is_one_function
     from isobit.models.loaded import LoadedModel as LoadedModel
     from isobit.models.loaded import load_model as load_model
     from isobit.models.policy import Policy as Policy
@@ -42,18 +42,19 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.precision.flow import PrecisionFlow as PrecisionFlow
     from isobit.precision.flow import build_flow as build_flow
     from isobit.proof.verify import VerifyOptions as VerifyOptions
-    from isobit.records import Completion as Completion
-    from isobit.records import Group as Group
-    from isobit.records import PackedBatch as PackedBatch
-    from isobit.records import Prompt as Prompt
-    from isobit.records import SamplingParams as SamplingParams
+    from isobit.records.batch import PackedBatch as PackedBatch
+    from isobit.records.sequence import TokenSequence as TokenSequence
+    from isobit.records.text import Completion as Completion
+    from isobit.records.text import Group as Group
+    from isobit.records.text import Prompt as Prompt
+    from isobit.records.text import SamplingParams as SamplingParams
     from isobit.rewards.function import load_reward as load_reward
     from isobit.rewards.grade import grade as grade
     from isobit.rollout.native.engine import Engine as Engine
     from isobit.rollout.request import Request as Request
     from isobit.training.comparison import Comparison as Comparison
     from isobit.training.packing import pack as pack
-    from isobit.training.packing import samples_of as samples_of
+    from isobit.training.packing import sequences_of as sequences_of
     from isobit.training.step import train_on_groups as train_on_groups
     from isobit.training.supervised import SupervisedObjective as SupervisedObjective
     from isobit.training.supervised import pack_pairs as pack_pairs
@@ -67,7 +68,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "algorithms.grpo": ("Grpo",),
-    "algorithms.objective": ("LossInputs", "LossOutputs"),
+    "algorithms.objective": ("LossOutputs",),
     "api": ("evaluate", "generate", "sft", "train", "verify"),
     "config.load": ("load_config",),
     "config.schema": (
@@ -79,12 +80,15 @@ _HOMES = {
     ),
     "config.sft": ("SftConfig",),
     "errors": ("IsobitError",),
+    "models.function": ("is_one_function",),
     "models.folder": ("load_policy", "save_policy"),
     "models.config": ("ModelConfig",),
     "models.policy": ("Policy", "random_policy"),
     "precision.compare": ("describe_flow",),
     "precision.flow": ("PrecisionFlow", "build_flow"),
-    "records": ("Completion", "Group", "PackedBatch", "Prompt", "SamplingParams"),
+    "records.batch": ("PackedBatch",),
+    "records.sequence": ("TokenSequence",),
+    "records.text": ("Completion", "Group", "Prompt", "SamplingParams"),
     "rewards.function": ("load_reward",),
     "rewards.grade": ("grade",),
     "rollout.native.engine": ("Engine",),
@@ -92,7 +96,7 @@ _HOMES = {
     "models.loaded": ("LoadedModel", "load_model"),
     "proof.verify": ("VerifyOptions",),
     "training.comparison": ("Comparison",),
-    "training.packing": ("pack", "samples_of"),
+    "training.packing": ("pack", "sequences_of"),
     "training.step": ("train_on_groups",),
     "training.supervised": ("SupervisedObjective", "pack_pairs"),
     "training.trainer": ("Trainer",),

@@ -18,7 +18,7 @@ from isobit.observe.eval_result import EvalResult
 from isobit.observe.summary import Summary
 from isobit.proof import verify as verification
 from isobit.proof.verify import VerifyOptions, VerifyResult
-from isobit.records import Group
+from isobit.records.text import Group
 from isobit.run import loop
 from isobit.run.evaluate import evaluate_folder
 from isobit.run.rollout import rollout_folder

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isobit.algorithms.grpo import Grpo
-from isobit.algorithms.objective import LossInputs
 from isobit.config.schema import AlgorithmConfig
+from isobit.records.batch import PackedBatch
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 Answer = tuple[list[float], list[float], float]  # log-probabilities, old ones, advantage
@@ -41,18 +41,33 @@ def reference(answers: list[Answer], mean: str) -> tuple[float, list[float]]:
     return loss, gradients
 
 
-def inputs_of(answers: list[Answer], weights: torch.Tensor, dtype: torch.dtype) -> LossInputs:
-    counts = torch.tensor([len(new) for new, _, _ in answers])
-    return LossInputs(
-        log_probs=torch.tensor(
-            [x for new, _, _ in answers for x in new], dtype=dtype, requires_grad=True
-        ),
-        old_log_probs=torch.tensor([x for _, old, _ in answers for x in old], dtype=dtype),
-        advantages=torch.tensor(
-            [advantage for _, _, advantage in answers], dtype=dtype
-        ).repeat_interleave(counts),
-        sequence=torch.arange(len(answers)).repeat_interleave(counts),
-        weights=weights.to(dtype),
+def log_probs_of(answers: list[Answer]) -> torch.Tensor:
+    values = [x for new, _, _ in answers for x in new]
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def batch_of(old: torch.Tensor, advantages: torch.Tensor) -> PackedBatch:
+    """A batch that knows of its tokens what the loss reads, and nothing else."""
+    unread = torch.empty(0)
+    return PackedBatch(
+        token_ids=unread,
+        positions=unread,
+        lengths=(),
+        rows=unread,
+        targets=unread,
+        sequence=unread,
+        temperatures=unread,
+        recorded_log_probs=unread,
+        old_log_probs=old,
+        advantages=advantages,
+    )
+
+
+def batch_of_answers(answers: list[Answer]) -> PackedBatch:
+    old = [x for _, values, _ in answers for x in values]
+    advantages = [advantage for new, _, advantage in answers for _ in new]
+    return batch_of(
+        torch.tensor(old, dtype=torch.float64), torch.tensor(advantages, dtype=torch.float64)
     )
 
 
@@ -75,14 +90,14 @@ def grpo(mean: str = "token") -> Grpo:
 def test_loss_and_gradient_against_the_reference(mean: str, seed: int) -> None:
     answers = random_answers(seed)
     (weights,) = grpo(mean).weights([sequence_of(answers)])
-    inputs = inputs_of(answers, weights, torch.float64)
-    loss = grpo(mean).loss(inputs).loss
+    log_probs = log_probs_of(answers)
+    loss = grpo(mean).loss(log_probs, batch_of_answers(answers), weights.double()).loss
     loss.backward()
     expected_loss, expected_gradient = reference(answers, mean)
     assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)  # weights are float32
-    assert inputs.log_probs.grad is not None
+    assert log_probs.grad is not None
     torch.testing.assert_close(
-        inputs.log_probs.grad,
+        log_probs.grad,
         torch.tensor(expected_gradient, dtype=torch.float64),
         rtol=1e-6,
         atol=1e-12,
@@ -98,7 +113,7 @@ def test_any_cut_into_microbatches_adds_up(mean: str, cuts: tuple[int, ...]) -> 
     ]
     weights = grpo(mean).weights([sequence_of(part) for part in parts])
     outputs = [
-        grpo(mean).loss(inputs_of(part, weight, torch.float64))
+        grpo(mean).loss(log_probs_of(part), batch_of_answers(part), weight.double())
         for part, weight in zip(parts, weights, strict=True)
     ]
     assert sum(float(output.loss.detach()) for output in outputs) == pytest.approx(
@@ -110,15 +125,8 @@ def test_on_policy_the_gradient_is_that_of_the_advantage_weighted_log_probabilit
     log_probs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     advantages = torch.tensor([0.5, -1.5, 2.0])
     weights = torch.full([3], 0.25)
-    outputs = grpo().loss(
-        LossInputs(
-            log_probs,
-            log_probs.detach().clone(),
-            advantages,
-            torch.zeros(3, dtype=torch.int64),
-            weights,
-        )
-    )
+    batch = batch_of(log_probs.detach().clone(), advantages)
+    outputs = grpo().loss(log_probs, batch, weights)
     outputs.loss.backward()
     assert log_probs.grad is not None
     assert torch.equal(log_probs.grad, -advantages * weights)
@@ -131,9 +139,8 @@ def test_clip_fractions_count_the_tokens_without_gradient() -> None:
     advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
     log_probs = ratios.log().requires_grad_()
     zeros = torch.zeros(6, dtype=torch.float64)
-    outputs = grpo().loss(
-        LossInputs(log_probs, zeros, advantages, zeros.long(), torch.full_like(zeros, 1 / 6))
-    )
+    weights = torch.full_like(zeros, 1 / 6)
+    outputs = grpo().loss(log_probs, batch_of(zeros, advantages), weights)
     outputs.loss.backward()
     assert log_probs.grad is not None
     assert (log_probs.grad == 0).tolist() == [True, False, False, False, True, False]

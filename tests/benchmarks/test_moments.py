@@ -5,7 +5,6 @@ few steps, and its table.
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -64,11 +63,9 @@ def test_runs_of_the_decoder_differ_in_their_moments_alone(text: Path, tmp_path:
 
 
 def test_gradients_fall_and_the_loss_that_is_told_does_not() -> None:
-    objective = moments.ScaledObjective(0.1)
-    inputs: Any = SimpleNamespace(
-        log_probs=torch.tensor([-1.0, -3.0]), weights=torch.tensor([0.5, 0.5])
-    )
-    assert float(objective.loss(inputs).loss) == pytest.approx(0.2)
+    objective, batch = moments.ScaledObjective(0.1), SimpleNamespace()
+    outputs = objective.loss(torch.tensor([-1.0, -3.0]), batch, torch.tensor([0.5, 0.5]))
+    assert float(outputs.loss) == pytest.approx(0.2)
 
 
 def test_the_table_holds_each_run_against_fp32_moments_of_its_seed(

@@ -11,7 +11,7 @@ from isobit.config.schema import DataConfig, JsonlData
 from isobit.data.prompts import build_prompts, drop_evaluated, prompts_of_rows
 from isobit.data.sources import Row
 from isobit.errors import DataError
-from isobit.records import Prompt
+from isobit.records.text import Prompt
 from tools.starter.tokenizer import BOS_ID, build_tokenizer
 
 TEMPLATE = (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from isobit.data.sampler import PromptSampler
 from isobit.errors import DataError
-from isobit.records import Prompt
+from isobit.records.text import Prompt
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -13,7 +13,7 @@ import torch
 
 from isobit.config.schema import RunConfig
 from isobit.errors import ConfigError
-from isobit.records import PackedBatch
+from isobit.records.batch import PackedBatch
 from isobit.run.loop import train
 from isobit.store.checkpoint import keeper
 from isobit.training.trainer import Trainer

@@ -21,7 +21,7 @@ import torch
 from isobit.cli.main import main
 from isobit.config.sft import SftConfig
 from isobit.errors import CheckpointError, ConfigError, DataError, Interrupted, StorageError
-from isobit.records import PackedBatch
+from isobit.records.batch import PackedBatch
 from isobit.run.sft import setup
 from isobit.run.sft.loop import sft
 from isobit.starter.tasks import problems, question, worked_out

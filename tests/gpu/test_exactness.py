@@ -14,7 +14,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.models.policy import Policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify_policy
-from isobit.records import Prompt, SamplingParams
+from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 
@@ -97,4 +97,4 @@ def test_new_weights_are_read_without_another_capture(make_policy: MakePolicy) -
     after = engine.generate(requests(2))
     fresh = Engine(policy, RolloutConfig(), None, seed=0).generate(requests(2))
     assert after == fresh and after != before
-    assert {completion.weights_version for group in after for completion in group} == {2}
+    assert {v for group in after for c in group for v in c.weights_versions} == {2}

@@ -18,7 +18,7 @@ from isobit.memory.device import device_memory, plan_gpu
 from isobit.memory.turns import GpuTurns
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
-from isobit.records import Completion, Prompt, SamplingParams
+from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.training.host_moments import HostMoments

@@ -4,7 +4,6 @@ time, rows free of the batch.
 
 import pytest
 import torch
-
 from isobit.kernels.spec.rms_norm import rms_norm
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

@@ -20,9 +20,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
-from isobit.records import Completion, Group, Prompt
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Group, Prompt
 from isobit.training.budget import BudgetChange, MicrobatchBudget
-from isobit.training.packing import pack, samples_of
+from isobit.training.packing import lay_end_to_end
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
 
@@ -48,21 +49,18 @@ def groups_of(trainer: Trainer) -> list[Group]:
             tuple(random.randrange(1000) for _ in range(random.randint(250, 462))) for _ in range(4)
         ]
         prompt = Prompt(f"test/{number}", "", tuple(random.randrange(1000) for _ in range(50)))
-        blank = Group(
-            prompt,
-            0,
-            [Completion(tokens, (0.0,) * len(tokens), "", "stop", 1.0, 1) for tokens in ids],
-            [0.0, 1.0, 1.0, 0.0],
-        )
-        alone = [
-            pack(samples_of([replace(blank, completions=[one], rewards=[0.0])], [[0.0]]), 1)[0]
-            for one in blank.completions
-        ]
+        blank = [TokenSequence.of_answer(prompt.token_ids, tokens) for tokens in ids]
         recorded = [
-            replace(c, log_probs=tuple(trainer.scorer.score(b).log_probs.tolist()))
-            for c, b in zip(blank.completions, alone, strict=True)
+            replace(
+                one,
+                log_probs=one.spread(
+                    trainer.scorer.score(lay_end_to_end([one])).log_probs.tolist()
+                ),
+            )
+            for one in blank
         ]
-        return replace(blank, completions=recorded)
+        completions = [Completion(one, "", "stop") for one in recorded]
+        return Group(prompt, 0, completions, [0.0, 1.0, 1.0, 0.0])
 
     return [group(number) for number in range(8)]
 
@@ -92,7 +90,7 @@ def steps_with_less_and_less_memory(preset: Preset) -> None:
         groups = groups_of(trainer)
         free()
         torch.cuda.reset_peak_memory_stats()
-        metrics = train_on_groups(trainer, groups, GRPO)
+        metrics = train_on_groups(trainer, groups, GRPO, trainer.policy.flow.exact)
         assert metrics.comparison.tokens_differing == 0 < metrics.comparison.tokens_compared
         masters = {name: master.detach().cpu() for name, master in trainer.policy.masters.items()}
         return masters, trainer.budget, torch.cuda.max_memory_reserved()

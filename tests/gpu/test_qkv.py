@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from isobit.kernels.spec.rms_norm import rms_norm_forward
 
 from isobit.errors import ConfigError
 from isobit.kernels.spec.heads import Heads
 from isobit.kernels.spec.quantise import scale_of_byte
-from isobit.kernels.spec.rms_norm import rms_norm_forward
 from isobit.kernels.spec.rope import RopeTable, rotate
 from isobit.precision.formats import DTYPES, E4M3, E8M0_BIAS, Format
 

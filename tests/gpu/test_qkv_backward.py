@@ -4,8 +4,8 @@ own rounding of them with norms.
 
 import pytest
 import torch
-
 from isobit.kernels.spec.rms_norm import rms_norm
+
 from isobit.kernels.spec.rope import RopeTable, rope
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

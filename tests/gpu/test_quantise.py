@@ -4,9 +4,9 @@ those of their parts.
 
 import pytest
 import torch
+from isobit.kernels.spec.rms_norm import rms_norm_forward
 
 from isobit.kernels.spec import quantise as specification
-from isobit.kernels.spec.rms_norm import rms_norm_forward
 from isobit.kernels.spec.swiglu import swiglu_forward
 from isobit.precision.formats import ScaleKind
 

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
+from isobit.models.head import token_log_probs
 
 from isobit.config.schema import Moments, PrecisionConfig, Preset, RolloutConfig, TrainingConfig
 from isobit.kernels.spec import packed_attention
@@ -19,7 +20,6 @@ from isobit.memory.cache_size import num_pages_for
 from isobit.memory.host import MemoryEstimate, activation_bytes, estimate_memory, published_bytes
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states
-from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.flow import build_flow
 from isobit.precision.quant_tensor import QuantTensor

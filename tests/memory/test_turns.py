@@ -18,7 +18,7 @@ from isobit.memory.device import GpuPlan
 from isobit.memory.host import microbatch_tokens
 from isobit.memory.turns import GpuTurns
 from isobit.observe.summary import PhaseMemory
-from isobit.records import PackedBatch
+from isobit.records.batch import PackedBatch
 from isobit.run import loop, setup
 from isobit.run.loop import train
 from isobit.run.setup import Run, prepare

@@ -13,13 +13,14 @@ import torch
 import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
+from isobit.models.head import token_log_probs
+
 from isobit.config.schema import PrecisionConfig
 from isobit.kernels.spec.kv_cache import KvCache
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.kernels.spec.paged_attention import PagedAttention, PagedBatch
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states
-from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy, random_policy
 
 CONFIG = ModelConfig("qwen2", 128, 256, 1152, 2, 4, 2, 64, 256, 1e-6, 1e4, True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from isobit.models.head import head_logits, token_log_probs
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from isobit.config.schema import PrecisionConfig
@@ -14,7 +15,6 @@ from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states
 from isobit.models.folder import fuse_tensors
-from isobit.models.head import head_logits, token_log_probs
 from isobit.models.policy import Policy
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from isobit.kernels.device import heads_problem
 
 from isobit.config.schema import Device, PrecisionConfig
 from isobit.errors import ConfigError
-from isobit.kernels.device import heads_problem
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
 

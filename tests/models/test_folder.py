@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from isobit.models.head import head_logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models.config import Family, ModelConfig, RopeScaling
 from isobit.models.decoder import hidden_states
 from isobit.models.folder import INDEX_FILE, WEIGHTS_FILE, load_policy, save_policy
-from isobit.models.head import head_logits
 from isobit.models.policy import random_policy
 
 FP32 = PrecisionConfig(preset="fp32")

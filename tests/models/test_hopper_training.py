@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="the modules that import the kernels need Triton")
 
+from isobit.kernels.spec.rms_norm import rms_norm_forward
+
 from isobit.config.schema import PrecisionConfig, Recompute
 from isobit.kernels.hopper import attention_backward as attention_kernel
 from isobit.kernels.hopper import packed_attention
@@ -21,7 +23,6 @@ from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.e4m3 import decode_e4m3
 from isobit.kernels.spec.packed_attention import PackedAttention
-from isobit.kernels.spec.rms_norm import rms_norm_forward
 from isobit.kernels.spec.rope import RopeTable, rotate
 from isobit.kernels.spec.swiglu import swiglu_forward
 from isobit.models import decoder, head, hopper_decoder, hopper_saving, hopper_training

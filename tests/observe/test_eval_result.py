@@ -5,12 +5,15 @@ import math
 import pytest
 
 from isobit.observe.eval_result import result_of
-from isobit.records import Completion, Group, Prompt
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Group, Prompt
 
 
 def group(rewards: list[float | None], tokens: int = 2) -> Group:
     completions = [
-        Completion((5,) * tokens, (0.0,) * tokens, "", "stop" if tokens < 4 else "length", 1.0, 1)
+        Completion(
+            TokenSequence.of_answer((1,), (5,) * tokens), "", "stop" if tokens < 4 else "length"
+        )
         for _ in rewards
     ]
     return Group(Prompt("set/0", "", (1,)), 0, completions, rewards)

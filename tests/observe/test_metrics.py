@@ -8,12 +8,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from isobit.observe.metrics import MetricsWriter, length_metrics, reward_metrics, trained_tokens
-from isobit.records import Completion, Group, Prompt
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Group, Prompt
 
 
 def group(rewards: list[float | None], lengths: list[int]) -> Group:
     completions = [
-        Completion((5,) * n, (0.0,) * n, "", "length" if n == 4 else "stop", 1.0, 1)
+        Completion(TokenSequence.of_answer((1,), (5,) * n), "", "length" if n == 4 else "stop")
         for n in lengths
     ]
     return Group(Prompt("set/0", "", (1, 2, 3)), 0, completions, rewards)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from isobit.errors import RewardError
-from isobit.records import Completion, Prompt
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Prompt
 from isobit.rewards.function import load_reward
 from isobit.rewards.task_scorer import score_task
 
@@ -32,7 +33,7 @@ LIMIT = 3
 
 
 def completion(text: str) -> Completion:
-    return Completion((2,), (0.0,), text, "stop", 1.0, 0)
+    return Completion(TokenSequence.of_answer((1,), (2,)), text, "stop")
 
 
 @pytest.fixture

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from isobit.errors import RewardError
-from isobit.records import Completion, Group, Prompt
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.function import RewardFunction
 from isobit.rewards.grade import grade
 
 
 def groups(*texts: list[str]) -> list[Group]:
     def completion(text: str) -> Completion:
-        return Completion((2,), (0.0,), text, "stop", 1.0, 0)
+        return Completion(TokenSequence.of_answer((1,), (2,)), text, "stop")
 
     return [
         Group(Prompt(f"train/{index}", "", (1,)), 0, [completion(text) for text in group])

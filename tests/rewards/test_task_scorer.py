@@ -14,7 +14,8 @@ from reasoning_gym.factory import DATASETS
 from isobit.config.schema import ReasoningGymData
 from isobit.data.sources import load_rows
 from isobit.errors import RewardError
-from isobit.records import Completion, Prompt
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Prompt
 from isobit.rewards.task_scorer import EXECUTES_ANSWERS, final_answer, score_task
 
 EVALUATING = {"eval", "exec", "parse_expr", "sympify", "S"}
@@ -26,7 +27,7 @@ def prompt(task: str, **options: Any) -> Prompt:
 
 
 def score(prompt: Prompt, text: str) -> float:
-    return score_task(prompt, Completion((2,), (0.0,), text, "stop", 1.0, 0))
+    return score_task(prompt, Completion(TokenSequence.of_answer((1,), (2,)), text, "stop"))
 
 
 @pytest.mark.parametrize(

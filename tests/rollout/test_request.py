@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from isobit.errors import RequestError
-from isobit.records import Prompt, SamplingParams
+from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.request import Limits, Request, check_requests
 
 from .native.history_model import make_engine

@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from isobit.records import Completion, Prompt
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Prompt
 from isobit.starter.tasks import (
     GUESS_RANGE,
     correct_answer,
@@ -71,7 +72,10 @@ def test_the_split_is_disjoint_complete_and_fixed() -> None:
 )
 def test_the_reward_reads_the_final_answer_only(text: str, reward: float) -> None:
     prompt = Prompt("train/0", "3+8+2+9=", (1,), {"answer": "22"})
-    assert correct_answer(prompt, Completion((2,), (0.0,), text, "stop", 1.0, 0)) == reward
+    assert (
+        correct_answer(prompt, Completion(TokenSequence.of_answer((1,), (2,)), text, "stop"))
+        == reward
+    )
 
 
 def test_the_first_problems_are_a_fair_sample() -> None:

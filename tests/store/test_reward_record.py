@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 from isobit.errors import RewardError
-from isobit.records import Completion, Group, Prompt
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Group, Prompt
 from isobit.store.reward_record import RewardRecord
 
 
 def groups(token: int = 5, version: int = 1) -> list[Group]:
-    completions = [Completion((token, n), (0.0, 0.0), "", "stop", 1.0, version) for n in range(3)]
+    completions = [
+        Completion(TokenSequence.of_answer((1,), (token, n), (0.0, 0.0), (0, version)), "", "stop")
+        for n in range(3)
+    ]
     return [Group(Prompt(f"train/{index}", "", (1,)), 0, list(completions)) for index in range(2)]
 
 

@@ -13,8 +13,10 @@ from isobit.algorithms.objective import Objective
 from isobit.config.schema import PrecisionConfig, Preset, TrainingConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
-from isobit.records import Completion, Group, PackedBatch, Prompt
-from isobit.training.packing import pack, samples_of
+from isobit.records.batch import PackedBatch
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Group, Prompt
+from isobit.training.packing import lay_end_to_end
 from isobit.training.trainer import Trainer
 
 TINY = ModelConfig(
@@ -75,7 +77,7 @@ def make_groups() -> Callable[..., list[Group]]:
         for index in range(num_groups):
             prompt = Prompt(f"test/{index}", "", tokens(2, 12))
             completions = [
-                Completion(ids, (0.0,) * len(ids), "", "stop", 1.0, 1)
+                Completion(TokenSequence.of_answer(prompt.token_ids, ids), "", "stop")
                 for ids in (tokens(1, 24) for _ in range(samples))
             ]
             rewards: list[float | None] = [float(random.random() < 0.5) for _ in completions]
@@ -89,16 +91,14 @@ def make_groups() -> Callable[..., list[Group]]:
 def record(trainer: Trainer, group: Group) -> Group:
     """The group with each completion's log-probabilities computed by itself, in a batch of one."""
     return replace(
-        group,
-        completions=[
-            _recorded(trainer, group.prompt, completion) for completion in group.completions
-        ],
+        group, completions=[_recorded(trainer, completion) for completion in group.completions]
     )
 
 
-def _recorded(trainer: Trainer, prompt: Prompt, completion: Completion) -> Completion:
-    (batch,) = pack(samples_of([Group(prompt, 0, [completion])], [[0.0]]), 1)
-    return replace(completion, log_probs=tuple(trainer.scorer.score(batch).log_probs.tolist()))
+def _recorded(trainer: Trainer, completion: Completion) -> Completion:
+    sequence = completion.sequence
+    log_probs = sequence.spread(trainer.scorer.score(lay_end_to_end([sequence])).log_probs.tolist())
+    return replace(completion, sequence=replace(sequence, log_probs=log_probs))
 
 
 @pytest.fixture
@@ -128,7 +128,13 @@ def gradients_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, tor
             )
 
         monkeypatch.setattr(trainer, "_step", catch)
-        trainer.update(batches, objective, [trainer.scorer.score(batch).log_probs for batch in batches])
+        trainer.update(
+            [
+                replace(batch, old_log_probs=trainer.scorer.score(batch).log_probs)
+                for batch in batches
+            ],
+            objective,
+        )
         return caught
 
     return gradients

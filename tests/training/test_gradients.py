@@ -30,12 +30,13 @@ from isobit.config.schema import (
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy
-from isobit.records import Group, PackedBatch, Prompt, SamplingParams
+from isobit.records.batch import PackedBatch
+from isobit.records.text import Group, Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.starter import starter_folder
 from isobit.starter.tasks import correct_answer, pretraining_answer, problems, question
-from isobit.training.packing import pack, samples_of
+from isobit.training.packing import pack, sequences_of
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 from tools.starter.tokenizer import EOS_ID
@@ -79,7 +80,7 @@ def sampled_batches() -> list[PackedBatch]:
         [correct_answer(group.prompt, completion) for completion in group.completions]
         for group in groups
     ]
-    return pack(samples_of(groups, [GRPO.advantages(group) for group in rewards]), 4096)
+    return pack(sequences_of(groups, [GRPO.advantages(group) for group in rewards]), 4096)
 
 
 def starter(preset: Preset) -> Policy:
@@ -118,7 +119,10 @@ def test_fp8_backward_against_the_exact_one(
     }
     trainers = {name: Trainer(policy, TrainingConfig(), 1) for name, policy in policies.items()}
     assert all(
-        torch.equal(trainers["fp8"].scorer.score(batch).log_probs, trainers["exact"].scorer.score(batch).log_probs)
+        torch.equal(
+            trainers["fp8"].scorer.score(batch).log_probs,
+            trainers["exact"].scorer.score(batch).log_probs,
+        )
         for batch in batches
     )
     gradients = {

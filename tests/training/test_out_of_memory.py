@@ -13,7 +13,8 @@ import torch
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig
 from isobit.errors import ConfigError
-from isobit.records import Group, PackedBatch
+from isobit.records.batch import PackedBatch
+from isobit.records.text import Group
 from isobit.training.budget import BudgetChange
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
@@ -86,10 +87,10 @@ def test_the_result_is_that_of_the_smaller_budget(
     memory = Memory(64, fails_in)
     for seed in range(2):
         groups = make_groups(small, seed=seed)
-        expected = train_on_groups(small, groups, GRPO)
-        train_on_groups(large, groups, GRPO)
+        expected = train_on_groups(small, groups, GRPO, small.policy.flow.exact)
+        train_on_groups(large, groups, GRPO, large.policy.flow.exact)
         with memory.of(limited):
-            metrics = train_on_groups(limited, groups, GRPO)
+            metrics = train_on_groups(limited, groups, GRPO, limited.policy.flow.exact)
         assert metrics == expected
     assert memory.failures == 1
     assert limited.budget.changes == [BudgetChange(0, 128, 64)]
@@ -121,12 +122,12 @@ def test_updates_before_it_keep_their_cut_and_a_recorded_change_is_made_again(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "update", third_fails_once)
-        metrics = train_on_groups(limited, groups, GRPO)
+        metrics = train_on_groups(limited, groups, GRPO, limited.policy.flow.exact)
     assert limited.budget.changes == [BudgetChange(2, 128, 64)]
     told.budget.changes = list(limited.budget.changes)
-    assert train_on_groups(told, groups, GRPO) == metrics
+    assert train_on_groups(told, groups, GRPO, told.policy.flow.exact) == metrics
     for other in (plain, small):
-        train_on_groups(other, groups, GRPO)
+        train_on_groups(other, groups, GRPO, other.policy.flow.exact)
     assert equal(told, limited)
     assert not equal(limited, plain) and not equal(limited, small)
 
@@ -138,7 +139,7 @@ def test_a_change_is_announced_before_anything_is_learnt_with_it(
     seen: list[tuple[BudgetChange, int]] = []
     trainer.budget.on_change = lambda change: seen.append((change, trainer.policy.version))
     with Memory(40).of(trainer):
-        train_on_groups(trainer, make_groups(trainer), GRPO)
+        train_on_groups(trainer, make_groups(trainer), GRPO, trainer.policy.flow.exact)
     assert seen == [
         (BudgetChange(0, 128, 64), 1),
         (BudgetChange(0, 64, 34), 1),
@@ -167,7 +168,7 @@ def test_one_sequence_that_is_too_long_ends_it_with_the_keys(
     groups = make_groups(trainer)
     before = state_of(trainer)
     with Memory(8).of(trainer), pytest.raises(ConfigError) as error:
-        train_on_groups(trainer, groups, GRPO)
+        train_on_groups(trainer, groups, GRPO, trainer.policy.flow.exact)
     assert "CUDA out of memory, with one sequence of 34 tokens in a micro-batch" in str(error.value)
     assert "training.tokens_per_microbatch = 128" in str(error.value)
     assert str(error.value).endswith(advice)
@@ -185,5 +186,5 @@ def test_within_an_optimiser_step_it_ends_too(
     with pytest.raises(
         ConfigError, match="in the middle of an optimiser step, of which nothing is kept"
     ):
-        train_on_groups(trainer, groups, GRPO)
+        train_on_groups(trainer, groups, GRPO, trainer.policy.flow.exact)
     assert not trainer.is_whole and trainer.budget.changes == []

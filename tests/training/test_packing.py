@@ -2,21 +2,23 @@
 predicts.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.records import Completion, Group, Prompt
-from isobit.training.packing import TrainingSample, first_fit_decreasing, pack, samples_of
+from isobit.records.sequence import GIVEN, TokenSequence
+from isobit.records.text import Completion, Group, Prompt
+from isobit.training.packing import first_fit_decreasing, pack, sequences_of
 
 lengths = st.lists(st.integers(1, 60), max_size=40)
 budgets = st.integers(1, 100)
 
 
 @st.composite
-def samples(draw: st.DrawFn) -> list[TrainingSample]:
+def samples(draw: st.DrawFn) -> list[TokenSequence]:
     """Samples whose tokens are all different, so that each can be traced through packing."""
     made, token = [], 0
     for prompt, completion in draw(
@@ -25,13 +27,12 @@ def samples(draw: st.DrawFn) -> list[TrainingSample]:
         ids = tuple(range(token, token + prompt + completion))
         token += prompt + completion
         made.append(
-            TrainingSample(
+            TokenSequence.of_answer(
                 ids[:prompt],
                 ids[prompt:],
                 tuple(-float(i) for i in ids[prompt:]),
-                float(ids[0]),
-                1.0 + len(made),
-            )
+                temperature=1.0 + len(made),
+            ).with_advantage(float(ids[0]))
         )
     return made
 
@@ -59,25 +60,24 @@ def test_similar_lengths_sit_together_and_ties_keep_their_order() -> None:
 
 
 @given(samples(), budgets)
-def test_every_token_once_with_its_companions(samples: list[TrainingSample], budget: int) -> None:
+def test_every_token_once_with_its_companions(samples: list[TokenSequence], budget: int) -> None:
     batches = pack(samples, budget)
-    by_first_token = {sample.prompt_ids[0]: sample for sample in samples}
+    by_first_token = {sample.token_ids[0]: sample for sample in samples}
     for batch in batches:
         assert len(batch.lengths) == 1 or sum(batch.lengths) <= budget
         first = 0
         for index, length in enumerate(batch.lengths):
             sample = by_first_token.pop(int(batch.token_ids[first]))
             mine = batch.sequence == index
-            count = len(sample.completion_ids)
-            assert batch.token_ids[first : first + length].tolist() == [
-                *sample.prompt_ids,
-                *sample.completion_ids,
-            ]
+            count = len(sample.response_ids)
+            assert batch.token_ids[first : first + length].tolist() == list(sample.token_ids)
             assert batch.positions[first : first + length].tolist() == list(range(length))
-            assert batch.targets[mine].tolist() == list(sample.completion_ids)
-            assert batch.token_ids[batch.rows[mine] + 1].tolist() == list(sample.completion_ids)
-            assert batch.recorded_log_probs[mine].tolist() == list(sample.log_probs)
-            assert batch.advantages[mine].tolist() == [sample.advantage] * count
+            assert batch.targets[mine].tolist() == list(sample.response_ids)
+            assert batch.token_ids[batch.rows[mine] + 1].tolist() == list(sample.response_ids)
+            recorded = list(sample.of_response(sample.log_probs))
+            assert batch.recorded_log_probs[mine].tolist() == recorded
+            assert batch.old_log_probs[mine].tolist() == recorded
+            assert batch.advantages[mine].tolist() == [float(sample.token_ids[0])] * count
             assert batch.temperatures[mine].tolist() == [sample.temperature] * count
             first += length
         assert first == batch.token_ids.numel()
@@ -86,31 +86,58 @@ def test_every_token_once_with_its_companions(samples: list[TrainingSample], bud
 
 
 @given(samples(), budgets)
-def test_packing_is_deterministic(samples: list[TrainingSample], budget: int) -> None:
+def test_packing_is_deterministic(samples: list[TokenSequence], budget: int) -> None:
     for a, b in zip(pack(samples, budget), pack(samples, budget), strict=True):
         assert a.lengths == b.lengths
         assert torch.equal(a.token_ids, b.token_ids)
 
 
 def test_dtypes() -> None:
-    (batch,) = pack([TrainingSample((1, 2), (3,), (-0.5,), 1.0, 1.0)], 8)
+    (batch,) = pack([TokenSequence.of_answer((1, 2), (3,), (-0.5,))], 8)
     integers = (batch.token_ids, batch.positions, batch.rows, batch.targets, batch.sequence)
-    floats = (batch.temperatures, batch.recorded_log_probs, batch.advantages)
+    floats = (
+        batch.temperatures,
+        batch.recorded_log_probs,
+        batch.old_log_probs,
+        batch.advantages,
+    )
     assert {tensor.dtype for tensor in integers} == {torch.int64}
     assert {tensor.dtype for tensor in floats} == {torch.float32}
 
 
+def test_several_turns_with_an_advantage_for_each_token() -> None:
+    """Two answers with a tool's words between them, the second drawn from newer weights."""
+    turns = TokenSequence(
+        token_ids=(1, 2, 3, 4, 5, 6, 7, 8),
+        loss_mask=(False, False, True, True, False, False, True, False),
+        log_probs=(0.0, 0.0, -0.3, -0.4, 0.0, 0.0, -0.7, 0.0),
+        weights_versions=(GIVEN, GIVEN, 1, 1, GIVEN, GIVEN, 2, GIVEN),
+        advantages=(0.0, 0.0, 3.0, 4.0, 0.0, 0.0, 7.0, 0.0),
+        temperature=0.5,
+    )
+    recomputed = replace(turns, old_log_probs=turns.spread((-3.0, -4.0, -7.0)), temperature=2.0)
+    (batch,) = pack([turns, TokenSequence.of_answer((1,), (9,)), recomputed], 32)
+    assert batch.lengths == (8, 8, 2)
+    assert batch.rows.tolist() == [1, 2, 5, 9, 10, 13, 16]
+    assert batch.targets.tolist() == [3, 4, 7, 3, 4, 7, 9]
+    assert batch.sequence.tolist() == [0, 0, 0, 1, 1, 1, 2]
+    recorded = torch.tensor([-0.3, -0.4, -0.7])
+    old = torch.tensor([-3.0, -4.0, -7.0])
+    assert torch.equal(batch.recorded_log_probs, torch.cat([recorded, recorded, torch.zeros(1)]))
+    assert torch.equal(batch.old_log_probs, torch.cat([recorded, old, torch.zeros(1)]))
+    assert batch.advantages.tolist() == [3.0, 4.0, 7.0, 3.0, 4.0, 7.0, 0.0]
+    assert batch.temperatures.tolist() == [0.5, 0.5, 0.5, 2.0, 2.0, 2.0, 1.0]
+
+
 def test_excluded_and_empty_completions_are_left_out() -> None:
-    def completion(*ids: int, temperature: float = 0.7) -> Completion:
-        return Completion(ids, tuple(-1.0 for _ in ids), "", "stop", temperature, 1)
+    def completion(*ids: int) -> Completion:
+        return Completion(TokenSequence.of_answer((1, 2), ids, temperature=0.7), "", "stop")
 
     group = Group(
-        Prompt("p/0", "", (1, 2)),
-        0,
-        [completion(3), completion(4, 5), completion(), completion(6, temperature=0.0)],
+        Prompt("p/0", "", (1, 2)), 0, [completion(3), completion(4, 5), completion(), completion(6)]
     )
-    made = samples_of([group], [[0.5, None, 1.0, -0.5]])
-    assert [(sample.completion_ids, sample.advantage, sample.temperature) for sample in made] == [
-        ((3,), 0.5, 0.7),
-        ((6,), -0.5, 1.0),
+    made = sequences_of([group], [[0.5, None, 1.0, -0.5]])
+    assert [(one.token_ids, one.advantages, one.temperature) for one in made] == [
+        ((1, 2, 3), (0.0, 0.0, 0.5), 0.7),
+        ((1, 2, 6), (0.0, 0.0, -0.5), 0.7),
     ]

@@ -11,7 +11,7 @@ import pytest
 
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig, Preset
-from isobit.records import Group
+from isobit.records.text import Group
 from isobit.training.step import train_on_groups
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
@@ -67,7 +67,7 @@ def test_reinforcement_learning_raises_what_is_rewarded(
 
     before = advantage_weighted(graded())
     for _ in range(4):
-        metrics = train_on_groups(trainer, graded(), algorithm)
+        metrics = train_on_groups(trainer, graded(), algorithm, trainer.policy.flow.exact)
         assert metrics.skipped_updates == 0
         assert metrics.comparison.tokens_compared > 0
         assert metrics.comparison.tokens_differing == 0

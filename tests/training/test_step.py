@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.algorithms.objective import LossInputs, LossOutputs
+from isobit.algorithms.objective import LossOutputs
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig
 from isobit.errors import ConfigError
 from isobit.models.policy import Policy
-from isobit.records import Group
+from isobit.records.batch import PackedBatch
+from isobit.records.text import Completion, Group
 from isobit.training.comparison import Comparison
 from isobit.training.step import cut_by_prompt, train_on_groups
 from isobit.training.trainer import Trainer
@@ -36,9 +37,16 @@ class Recorder:
     def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return GRPO.weights(sequences)
 
-    def loss(self, inputs: LossInputs) -> LossOutputs:
-        self.old.append(inputs.old_log_probs)
-        return GRPO.loss(inputs)
+    def loss(
+        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
+    ) -> LossOutputs:
+        self.old.append(batch.old_log_probs)
+        return GRPO.loss(log_probs, batch, weights)
+
+
+def with_log_probs(completion: Completion, log_probs: Sequence[float]) -> Completion:
+    sequence = completion.sequence
+    return replace(completion, sequence=replace(sequence, log_probs=sequence.spread(log_probs)))
 
 
 def shifted(groups: list[Group], difference: float) -> list[Group]:
@@ -47,8 +55,7 @@ def shifted(groups: list[Group], difference: float) -> list[Group]:
         replace(
             group,
             completions=[
-                replace(c, log_probs=tuple(x + difference for x in c.log_probs))
-                for c in group.completions
+                with_log_probs(c, [x + difference for x in c.log_probs]) for c in group.completions
             ],
         )
         for group in groups
@@ -72,7 +79,7 @@ def test_one_update_for_each_part_and_epoch(
 ) -> None:
     trainer = make_trainer(updates_per_batch=2, epochs=3)
     groups = make_groups(trainer, num_groups=5)
-    metrics = train_on_groups(trainer, groups, GRPO)
+    metrics = train_on_groups(trainer, groups, GRPO, exact=True)
     sizes = [response_tokens(groups[:2]), response_tokens(groups[2:])]
     assert [update.tokens for update in metrics.updates] == sizes * 3
     assert trainer.policy.version == 7
@@ -83,7 +90,7 @@ def test_only_the_first_update_is_on_policy(
     make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:
     trainer = make_trainer("fp8", updates_per_batch=2, learning_rate=0.01)
-    first, second = train_on_groups(trainer, make_groups(trainer), GRPO).updates
+    first, second = train_on_groups(trainer, make_groups(trainer), GRPO, exact=True).updates
     assert first.objective["ratio_max"] == first.objective["ratio_mean"] == 1.0
     assert second.objective["ratio_max"] > 1.001
 
@@ -93,12 +100,12 @@ def test_an_exact_flow_uses_the_recorded_log_probabilities_and_compares_the_firs
 ) -> None:
     trainer = make_trainer("fp8", updates_per_batch=2, epochs=2)
     groups = make_groups(trainer)
-    assert train_on_groups(trainer, groups, GRPO).comparison == Comparison(
+    assert train_on_groups(trainer, groups, GRPO, exact=True).comparison == Comparison(
         response_tokens(groups[:2]), 0, 0.0
     )
     planted = shifted(make_groups(trainer, seed=1), 0.5)
     recorder = Recorder()
-    metrics = train_on_groups(trainer, planted, recorder)
+    metrics = train_on_groups(trainer, planted, recorder, exact=True)
     recorded = sorted(
         x for group in planted for completion in group.completions for x in completion.log_probs
     )
@@ -119,7 +126,7 @@ def test_an_inexact_flow_recomputes_them_before_the_first_update(
         trainer
     )  # recorded by the trainer itself, so these are the values to be recomputed
     recorder = Recorder()
-    metrics = train_on_groups(trainer, shifted(groups, 0.5), recorder)
+    metrics = train_on_groups(trainer, shifted(groups, 0.5), recorder, exact=False)
     expected = sorted(
         x for group in groups for completion in group.completions for x in completion.log_probs
     )
@@ -139,7 +146,7 @@ def test_samples_without_a_reward_are_left_out(
     groups = make_groups(trainer, num_groups=3)
     groups[0].rewards[2] = None
     groups[1].rewards[:] = [None, None, None, 1.0]
-    metrics = train_on_groups(trainer, groups, GRPO)
+    metrics = train_on_groups(trainer, groups, GRPO, exact=True)
     assert (metrics.samples, metrics.excluded_samples) == (3 + 4, 1 + 4)
     left_out = len(groups[0].completions[2].token_ids) + response_tokens(groups[1:2])
     assert metrics.updates[0].tokens == response_tokens(groups) - left_out
@@ -153,7 +160,7 @@ def test_a_step_without_a_trainable_sample_makes_no_update(
     for group in groups:
         group.rewards = [None] * 4
     before = snapshot(trainer.policy)
-    metrics = train_on_groups(trainer, groups, GRPO)
+    metrics = train_on_groups(trainer, groups, GRPO, exact=True)
     assert metrics.updates == ()
     assert metrics.excluded_samples == 8
     assert metrics.scalars() == {}
@@ -167,7 +174,7 @@ def test_level_groups_are_counted_and_carry_no_gradient(
     groups = make_groups(trainer, num_groups=2)
     for group in groups:
         group.rewards = [0.1] * 4
-    metrics = train_on_groups(trainer, groups, GRPO)
+    metrics = train_on_groups(trainer, groups, GRPO, exact=True)
     assert metrics.level_groups == 2
     assert metrics.updates[0].grad_norm == 0.0
 
@@ -177,10 +184,9 @@ def test_skipped_updates_are_counted_with_their_reason(
 ) -> None:
     trainer = make_trainer(updates_per_batch=2)
     groups = make_groups(trainer)
-    groups[3].completions[0] = replace(
-        groups[3].completions[0], log_probs=(-1e4,) * len(groups[3].completions[0].log_probs)
-    )
-    metrics = train_on_groups(trainer, groups, GRPO)
+    first = groups[3].completions[0]
+    groups[3].completions[0] = with_log_probs(first, [-1e4] * len(first.token_ids))
+    metrics = train_on_groups(trainer, groups, GRPO, exact=True)
     assert metrics.skipped_updates == 1
     assert metrics.skip_reasons == ("the loss is inf",)
     assert metrics.scalars()["loss"] == metrics.updates[0].loss
@@ -191,12 +197,12 @@ def test_more_parts_than_prompts_is_refused(
 ) -> None:
     trainer = make_trainer(updates_per_batch=3)
     with pytest.raises(ConfigError, match=r"updates_per_batch is 3, but a step has 2 prompts"):
-        train_on_groups(trainer, make_groups(trainer, num_groups=2), GRPO)
+        train_on_groups(trainer, make_groups(trainer, num_groups=2), GRPO, exact=True)
 
 
 def test_scalars_join_the_updates(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
     trainer = make_trainer(epochs=2, learning_rate=0.01)
-    metrics = train_on_groups(trainer, make_groups(trainer), GRPO)
+    metrics = train_on_groups(trainer, make_groups(trainer), GRPO, exact=True)
     scalars = metrics.scalars()
     first, second = metrics.updates
     assert scalars["grad_norm"] == pytest.approx((first.grad_norm + second.grad_norm) / 2)

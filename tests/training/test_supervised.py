@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.algorithms.objective import LossInputs
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
 from isobit.training.trainer import Trainer
 
@@ -14,10 +13,10 @@ def test_loss_is_the_mean_negative_log_probability_over_all_microbatches() -> No
     parts = [torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([-3.0])]
     objective = SupervisedObjective()
     weights = objective.weights([torch.zeros(len(part), dtype=torch.int64) for part in parts])
-    empty = torch.empty(0)
+    batches = [pack_pairs([([1], [2] * len(part))], 8)[0] for part in parts]
     losses = [
-        objective.loss(LossInputs(x, empty, empty, empty, w)).loss
-        for x, w in zip(parts, weights, strict=True)
+        objective.loss(x, batch, w).loss
+        for x, batch, w in zip(parts, batches, weights, strict=True)
     ]
     assert float(sum(losses)) == pytest.approx(2.5)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.schema import DataConfig, JsonlData, RolloutConfig
 from isobit.data.prompts import build_prompts
 from isobit.models.policy import Policy
-from isobit.records import Completion, Prompt, SamplingParams
+from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
 from isobit.starter.tasks import correct_answer, is_worked_out

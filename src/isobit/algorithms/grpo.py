@@ -18,8 +18,9 @@ import torch
 
 from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.mean import mean_weights
-from isobit.algorithms.objective import LossInputs, LossOutputs
+from isobit.algorithms.objective import LossOutputs
 from isobit.config.schema import AlgorithmConfig
+from isobit.records.batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +37,21 @@ class Grpo:
         """See ``mean_weights``."""
         return mean_weights(self.config.loss_mean, sequences)
 
-    def loss(self, inputs: LossInputs) -> LossOutputs:
+    def loss(
+        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
+    ) -> LossOutputs:
         """The weighted sum of the clipped surrogate over the N tokens, with clip fractions and
         ratios to report.
         """
-        ratio = torch.exp(inputs.log_probs - inputs.old_log_probs)
+        ratio = torch.exp(log_probs - batch.old_log_probs)
         loss = (
-            inputs.weights
+            weights
             * clipped_surrogate(
-                ratio, inputs.advantages, self.config.clip_low, self.config.clip_high
+                ratio, batch.advantages, self.config.clip_low, self.config.clip_high
             )
         ).sum()
         sums, maxima = ratio_metrics(
-            ratio.detach(), inputs.advantages, self.config.clip_low, self.config.clip_high
+            ratio.detach(), batch.advantages, self.config.clip_low, self.config.clip_high
         )
         return LossOutputs(loss, sums, maxima)
 

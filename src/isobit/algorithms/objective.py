@@ -16,18 +16,7 @@ from typing import Protocol
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class LossInputs:
-    """The response tokens of one micro-batch."""
-
-    log_probs: torch.Tensor  # float32 [N], of the policy being trained; carries the gradient
-    old_log_probs: torch.Tensor  # float32 [N], of the policy that sampled
-    advantages: torch.Tensor  # float32 [N]
-    sequence: torch.Tensor
-    """Int64 [N], ascending: the sequence of the micro-batch each token belongs to."""
-    weights: torch.Tensor
-    """Float32 [N], share of each token in the mean over the whole optimiser step."""
+from isobit.records.batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +36,19 @@ class Objective(Protocol):
     """What the trainer minimises."""
 
     def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """``LossInputs.sequence`` of every micro-batch of a step (int64 [N] each) -> the weight of
-        every token (float32 [N] each).
+        """``PackedBatch.sequence`` of every micro-batch of a step (int64 [N] each) -> the weight of
+        every response token in the mean over the step (float32 [N] each).
         """
         ...
 
-    def loss(self, inputs: LossInputs) -> LossOutputs:
-        """The weighted sum over the tokens of one micro-batch."""
+    def loss(
+        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
+    ) -> LossOutputs:
+        """The weighted sum over the response tokens of one micro-batch.
+
+        ``log_probs`` float32 [N] are of the policy being trained and carry the gradient; ``batch``
+        has what else is known of the tokens, and ``weights`` float32 [N] their shares.
+        """
         ...
 
 

@@ -13,7 +13,7 @@ from isobit.errors import ConfigError
 
 if TYPE_CHECKING:
     from isobit.config.schema import GenerationConfig
-    from isobit.records import Group
+    from isobit.records.text import Group
 
 
 def run(arguments: Sequence[str]) -> int:

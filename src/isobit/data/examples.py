@@ -19,7 +19,7 @@ from isobit.data.prompts import chat_messages, prompts_of_rows, render_chat
 from isobit.data.sources import Row, load_rows
 from isobit.data.tokenizer import decode
 from isobit.errors import DataError
-from isobit.records import Prompt
+from isobit.records.text import Prompt
 
 _ASSISTANT = "assistant"
 

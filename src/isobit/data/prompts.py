@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.schema import DataConfig, DataSource
 from isobit.data.sources import Row, load_rows
 from isobit.errors import DataError
-from isobit.records import Prompt
+from isobit.records.text import Prompt
 
 
 def build_prompts(

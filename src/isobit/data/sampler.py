@@ -12,7 +12,7 @@ from functools import cached_property
 from hashlib import blake2b, sha256
 
 from isobit.errors import DataError
-from isobit.records import Prompt
+from isobit.records.text import Prompt
 
 
 class PromptSampler:

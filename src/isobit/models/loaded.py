@@ -19,7 +19,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
 from isobit.models.folder import load_policy, read_config, save_policy
 from isobit.models.policy import Policy
-from isobit.records import SamplingParams
+from isobit.records.text import SamplingParams
 from isobit.starter import starter_folder
 
 

@@ -12,7 +12,7 @@ from isobit.config.schema import Recompute
 from isobit.errors import NonFiniteError
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
-from isobit.records import PackedBatch
+from isobit.records.batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)

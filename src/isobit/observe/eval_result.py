@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from isobit.observe.estimators import Interval, mean_interval, pass_at_k
 from isobit.observe.metrics import Metrics, length_metrics
-from isobit.records import Group
+from isobit.records.text import Group
 
 RIGHT = 1.0
 """The reward from which a sample counts as right."""

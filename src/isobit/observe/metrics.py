@@ -15,7 +15,7 @@ from statistics import fmean, pstdev
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from isobit.records import Group
+from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
 from isobit.training.step import StepMetrics

@@ -21,7 +21,7 @@ from isobit.clock import Clock
 from isobit.observe.console import Report
 from isobit.observe.metrics import Metrics, MetricsWriter
 from isobit.observe.wandb_tracker import open_tracker
-from isobit.records import Group
+from isobit.records.text import Group
 from isobit.run.training_run import TrainingRun
 from isobit.store.budget_record import write_change
 from isobit.store.checkpoint.start import Start

@@ -28,9 +28,11 @@ from isobit.models.scorer import Scorer
 from isobit.models.shapes import model_shape
 from isobit.proof.scenarios import Scenario, Workload
 from isobit.proof.verify import ScenarioResult, VerifyResult, run_scenario
-from isobit.records import PackedBatch, Prompt
+from isobit.records.batch import PackedBatch
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Prompt
 from isobit.rollout.native.runner import page_tokens_of
-from isobit.training.packing import TrainingSample, pack
+from isobit.training.packing import pack
 
 _OUTLIER_EVERY, _OUTLIER = 101, 30.0
 _MAX_BATCHED_TOKENS = 4096
@@ -149,6 +151,6 @@ def _scenario(workload: Workload) -> Scenario:
     )
 
 
-def _packings(samples: list[TrainingSample], _seed: int) -> Iterator[tuple[str, list[PackedBatch]]]:
+def _packings(samples: list[TokenSequence], _seed: int) -> Iterator[tuple[str, list[PackedBatch]]]:
     yield "alone", pack(samples, 1)
     yield f"{_PACKED_TOKENS} tokens", pack(samples, _PACKED_TOKENS)

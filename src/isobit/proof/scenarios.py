@@ -12,9 +12,11 @@ from random import Random
 
 from isobit.config.schema import RolloutConfig
 from isobit.memory.cache_size import pages_for
-from isobit.records import PackedBatch, Prompt, SamplingParams
+from isobit.records.batch import PackedBatch
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.request import Request
-from isobit.training.packing import TrainingSample, pack
+from isobit.training.packing import pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
 
 
 def packings(
-    samples: Sequence[TrainingSample], seed: int
+    samples: Sequence[TokenSequence], seed: int
 ) -> Iterator[tuple[str, list[PackedBatch]]]:
     """The same samples in several packings, by name."""
     yield "alone", pack(samples, 1)
@@ -156,7 +158,7 @@ def _prompt_lengths(page: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _random_parts(samples: Sequence[TrainingSample], seed: int) -> Iterator[list[TrainingSample]]:
+def _random_parts(samples: Sequence[TokenSequence], seed: int) -> Iterator[list[TokenSequence]]:
     """The samples in a random order, cut into runs of 2 to 9."""
     random = Random(seed)  # noqa: S311 (no secret)
     shuffled = random.sample(list(samples), len(samples))

@@ -24,15 +24,17 @@ from isobit.models.loaded import model_folder
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.scenarios import Scenario, Workload, build_workload, engine_scenarios, packings
-from isobit.records import Group, PackedBatch
+from isobit.records.batch import PackedBatch
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Group
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.native.runner import page_tokens_of
 from isobit.rollout.progress import EngineStats
 from isobit.rollout.request import Request
 from isobit.training.comparison import Comparison
-from isobit.training.packing import TrainingSample, samples_of
+from isobit.training.packing import sequences_of
 
-Packings = Callable[[list[TrainingSample], int], Iterator[tuple[str, list[PackedBatch]]]]
+Packings = Callable[[list[TokenSequence], int], Iterator[tuple[str, list[PackedBatch]]]]
 """Samples and a seed -> named packings of all of them."""
 
 
@@ -179,14 +181,14 @@ def random_workload(policy: Policy, options: VerifyOptions) -> Workload:
     )
 
 
-def generate_samples(engine: Engine, requests: Sequence[Request]) -> list[TrainingSample]:
+def generate_samples(engine: Engine, requests: Sequence[Request]) -> list[TokenSequence]:
     """What the engine generates, as samples to train on, in the order of the requests."""
     completions = engine.generate(requests)
     groups = [
         Group(request.prompt, request.visit, made)
         for request, made in zip(requests, completions, strict=True)
     ]
-    return samples_of(groups, [[0.0] * len(group.completions) for group in groups])
+    return sequences_of(groups, [[0.0] * len(group.completions) for group in groups])
 
 
 def run_scenario(

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TypeAlias, cast
 
 from isobit.errors import RewardError
-from isobit.records import Completion, Prompt
+from isobit.records.text import Completion, Prompt
 from isobit.rewards.task_scorer import score_task
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float]

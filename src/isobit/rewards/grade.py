@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from isobit.errors import RewardError
-from isobit.records import Completion, Group, Prompt
+from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.function import RewardFunction
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from isobit.data.tasks import TASK_COLUMN, Task, create_task
 from isobit.errors import RewardError
-from isobit.records import Completion, Prompt
+from isobit.records.text import Completion, Prompt
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 

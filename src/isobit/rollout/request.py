@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from isobit.errors import RequestError
 from isobit.memory.cache_size import pages_for
-from isobit.records import Prompt, SamplingParams
+from isobit.records.text import Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from isobit.data.prompts import build_prompts
 from isobit.errors import ConfigError
 from isobit.models.loaded import DescribedModel, LoadedModel, load_sampling_model
 from isobit.observe.eval_result import EvalResult, result_of
-from isobit.records import Group, Prompt, SamplingParams
+from isobit.records.text import Group, Prompt, SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
 from isobit.rewards.grade import GradeStats, grade
 from isobit.rollout.native.engine import Engine

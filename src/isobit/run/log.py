@@ -13,7 +13,7 @@ from isobit.observe.metrics import step_metrics
 from isobit.observe.summary import SetSummary, Summary
 from isobit.observe.training_log import TrainingLog
 from isobit.proof.check import check_step
-from isobit.records import Group
+from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.run.setup import Run
 from isobit.store.checkpoint.start import Start

@@ -12,7 +12,7 @@ from isobit.config.schema import RunConfig
 from isobit.files import disk_errors
 from isobit.observe.console import Report
 from isobit.observe.summary import Summary
-from isobit.records import Group
+from isobit.records.text import Group
 from isobit.run.interruption import Interruption
 from isobit.run.log import Evaluation, RunLog
 from isobit.run.setup import Run, prepare
@@ -60,7 +60,7 @@ def train(config: RunConfig, report: Report | None = None, resume: bool = False)
                         )
                     interruption.check()
                     with clock("training"), report.busy("training"), run.training_turn(clock):
-                        trained = train_on_groups(run.trainer, groups, run.algorithm)
+                        trained = train_on_groups(run.trainer, groups, run.algorithm, run.exact)
                     log.step(step, groups, grades, trained)
                     if evaluation_is_due(config, step):
                         log.evaluation(step, evaluate(run, rewards, report, clock, interruption))

@@ -17,7 +17,7 @@ from isobit.models.device import choose_device
 from isobit.models.folder import weight_files
 from isobit.models.loaded import DescribedModel, describe_model
 from isobit.precision.flow import build_flow
-from isobit.records import Prompt
+from isobit.records.text import Prompt
 from isobit.rewards.function import load_reward
 from isobit.rollout.request import Limits, Request, check_requests
 from isobit.run.evaluate import evaluation_sampling

@@ -12,7 +12,7 @@ from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row, load_rows
 from isobit.errors import ConfigError
 from isobit.models.loaded import load_sampling_model
-from isobit.records import Group
+from isobit.records.text import Group
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request

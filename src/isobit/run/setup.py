@@ -26,10 +26,11 @@ from isobit.memory.machine import gib, read_memory
 from isobit.memory.turns import GpuTurns
 from isobit.models.device import choose_device
 from isobit.models.folder import load_policy
+from isobit.models.function import is_one_function
 from isobit.models.loaded import DescribedModel, LoadedModel, describe_model
 from isobit.observe.wandb_tracker import check_tracking
 from isobit.precision.flow import build_flow
-from isobit.records import Prompt, SamplingParams
+from isobit.records.text import Prompt, SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.request import Request
@@ -62,6 +63,11 @@ class Run:
         be asked for anything in it.
         """
         return nullcontext() if self.turns is None else self.turns.training(clock)
+
+    @property
+    def exact(self) -> bool:
+        """Whether what the engine records and what the trainer computes are one function."""
+        return is_one_function(self.engine.function, self.trainer.function)
 
     @property
     def fingerprint(self) -> str:

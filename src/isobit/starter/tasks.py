@@ -13,7 +13,7 @@ from itertools import accumulate, product
 from random import Random
 from typing import TypeAlias
 
-from isobit.records import Completion, Prompt
+from isobit.records.text import Completion, Prompt
 
 Problem: TypeAlias = tuple[int, int, int, int]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.records import Group
+from isobit.records.text import Group
 from isobit.rewards.function import RewardFunction
 from isobit.rewards.grade import GradeStats, grade
 from isobit.store.journal import whole_lines
@@ -110,7 +110,10 @@ def _identity(groups: Sequence[Group]) -> dict[str, Any]:
     tokens = [[completion.token_ids for completion in group.completions] for group in groups]
     return {
         "weights_version": max(
-            completion.weights_version for group in groups for completion in group.completions
+            version
+            for group in groups
+            for completion in group.completions
+            for version in completion.sequence.weights_versions
         ),
         "prompts": [[group.prompt.id, group.visit] for group in groups],
         "completions": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),

@@ -1,68 +1,47 @@
 """Micro-batches of whole sequences laid end to end, without padding and within a budget of tokens.
 
-    sequence    prompt tokens | completion tokens          L = P + C tokens, positions 0 .. L-1
-    row i       predicts token i + 1, so the C rows that predict the completion are P-1 .. L-2
+    sequence    given tokens | answer | given tokens | answer     L tokens, positions 0 .. L-1
+    row i       predicts token i + 1: the rows that are learnt from stand before the tokens in the
+                loss mask, of which there may be several spans
 
 Sequences are placed by first-fit decreasing: longest first, each into the first micro-batch with
 room for it.  That fills the batches (never more than 11/9 of the fewest possible, and one) and puts
 sequences of similar length side by side, which is what the attention over a packed batch likes.
-Ties keep the order given, so that the same samples make the same batches.
+Ties keep the order given, so that the same sequences make the same batches.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from isobit.records import Group, PackedBatch
+from isobit.records.batch import PackedBatch
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Group
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingSample:
-    """One sequence to learn from: at least one token in both parts, and one log-probability for
-    each completion token.
-    """
-
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    advantage: float
-    temperature: float
-
-    @property
-    def length(self) -> int:
-        """Tokens of both parts."""
-        return len(self.prompt_ids) + len(self.completion_ids)
-
-
-def samples_of(
+def sequences_of(
     groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
-) -> list[TrainingSample]:
-    """The samples of graded groups, with ``advantages[g][i]`` for completion i of group g.
+) -> list[TokenSequence]:
+    """The sequences of graded groups, with ``advantages[g][i]`` at every token that completion i of
+    group g drew.
 
-    An advantage of None (no valid reward, or nothing to compare it with) leaves the sample out; so
-    does an empty completion.
+    An advantage of None (no valid reward, or nothing to compare it with) leaves the completion out;
+    so does an empty response.
     """
     return [
-        TrainingSample(
-            group.prompt.token_ids,
-            completion.token_ids,
-            completion.log_probs,
-            advantage,
-            completion.temperature or 1.0,
-        )
+        completion.sequence.with_advantage(advantage)
         for group, group_advantages in zip(groups, advantages, strict=True)
         for completion, advantage in zip(group.completions, group_advantages, strict=True)
-        if advantage is not None and completion.token_ids
+        if advantage is not None and any(completion.sequence.loss_mask)
     ]
 
 
-def pack(samples: Sequence[TrainingSample], tokens_per_microbatch: int) -> list[PackedBatch]:
-    """Samples -> micro-batches of at most ``tokens_per_microbatch`` tokens; a longer sequence gets
-    a micro-batch of its own.
+def pack(sequences: Sequence[TokenSequence], tokens_per_microbatch: int) -> list[PackedBatch]:
+    """Sequences -> micro-batches of at most ``tokens_per_microbatch`` tokens; a longer sequence
+    gets a micro-batch of its own.
     """
-    bins = first_fit_decreasing([sample.length for sample in samples], tokens_per_microbatch)
-    return [lay_end_to_end([samples[index] for index in members]) for members in bins]
+    bins = first_fit_decreasing([sequence.length for sequence in sequences], tokens_per_microbatch)
+    return [lay_end_to_end([sequences[index] for index in members]) for members in bins]
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -81,35 +60,31 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     return bins
 
 
-def lay_end_to_end(samples: Sequence[TrainingSample]) -> PackedBatch:
-    """One micro-batch of the samples in their order."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    rows: list[int] = []
-    for sample in samples:
-        assert sample.prompt_ids, "no row would predict the first token"
-        assert len(sample.completion_ids) == len(sample.log_probs) > 0, (
-            "one log-probability a completion token"
-        )
-        start = len(token_ids)
-        token_ids += sample.prompt_ids + sample.completion_ids
-        positions += range(sample.length)
-        rows += range(start + len(sample.prompt_ids) - 1, start + sample.length - 1)
-    counts = torch.tensor([len(sample.completion_ids) for sample in samples])
+def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
+    """One micro-batch of the sequences in their order."""
+    lengths = [sequence.length for sequence in sequences]
+    token_ids = torch.tensor([token for sequence in sequences for token in sequence.token_ids])
+    mask = torch.tensor([learnt for sequence in sequences for learnt in sequence.loss_mask])
+    learnt = mask.nonzero().squeeze(1)
+    owner = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))[learnt]
 
-    def per_token(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+    def of_response(columns: Iterable[Sequence[float]]) -> torch.Tensor:
+        values = [value for column in columns for value in column]
+        return torch.tensor(values, dtype=torch.float32)[learnt]
 
+    temperatures = torch.tensor([sequence.temperature for sequence in sequences])
     return PackedBatch(
-        token_ids=torch.tensor(token_ids),
-        positions=torch.tensor(positions),
-        lengths=tuple(sample.length for sample in samples),
-        rows=torch.tensor(rows),
-        targets=torch.tensor([token for sample in samples for token in sample.completion_ids]),
-        sequence=torch.arange(len(samples)).repeat_interleave(counts),
-        temperatures=per_token([sample.temperature for sample in samples]),
-        recorded_log_probs=torch.tensor(
-            [log_prob for sample in samples for log_prob in sample.log_probs], dtype=torch.float32
+        token_ids=token_ids,
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        lengths=tuple(lengths),
+        rows=learnt - 1,
+        targets=token_ids[learnt],
+        sequence=owner,
+        temperatures=temperatures[owner],
+        recorded_log_probs=of_response(sequence.log_probs for sequence in sequences),
+        old_log_probs=of_response(
+            sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
+            for sequence in sequences
         ),
-        advantages=per_token([sample.advantage for sample in samples]),
+        advantages=of_response(sequence.advantages for sequence in sequences),
     )

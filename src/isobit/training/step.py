@@ -3,16 +3,16 @@
     advantages      each group's rewards compared among themselves
     parts           the groups cut into ``updates_per_batch`` parts, so that the samples of one
                     prompt stay together
-    old             log-probabilities of the policy that sampled: the recorded ones where the flow
-                    is exact; elsewhere the trainer's own, taken with its forward before the first
-                    update, since those recorded belong to another function
+    old             log-probabilities of the policy that sampled: the recorded ones where engine and
+                    trainer are exact, one function; elsewhere the trainer's own, taken with its
+                    forward before the first update, since those recorded are another function's
     updates         ``epochs`` times over the parts, one optimiser step each; one that runs out of
                     memory is packed and done again (``isobit.training.out_of_memory``)
 
 Only the first update of a batch is on-policy: with more than one, every later part is learnt from
 with weights that have moved since it was sampled, which is what the ratio and its clip are for.
 For the same reason recorded and trained log-probabilities are compared before any weight has
-changed: over the first part in an exact flow, over the whole batch where they are recomputed.
+changed: over the first part where they are exact, over the whole batch where they are recomputed.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,11 @@ import torch
 from isobit.algorithms.objective import Algorithm
 from isobit.config.schema import TrainingConfig
 from isobit.errors import ConfigError
-from isobit.records import Group
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Group
 from isobit.training.comparison import Comparison
 from isobit.training.out_of_memory import within_memory
-from isobit.training.packing import (
-    TrainingSample,
-    first_fit_decreasing,
-    lay_end_to_end,
-    pack,
-    samples_of,
-)
+from isobit.training.packing import first_fit_decreasing, lay_end_to_end, pack, sequences_of
 from isobit.training.trainer import Trainer, UpdateMetrics
 
 
@@ -71,22 +66,29 @@ class StepMetrics:
         }
 
 
-def train_on_groups(trainer: Trainer, groups: Sequence[Group], algorithm: Algorithm) -> StepMetrics:
+def train_on_groups(
+    trainer: Trainer, groups: Sequence[Group], algorithm: Algorithm, exact: bool
+) -> StepMetrics:
     """Learn from the graded completions of one step; ``trainer.config`` says into how many updates,
     and how often.
+
+    ``exact``: whether the recorded log-probabilities are those of the trainer's own function, as
+    ``isobit.models.function.is_one_function`` says of an engine and a trainer.
 
     Groups that leave nothing to train on (no two valid rewards in any group of a part) make no
     update.  Raises what ``Trainer.update`` and ``within_memory`` raise, and ConfigError if there
     are fewer groups than parts.
     """
-    config, exact = trainer.config, trainer.policy.flow.exact
+    config = trainer.config
     advantages = [algorithm.advantages(group.rewards) for group in groups]
-    parts = _cut(groups, advantages, config)
-    olds, comparison = (parts, Comparison()) if exact else _recompute(trainer, parts)
+    parts, comparison = _cut(groups, advantages, config), Comparison()
+    if not exact:
+        parts, comparison = _with_old_log_probs(trainer, parts)
     updates: list[UpdateMetrics] = []
     for _ in range(config.epochs):
-        for samples, old in zip(parts, olds, strict=True):
-            updates.append(_update(trainer, samples, old, algorithm, compare=exact and not updates))
+        for sequences in parts:
+            compare = exact and not updates
+            updates.append(_update(trainer, sequences, algorithm, compare))
     if exact and updates:
         comparison = updates[0].comparison
     num_samples = sum(map(len, parts))
@@ -108,8 +110,8 @@ def cut_by_prompt(num_groups: int, num_parts: int) -> list[range]:
 
 def _cut(
     groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], config: TrainingConfig
-) -> list[list[TrainingSample]]:
-    """The samples of each part that has any."""
+) -> list[list[TokenSequence]]:
+    """The sequences of each part that has any."""
     if config.updates_per_batch > len(groups):
         raise ConfigError(
             f"training.updates_per_batch is {config.updates_per_batch}, but a step has "
@@ -117,73 +119,60 @@ def _cut(
             "lower it, or raise training.prompts_per_step"
         )
     parts = [
-        samples_of([groups[g] for g in part], [advantages[g] for g in part])
+        sequences_of([groups[g] for g in part], [advantages[g] for g in part])
         for part in cut_by_prompt(len(groups), config.updates_per_batch)
     ]
-    return [samples for samples in parts if samples]
+    return [sequences for sequences in parts if sequences]
 
 
 def _update(
-    trainer: Trainer,
-    samples: Sequence[TrainingSample],
-    old: Sequence[TrainingSample],
-    algorithm: Algorithm,
-    compare: bool,
+    trainer: Trainer, sequences: Sequence[TokenSequence], algorithm: Algorithm, compare: bool
 ) -> UpdateMetrics:
-    """One optimiser step; ``old`` are the samples with the log-probabilities that the ratio is
-    taken to.
+    """One optimiser step."""
+    return within_memory(
+        trainer,
+        [sequence.length for sequence in sequences],
+        lambda tokens: trainer.update(pack(sequences, tokens), algorithm, compare),
+    )
+
+
+def _with_old_log_probs(
+    trainer: Trainer, parts: Sequence[Sequence[TokenSequence]]
+) -> tuple[list[list[TokenSequence]], Comparison]:
+    """The sequences with old log-probabilities by the trainer's forward, and how those differ from
+    the recorded ones.
     """
-
-    def attempt(tokens: int) -> UpdateMetrics:
-        batches = pack(samples, tokens)
-        old_batches = batches if old is samples else pack(old, tokens)
-        return trainer.update(
-            batches, algorithm, [batch.recorded_log_probs for batch in old_batches], compare
-        )
-
-    return within_memory(trainer, [sample.length for sample in samples], attempt)
-
-
-def _recompute(
-    trainer: Trainer, parts: Sequence[Sequence[TrainingSample]]
-) -> tuple[list[list[TrainingSample]], Comparison]:
-    """The samples with log-probabilities by the trainer's forward, and how those differ from the
-    recorded ones.
-    """
-    recomputed: list[list[TrainingSample]] = []
+    found: list[list[TokenSequence]] = []
     comparison = Comparison()
-    for samples in parts:
-        lengths = [sample.length for sample in samples]
-        recomputed.append(
+    for sequences in parts:
+        lengths = [sequence.length for sequence in sequences]
+        found.append(
             within_memory(
-                trainer, lengths, lambda tokens, samples=samples: _forward(trainer, samples, tokens)
+                trainer,
+                lengths,
+                lambda tokens, sequences=sequences: _forward(trainer, sequences, tokens),
             )
         )
-        comparison += Comparison.of(_log_probs_of(samples), _log_probs_of(recomputed[-1]))
-    return recomputed, comparison
+        batch = lay_end_to_end(found[-1])
+        comparison += Comparison.of(batch.recorded_log_probs, batch.old_log_probs)
+    return found, comparison
 
 
 def _forward(
-    trainer: Trainer, samples: Sequence[TrainingSample], tokens: int
-) -> list[TrainingSample]:
-    """The samples with the trainer's log-probabilities, which do not depend on how they are
+    trainer: Trainer, sequences: Sequence[TokenSequence], tokens: int
+) -> list[TokenSequence]:
+    """The sequences with the trainer's log-probabilities, which do not depend on how they are
     packed.
     """
-    found = list(samples)
-    for members in first_fit_decreasing([sample.length for sample in samples], tokens):
-        log_probs = trainer.scorer.score(
-            lay_end_to_end([samples[index] for index in members])
-        ).log_probs
-        counts = [len(samples[index].completion_ids) for index in members]
-        for index, values in zip(members, log_probs.split(counts), strict=True):
-            found[index] = replace(samples[index], log_probs=tuple(values.tolist()))
+    found = list(sequences)
+    for members in first_fit_decreasing([sequence.length for sequence in sequences], tokens):
+        batch = lay_end_to_end([sequences[index] for index in members])
+        counts = torch.bincount(batch.sequence, minlength=len(members)).tolist()
+        log_probs = trainer.scorer.score(batch).log_probs.split(counts)
+        for index, values in zip(members, log_probs, strict=True):
+            column = sequences[index].spread(values.tolist())
+            found[index] = replace(sequences[index], old_log_probs=column)
     return found
-
-
-def _log_probs_of(samples: Sequence[TrainingSample]) -> torch.Tensor:
-    return torch.tensor(
-        [value for sample in samples for value in sample.log_probs], dtype=torch.float32
-    )
 
 
 def _is_level(advantages: Sequence[float | None]) -> bool:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from isobit.algorithms.mean import token_mean_weights
-from isobit.algorithms.objective import LossInputs, LossOutputs
-from isobit.records import PackedBatch
-from isobit.training.packing import TrainingSample, pack
+from isobit.algorithms.objective import LossOutputs
+from isobit.records.batch import PackedBatch
+from isobit.records.sequence import TokenSequence
+from isobit.training.packing import pack
 from isobit.training.trainer import Trainer
 
 
@@ -26,9 +27,11 @@ class SupervisedObjective:
         """See ``token_mean_weights``."""
         return token_mean_weights(sequences)
 
-    def loss(self, inputs: LossInputs) -> LossOutputs:
+    def loss(
+        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
+    ) -> LossOutputs:
         """Weighted negative log-probabilities of the N tokens, summed."""
-        return LossOutputs(-(inputs.weights * inputs.log_probs).sum())
+        return LossOutputs(-(weights * log_probs).sum())
 
 
 def pack_pairs(
@@ -37,11 +40,8 @@ def pack_pairs(
     """(prompt ids, completion ids) pairs -> micro-batches at temperature 1; the stop token is among
     the ids if it is to be learnt.
     """
-    samples = [
-        TrainingSample(tuple(prompt), tuple(answer), (0.0,) * len(answer), 1.0, 1.0)
-        for prompt, answer in pairs
-    ]
-    return pack(samples, tokens_per_microbatch)
+    sequences = [TokenSequence.of_answer(prompt, answer) for prompt, answer in pairs]
+    return pack(sequences, tokens_per_microbatch)
 
 
 def mean_loss(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:

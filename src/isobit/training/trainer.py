@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from isobit.algorithms.objective import LossInputs, LossOutputs, Objective
+from isobit.algorithms.objective import LossOutputs, Objective
 from isobit.config.schema import TrainingConfig
 from isobit.errors import NonFiniteError
+from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass, Scorer
-from isobit.records import PackedBatch
+from isobit.records.batch import PackedBatch
 from isobit.training.budget import MicrobatchBudget
 from isobit.training.comparison import Comparison
 from isobit.training.optimiser import (
@@ -142,6 +143,11 @@ class Trainer:
         if it was cut off there.
         """
 
+    @property
+    def function(self) -> LogProbFunction:
+        """What the log-probabilities of its forward are values of."""
+        return function_of(self.policy, "training")
+
     def counters(self) -> dict[str, int]:
         """Where the schedule and the count of skipped steps stand, for ``restore``."""
         return {"updates": self.updates, "skipped_in_a_row": self._skipped_in_a_row}
@@ -175,22 +181,19 @@ class Trainer:
         self,
         batches: Sequence[PackedBatch],
         objective: Objective,
-        old_log_probs: Sequence[torch.Tensor] | None = None,
         compare: bool = False,
     ) -> UpdateMetrics:
         """One optimiser step over all micro-batches together.
 
-        ``old_log_probs`` (float32 [N] each) default to the recorded ones.  ``compare`` counts
-        recorded log-probabilities that differ from this forward's.  Raises NonFiniteError if a
-        log-probability is not finite, or if too many steps in a row had to be skipped.
+        ``compare`` counts recorded log-probabilities that differ from this forward's.  Raises
+        NonFiniteError if a log-probability is not finite, or if too many steps in a row had to be
+        skipped.
         """
         assert batches, "an update needs at least one micro-batch"
-        if old_log_probs is None:
-            old_log_probs = [batch.recorded_log_probs for batch in batches]
         rate = learning_rate(self.updates, self.config, self.total_updates)
         totals = _Totals(compare)
         try:
-            norm, problem = self._gradients(batches, objective, old_log_probs, totals)
+            norm, problem = self._gradients(batches, objective, totals)
             if problem is None:
                 self._step(norm, rate)
         finally:
@@ -203,20 +206,17 @@ class Trainer:
         self,
         batches: Sequence[PackedBatch],
         objective: Objective,
-        old_log_probs: Sequence[torch.Tensor],
         totals: _Totals,
     ) -> tuple[float, str | None]:
         """Leave the step's gradients in the masters; -> their norm, and what is not finite, if
         anything is.
         """
         weights = objective.weights([batch.sequence for batch in batches])
-        for batch, old, weight in zip(batches, old_log_probs, weights, strict=True):
+        for batch, weight in zip(batches, weights, strict=True):
             scored = ScoredPass(self.policy, batch, self.config.recompute)
             scores = scored.forward()
             log_probs = scores.log_probs.requires_grad_()
-            outputs = objective.loss(
-                LossInputs(log_probs, old, batch.advantages, batch.sequence, weight)
-            )
+            outputs = objective.loss(log_probs, batch, weight)
             totals.add(batch, log_probs, scores.entropies, outputs)
             if not torch.isfinite(outputs.loss):
                 return math.nan, f"the loss is {float(outputs.loss.detach())}"

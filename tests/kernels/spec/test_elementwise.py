@@ -4,11 +4,11 @@ and rows free of their place.
 
 import pytest
 import torch
+from isobit.kernels.spec.rms_norm import rms_norm, rms_norm_forward, row_sum
 
 from isobit.errors import NonFiniteError
 from isobit.kernels.spec.embedding import embedding
 from isobit.kernels.spec.log_prob import log_softmax
-from isobit.kernels.spec.rms_norm import rms_norm, rms_norm_forward, row_sum
 from isobit.kernels.spec.rope import RopeTable, rope
 from isobit.kernels.spec.swiglu import swiglu, swiglu_forward
 from isobit.kernels.spec.token_log_probs import head_logits, token_log_probs

@@ -14,7 +14,7 @@ import torch
 from isobit.kernels.spec.log_prob import log_softmax
 from isobit.kernels.spec.noise import sample_key, uniforms
 from isobit.kernels.spec.sampling import draw, truncate
-from isobit.records import Prompt, SamplingParams
+from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.engine import Engine, Request, RolloutConfig
 from isobit.rollout.native.runner import ModelRunner

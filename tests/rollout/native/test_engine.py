@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from isobit.config.schema import RolloutConfig
 from isobit.errors import ConfigError, NonFiniteError
-from isobit.records import Completion
+from isobit.records.text import Completion
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.native.pages import pages_for
 from isobit.rollout.progress import Progress
@@ -197,7 +197,8 @@ def test_new_weights_between_steps_drop_all_pages_and_keep_what_was_recorded():
             assert 0 < drawn_before < 30
             assert list(completion.token_ids[:drawn_before]) == tokens[:drawn_before]
             assert len(completion.token_ids) == len(completion.log_probs) == 30
-            assert completion.weights_version == 0
+            versions = (0,) * drawn_before + (1,) * (30 - drawn_before)
+            assert completion.weights_versions == versions
 
 
 def test_a_forward_during_which_weights_change_is_not_used():
@@ -213,7 +214,7 @@ def test_a_forward_during_which_weights_change_is_not_used():
     requests = [request(0, 20, 2)]
     groups = engine.generate(requests)
     assert tokens_and_log_probs(groups) == [plain_samples(requests[0], version=1)]
-    assert {c.weights_version for c in groups[0]} == {1}
+    assert {v for c in groups[0] for v in c.weights_versions} == {1}
 
 
 def test_new_weights_between_calls_need_no_word():
@@ -245,7 +246,7 @@ def test_finish_reasons():
 def test_greedy_takes_the_most_likely_token_and_records_temperature_one():
     greedy, warm = request(0, 9, temperature=0.0), request(1, 9, temperature=0.5)
     (cold,), (hot,) = make_engine()[0].generate([greedy, warm])
-    assert (cold.temperature, hot.temperature) == (1.0, 0.5)
+    assert (cold.sequence.temperature, hot.sequence.temperature) == (1.0, 0.5)
     assert [(list(cold.token_ids), list(cold.log_probs))] == plain_samples(greedy)
     assert [(list(hot.token_ids), list(hot.log_probs))] == plain_samples(warm)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from isobit.models.head import token_log_probs
 
 from isobit.config.schema import PrecisionConfig, Preset, RolloutConfig
 from isobit.errors import ConfigError, NonFiniteError
@@ -14,9 +15,8 @@ from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.memory.cache_size import choose_num_pages
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states
-from isobit.models.head import token_log_probs
 from isobit.models.policy import Policy, random_policy
-from isobit.records import Completion, Prompt, SamplingParams
+from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
@@ -95,7 +95,7 @@ def trainer_log_probs(
             sequence = [*request.prompt.token_ids, *completion.token_ids]
             first = len(ids) + len(request.prompt.token_ids)
             rows += range(first - 1, len(ids) + len(sequence) - 1)
-            temperatures += [completion.temperature] * len(completion.token_ids)
+            temperatures += [completion.sequence.temperature] * len(completion.token_ids)
             ids += sequence
             positions += range(len(sequence))
             lengths.append(len(sequence))

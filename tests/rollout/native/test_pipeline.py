@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from isobit.config.schema import RolloutConfig
 from isobit.errors import NonFiniteError
 from isobit.models.policy import Policy
-from isobit.records import Completion
+from isobit.records.text import Completion
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.native.runner import PolicyRunner
 from isobit.rollout.progress import Progress
@@ -159,7 +159,7 @@ def test_new_weights_between_steps_keep_the_tokens_that_were_in_flight():
         for completion, (tokens, log_probs) in zip(group, plain_samples(r), strict=True):
             same = sum(a == b for a, b in zip(completion.log_probs, log_probs, strict=True))
             assert list(completion.token_ids[:same]) == tokens[:same]
-            assert completion.weights_version == 0
+            assert completion.weights_versions == (0,) * same + (1,) * (30 - same)
             old += same
     assert old == drawn_before
     check_left_alone(runner)
@@ -180,9 +180,8 @@ def test_a_step_during_which_weights_change_is_not_used():
     model.forward = forward_and_publish
     expected = make_engine(max_batched_tokens=30)[0]
     groups = engine.generate(wanted)
-    assert {c.weights_version for c in groups[0]} == {0} and {
-        c.weights_version for c in groups[1]
-    } == {1}
+    assert {c.weights_versions[0] for c in groups[0]} == {0}
+    assert {v for c in groups[1] for v in c.weights_versions} == {1}
     assert tokens_and_log_probs(groups[1:]) == [plain_samples(wanted[1], version=1)]
     before = tokens_and_log_probs(expected.generate(wanted))[0]
     for completion, (tokens, log_probs) in zip(groups[0], before, strict=True):

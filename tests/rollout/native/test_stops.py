@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from isobit.records import Completion
+from isobit.records.text import Completion
 from isobit.rollout.native.stops import StopWatch, cut, decode
 
 from .history_model import VOCAB, make_engine, request

@@ -25,7 +25,7 @@ from isobit.errors import (
     NonFiniteError,
 )
 from isobit.models.loaded import load_model
-from isobit.records import PackedBatch
+from isobit.records.batch import PackedBatch
 from isobit.run import setup as run_setup
 from isobit.run.sft import plan, setup
 from isobit.run.sft.loop import sft

@@ -29,8 +29,9 @@ from isobit.proof.verify import (
     random_workload,
     verify_policy,
 )
+from isobit.records.sequence import TokenSequence
 from isobit.rollout.native.engine import Engine
-from isobit.training.packing import TrainingSample, pack
+from isobit.training.packing import pack
 
 TOKENS_MEASURED = 256
 """Tokens whose values are compared; those at more would fill the memory where a row holds
@@ -226,7 +227,7 @@ def _observe(
     seed: int,
     rollout: Keep,
     training: Keep,
-) -> list[TrainingSample]:
+) -> list[TokenSequence]:
     """Both sides of a scenario, in every packing; -> its samples, in the order of prompts and their
     completions.
     """
@@ -240,7 +241,7 @@ def _observe(
     return samples
 
 
-def _first_place(found: SiteDifference, samples: list[TrainingSample], workload: Workload) -> Place:
+def _first_place(found: SiteDifference, samples: list[TokenSequence], workload: Workload) -> Place:
     differing = set(found.differing.tolist())
     for index, sample in enumerate(samples):
         (batch,) = pack([sample], sample.length)

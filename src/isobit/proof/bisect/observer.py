@@ -19,7 +19,7 @@ from isobit.kernels.trace import observing
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.bisect.checksums import row_checksums, token_keys
-from isobit.records import PackedBatch
+from isobit.records.batch import PackedBatch
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.runner import PolicyRunner
 

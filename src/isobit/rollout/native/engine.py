@@ -28,8 +28,9 @@ from isobit.memory.cache_size import (
     out_of_memory_named,
     pages_for,
 )
+from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
-from isobit.records import Completion
+from isobit.records.text import Completion
 from isobit.rollout.native.executor import DirectExecutor
 from isobit.rollout.native.pages import PageAllocator
 from isobit.rollout.native.pipeline import PipelinedExecutor
@@ -85,6 +86,11 @@ class Engine:
             tokenizer is not None,
         )
 
+    @property
+    def function(self) -> LogProbFunction:
+        """What the recorded log-probabilities are values of."""
+        return function_of(self._policy, "rollout")
+
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse, with a RequestError and before anything runs, requests that can never be
         served.
@@ -110,8 +116,7 @@ class Engine:
         """The completions of each request, in the order of the requests and of their samples.
 
         ``progress`` is called after every step.  If weights are published meanwhile, tokens drawn
-        before keep their log-probabilities, and ``weights_version`` is the one that the first token
-        was drawn from.
+        before keep their log-probabilities; each has the version of the weights it was drawn from.
 
         Raises:
             RequestError: before anything runs, if a request can never be served.

@@ -16,7 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from isobit.kernels.noise import sample_key
-from isobit.records import Completion, FinishReason
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, FinishReason
 from isobit.rollout.native.pages import PageAllocator
 from isobit.rollout.native.stops import StopWatch, cut, decode
 from isobit.rollout.request import Request
@@ -116,7 +117,7 @@ class Sample(CachedTokens):
         "on_device",
         "prompt",
         "truncated_log_probs",
-        "weights_version",
+        "weights_versions",
     )
 
     def __init__(
@@ -138,7 +139,7 @@ class Sample(CachedTokens):
         self.log_probs: list[float] = []
         self.truncated_log_probs: list[float] = []
         self.finish_reason: FinishReason | None = None
-        self.weights_version: int | None = None
+        self.weights_versions: list[int] = []
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._stop_watch = (
             StopWatch(tokenizer, sampling.stop_strings)
@@ -175,10 +176,9 @@ class Sample(CachedTokens):
 
     def accept(self, token_id: int, log_prob: float, weights_version: int) -> None:
         """Append a drawn token and see whether it is the last one."""
-        if self.weights_version is None:
-            self.weights_version = weights_version
         self.tokens.append(token_id)
         self.log_probs.append(log_prob)
+        self.weights_versions.append(weights_version)
         if token_id in self._stop_token_ids or (
             self._stop_watch is not None and self._stop_watch.feed(token_id)
         ):
@@ -189,16 +189,16 @@ class Sample(CachedTokens):
     def completion(self, tokenizer: "PreTrainedTokenizerBase | None") -> Completion:
         """The record of the finished sample; its text is empty without a tokenizer."""
         assert self.finish_reason is not None, "the sample is not finished"
-        assert self.weights_version is not None, "a finished sample has a token"
         sampling = self.prompt.request.sampling
-        token_ids = tuple(self.tokens[len(self.prompt.tokens) :])
-        spoken = token_ids[:-1] if token_ids[-1] in self._stop_token_ids else token_ids
-        return Completion(
-            token_ids=token_ids,
-            log_probs=tuple(self.log_probs),
-            text=cut(decode(tokenizer, spoken), sampling.stop_strings) if tokenizer else "",
-            finish_reason=self.finish_reason,
-            temperature=sampling.log_prob_temperature,
-            weights_version=self.weights_version,
-            truncated_log_probs=tuple(self.truncated_log_probs) if sampling.truncates else None,
+        token_ids = self.tokens[len(self.prompt.tokens) :]
+        sequence = TokenSequence.of_answer(
+            self.prompt.tokens,
+            token_ids,
+            self.log_probs,
+            self.weights_versions,
+            sampling.log_prob_temperature,
+            self.truncated_log_probs if sampling.truncates else None,
         )
+        spoken = token_ids[:-1] if token_ids[-1] in self._stop_token_ids else token_ids
+        text = cut(decode(tokenizer, spoken), sampling.stop_strings) if tokenizer else ""
+        return Completion(sequence, text, self.finish_reason)

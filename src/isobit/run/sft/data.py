@@ -10,7 +10,7 @@ from isobit.data.examples import Example, build_examples
 from isobit.data.prompts import drop_evaluated
 from isobit.errors import CheckpointError
 from isobit.models.loaded import DescribedModel
-from isobit.records import Prompt
+from isobit.records.text import Prompt
 
 
 @dataclass(frozen=True, slots=True)

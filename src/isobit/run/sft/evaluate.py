@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.metrics import Metrics
-from isobit.records import Group
+from isobit.records.text import Group
 from isobit.rewards.grade import grade
 from isobit.run.evaluate import Grading, OnProgress
 from isobit.run.sft.setup import SftRun

@@ -13,7 +13,7 @@ from isobit.clock import Clock
 from isobit.config.sft import SftConfig
 from isobit.files import disk_errors
 from isobit.observe.console import Report
-from isobit.records import Group
+from isobit.records.text import Group
 from isobit.run.interruption import Interruption
 from isobit.run.loop import evaluation_is_due
 from isobit.run.sft.evaluate import HeldOut, measure

@@ -30,7 +30,7 @@ from isobit.models.loaded import DescribedModel, LoadedModel, describe_model, mo
 from isobit.models.policy import random_policy
 from isobit.observe.wandb_tracker import check_tracking
 from isobit.precision.formats import BLOCK
-from isobit.records import PackedBatch
+from isobit.records.batch import PackedBatch
 from isobit.rewards.function import load_reward
 from isobit.rollout.native.engine import Engine
 from isobit.run.evaluate import Evaluator, evaluation_sampling

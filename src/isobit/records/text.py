@@ -1,17 +1,15 @@
-"""What passes between the rooms: prompts, completions, groups and packed batches.
+"""What people write and read: prompts, how they are answered, and the answers with their rewards.
 
-``rollout`` makes completions, ``rewards`` grades them, ``training`` packs and learns from them;
-none of the three imports another. Shapes: T tokens of a packed batch, S sequences in it, N response
-tokens in it (those that are trained on).
+Imports no torch: rewards and data import nothing else of the records.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
+from isobit.records.sequence import TokenSequence
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "aborted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +55,34 @@ class SamplingParams:
 class Completion:
     """One sampled answer.
 
-    ``token_ids`` include the stop token if one ended it; ``text`` does not, and is cut before a
-    stop string.  ``log_probs`` are the FP32 log-softmax(logits / temperature) over the full
-    vocabulary, one a token; ``truncated_log_probs`` those under the truncated distribution,
-    recorded only where top-k, top-p or min-p is on.
+    ``text`` is without the stop token that may have ended the answer, and is cut before a stop
+    string.  An aborted answer ends anywhere, and may be empty.
     """
 
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    sequence: TokenSequence
     text: str
     finish_reason: FinishReason
-    temperature: float
-    weights_version: int
-    truncated_log_probs: tuple[float, ...] | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens drawn, with the stop token if one ended the answer."""
+        return self.sequence.response_ids
+
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """One for each of ``token_ids``; see ``TokenSequence``."""
+        return self.sequence.of_response(self.sequence.log_probs)
+
+    @property
+    def truncated_log_probs(self) -> tuple[float, ...] | None:
+        """One for each of ``token_ids``; see ``TokenSequence``."""
+        column = self.sequence.truncated_log_probs
+        return None if column is None else self.sequence.of_response(column)
+
+    @property
+    def weights_versions(self) -> tuple[int, ...]:
+        """One for each of ``token_ids``: the weights that it was drawn from."""
+        return self.sequence.of_response(self.sequence.weights_versions)
 
 
 @dataclass(slots=True)
@@ -82,22 +95,3 @@ class Group:
     visit: int
     completions: list[Completion]
     rewards: list[float | None] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """Whole sequences laid end to end without padding: what one micro-batch of the trainer sees.
-
-    Row ``i`` of the forward predicts token ``i + 1`` of the same sequence; ``rows`` names the N
-    rows whose prediction is a response token and ``targets`` those tokens.
-    """
-
-    token_ids: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T], from 0 in each sequence
-    lengths: tuple[int, ...]  # S of them, summing to T
-    rows: torch.Tensor  # int64 [N], ascending
-    targets: torch.Tensor  # int64 [N]
-    sequence: torch.Tensor  # int64 [N], 0..S-1: the sequence each response token belongs to
-    temperatures: torch.Tensor  # float32 [N]
-    recorded_log_probs: torch.Tensor  # float32 [N], from the engine
-    advantages: torch.Tensor  # float32 [N]
