@@ -116,6 +116,6 @@ def test_what_to_install_for_more_is_said(monkeypatch):
     monkeypatch.setattr(examine.torch.cuda, "is_available", lambda: False)
     assert list(examine._runs_here([]))[1:] == ["not installed: wandb; pip install 'isobit[wandb]'"]
     monkeypatch.setattr(examine.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(examine, "hopper_problem", lambda: None)
+    monkeypatch.setattr(examine, "usable_devices", lambda: {"cuda": None, "cpu": None})
     _, on_gpu, hopper, _ = examine._runs_here([])
     assert "on the GPU too" in on_gpu and "sgl-deep-gemm" in hopper

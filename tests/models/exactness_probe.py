@@ -13,14 +13,12 @@ import torch
 import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
-from isobit.models.head import token_log_probs
-
 from isobit.config.schema import PrecisionConfig
-from isobit.kernels.spec.kv_cache import KvCache
+from isobit.kernels.operands import PagedBatch
+from isobit.kernels.spec.kv_cache import SpecKvCache
 from isobit.kernels.spec.packed_attention import PackedAttention
-from isobit.kernels.spec.paged_attention import PagedAttention, PagedBatch
+from isobit.kernels.spec.paged_attention import PagedAttention
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import hidden_states
 from isobit.models.policy import Policy, random_policy
 
 CONFIG = ModelConfig("qwen2", 128, 256, 1152, 2, 4, 2, 64, 256, 1e-6, 1e4, True)
@@ -44,10 +42,11 @@ def make_policy(preset: str) -> Policy:
 
 def packed(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
     positions = torch.cat([torch.arange(n) for n in lengths])
-    hidden = hidden_states(
-        policy, "training", ids, positions, PackedAttention(policy.flow, lengths)
-    )
-    return token_log_probs(policy, "training", hidden, ids, torch.ones(ids.numel()))[0]
+    weights = policy.weights("training")
+    attend = PackedAttention(policy.flow.training, lengths, positions)
+    hidden = policy.decoder.hidden_states(weights, ids, attend)
+    head = policy.decoder.head
+    return head.token_log_probs(weights, hidden, ids, torch.ones(ids.numel()))[0]
 
 
 def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
@@ -56,7 +55,7 @@ def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.
     """
     pages = -(-max(lengths) // 64)
     table = torch.arange(len(lengths) * pages).flip(0).view(len(lengths), pages)
-    cache = KvCache(policy.config, policy.flow, table.numel())
+    cache = SpecKvCache(policy.config, policy.flow, table.numel())
     starts = torch.tensor([0, *lengths]).cumsum(0)
     done = [0] * len(lengths)
     log_probs = torch.empty(ids.numel())
@@ -71,11 +70,11 @@ def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.
             done[s] += c
         batch = PagedBatch(tuple(counts), tuple(done[s] for s in members), table[members], slots)
         rows = starts[sequence] + positions
-        hidden = hidden_states(
-            policy, "rollout", ids[rows], positions, PagedAttention(cache, batch)
-        )
-        log_probs[rows] = token_log_probs(
-            policy, "rollout", hidden, ids[rows], torch.ones(rows.numel())
+        weights = policy.weights("rollout")
+        attend = PagedAttention(cache, batch, positions)
+        hidden = policy.decoder.hidden_states(weights, ids[rows], attend)
+        log_probs[rows] = policy.decoder.head.token_log_probs(
+            weights, hidden, ids[rows], torch.ones(rows.numel())
         )[0]
     return log_probs
 

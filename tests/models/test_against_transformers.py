@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from isobit.models.head import head_logits, token_log_probs
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from isobit.config.schema import PrecisionConfig
-from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import hidden_states
 from isobit.models.folder import fuse_tensors
+from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -76,17 +74,15 @@ def test_logits_and_gradients(hf_config: Any, seed: int) -> None:
     lengths = (70, 3)
     ids = torch.randint(0, hf_config.vocab_size, (sum(lengths),))
     positions = torch.cat([torch.arange(n) for n in lengths])
-    hidden = hidden_states(
-        policy, "training", ids, positions, PackedAttention(policy.flow, lengths)
-    )
+    packed = PackedPass(policy, ids, positions, lengths, recompute="none")
+    hidden, head, weights = packed.forward(), policy.decoder.head, policy.weights("training")
     logits = [model(part[None]).logits[0] for part in ids.split(lengths)]
-    for ours, theirs in zip(
-        head_logits(policy, "training", hidden.detach()).split(lengths), logits, strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    ours = head.logits(weights, hidden)
+    torch.testing.assert_close(ours, torch.cat(logits), atol=1e-4, rtol=1e-4)
     targets = torch.randint(0, hf_config.vocab_size, (sum(lengths),))
-    log_probs, _ = token_log_probs(policy, "training", hidden, targets, torch.ones(sum(lengths)))
-    (-log_probs).mean().backward()
+    temperatures = torch.ones(sum(lengths))
+    d_loss = torch.full_like(temperatures, -1 / sum(lengths))
+    packed.backward(head.backward(weights, policy.gradient, hidden, targets, temperatures, d_loss))
     torch.nn.functional.cross_entropy(torch.cat(logits), targets).backward()
     theirs = fuse_tensors(
         policy.config, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from isobit.kernels.device import heads_problem
 
 from isobit.config.schema import Device, PrecisionConfig
 from isobit.errors import ConfigError
+from isobit.kernels.backend import support
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
 
@@ -56,7 +56,7 @@ def test_an_unused_gpu_is_named(
 ) -> None:
     gpu(monkeypatch, (8, 0))
     choose_device("auto", MODEL, FP8)
-    assert "computing on the CPU, because NVIDIA Test is sm_80" in capsys.readouterr().err
+    assert "computing on cpu, because NVIDIA Test is sm_80" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_the_gpu_does_not_compute_runs_on_the_cpu_and_says_so(
 ) -> None:
     gpu(monkeypatch, (9, 0))
     assert choose_device("auto", model, precision).type == "cpu"
-    assert f"computing on the CPU, because {reason}" in capsys.readouterr().err.replace(
+    assert f"computing on cpu, because {reason}" in capsys.readouterr().err.replace(
         "the model has ", ""
     )
     with pytest.raises(ConfigError, match=reason):
@@ -93,4 +93,4 @@ def test_what_the_gpu_does_not_compute_runs_on_the_cpu_and_says_so(
     ],
 )
 def test_heads_that_hopper_computes(heads: tuple[int, int, int], fits: bool) -> None:
-    assert (heads_problem(*heads) is None) is fits
+    assert (support("cuda").model_problem(*heads, "fp8") is None) is fits

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from isobit.models.head import head_logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +14,6 @@ from isobit.config.schema import PrecisionConfig
 from isobit.errors import CheckpointError
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models.config import Family, ModelConfig, RopeScaling
-from isobit.models.decoder import hidden_states
 from isobit.models.folder import INDEX_FILE, WEIGHTS_FILE, load_policy, save_policy
 from isobit.models.policy import random_policy
 
@@ -60,11 +58,11 @@ def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path)
     )
     ids = torch.randint(0, 64, (90,))
     with torch.no_grad():
-        hidden = hidden_states(
-            policy, "training", ids, torch.arange(90), PackedAttention(policy.flow, (90,))
-        )
+        weights = policy.weights("training")
+        attend = PackedAttention(policy.flow.training, (90,), torch.arange(90))
+        hidden = policy.decoder.hidden_states(weights, ids, attend)
         torch.testing.assert_close(
-            head_logits(policy, "training", hidden),
+            policy.decoder.head.logits(weights, hidden),
             model(ids[None]).logits[0],
             atol=1e-4,
             rtol=1e-4,

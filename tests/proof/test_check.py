@@ -12,9 +12,9 @@ from isobit.cli.main import main
 from isobit.config.load import dump_config
 from isobit.config.schema import CheckConfig, PrecisionConfig, Preset, RunConfig
 from isobit.errors import MismatchError
+from isobit.kernels.spec import sampling
 from isobit.precision.flow import DecoderShape, LinearShape, PrecisionFlow, build_flow
 from isobit.proof.check import check_step
-from isobit.rollout.native import sampler
 from isobit.run.loop import train
 from isobit.training.comparison import Comparison
 
@@ -34,14 +34,14 @@ def flow(preset: Preset) -> PrecisionFlow:
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token of every forward is recorded one unit in the last place too low."""
-    exact = sampler.log_softmax
+    exact = sampling.log_softmax
 
     def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         log_probs = exact(logits, temperatures)
         log_probs[0] = torch.nextafter(log_probs[0], torch.tensor(-torch.inf))
         return log_probs
 
-    monkeypatch.setattr(sampler, "log_softmax", log_softmax)
+    monkeypatch.setattr(sampling, "log_softmax", log_softmax)
 
 
 @pytest.mark.parametrize("action", ["warn", "stop"])

@@ -5,12 +5,12 @@ import torch
 
 from isobit.config.schema import PrecisionConfig, Preset
 from isobit.errors import ConfigError
+from isobit.kernels.spec import sampling
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_masters
 from isobit.proof import full_size
 from isobit.proof.full_size import FullSizeOptions, ragged_workload, verify_shape, with_outliers
 from isobit.proof.verify import VerifyResult
-from isobit.rollout.native import sampler
 
 SHAPES = {
     "qwen3": ModelConfig(
@@ -42,9 +42,9 @@ def test_nothing_differs_and_everything_happened(shape: str) -> None:
 
 
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = sampler.log_softmax
+    exact = sampling.log_softmax
     monkeypatch.setattr(
-        sampler, "log_softmax", lambda logits, temperatures: exact(logits, temperatures) + 1e-6
+        sampling, "log_softmax", lambda logits, temperatures: exact(logits, temperatures) + 1e-6
     )
     assert check("qwen3").exit_code == 1
 

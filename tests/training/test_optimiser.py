@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from isobit.config.schema import Moments, TrainingConfig
+from isobit.kernels.backend import backend_of
 from isobit.training.optimiser import (
     build_optimiser,
     clip_gradients,
@@ -13,6 +14,8 @@ from isobit.training.optimiser import (
     learning_rate,
     set_learning_rate,
 )
+
+SPEC = backend_of(torch.device("cpu"))
 
 
 def config(**settings: float | str) -> TrainingConfig:
@@ -51,7 +54,7 @@ def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
     settings = config(weight_decay=0.5)
     matrix = torch.nn.Parameter(torch.tensor([[1.0, -2.0]]))
     vector = torch.nn.Parameter(torch.tensor([3.0]))
-    optimiser = build_optimiser([matrix, vector], settings)
+    optimiser = build_optimiser([matrix, vector], settings, SPEC)
     start = {matrix: matrix.detach().double(), vector: vector.detach().double()}
     gradients = {
         matrix: [torch.tensor([[0.1, -0.2]]), torch.tensor([[0.3, 0.1]])],
@@ -84,7 +87,9 @@ def test_small_moments_follow_fp32_ones_and_their_rounding_is_the_seeds(small: s
             torch.randn(64, 64, generator=generator),
             torch.nn.Parameter(torch.zeros(64, 64)),
         )
-        optimiser = build_optimiser([parameter], config(moments=moments, learning_rate=0.01), seed)
+        optimiser = build_optimiser(
+            [parameter], config(moments=moments, learning_rate=0.01), SPEC, seed
+        )
         for _ in range(300):
             parameter.grad = (
                 parameter.detach() - target + 0.1 * torch.randn(64, 64, generator=generator)
@@ -104,13 +109,13 @@ def test_gradients_are_scaled_together_down_to_the_largest_norm() -> None:
         torch.nn.Parameter(torch.zeros(1)),
     ]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    norm = gradient_norm(parameters)
+    norm = gradient_norm(parameters, SPEC)
     assert norm == 5.0
-    optimiser = build_optimiser(parameters, TrainingConfig())
+    optimiser = build_optimiser(parameters, TrainingConfig(), SPEC)
     clip_gradients(optimiser, norm, max_norm=10.0)
-    assert gradient_norm(parameters) == 5.0
+    assert gradient_norm(parameters, SPEC) == 5.0
     clip_gradients(optimiser, norm, max_norm=1.0)
-    assert gradient_norm(parameters) == pytest.approx(1.0, rel=1e-5)
+    assert gradient_norm(parameters, SPEC) == pytest.approx(1.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
@@ -122,14 +127,14 @@ def test_a_clip_in_the_step_has_the_bits_of_one_before_it(
         generator = torch.Generator().manual_seed(0)
         parameter = torch.nn.Parameter(torch.randn(32, 32, generator=generator))
         optimiser = build_optimiser(
-            [parameter], TrainingConfig(moments=moments, learning_rate=1e-2)
+            [parameter], TrainingConfig(moments=moments, learning_rate=1e-2), SPEC
         )
         for step in range(4):
             parameter.grad = torch.randn(32, 32, generator=generator)
             if step == 3:  # a step without a clip takes none from the one before
                 optimiser.step()
                 continue
-            norm = gradient_norm([parameter])
+            norm = gradient_norm([parameter], SPEC)
             if clip_before:
                 torch.nn.utils.clip_grads_with_norm_([parameter], max_norm, torch.tensor(norm))
             else:
@@ -144,4 +149,4 @@ def test_a_clip_in_the_step_has_the_bits_of_one_before_it(
 def test_the_norm_shows_what_is_not_finite(value: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, value])
-    assert not math.isfinite(gradient_norm([parameter]))
+    assert not math.isfinite(gradient_norm([parameter], SPEC))

@@ -13,6 +13,7 @@ import torch
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig
 from isobit.errors import ConfigError
+from isobit.models.scorer import ScoredPass, Scorer, Scores
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Group
 from isobit.training.budget import BudgetChange
@@ -37,24 +38,36 @@ class Memory:
 
     @contextmanager
     def of(self, trainer: Trainer) -> Iterator[None]:
-        forward = Trainer._forward
+        score, forward, backward = Scorer.score, ScoredPass.forward, ScoredPass.backward
 
-        def limited(self_: Trainer, batch: PackedBatch) -> Any:
+        def limited(self_: Any, run: Callable[[], Scores], batch: PackedBatch, fails: bool) -> Any:
             assert self.held is None or self.held() is None, (
                 "the failed attempt's tensors are still alive"
             )
-            log_probs, entropies = forward(self_, batch)
+            scores = run()
             if batch.token_ids.numel() > self.tokens:
                 self.failures += 1
-                self.held = weakref.ref(log_probs)
-                if self.fails_in == "forward" or not log_probs.requires_grad:
+                self.held = weakref.ref(scores.log_probs)
+                if fails:
                     raise torch.OutOfMemoryError(MESSAGE)
-                assert log_probs.grad_fn is not None
-                log_probs.grad_fn.register_prehook(out_of_memory)
-            return log_probs, entropies
+            return scores
+
+        def limited_score(self_: Scorer, batch: PackedBatch) -> Any:
+            return limited(self_, lambda: score(self_, batch), batch, True)
+
+        def limited_forward(self_: ScoredPass) -> Any:
+            fails = self.fails_in == "forward"
+            return limited(self_, lambda: forward(self_), self_.batch, fails)
+
+        def limited_backward(self_: ScoredPass, d_log_probs: torch.Tensor) -> None:
+            if self_.batch.token_ids.numel() > self.tokens:
+                raise torch.OutOfMemoryError(MESSAGE)
+            backward(self_, d_log_probs)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Trainer, "_forward", limited)
+            patch.setattr(Scorer, "score", limited_score)
+            patch.setattr(ScoredPass, "forward", limited_forward)
+            patch.setattr(ScoredPass, "backward", limited_backward)
             yield
 
 

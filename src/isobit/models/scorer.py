@@ -48,6 +48,7 @@ class ScoredPass:
     """The scores of one batch, and the way back from their gradient to the masters."""
 
     def __init__(self, policy: Policy, batch: PackedBatch, recompute: Recompute) -> None:
+        self.batch = batch
         self._policy, to_device = policy, policy.backend.to_device
         self._pass = PackedPass(
             policy, to_device(batch.token_ids), to_device(batch.positions), batch.lengths, recompute
@@ -55,7 +56,6 @@ class ScoredPass:
         self._rows, self._targets = to_device(batch.rows), to_device(batch.targets)
         self._temperatures = to_device(batch.temperatures)
         self._hidden: torch.Tensor | None = None
-        self._tokens = int(batch.token_ids.numel())
 
     @torch.no_grad()
     def forward(self) -> Scores:
@@ -84,7 +84,9 @@ class ScoredPass:
         )
         self._hidden = None
         d_hidden = torch.zeros(
-            (self._tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device
+            (self.batch.token_ids.numel(), hidden.shape[1]),
+            dtype=hidden.dtype,
+            device=hidden.device,
         )
         self._pass.backward(d_hidden.index_copy_(0, self._rows, d_rows))
 

@@ -16,7 +16,6 @@ import torch
 from isobit.config.schema import Moments, TrainingConfig
 from isobit.kernels.adamw import FIRST, SECOND, AdamWFactors, noise_key, num_groups
 from isobit.kernels.backend import Backend
-from isobit.models.policy import Policy
 from isobit.precision.formats import DTYPES
 
 
@@ -120,12 +119,15 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 def build_optimiser(
-    policy: Policy, config: TrainingConfig, seed: int = 0
+    masters: Iterable[torch.nn.Parameter],
+    config: TrainingConfig,
+    backend: Backend,
+    seed: int = 0,
 ) -> torch.optim.AdamW | CompactAdamW:
-    """AdamW over a policy's masters; the trainer sets the learning rate before each update.
+    """AdamW over masters on a back end; the trainer sets the learning rate before each update.
     ``seed`` is that of the rounding of moments.
     """
-    masters = list(policy.masters.values())
+    masters = list(masters)
     matrices = [master for master in masters if master.dim() >= 2]
     vectors = [master for master in masters if master.dim() < 2]
     groups = [
@@ -135,7 +137,7 @@ def build_optimiser(
     groups, betas = [group for group in groups if group["params"]], (config.beta1, config.beta2)
     if config.moments != "fp32":
         rate, epsilon = config.learning_rate, config.adam_epsilon
-        return CompactAdamW(groups, config.moments, seed, rate, betas, epsilon, policy.backend)
+        return CompactAdamW(groups, config.moments, seed, rate, betas, epsilon, backend)
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True
     )
@@ -154,10 +156,9 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def gradient_norm(policy: Policy) -> float:
+def gradient_norm(masters: Iterable[torch.nn.Parameter], backend: Backend) -> float:
     """The 2-norm of all gradients together, before clipping."""
-    masters = policy.masters.values()
-    return policy.backend.gradient_norm([x.grad for x in masters if x.grad is not None])
+    return backend.gradient_norm([x.grad for x in masters if x.grad is not None])
 
 
 def clip_gradients(optimiser: torch.optim.Optimizer, norm: float, max_norm: float) -> None:

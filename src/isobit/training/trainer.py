@@ -133,7 +133,7 @@ class Trainer:
         """Log-probabilities by the training forward, without learning from them."""
         self.config = config
         self.total_updates = total_updates
-        self._optimiser = build_optimiser(policy, config, seed)
+        self._optimiser = build_optimiser(policy.masters.values(), config, policy.backend, seed)
         self.updates = 0
         """Optimiser steps taken or skipped so far."""
         self.budget = MicrobatchBudget(config.tokens_per_microbatch)
@@ -222,7 +222,7 @@ class Trainer:
                 return math.nan, f"the loss is {float(outputs.loss.detach())}"
             (d_log_probs,) = torch.autograd.grad(outputs.loss, log_probs)
             scored.backward(d_log_probs)
-        norm = gradient_norm(self.policy)
+        norm = gradient_norm(self.policy.masters.values(), self.policy.backend)
         return norm, None if norm <= _LARGEST_NORM else self._what_is_not_finite(norm)
 
     def _what_is_not_finite(self, norm: float) -> str:

@@ -11,22 +11,34 @@ from typing import Any, Literal, cast
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset, TrainingConfig
-from isobit.kernels.spec import kv_cache, linear, packed_attention, paged_attention, token_log_probs
+from isobit.config.schema import PrecisionConfig, Preset
+from isobit.kernels.spec import (
+    kv_cache,
+    linear,
+    norm,
+    packed_attention,
+    paged_attention,
+    qkv,
+    sampling,
+    swiglu,
+    token_log_probs,
+)
 from isobit.kernels.spec.attention import AttentionOutput
+from isobit.kernels.spec.backend import SpecBackend
 from isobit.kernels.spec.heads import Heads
-from isobit.models import decoder
 from isobit.models.config import ModelConfig
+from isobit.models.layers.attention import Attention
+from isobit.models.layers.mlp import Mlp
 from isobit.models.policy import random_policy
+from isobit.models.scorer import Scorer
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.proof.bisect.bisect import Parting, operation_kind, trace_scenario
 from isobit.proof.scenarios import Workload, build_workload, engine_scenarios
-from isobit.rollout.native import executor, sampler
+from isobit.rollout.native import executor
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.engine import Engine
 from isobit.rollout.native.runner import PolicyRunner
 from isobit.rollout.native.scheduler import Plan
-from isobit.training.trainer import Trainer
 
 Side = Literal["rollout", "training"]
 CONFIG = ModelConfig("qwen3", 128, 128, 128, 2, 4, 2, 64, 256, 1e-6, 10000.0, tied_embeddings=True)
@@ -56,21 +68,21 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Where:
         yield
         now.side, now.layer = before
 
-    def wrap(owner: type, name: str, place: Callable[..., dict[str, Any]]) -> None:
+    def wrap(owner: type, name: str, place: Callable[[Any], dict[str, Any]]) -> None:
         exact = getattr(owner, name)
 
         def wrapped(self: Any, *arguments: Any) -> Any:
-            if name != "mlp":
+            if owner is not Mlp:
                 now.calls.clear()
-            with at(**place(*arguments)):
+            with at(**place(self)):
                 return exact(self, *arguments)
 
         monkeypatch.setattr(owner, name, wrapped)
 
-    wrap(Engine, "generate", lambda *_: {"side": "rollout"})
-    wrap(Trainer, "log_probs", lambda *_: {"side": "training"})
-    for name in ("attention", "mlp"):
-        wrap(decoder._Forward, name, lambda layer, _: {"layer": layer})
+    wrap(Engine, "generate", lambda _: {"side": "rollout"})
+    wrap(Scorer, "score", lambda _: {"side": "training"})
+    wrap(Attention, "forward", lambda unit: {"layer": unit._layer})
+    wrap(Mlp, "forward", lambda unit: {"layer": int(unit._path.removeprefix("layers."))})
     return now
 
 
@@ -90,9 +102,11 @@ def plant(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_due: Callable[[], bool]
 ) -> None:
     exact = getattr(owner, name)
-    monkeypatch.setattr(
-        owner, name, lambda *arguments: nudge(exact(*arguments)) if is_due() else exact(*arguments)
-    )
+
+    def planted(*arguments: Any) -> Any:
+        return nudge(exact(*arguments)) if is_due() else exact(*arguments)
+
+    monkeypatch.setattr(owner, name, staticmethod(planted) if isinstance(owner, type) else planted)
 
 
 def workload() -> Workload:
@@ -104,31 +118,27 @@ def workload() -> Workload:
 def part(
     preset: Preset = "fp8", scenario: str = "few pages, small chunks, temperature 0.7"
 ) -> Parting | None:
-    trainer = Trainer(
-        random_policy(CONFIG, PrecisionConfig(preset=preset), seed=0),
-        TrainingConfig(),
-        total_updates=1,
-    )
+    scorer = Scorer(random_policy(CONFIG, PrecisionConfig(preset=preset), seed=0))
     (chosen,) = [one for one in engine_scenarios(workload()) if one.name == scenario]
-    return trace_scenario(chosen, workload(), trainer, seed=0).parting
+    return trace_scenario(chosen, workload(), scorer, seed=0).parting
 
 
 FAULTS = {
     "quantiser": (linear, "quantise_rows", 3, "layers.1.down_proj.input"),
     "GEMM": (linear, "gemm_e4m3", 1, "layers.1.o_proj"),
-    "norm": (decoder, "rms_norm", 0, "layers.1.input_norm"),
-    "RoPE": (decoder, "rope", 0, "layers.1.rope.q"),
+    "norm": (norm, "rms_norm", 0, "layers.1.input_norm"),
+    "RoPE": (qkv, "rotate", 0, "layers.1.rope.q"),
     "attention": (
         {"rollout": paged_attention, "training": packed_attention},
         "attend",
         0,
         "layers.1.attention",
     ),
-    "activation": (decoder, "swiglu", 0, "layers.1.activation"),
-    "embedding": (decoder, "embedding", 0, "embed_tokens"),
+    "activation": (swiglu, "gated", None, "layers.1.activation"),
+    "embedding": (SpecBackend, "embedding", 0, "embed_tokens"),
     "head": (token_log_probs, "gemm_snapped", 0, "lm_head"),
     "log-probability": (
-        {"rollout": sampler, "training": token_log_probs},
+        {"rollout": sampling, "training": token_log_probs},
         "log_softmax",
         0,
         "log_prob",
@@ -151,7 +161,7 @@ def test_the_operation_is_named(
         if (where.side, where.layer) != (side, layer):
             return False
         where.calls[name] += 1
-        return layer is None or where.calls[name] == call + 1
+        return layer is None or call is None or where.calls[name] == call + 1
 
     plant(monkeypatch, owner[side] if isinstance(owner, dict) else owner, name, is_due)
     assert_named(part(), site, kind, side)
@@ -172,15 +182,15 @@ def assert_named(parting: Parting | None, site: str, kind: str, side: Side) -> N
 
 
 def test_one_row_of_one_forward_is_one_token(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = decoder.swiglu
+    exact = swiglu.gated
 
-    def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-        y = exact(gate_up)
-        if (where.side, where.layer) == ("rollout", LAYER) and gate_up.shape[0] > 60:
+    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        y = exact(gate, up)
+        if (where.side, where.layer) == ("rollout", LAYER) and gate.shape[0] > 60:
             y[-1, 0] += 1
         return y
 
-    monkeypatch.setattr(decoder, "swiglu", swiglu)
+    monkeypatch.setattr(swiglu, "gated", gated)
     parting = part(scenario="roomy")
     assert parting is not None and parting.difference.site == "layers.1.activation"
     assert parting.difference.differing.numel() == 1, (
@@ -194,17 +204,21 @@ def test_one_row_of_one_forward_is_one_token(where: Where, monkeypatch: pytest.M
 def test_the_cache_that_holds_something_else_than_was_written(
     where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = kv_cache.KvCache.write
+    exact = kv_cache.SpecKvCache.write
 
     def write(
-        self: kv_cache.KvCache, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self: kv_cache.SpecKvCache,
+        layer: int,
+        slots: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> None:
         exact(self, layer, slots, k, v)
         if layer == LAYER:
             page, offset = divmod(int(slots[0]), kv_cache.PAGE_TOKENS)
             self.layers[layer].bytes[1, page, 0, offset] += 1
 
-    monkeypatch.setattr(kv_cache.KvCache, "write", write)
+    monkeypatch.setattr(kv_cache.SpecKvCache, "write", write)
     assert_named(part(), "layers.1.kv_cache.v", "KV write", "rollout")
 
 
@@ -253,19 +267,13 @@ def test_positions_that_are_one_off_are_found_at_the_first_rotation(
 def test_a_side_that_is_wrong_in_the_same_way_every_time_repeats_itself(
     where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = decoder.rms_norm
+    exact = norm.rms_norm
 
-    def rms_norm(
-        x: torch.Tensor, weight: torch.Tensor, master: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
-        return exact(
-            x,
-            weight,
-            master,
-            epsilon * 100 if where.side == "training" and where.layer == LAYER else epsilon,
-        )
+    def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        wrong = where.side == "training" and where.layer == LAYER
+        return exact(x, weight, epsilon * 100 if wrong else epsilon)
 
-    monkeypatch.setattr(decoder, "rms_norm", rms_norm)
+    monkeypatch.setattr(norm, "rms_norm", rms_norm)
     parting = part("bf16")
     assert parting is not None and parting.difference.site == "layers.1.input_norm"
     assert dict(parting.difference.unstable) == {"rollout": 0, "training": 0}

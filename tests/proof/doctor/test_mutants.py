@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.kernels import noise
 from isobit.kernels.spec import (
     attention,
     e4m3,
@@ -13,10 +14,9 @@ from isobit.kernels.spec import (
     grid,
     linear,
     log_prob,
-    noise,
+    norm,
     paged_attention,
     quantise,
-    rms_norm,
     rope,
     sampling,
     swiglu,
@@ -25,7 +25,6 @@ from isobit.proof.doctor.examine import _verify_starter
 from isobit.proof.doctor.finding import Check, Finding
 from isobit.proof.doctor.kernels import kernel_checks
 from isobit.proof.doctor.quantisers import quantiser_checks
-from isobit.rollout.native import sampler
 
 Patch = pytest.MonkeyPatch
 
@@ -118,14 +117,14 @@ def linear_that_sees_its_batch(patch: Patch) -> None:
 
 
 def norm_that_forgets_epsilon(patch: Patch) -> None:
-    exact = rms_norm.rms_norm_forward
-    patch.setattr(rms_norm, "rms_norm_forward", lambda x, weight, epsilon: exact(x, weight, 0.05))
+    exact = norm.rms_norm
+    patch.setattr(norm, "rms_norm", lambda x, weight, epsilon: exact(x, weight, 0.05))
 
 
 def norm_that_is_split_over_threads(patch: Patch) -> None:
-    exact = rms_norm.row_sum
+    exact = norm.row_sum
     patch.setattr(
-        rms_norm,
+        norm,
         "row_sum",
         lambda x: exact(x) if torch.get_num_threads() == 1 else exact(x.flip(-1)),
     )
@@ -133,7 +132,7 @@ def norm_that_is_split_over_threads(patch: Patch) -> None:
 
 def rotation_backwards(patch: Patch) -> None:
     exact = rope.rotate
-    patch.setattr(rope, "rotate", lambda x, table: exact(x, rope.RopeTable(table.cos, -table.sin)))
+    patch.setattr(rope, "rotate", lambda x, table: exact(x, table.backward()))
 
 
 def silu_of_torch(patch: Patch) -> None:
@@ -141,7 +140,7 @@ def silu_of_torch(patch: Patch) -> None:
         gate, up = gate_up.chunk(2, -1)
         return torch.nn.functional.silu(gate.contiguous()) * up
 
-    patch.setattr(swiglu, "swiglu_forward", forward)
+    patch.setattr(swiglu, "swiglu", forward)
 
 
 def exp2_in_attention(patch: Patch) -> None:
@@ -224,13 +223,13 @@ def test_wrong_kernels(mutate: Callable[[Patch], None], name: str, monkeypatch: 
 
 
 def test_a_starter_model_that_differs_in_one_bit(monkeypatch: Patch) -> None:
-    exact = sampler.log_softmax
+    exact = sampling.log_softmax
 
     def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         log_probs = exact(logits, temperatures)
         log_probs[0] = torch.nextafter(log_probs[0], torch.tensor(-torch.inf))
         return log_probs
 
-    monkeypatch.setattr(sampler, "log_softmax", log_softmax)
+    monkeypatch.setattr(sampling, "log_softmax", log_softmax)
     finding = Check("starter", _verify_starter, "fix").find()
     assert finding.status == "fail" and "log-probabilities differ" in finding.detail

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from isobit.errors import NonFiniteError
-from isobit.kernels.spec.paged_attention import PagedBatch
+from isobit.kernels.operands import PagedBatch
+from isobit.kernels.spec.sampling import draw_tokens
 from isobit.rollout.native.batch import ForwardBatch, build_batch
 from isobit.rollout.native.ready import Ready, distinct_rows
 from isobit.rollout.native.runner import ModelRunner
-from isobit.rollout.native.sampler import sample_tokens
+from isobit.rollout.native.sampler import draws_of
 from isobit.rollout.native.scheduler import Plan
 from isobit.rollout.native.sequence import Sample
 
@@ -109,9 +109,8 @@ def _draw_one(logits: torch.Tensor, sample: Sample) -> tuple[int, float, float |
     """Without looking at what the numbers are: the token of logits that are not finite is any
     one.
     """
-    try:
-        drawn = sample_tokens(logits, [0], [sample])
-    except NonFiniteError:
+    if not bool(torch.isfinite(logits).all()):
         return 0, float("nan"), None
-    truncated = drawn.truncated_log_probs
-    return drawn.token_ids[0], drawn.log_probs[0], None if truncated is None else truncated[0]
+    drawn = draw_tokens(logits, draws_of([0], [sample]))
+    truncated = None if drawn.truncated is None else float(drawn.truncated)
+    return int(drawn.tokens), float(drawn.log_probs), truncated

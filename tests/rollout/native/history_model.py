@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from isobit.kernels.noise import sample_key
+from isobit.kernels.operands import Drawn, Draws
 from isobit.kernels.spec.log_prob import log_softmax
-from isobit.kernels.spec.noise import sample_key, uniforms
-from isobit.kernels.spec.sampling import draw, truncate
+from isobit.kernels.spec.noise import uniforms
+from isobit.kernels.spec.sampling import draw, draw_tokens, truncate
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.engine import Engine, Request, RolloutConfig
@@ -85,6 +87,9 @@ class HistoryModel:
         if self.poisoned is not None:
             logits[hidden.squeeze(1) == history_hash([self.poisoned]), 3] = torch.nan
         return logits
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> Drawn:
+        return draw_tokens(logits, draws)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         assert len({*sources, *targets}) == len(set(sources)) + len(targets), (

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from isobit.models.head import token_log_probs
 
 from isobit.config.schema import PrecisionConfig, Preset, RolloutConfig
 from isobit.errors import ConfigError, NonFiniteError
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.memory.cache_size import choose_num_pages
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import hidden_states
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.native.engine import Engine
@@ -100,13 +98,13 @@ def trainer_log_probs(
             positions += range(len(sequence))
             lengths.append(len(sequence))
     with torch.no_grad():
-        attend = PackedAttention(policy.flow, tuple(lengths))
-        hidden = hidden_states(
-            policy, "training", torch.tensor(ids), torch.tensor(positions), attend
-        )
+        weights = policy.weights("training")
+        places = torch.tensor(positions)
+        attend = PackedAttention(policy.flow.training, tuple(lengths), places)
+        hidden = policy.decoder.hidden_states(weights, torch.tensor(ids), attend)
         targets = torch.tensor([ids[row + 1] for row in rows])
-        return token_log_probs(
-            policy, "training", hidden[torch.tensor(rows)], targets, torch.tensor(temperatures)
+        return policy.decoder.head.token_log_probs(
+            weights, hidden[torch.tensor(rows)], targets, torch.tensor(temperatures)
         )[0]
 
 

@@ -317,7 +317,7 @@ def test_a_signal_stops_after_the_step_and_keeps_its_weights(
 def test_the_device_is_that_of_the_configuration(
     make_config: MakeConfig, start: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isobit.models.device.hopper_problem", lambda: "there is none here")
+    monkeypatch.setattr("isobit.kernels.hopper.support.problem", lambda: "there is none here")
     with pytest.raises(ConfigError, match="device = 'cuda', but there is none here"):
         prepare_sft(make_config(device="cuda", **start))
     assert prepare_sft(make_config(device="auto", **start)).model.policy.device.type == "cpu"

@@ -14,8 +14,12 @@ from isobit.precision.flow import Site
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """[T, 2 C] -> [T, C] in the dtype of the input."""
-    gate, up = gate_up.float().chunk(2, -1)
-    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
+    return gated(*gate_up.float().chunk(2, -1)).to(gate_up.dtype)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """FP32 silu(gate) * up."""
+    return gate / (1.0 + torch.exp(-gate)) * up
 
 
 def swiglu_input(gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
