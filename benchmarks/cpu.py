@@ -37,7 +37,8 @@ from isobit.models.decoder import hidden_states
 from isobit.models.policy import Policy, random_policy
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 128, 128, 4, 4, 4, 32
@@ -82,7 +83,7 @@ def isobit_rows(mlp: int, precision: PrecisionConfig) -> list[Row]:
 
 
 def rollout_work(policy: Policy, sequences: int) -> Callable[[], object]:
-    engine = Engine(
+    engine = NativeEngine(
         policy, RolloutConfig(max_sequences=sequences, max_batched_tokens=4096), None, seed=0
     )
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS)
@@ -92,7 +93,7 @@ def rollout_work(policy: Policy, sequences: int) -> Callable[[], object]:
         Request(Prompt(f"bench/{i}", "", tuple(ids)), 0, 1, sampling)
         for i, ids in enumerate(prompts)
     ]
-    return lambda: engine.generate(requests)
+    return lambda: generate(engine, requests)
 
 
 def training_work(policy: Policy, sequences: int) -> Callable[[], object]:

@@ -19,7 +19,8 @@ from isobit.config.schema import PrecisionConfig, RolloutConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.shapes import model_shape
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 
 
@@ -37,8 +38,8 @@ def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_a
     for name in cases:
         case = CASES[name]
         prompts = random_prompts(case, policy.config.vocab_size)
-        warm_up = generate(engine, prompts, min(WARM_UP_TOKENS, case.new_tokens))
-        seconds = generate(engine, prompts, case.new_tokens)
+        warm_up = seconds_to_complete(engine, prompts, min(WARM_UP_TOKENS, case.new_tokens))
+        seconds = seconds_to_complete(engine, prompts, case.new_tokens)
         writer.write(
             case=name,
             log_probs=True,
@@ -52,7 +53,7 @@ def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_a
         )
 
 
-def start(mode: str, shape: str) -> tuple[Policy, Engine]:
+def start(mode: str, shape: str) -> tuple[Policy, NativeEngine]:
     """Random weights made on the card, an engine over them, and its first token."""
     policy = random_policy(
         model_shape(shape),
@@ -61,17 +62,19 @@ def start(mode: str, shape: str) -> tuple[Policy, Engine]:
         device="cuda",
         trainable=False,
     )
-    engine = Engine(
+    engine = NativeEngine(
         policy,
         RolloutConfig(max_sequences=MAX_SEQUENCES, max_batched_tokens=16384, kv_memory_gib=None),
         None,
         seed=0,
     )
-    generate(engine, random_prompts(Case(1, 16, 1), policy.config.vocab_size), 1)
+    seconds_to_complete(engine, random_prompts(Case(1, 16, 1), policy.config.vocab_size), 1)
     return policy, engine
 
 
-def generate(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+def seconds_to_complete(
+    engine: NativeEngine, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> float:
     """Seconds until all completions are on the host, log-probabilities included."""
     sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0)
     requests = [
@@ -79,7 +82,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) 
         for i, ids in enumerate(prompts)
     ]
     began = perf_counter()
-    completions = engine.generate(requests)
+    completions = generate(engine, requests)
     seconds = perf_counter() - began
     for (completion,) in completions:
         assert len(completion.token_ids) == len(completion.log_probs) == new_tokens

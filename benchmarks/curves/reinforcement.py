@@ -17,7 +17,8 @@ from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig
 from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
@@ -70,7 +71,7 @@ def run(shape: str, precision: str, steps: int, learning_rate: float | None, out
     rollout = RolloutConfig(
         max_new_tokens=size.new_tokens, max_sequences=sequences, kv_memory_gib=size.kv_memory_gib
     )
-    engine = Engine(policy, rollout, None, SEED)
+    engine = NativeEngine(policy, rollout, None, SEED)
     config = size.training.model_copy(
         update={"steps": steps, "learning_rate": learning_rate or LEARNING_RATE}
     )
@@ -81,7 +82,7 @@ def run(shape: str, precision: str, steps: int, learning_rate: float | None, out
             Request(prompt, 0, size.samples, SamplingParams(size.new_tokens))
             for prompt in prompts(step, size, shape)
         ]
-        completions = engine.generate(requests)
+        completions = generate(engine, requests)
         if size.release:
             engine.release()
         generated_at = perf_counter()

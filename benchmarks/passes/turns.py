@@ -25,7 +25,8 @@ from isobit.models.policy import random_policy
 from isobit.precision.flow import build_flow
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
@@ -78,14 +79,14 @@ def two_steps(
     print("\n".join(plan.describe()), file=sys.stderr, flush=True)
     allocate_in_pages()
     policy = random_policy(case.config, precision, seed=0, device=device)
-    engine = Engine(policy, rollout.model_copy(update={"kv_pages": plan.pages}), None, seed=0)
+    engine = NativeEngine(policy, rollout.model_copy(update={"kv_pages": plan.pages}), None, seed=0)
     trainer, batches = Trainer(policy, training, total_updates=1000), _batches(case)
     turns, clock = GpuTurns(plan, engine, trainer), BothWays()
     seconds: dict[str, float] = {}
     reserved: dict[str, int] = {}
     for step in range(2):
         with clock("rollout"):
-            engine.generate(_requests(case, step))
+            generate(engine, _requests(case, step))
         reserved["rollout"] = torch.cuda.max_memory_reserved()
         with clock("training"), turns.training(clock):
             metrics = trainer.update(batches, SupervisedObjective())

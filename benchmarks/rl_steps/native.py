@@ -34,7 +34,8 @@ from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 from isobit.training.step import StepMetrics, train_on_groups
 from isobit.training.trainer import Trainer
@@ -92,7 +93,7 @@ class Loop:
             allocate_in_pages()
         self._policy = random_policy(shape, precision, seed=0, device=device)
         assert self._policy.flow.exact
-        self._engine = Engine(self._policy, rollout, None, seed=0)
+        self._engine = NativeEngine(self._policy, rollout, None, seed=0)
         self._trainer = Trainer(self._policy, training, total_updates=1000)
         self._turns = None if plan is None else GpuTurns(plan, self._engine, self._trainer)
         self._algorithm = build_algorithm(AlgorithmConfig())
@@ -148,8 +149,9 @@ class Loop:
             Prompt(f"bench/{i}", "", tuple(ids))
             for i, ids in enumerate(case.random_prompts(self._policy.config.vocab_size))
         ]
-        completions = self._engine.generate(
-            [Request(prompt, self._visit, case.samples, sampling) for prompt in prompts]
+        completions = generate(
+            self._engine,
+            [Request(prompt, self._visit, case.samples, sampling) for prompt in prompts],
         )
         assert all(
             len(sample.token_ids) == case.new_tokens

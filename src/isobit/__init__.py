@@ -50,7 +50,8 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.records.text import SamplingParams as SamplingParams
     from isobit.rewards.function import load_reward as load_reward
     from isobit.rewards.grade import grade as grade
-    from isobit.rollout.native.engine import Engine as Engine
+    from isobit.rollout.engine import RolloutEngine as RolloutEngine
+    from isobit.rollout.native.engine import NativeEngine as NativeEngine
     from isobit.rollout.request import Request as Request
     from isobit.training.comparison import Comparison as Comparison
     from isobit.training.packing import pack as pack
@@ -91,7 +92,8 @@ _HOMES = {
     "records.text": ("Completion", "Group", "Prompt", "SamplingParams"),
     "rewards.function": ("load_reward",),
     "rewards.grade": ("grade",),
-    "rollout.native.engine": ("Engine",),
+    "rollout.engine": ("RolloutEngine",),
+    "rollout.native.engine": ("NativeEngine",),
     "rollout.request": ("Request",),
     "models.loaded": ("LoadedModel", "load_model"),
     "proof.verify": ("VerifyOptions",),

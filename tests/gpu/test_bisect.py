@@ -24,7 +24,7 @@ from isobit.models.policy import Policy
 from isobit.proof.bisect.bisect import trace_scenario
 from isobit.proof.scenarios import build_workload, engine_scenarios
 from isobit.rollout.native import gpu_sampling
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.native.engine import NativeEngine
 from isobit.training.trainer import Trainer
 
 Side = Literal["rollout", "training"]
@@ -73,7 +73,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Where:
 
         monkeypatch.setattr(hopper_decoder.Forward, name, wrapped)
 
-    wrap_side(Engine, "generate", "rollout")
+    wrap_side(NativeEngine, "step", "rollout")
     wrap_side(Trainer, "log_probs", "training")
     wrap_layer("enter", lambda layer, *_: layer)
     wrap_layer("leave", lambda *_: None)

@@ -15,7 +15,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.models.policy import Policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify_policy
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 
 MakePolicy = Callable[..., Policy]
@@ -66,12 +67,12 @@ def test_a_sample_does_not_depend_on_how_it_was_scheduled(
         {"max_batched_tokens": 33, "max_sequences": 7},
     ]
     made = [
-        Engine(policy, RolloutConfig(**one), None, seed=1).generate(requests(4, **sampling))
+        generate(NativeEngine(policy, RolloutConfig(**one), None, seed=1), requests(4, **sampling))
         for one in settings
     ]  # type: ignore[arg-type]
     assert all(other == made[0] for other in made[1:])
     alone = [
-        Engine(policy, RolloutConfig(), None, seed=1).generate([one])[0]
+        generate(NativeEngine(policy, RolloutConfig(), None, seed=1), [one])[0]
         for one in requests(4, **sampling)
     ]
     assert alone == made[0]
@@ -80,7 +81,8 @@ def test_a_sample_does_not_depend_on_how_it_was_scheduled(
 def test_samples_of_a_prompt_differ_and_repeat_with_their_seed(make_policy: MakePolicy) -> None:
     policy = make_policy("qwen3", "fp8", trainable=False)
     first, again, other = (
-        Engine(policy, RolloutConfig(), None, seed).generate(requests(4)) for seed in (0, 0, 1)
+        generate(NativeEngine(policy, RolloutConfig(), None, seed), requests(4))
+        for seed in (0, 0, 1)
     )
     assert first == again and first != other
     assert len({completion.token_ids for group in first for completion in group}) == 16
@@ -88,13 +90,13 @@ def test_samples_of_a_prompt_differ_and_repeat_with_their_seed(make_policy: Make
 
 def test_new_weights_are_read_without_another_capture(make_policy: MakePolicy) -> None:
     policy = make_policy("qwen3", "fp8")
-    engine = Engine(policy, RolloutConfig(), None, seed=0)
-    before = engine.generate(requests(2))
+    engine = NativeEngine(policy, RolloutConfig(), None, seed=0)
+    before = generate(engine, requests(2))
     with torch.no_grad():
         for master in policy.parameters():
             master.mul_(1.5)
     policy.publish()
-    after = engine.generate(requests(2))
-    fresh = Engine(policy, RolloutConfig(), None, seed=0).generate(requests(2))
+    after = generate(engine, requests(2))
+    fresh = generate(NativeEngine(policy, RolloutConfig(), None, seed=0), requests(2))
     assert after == fresh and after != before
     assert {v for group in after for c in group for v in c.weights_versions} == {2}

@@ -19,7 +19,8 @@ from isobit.memory.turns import GpuTurns
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 from isobit.training.host_moments import HostMoments
 from isobit.training.supervised import SupervisedObjective, pack_pairs
@@ -31,16 +32,17 @@ WIDE = ModelConfig("qwen3", 32768, 1024, 3072, 6, 8, 2, 128, 8192, 1e-6, 1e6, ti
 PAGES = 2000
 
 
-def generate(engine: Engine, **sampling: Any) -> list[list[Completion]]:
+def answers(engine: NativeEngine, **sampling: Any) -> list[list[Completion]]:
     generator = torch.Generator().manual_seed(3)
     prompts = [
         tuple(torch.randint(1000, (n,), generator=generator).tolist()) for n in (5, 130, 300)
     ]
-    return engine.generate(
+    return generate(
+        engine,
         [
             Request(Prompt(f"p{i}", "", ids), 0, 3, SamplingParams(24, **sampling))
             for i, ids in enumerate(prompts)
-        ]
+        ],
     )
 
 
@@ -63,14 +65,14 @@ def test_a_released_engine_holds_nothing_and_draws_the_same_again(
     preset: str, sampling: dict[str, int], make_policy: MakePolicy
 ) -> None:
     policy = make_policy("qwen3", preset, trainable=False)
-    engine = Engine(policy, RolloutConfig(kv_pages=PAGES), None, seed=1)
-    first = generate(engine, **sampling)
+    engine = NativeEngine(policy, RolloutConfig(kv_pages=PAGES), None, seed=1)
+    first = answers(engine, **sampling)
     engine.release()
     allocated, reserved = (
         torch.cuda.memory_allocated(),
         torch.cuda.memory_reserved(),
     )  # with what libraries keep
-    assert generate(engine, **sampling) == first
+    assert answers(engine, **sampling) == first
     cache = torch.cuda.memory_allocated() - allocated
     assert cache > 200 * MIB
     engine.release()
@@ -79,7 +81,7 @@ def test_a_released_engine_holds_nothing_and_draws_the_same_again(
     blocker = torch.full(
         (cache,), 0xFF, dtype=torch.uint8, device="cuda"
     )  # where the cache and the graphs were
-    assert generate(engine, **sampling) == first
+    assert answers(engine, **sampling) == first
     assert bool((blocker == 0xFF).all()), "no graph writes where it once did"
 
 
@@ -90,13 +92,13 @@ def test_kernels_are_not_announced_again(
 
     monkeypatch.setattr(graph_runner, "_SLOW_CAPTURE", 0.0)
     monkeypatch.setattr(graph_runner, "_compiled", set())
-    engine = Engine(
+    engine = NativeEngine(
         make_policy("qwen3", "fp8", trainable=False), RolloutConfig(kv_pages=PAGES), None, seed=1
     )
-    generate(engine)
+    answers(engine)
     assert "were compiled or loaded" in capsys.readouterr().err
     engine.release()
-    generate(engine)
+    answers(engine)
     assert "compiled" not in capsys.readouterr().err
 
 
@@ -144,17 +146,17 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute) -> Non
     rollout = RolloutConfig(kv_pages=PAGES)
     plan = plan_gpu(WIDE, policy.flow, rollout, config, 8192, device_memory())
     engine, trainer = (
-        Engine(policy, rollout, None, seed=0),
+        NativeEngine(policy, rollout, None, seed=0),
         Trainer(policy, config, total_updates=4),
     )
     turns, clock = GpuTurns(plan, engine, trainer), Clock()
     drawn = []
     for _ in range(2):
-        drawn.append(generate(engine))
+        drawn.append(answers(engine))
         with turns.training(clock):
             update(trainer, (8192, 4096, 4096))
     assert drawn[0] != drawn[1], "the second rollout reads the new weights"
-    assert generate(Engine(policy, rollout, None, seed=0)) == generate(engine)
+    assert answers(NativeEngine(policy, rollout, None, seed=0)) == answers(engine)
     measured = {
         phase: turns.figures()[f"memory/{phase}_peak_gib"] * (1 << 30) - standing
         for phase in plan.peaks

@@ -15,7 +15,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.algorithms.registry import build_algorithm
 from isobit.models.policy import Policy
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 from isobit.training.step import StepMetrics, train_on_groups
 from isobit.training.trainer import Trainer
@@ -29,12 +30,12 @@ def learn(
 ) -> tuple[Trainer, list[StepMetrics]]:
     """A reward with spread: the share of even tokens."""
     trainer = Trainer(policy, config, total_updates=steps)
-    engine = Engine(policy, RolloutConfig(max_sequences=16, kv_pages=256), None, seed=0)
+    engine = NativeEngine(policy, RolloutConfig(max_sequences=16, kv_pages=256), None, seed=0)
     found = []
     for step in range(steps):
         prompts = [Prompt(f"p{i}", "", tuple(range(7 * i + 1, 7 * i + 30))) for i in range(PROMPTS)]
         requests = [Request(prompt, step, SAMPLES, SamplingParams(60)) for prompt in prompts]
-        completions = engine.generate(requests)
+        completions = generate(engine, requests)
         groups = [
             Group(
                 r.prompt,
@@ -78,9 +79,9 @@ def test_what_was_recorded_before_an_update_differs_after_it(make_policy: MakePo
     """The control: the count above can be something else than 0."""
     policy = make_policy("qwen3", "fp8")
     trainer = Trainer(policy, config(), total_updates=2)
-    engine = Engine(policy, RolloutConfig(max_sequences=16, kv_pages=256), None, seed=0)
-    (samples,) = engine.generate(
-        [Request(Prompt("p", "", (1, 2, 3)), 0, SAMPLES, SamplingParams(60))]
+    engine = NativeEngine(policy, RolloutConfig(max_sequences=16, kv_pages=256), None, seed=0)
+    (samples,) = generate(
+        engine, [Request(Prompt("p", "", (1, 2, 3)), 0, SAMPLES, SamplingParams(60))]
     )
     groups = [
         Group(
@@ -130,9 +131,12 @@ def test_a_restored_trainer_goes_on_with_the_same_bytes(
         begun.counters(), {name: value.cpu() for name, value in begun.moments().items()}
     )
     for trainer in (whole, resumed):
-        samples = Engine(
-            trainer.policy, RolloutConfig(max_sequences=16, kv_pages=256), None, seed=0
-        ).generate([Request(Prompt("p", "", (1, 2, 3)), 9, SAMPLES, SamplingParams(60))])[0]
+        samples = generate(
+            NativeEngine(
+                trainer.policy, RolloutConfig(max_sequences=16, kv_pages=256), None, seed=0
+            ),
+            [Request(Prompt("p", "", (1, 2, 3)), 9, SAMPLES, SamplingParams(60))],
+        )[0]
         group = Group(
             Prompt("p", "", (1, 2, 3)),
             9,

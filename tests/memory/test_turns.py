@@ -19,6 +19,7 @@ from isobit.memory.host import microbatch_tokens
 from isobit.memory.turns import GpuTurns
 from isobit.observe.summary import PhaseMemory
 from isobit.records.batch import PackedBatch
+from isobit.rollout.native.engine import NativeEngine
 from isobit.run import loop, setup
 from isobit.run.loop import train
 from isobit.run.setup import Run, prepare
@@ -217,9 +218,10 @@ def test_held_out_losses_are_measured_without_the_cache(
     run = sft_loop.prepare_sft(config)
     assert run.evaluator is not None
     engine, held = run.evaluator.engine, []
+    assert isinstance(engine, NativeEngine)
 
     def watched(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
-        held.append(engine._made)
+        held.append(engine._works)
         return mean_loss(trainer, batches)
 
     monkeypatch.setattr(sft_setup, "mean_loss", watched)

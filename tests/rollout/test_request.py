@@ -1,5 +1,6 @@
 """What is refused before anything runs, and what the message says."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 
 from isobit.errors import RequestError
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.request import Limits, Request, check_requests
+from isobit.rollout.engine import generate
+from isobit.rollout.native.limits import Limits, check_limits
+from isobit.rollout.request import Handle, Request, check_requests
 
 from .native.history_model import make_engine
 
@@ -21,17 +24,22 @@ def a_request(length: int = 10, samples: int = 2, token: int = 7, **sampling: An
     )
 
 
+def check(requests: Sequence[Request], limits: Limits) -> None:
+    check_requests(requests)
+    check_limits(requests, limits)
+
+
 def refusal(*requests: Request, limits: Limits = LIMITS) -> str:
     with pytest.raises(RequestError) as caught:
-        check_requests(requests, limits)
+        check(requests, limits)
     return str(caught.value)
 
 
 def test_the_largest_request_that_fits_is_accepted():
-    check_requests(
+    check_limits(
         [a_request(length=237, max_new_tokens=20)], LIMITS
     )  # 257 tokens, of which 256 are cached
-    check_requests([a_request(length=299, max_new_tokens=1000)], replace(LIMITS, num_pages=5))
+    check_limits([a_request(length=299, max_new_tokens=1000)], replace(LIMITS, num_pages=5))
 
 
 def test_a_request_longer_than_the_cache_is_refused_with_the_numbers():
@@ -82,11 +90,18 @@ def test_stop_strings_need_a_tokenizer():
 
 def test_the_same_visit_twice_is_refused():
     assert "requested twice for visit 0" in refusal(a_request(), a_request())
-    check_requests([a_request(), replace(a_request(), visit=1)], LIMITS)
+    check_requests([a_request(), replace(a_request(), visit=1)])
+
+
+def test_a_visit_of_which_a_sample_is_live_is_refused():
+    live = {Handle("gsm8k/12", 1, 4)}
+    check_requests([a_request()], live)
+    with pytest.raises(RequestError, match="requested twice for visit 1"):
+        check_requests([replace(a_request(), visit=1)], live)
 
 
 def test_nothing_runs_when_one_request_of_a_batch_is_refused():
     engine, model = make_engine(kv_pages=1)
     with pytest.raises(RequestError):
-        engine.generate([replace(a_request(length=5), visit=1), a_request(length=100)])
+        generate(engine, [replace(a_request(length=5), visit=1), a_request(length=100)])
     assert model.batches == []

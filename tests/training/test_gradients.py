@@ -32,7 +32,8 @@ from isobit.models.folder import load_policy
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 from isobit.starter import starter_folder
 from isobit.starter.tasks import correct_answer, pretraining_answer, problems, question
@@ -71,8 +72,8 @@ def sampled_batches() -> list[PackedBatch]:
         for problem in problems(held_out=False)[:16]
     ]
     sampling = SamplingParams(max_new_tokens=16, stop_token_ids=(EOS_ID,))
-    engine = Engine(starter("fp8"), RolloutConfig(), tokenizer, seed=0)
-    completions = engine.generate([Request(prompt, 0, 16, sampling) for prompt in prompts])
+    engine = NativeEngine(starter("fp8"), RolloutConfig(), tokenizer, seed=0)
+    completions = generate(engine, [Request(prompt, 0, 16, sampling) for prompt in prompts])
     groups = [
         Group(prompt, 0, answers) for prompt, answers in zip(prompts, completions, strict=True)
     ]

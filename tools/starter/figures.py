@@ -12,7 +12,8 @@ from isobit.config.schema import DataConfig, JsonlData, RolloutConfig
 from isobit.data.prompts import build_prompts
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import RolloutEngine, generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 from isobit.starter.tasks import correct_answer, is_worked_out
 from tools.starter.tokenizer import EOS_ID
@@ -56,7 +57,9 @@ def measure(
     prompts = build_prompts(
         "held_out", source, tokenizer, DataConfig(train=source), policy.config.max_positions
     )
-    engine = Engine(policy, RolloutConfig(max_new_tokens=MAX_ANSWER_TOKENS), tokenizer, seed=0)
+    engine = NativeEngine(
+        policy, RolloutConfig(max_new_tokens=MAX_ANSWER_TOKENS), tokenizer, seed=0
+    )
     greedy, sampled = (_answer(engine, prompts, temperature) for temperature in (0.0, 1.0))
     worked_out = [pair for pair in sampled if is_worked_out(pair[1].text)]
     guessed = [pair for pair in sampled if not is_worked_out(pair[1].text)]
@@ -72,10 +75,10 @@ def measure(
 
 
 def _answer(
-    engine: Engine, prompts: Sequence[Prompt], temperature: float
+    engine: RolloutEngine, prompts: Sequence[Prompt], temperature: float
 ) -> list[tuple[Prompt, Completion]]:
     sampling = SamplingParams(MAX_ANSWER_TOKENS, temperature=temperature, stop_token_ids=(EOS_ID,))
-    groups = engine.generate([Request(prompt, 0, 1, sampling) for prompt in prompts])
+    groups = generate(engine, [Request(prompt, 0, 1, sampling) for prompt in prompts])
     return [(prompt, completion) for prompt, (completion,) in zip(prompts, groups, strict=True)]
 
 

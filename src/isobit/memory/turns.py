@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from isobit.clock import Clock
 from isobit.memory.device import DevicePlan
 from isobit.observe.summary import PhaseMemory
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import RolloutEngine
 from isobit.training.host_moments import HostMoments
 from isobit.training.trainer import Trainer
 
@@ -26,7 +26,7 @@ _GIB = 1 << 30
 class GpuTurns:
     """The turns of one run, and the most that torch held in each kind of them."""
 
-    def __init__(self, plan: DevicePlan, engine: Engine | None, trainer: Trainer) -> None:
+    def __init__(self, plan: DevicePlan, engine: RolloutEngine | None, trainer: Trainer) -> None:
         """The moments go to the host for the engine's turns if the trainer's configuration says
         so.
         """

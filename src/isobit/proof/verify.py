@@ -27,7 +27,8 @@ from isobit.proof.scenarios import Scenario, Workload, build_workload, engine_sc
 from isobit.records.batch import PackedBatch
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import RolloutEngine, generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.native.runner import page_tokens_of
 from isobit.rollout.progress import EngineStats
 from isobit.rollout.request import Request
@@ -181,9 +182,9 @@ def random_workload(policy: Policy, options: VerifyOptions) -> Workload:
     )
 
 
-def generate_samples(engine: Engine, requests: Sequence[Request]) -> list[TokenSequence]:
+def generate_samples(engine: RolloutEngine, requests: Sequence[Request]) -> list[TokenSequence]:
     """What the engine generates, as samples to train on, in the order of the requests."""
-    completions = engine.generate(requests)
+    completions = generate(engine, requests)
     groups = [
         Group(request.prompt, request.visit, made)
         for request, made in zip(requests, completions, strict=True)
@@ -199,7 +200,7 @@ def run_scenario(
     make_packings: Packings = packings,
 ) -> ScenarioResult:
     """Generate the workload in one setting of the engine, and compare in every packing."""
-    engine = Engine(scorer.policy, scenario.rollout, tokenizer=None, seed=seed)
+    engine = NativeEngine(scorer.policy, scenario.rollout, tokenizer=None, seed=seed)
     samples = generate_samples(engine, workload.requests(scenario))
     comparisons = {
         name: sum(

@@ -1,5 +1,5 @@
-"""How far a call to the engine has come, and what it did: plain records for a progress bar, metrics
-and tests.
+"""What an engine did, and how far a ``generate`` call has come: plain records for a progress bar,
+metrics and tests.
 """
 
 from dataclasses import dataclass
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts of one ``generate`` call."""
+    """Counts from the first request after the engine had nothing to do: those of one ``generate``
+    call.
+    """
 
     generated_tokens: int = 0
+    """Those of samples that were aborted as well."""
     prompt_tokens: int = 0
     """Prompt tokens put through the model: each prompt once, and again if its pages were given
     up.

@@ -1,17 +1,23 @@
-"""What the engine is asked for, and the refusal of what it could never deliver.
-
-Everything that can be known to fail is refused before the first forward, with the numbers: once a
-batch has been accepted, every sequence of it can run to its full length alone in the cache, which
-is why the scheduler never gets stuck.
-"""
+"""What an engine is asked for, and the refusal of what no engine could do with it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from isobit.errors import RequestError
-from isobit.memory.cache_size import pages_for
 from isobit.records.text import Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """One sample: ``sample`` counts those of one visit of one prompt.
+
+    The name says which noise is drawn, so no two samples of one name are live at a time.
+    """
+
+    prompt_id: str
+    visit: int
+    sample: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +36,13 @@ class Request:
         return min(len(self.prompt.token_ids) + self.sampling.max_new_tokens, context)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the model and the cache can take: positions, vocabulary entries, pages and their tokens;
-    and whether text can be decoded.
-    """
-
-    context: int
-    vocab_size: int
-    num_pages: int
-    page_tokens: int
-    has_tokenizer: bool
-
-
-def check_requests(requests: Sequence[Request], limits: Limits) -> None:
-    """Refuse the batch if any request of it can never be served.
+def check_requests(requests: Sequence[Request], live: Collection[Handle] = ()) -> None:
+    """Refuse requests that contradict themselves, one another, or the ``live`` samples.
 
     Raises:
-        RequestError: naming the prompt, what it asks for and what there is.
+        RequestError: naming the prompt, and what is asked for.
     """
-    seen: set[tuple[str, int]] = set()
+    seen = {(handle.prompt_id, handle.visit) for handle in live}
     for request in requests:
         name = (request.prompt.id, request.visit)
         if name in seen:
@@ -60,12 +53,6 @@ def check_requests(requests: Sequence[Request], limits: Limits) -> None:
             )
         seen.add(name)
         _check_sampling(request)
-        _check_prompt(request, limits)
-        if request.sampling.stop_strings and not limits.has_tokenizer:
-            raise RequestError(
-                f"prompt {request.prompt.id!r} asks for stop strings, which need a tokenizer; this "
-                "engine has none"
-            )
 
 
 def _check_sampling(request: Request) -> None:
@@ -85,34 +72,3 @@ def _check_sampling(request: Request) -> None:
     for message, is_wrong in wrong.items():
         if is_wrong:
             raise RequestError(f"prompt {request.prompt.id!r}: {message}")
-
-
-def _check_prompt(request: Request, limits: Limits) -> None:
-    prompt = request.prompt
-    num_tokens = len(prompt.token_ids)
-    if num_tokens == 0:
-        raise RequestError(f"prompt {prompt.id!r} has no tokens: there is nothing to continue")
-    if num_tokens >= limits.context:
-        raise RequestError(
-            f"prompt {prompt.id!r} has {num_tokens} tokens; the model's context holds "
-            f"{limits.context}, and a new token must fit: "
-            "shorten or drop the prompt"
-        )
-    if not (min(prompt.token_ids) >= 0 and max(prompt.token_ids) < limits.vocab_size):
-        raise RequestError(
-            f"prompt {prompt.id!r} holds token ids from {min(prompt.token_ids)} to "
-            f"{max(prompt.token_ids)}; the model knows 0 to "
-            f"{limits.vocab_size - 1}: the tokenizer belongs to another model"
-        )
-    max_length = request.max_length(limits.context)
-    needed = pages_for(
-        max_length - 1, limits.page_tokens
-    )  # the last token of all is sampled, but never read back
-    if needed > limits.num_pages:
-        raise RequestError(
-            f"prompt {prompt.id!r} can grow to {max_length} tokens ({num_tokens} of the prompt, at "
-            f"most {request.sampling.max_new_tokens} "
-            f"new, context {limits.context}): {needed} pages of {limits.page_tokens} tokens, and "
-            f"the KV cache has {limits.num_pages}; "
-            "raise rollout.kv_pages or rollout.kv_memory_gib, or lower rollout.max_new_tokens"
-        )

@@ -17,7 +17,8 @@ from isobit.observe.eval_result import EvalResult, result_of
 from isobit.records.text import Group, Prompt, SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
 from isobit.rewards.grade import GradeStats, grade
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import RolloutEngine, generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
 
@@ -31,7 +32,7 @@ Grading = Callable[[Sequence[Group], RewardFunction, float], GradeStats]
 class Evaluator:
     """Evaluates the policy of an engine on named sets."""
 
-    engine: Engine
+    engine: RolloutEngine
     sets: Mapping[str, Sequence[Prompt]]
     sampling: SamplingParams
     samples: int
@@ -57,7 +58,7 @@ class Evaluator:
         self, name: str, progress: OnProgress | None, grading: Grading
     ) -> tuple[EvalResult, list[Group]]:
         requests = self._requests(name)
-        completions = self.engine.generate(requests, progress)
+        completions = generate(self.engine, requests, progress)
         groups = [
             Group(request.prompt, request.visit, made)
             for request, made in zip(requests, completions, strict=True)
@@ -70,7 +71,7 @@ class Evaluator:
 
 
 def build_evaluator(
-    config: RunConfig, model: LoadedModel, engine: Engine, reward: RewardFunction
+    config: RunConfig, model: LoadedModel, engine: RolloutEngine, reward: RewardFunction
 ) -> Evaluator:
     """The evaluator of ``config.data.eval`` as ``config.evaluation`` says.
 
@@ -120,6 +121,6 @@ def evaluate_folder(
         )
     reward = load_reward(config.reward.function)
     model = load_sampling_model(folder, config.precision, config.device)
-    engine = Engine(model.policy, config.rollout, model.tokenizer, config.seed)
+    engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
     evaluator = build_evaluator(config, model, engine, reward)
     return {name: result for name, (result, _) in evaluator.run(progress).items()}

@@ -13,6 +13,7 @@ from isobit.files import disk_errors
 from isobit.observe.console import Report
 from isobit.observe.summary import Summary
 from isobit.records.text import Group
+from isobit.rollout.engine import generate
 from isobit.run.interruption import Interruption
 from isobit.run.log import Evaluation, RunLog
 from isobit.run.setup import Run, prepare
@@ -53,7 +54,7 @@ def train(config: RunConfig, report: Report | None = None, resume: bool = False)
                     log.evaluation(start.step, first)
                 for step in range(start.step + 1, config.training.steps + 1):
                     with clock("rollout"):
-                        groups = generate(run, report, interruption)
+                        groups = next_groups(run, report, interruption)
                     with clock("grading"), report.busy("grading"):
                         grades = rewards.grade(
                             groups, run.reward, config.reward.max_failed_fraction
@@ -70,11 +71,11 @@ def train(config: RunConfig, report: Report | None = None, resume: bool = False)
                 return log.finish()
 
 
-def generate(run: Run, report: Report, interruption: Interruption) -> list[Group]:
+def next_groups(run: Run, report: Report, interruption: Interruption) -> list[Group]:
     """The next prompts, each with its completions from the current policy."""
     requests = run.next_requests()
     with report.generating("rollout") as progress:
-        completions = run.engine.generate(requests, interruption.watched(progress))
+        completions = generate(run.engine, requests, interruption.watched(progress))
     return [
         Group(request.prompt, request.visit, samples)
         for request, samples in zip(requests, completions, strict=True)

@@ -13,7 +13,8 @@ from isobit.data.sources import Row, load_rows
 from isobit.errors import ConfigError
 from isobit.models.loaded import load_sampling_model
 from isobit.records.text import Group
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
 
@@ -48,7 +49,9 @@ def rollout_folder(
     )
     made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
     requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]
-    completions = Engine(model.policy, rollout, model.tokenizer, seed).generate(requests, progress)
+    completions = generate(
+        NativeEngine(model.policy, rollout, model.tokenizer, seed), requests, progress
+    )
     return [Group(prompt, 0, group) for prompt, group in zip(made, completions, strict=True)]
 
 

@@ -32,7 +32,8 @@ from isobit.observe.wandb_tracker import check_tracking
 from isobit.precision.flow import build_flow
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rewards.function import RewardFunction, load_reward
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import RolloutEngine
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 from isobit.run.evaluate import Evaluator, build_evaluator
 from isobit.run.training_run import Recipe
@@ -46,7 +47,7 @@ class Run:
 
     config: RunConfig
     model: LoadedModel
-    engine: Engine
+    engine: RolloutEngine
     trainer: Trainer
     algorithm: Algorithm
     reward: RewardFunction
@@ -119,7 +120,7 @@ def prepare(config: RunConfig) -> Run:
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
     policy = load_policy(described.folder, config.precision, device)
     model = LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
-    engine = Engine(policy, rollout, model.tokenizer, config.seed)
+    engine = NativeEngine(policy, rollout, model.tokenizer, config.seed)
     evaluator = build_evaluator(config, model, engine, reward)
     prompts, dropped = drop_evaluated(train, evaluator.sets.values())
     for requests in (evaluator.requests(), one_sample_each(prompts, sampling)):

@@ -36,7 +36,7 @@ from isobit.proof.bisect.bisect import Parting, operation_kind, trace_scenario
 from isobit.proof.scenarios import Workload, build_workload, engine_scenarios
 from isobit.rollout.native import executor
 from isobit.rollout.native.batch import ForwardBatch
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.native.runner import PolicyRunner
 from isobit.rollout.native.scheduler import Plan
 
@@ -79,7 +79,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Where:
 
         monkeypatch.setattr(owner, name, wrapped)
 
-    wrap(Engine, "generate", lambda _: {"side": "rollout"})
+    wrap(NativeEngine, "step", lambda _: {"side": "rollout"})
     wrap(Scorer, "score", lambda _: {"side": "training"})
     wrap(Attention, "forward", lambda unit: {"layer": unit._layer})
     wrap(Mlp, "forward", lambda unit: {"layer": int(unit._path.removeprefix("layers."))})

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from isobit.config.schema import RolloutConfig
+from isobit.kernels.backend import backend_of
 from isobit.kernels.noise import sample_key
 from isobit.kernels.operands import Drawn, Draws
 from isobit.kernels.spec.log_prob import log_softmax
@@ -18,8 +20,9 @@ from isobit.kernels.spec.noise import uniforms
 from isobit.kernels.spec.sampling import draw, draw_tokens, truncate
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.native.batch import ForwardBatch
-from isobit.rollout.native.engine import Engine, Request, RolloutConfig
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.native.runner import ModelRunner
+from isobit.rollout.request import Request
 
 VOCAB = 11
 MODULUS = (1 << 61) - 1
@@ -111,6 +114,7 @@ class FakePolicy:
     config = FakeConfig()
     flow = None  # read by the cache alone, which a HistoryModel has not
     device = torch.device("cpu")
+    backend = backend_of(device)
 
 
 def make_engine(
@@ -119,7 +123,7 @@ def make_engine(
     page_tokens: int = 64,
     wrap: Callable[[ModelRunner], Any] | None = None,
     **sizes: Any,
-) -> tuple[Engine, HistoryModel]:
+) -> tuple[NativeEngine, HistoryModel]:
     """An engine over a HistoryModel, or over what ``wrap`` puts around it; ``sizes`` go into its
     RolloutConfig.
     """
@@ -133,7 +137,7 @@ def make_engine(
         {"kv_pages": 40, "max_sequences": 8, "max_batched_tokens": 100} | sizes
     )
     policy: Any = FakePolicy()
-    return Engine(policy, config, tokenizer, seed, make), models[0]
+    return NativeEngine(policy, config, tokenizer, seed, make), models[0]
 
 
 def request(index: int, length: int, samples: int = 1, **sampling: Any) -> Request:

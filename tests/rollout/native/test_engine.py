@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from isobit.config.schema import RolloutConfig
 from isobit.errors import ConfigError, NonFiniteError
 from isobit.records.text import Completion
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.native.pages import pages_for
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
@@ -60,7 +61,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Request], dict[str, Any]]:
 def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], dict[str, Any]]):
     requests, sizes = batch
     engine, model = make_engine(**sizes)
-    groups = engine.generate(requests)
+    groups = generate(engine, requests)
     assert tokens_and_log_probs(groups) == [plain_samples(r) for r in requests]
     assert all(b.token_ids.numel() <= sizes["max_batched_tokens"] for b in model.batches)
     assert engine.stats.forwards == len(model.batches)
@@ -72,7 +73,7 @@ def test_nothing_but_time_depends_on_the_engines_sizes_or_on_the_order_of_reques
         request(i, length, samples, max_new_tokens=90)
         for i, (length, samples) in enumerate([(5, 4), (130, 3), (64, 2), (63, 5)])
     ]
-    expected = tokens_and_log_probs(make_engine()[0].generate(requests))
+    expected = tokens_and_log_probs(generate(make_engine()[0], requests))
     tight: list[dict[str, Any]] = [
         {"kv_pages": 4},
         {"max_sequences": 1},
@@ -80,15 +81,15 @@ def test_nothing_but_time_depends_on_the_engines_sizes_or_on_the_order_of_reques
         {"kv_pages": 5, "max_batched_tokens": 3},
     ]
     for sizes in tight:
-        assert tokens_and_log_probs(make_engine(**sizes)[0].generate(requests)) == expected
-    assert tokens_and_log_probs(make_engine()[0].generate(requests[::-1])) == expected[::-1]
+        assert tokens_and_log_probs(generate(make_engine(**sizes)[0], requests)) == expected
+    assert tokens_and_log_probs(generate(make_engine()[0], requests[::-1])) == expected[::-1]
 
 
 def test_the_seed_and_the_visit_change_the_samples():
     first = request(0, 5, 2)
     again = Request(first.prompt, 1, 2, first.sampling)
     samples = [
-        make_engine(seed)[0].generate([r])[0][0].token_ids
+        generate(make_engine(seed)[0], [r])[0][0].token_ids
         for seed, r in [(0, first), (1, first), (0, again)]
     ]
     assert len(set(samples)) == 3
@@ -96,7 +97,7 @@ def test_the_seed_and_the_visit_change_the_samples():
 
 def test_the_samples_of_a_prompt_share_its_full_pages_and_copy_the_partial_one():
     engine, model = make_engine()
-    engine.generate([request(0, 130, samples=4)])
+    generate(engine, [request(0, 130, samples=4)])
     assert engine.stats.prompt_tokens == 130
     assert engine.stats.shared_pages == 4 * 3
     assert engine.stats.copied_pages == 3  # the last sample to start takes the prompt's own
@@ -108,26 +109,26 @@ def test_the_samples_of_a_prompt_share_its_full_pages_and_copy_the_partial_one()
 
 def test_a_prompt_of_whole_pages_is_shared_without_a_copy():
     engine, _ = make_engine()
-    engine.generate([request(0, 128, samples=4)])
+    generate(engine, [request(0, 128, samples=4)])
     assert (engine.stats.shared_pages, engine.stats.copied_pages) == (8, 0)
 
 
 def test_samples_that_find_no_place_yet_start_from_the_same_prefill():
     engine, _ = make_engine(max_sequences=2)
-    engine.generate([request(0, 30, samples=7)])
+    generate(engine, [request(0, 30, samples=7)])
     assert engine.stats.prompt_tokens == 30
 
 
 def test_one_page_serves_several_samples_one_after_the_other():
     engine, _ = make_engine(kv_pages=1)
     requests = [request(0, 10, samples=3)]
-    assert tokens_and_log_probs(engine.generate(requests)) == [plain_samples(requests[0])]
+    assert tokens_and_log_probs(generate(engine, requests)) == [plain_samples(requests[0])]
     assert engine.stats.prompt_tokens == 30  # the prompt had to give up its page to the sample
 
 
 def test_long_prompts_are_cut_into_chunks_beside_decoding_samples():
     engine, model = make_engine(max_batched_tokens=20)
-    engine.generate([request(0, 4, samples=3, max_new_tokens=12), request(1, 100)])
+    generate(engine, [request(0, 4, samples=3, max_new_tokens=12), request(1, 100)])
     assert engine.stats.chunks >= 4
     mixed = [b.paged.counts for b in model.batches if len(b.paged.counts) == 4]
     assert (1, 1, 1, 17) in mixed
@@ -136,7 +137,7 @@ def test_long_prompts_are_cut_into_chunks_beside_decoding_samples():
 def test_preempted_samples_continue_with_the_tokens_and_log_probabilities_they_had():
     requests = [request(i, 40, 2, max_new_tokens=150) for i in range(3)]
     engine, _ = make_engine(kv_pages=6)
-    groups = engine.generate(requests)
+    groups = generate(engine, requests)
     assert engine.stats.preemptions > 0
     assert engine.stats.recomputed_tokens > 0
     assert tokens_and_log_probs(groups) == [plain_samples(r) for r in requests]
@@ -144,7 +145,7 @@ def test_preempted_samples_continue_with_the_tokens_and_log_probabilities_they_h
 
 def test_the_latest_arrival_gives_way_and_the_first_is_never_preempted():
     engine, model = make_engine(kv_pages=4, max_batched_tokens=300)
-    engine.generate([request(i, 60 + i, max_new_tokens=130) for i in range(3)])
+    generate(engine, [request(i, 60 + i, max_new_tokens=130) for i in range(3)])
     assert engine.stats.preemptions > 0
     first_positions = [
         int(b.positions[0]) for b in model.batches[1:130]
@@ -174,7 +175,7 @@ def test_nothing_starts_that_would_have_to_give_way_at_once(
     kv_pages: int, requests: list[Request], prompt_tokens: int
 ):
     engine, _ = make_engine(kv_pages=kv_pages, max_batched_tokens=300)
-    engine.generate(requests)
+    generate(engine, requests)
     assert engine.stats.preemptions == 0
     assert engine.stats.prompt_tokens == prompt_tokens
 
@@ -187,7 +188,7 @@ def test_new_weights_between_steps_drop_all_pages_and_keep_what_was_recorded():
         if progress.generated_tokens >= 40 and model.version == 0:
             model.version = 1  # from here on the model refuses pages written under version 0
 
-    groups = engine.generate(requests, publish)
+    groups = generate(engine, requests, publish)
     assert engine.stats.weight_changes == 1
     for r, group in zip(requests, groups, strict=True):
         for completion, (tokens, log_probs) in zip(group, plain_samples(r), strict=True):
@@ -212,7 +213,7 @@ def test_a_forward_during_which_weights_change_is_not_used():
 
     model.forward = forward_and_publish
     requests = [request(0, 20, 2)]
-    groups = engine.generate(requests)
+    groups = generate(engine, requests)
     assert tokens_and_log_probs(groups) == [plain_samples(requests[0], version=1)]
     assert {v for c in groups[0] for v in c.weights_versions} == {1}
 
@@ -220,9 +221,9 @@ def test_a_forward_during_which_weights_change_is_not_used():
 def test_new_weights_between_calls_need_no_word():
     engine, model = make_engine()
     requests = [request(0, 20, 2)]
-    engine.generate(requests)
+    generate(engine, requests)
     model.version = 5
-    groups = engine.generate(requests)
+    groups = generate(engine, requests)
     assert tokens_and_log_probs(groups) == [plain_samples(requests[0], version=5)]
     assert engine.stats.weight_changes == 0
 
@@ -232,20 +233,20 @@ def test_finish_reasons():
         request(0, 500, max_new_tokens=100),
         request(1, 5, max_new_tokens=100, stop_token_ids=(3,)),
     )
-    (at_context,), (at_stop,) = make_engine()[0].generate([long, stopped])
+    (at_context,), (at_stop,) = generate(make_engine()[0], [long, stopped])
     assert (at_context.finish_reason, len(at_context.token_ids)) == (
         "length",
         FakePolicy.config.max_positions - 500,
     )
     assert (at_stop.finish_reason, at_stop.token_ids[-1]) == ("stop", 3)
     assert 3 not in at_stop.token_ids[:-1]
-    (one,) = make_engine()[0].generate([request(0, 5, max_new_tokens=1)])[0]
+    (one,) = generate(make_engine()[0], [request(0, 5, max_new_tokens=1)])[0]
     assert (one.finish_reason, len(one.token_ids)) == ("length", 1)
 
 
 def test_greedy_takes_the_most_likely_token_and_records_temperature_one():
     greedy, warm = request(0, 9, temperature=0.0), request(1, 9, temperature=0.5)
-    (cold,), (hot,) = make_engine()[0].generate([greedy, warm])
+    (cold,), (hot,) = generate(make_engine()[0], [greedy, warm])
     assert (cold.sequence.temperature, hot.sequence.temperature) == (1.0, 0.5)
     assert [(list(cold.token_ids), list(cold.log_probs))] == plain_samples(greedy)
     assert [(list(hot.token_ids), list(hot.log_probs))] == plain_samples(warm)
@@ -253,7 +254,7 @@ def test_greedy_takes_the_most_likely_token_and_records_temperature_one():
 
 def test_truncated_log_probabilities_are_recorded_where_a_filter_is_on():
     plain, filtered = request(0, 9, 2), request(1, 9, 2, top_k=2)
-    without, with_filter = make_engine()[0].generate([plain, filtered])
+    without, with_filter = generate(make_engine()[0], [plain, filtered])
     assert all(c.truncated_log_probs is None for c in without)
     for completion in with_filter:
         assert completion.truncated_log_probs is not None
@@ -270,16 +271,16 @@ def test_non_finite_logits_are_an_error_that_names_the_prompt_and_leaves_a_clean
     engine, model = make_engine()
     model.poisoned = request(1, 1).prompt.token_ids[0]
     with pytest.raises(NonFiniteError, match=r"prompt 'p/1' at position 0: 1 of 11"):
-        engine.generate([request(0, 3), request(1, 1)])
+        generate(engine, [request(0, 3), request(1, 1)])
     assert model.cleared == 1
     model.poisoned = None
-    assert tokens_and_log_probs(engine.generate([request(0, 3)])) == [plain_samples(request(0, 3))]
+    assert tokens_and_log_probs(generate(engine, [request(0, 3)])) == [plain_samples(request(0, 3))]
 
 
 def test_progress_is_reported_after_every_step():
     seen: list[Progress] = []
     engine, _ = make_engine()
-    engine.generate([request(0, 5, 3), request(1, 5)], seen.append)
+    generate(engine, [request(0, 5, 3), request(1, 5)], seen.append)
     assert (seen[-1].finished, seen[-1].total, seen[-1].running) == (4, 4, 0)
     assert seen[-1].generated_tokens == 4 * 20
     assert [p.generated_tokens for p in seen] == sorted(p.generated_tokens for p in seen)
@@ -287,7 +288,7 @@ def test_progress_is_reported_after_every_step():
 
 
 def test_no_requests_give_no_completions():
-    assert make_engine()[0].generate([]) == []
+    assert generate(make_engine()[0], []) == []
 
 
 def test_a_gpu_without_memory_names_the_keys_that_lower_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +301,8 @@ def test_a_gpu_without_memory_names_the_keys_that_lower_it(monkeypatch: pytest.M
         with pytest.raises(
             ConfigError, match=r"Tried to allocate 3\.00 GiB\.\): lower rollout\.kv_memory"
         ):
-            engine.generate([request(0, 5)])
-    assert engine.generate([request(0, 5)]), "the engine goes on"
+            generate(engine, [request(0, 5)])
+    assert generate(engine, [request(0, 5)]), "the engine goes on"
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -316,11 +317,11 @@ def test_what_was_released_is_made_again_with_the_same_pages_and_draws_the_same(
         return runner
 
     policy: Any = FakePolicy()
-    engine = Engine(
+    engine = NativeEngine(
         policy, RolloutConfig(kv_pages=13, max_sequences=3, max_batched_tokens=37), None, 0, make
     )
     requests = [request(i, 30 + 50 * i, samples=2) for i in range(3)]
-    before = engine.generate(requests)
+    before = generate(engine, requests)
     # nothing but the engine may hold the runner: memory that waits for a collection is not given
     # back
     gc.disable()
@@ -331,5 +332,5 @@ def test_what_was_released_is_made_again_with_the_same_pages_and_draws_the_same(
         gc.enable()
     engine.release()
     engine.check(requests)
-    assert engine.generate(requests) == before
+    assert generate(engine, requests) == before
     assert [pages for pages, _ in made] == [13, 13]

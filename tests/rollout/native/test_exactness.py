@@ -15,7 +15,8 @@ from isobit.memory.cache_size import choose_num_pages
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
 
@@ -70,11 +71,11 @@ def requests(temperature: float = 1.0, **sampling: Any) -> list[Request]:
     return made
 
 
-def generate(
+def generate_with(
     policy: Policy, wanted: list[Request], **sizes: Any
-) -> tuple[list[list[Completion]], Engine]:
-    engine = Engine(policy, RolloutConfig(**sizes), None, seed=0)
-    return engine.generate(wanted), engine
+) -> tuple[list[list[Completion]], NativeEngine]:
+    engine = NativeEngine(policy, RolloutConfig(**sizes), None, seed=0)
+    return generate(engine, wanted), engine
 
 
 def trainer_log_probs(
@@ -117,7 +118,7 @@ def recorded_log_probs(groups: list[list[Completion]]) -> torch.Tensor:
 @pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16", "fp32"])
 def test_recorded_log_probabilities_are_those_of_the_training_forward(preset: Preset):
     policy, wanted = policy_of(preset), requests()
-    groups, engine = generate(policy, wanted, **TIGHT)
+    groups, engine = generate_with(policy, wanted, **TIGHT)
     assert engine.stats.preemptions > 0 and engine.stats.recomputed_tokens > 0
     assert engine.stats.chunks > 0
     assert engine.stats.copied_pages > 0
@@ -128,7 +129,7 @@ def test_recorded_log_probabilities_are_those_of_the_training_forward(preset: Pr
 
 def test_a_flow_with_two_functions_is_told_apart():
     policy, wanted = policy_of("fp8-rollout"), requests()
-    groups, _ = generate(policy, wanted)
+    groups, _ = generate_with(policy, wanted)
     assert not policy.flow.exact
     assert (
         recorded_log_probs(groups) != trainer_log_probs(policy, wanted, groups)
@@ -145,24 +146,24 @@ def test_a_flow_with_two_functions_is_told_apart():
 )
 def test_sampling_does_not_touch_what_is_recorded(sampling: dict[str, Any]):
     policy, wanted = policy_of("fp8"), requests(**sampling)
-    groups, _ = generate(policy, wanted)
+    groups, _ = generate_with(policy, wanted)
     assert torch.equal(recorded_log_probs(groups), trainer_log_probs(policy, wanted, groups))
 
 
 def test_completions_do_not_depend_on_the_engines_sizes_or_on_the_order_of_requests():
     policy, wanted = policy_of("fp8"), requests()
-    roomy, engine = generate(policy, wanted)
+    roomy, engine = generate_with(policy, wanted)
     assert engine.stats.preemptions == 0
     for sizes in (TIGHT, {"max_sequences": 2}, {"max_batched_tokens": 16, "kv_pages": 3}):
-        assert generate(policy, wanted, **sizes)[0] == roomy
-    assert generate(policy, wanted[::-1], kv_pages=5)[0] == roomy[::-1]
-    alone = [generate(policy, [request])[0][0] for request in wanted[:2]]
+        assert generate_with(policy, wanted, **sizes)[0] == roomy
+    assert generate_with(policy, wanted[::-1], kv_pages=5)[0] == roomy[::-1]
+    alone = [generate_with(policy, [request])[0][0] for request in wanted[:2]]
     assert alone == roomy[:2]
 
 
 def test_after_a_publication_nothing_of_the_old_weights_is_left():
     policy, wanted = random_policy(TINY, PrecisionConfig(preset="fp8"), 1), requests()
-    engine = Engine(policy, RolloutConfig(), None, seed=0)
+    engine = NativeEngine(policy, RolloutConfig(), None, seed=0)
     version = policy.version
 
     def publish_once(progress: Progress) -> None:
@@ -172,14 +173,14 @@ def test_after_a_publication_nothing_of_the_old_weights_is_left():
                     master.mul_(1.5)
             policy.publish()
 
-    groups = engine.generate(wanted, publish_once)
+    groups = generate(engine, wanted, publish_once)
     assert engine.stats.weight_changes == 1
     recorded, new = recorded_log_probs(groups), trainer_log_probs(policy, wanted, groups)
     assert 0 < (recorded != new).sum() <= engine.stats.generated_tokens // 2  # those drawn before
     last = torch.tensor([len(c.token_ids) for group in groups for c in group]).cumsum(0) - 1
     ends_later = torch.tensor([len(c.token_ids) > 12 for group in groups for c in group])
     assert torch.equal(recorded[last[ends_later]], new[last[ends_later]])
-    again = engine.generate(wanted)
+    again = generate(engine, wanted)
     assert torch.equal(recorded_log_probs(again), trainer_log_probs(policy, wanted, again))
 
 
@@ -189,18 +190,18 @@ def test_nan_weights_are_an_error_and_leave_no_nan_in_the_pages():
         wanted[4:],
         [wanted[3], wanted[0]],
     )  # the shortest does not overwrite all that its neighbour makes it read
-    engine = Engine(policy, RolloutConfig(kv_pages=6), None, seed=0)
-    expected = engine.generate(short)
+    engine = NativeEngine(policy, RolloutConfig(kv_pages=6), None, seed=0)
+    expected = generate(engine, short)
     master = policy.masters["layers.0.qkv_proj.weight"]
     good = master.detach().clone()
     with torch.no_grad():
         master[250] = torch.nan  # a row of V
         policy.publish()
         with pytest.raises(NonFiniteError):
-            engine.generate(long)
+            generate(engine, long)
         master.copy_(good)
         policy.publish()
-    assert torch.equal(recorded_log_probs(engine.generate(short)), recorded_log_probs(expected))
+    assert torch.equal(recorded_log_probs(generate(engine, short)), recorded_log_probs(expected))
 
 
 def test_the_number_of_pages_is_as_configured_or_what_full_length_needs_within_memory():

@@ -14,7 +14,8 @@ from isobit.config.schema import RolloutConfig
 from isobit.errors import NonFiniteError
 from isobit.models.policy import Policy
 from isobit.records.text import Completion
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.native.runner import PolicyRunner
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
@@ -25,7 +26,7 @@ from .test_engine import batches, tokens_and_log_probs
 from .test_exactness import TIGHT, policy_of, recorded_log_probs, requests, trainer_log_probs
 
 
-def make_pipelined(**arguments: Any) -> tuple[Engine, HistoryModel, DelayedRunner]:
+def make_pipelined(**arguments: Any) -> tuple[NativeEngine, HistoryModel, DelayedRunner]:
     runners: list[DelayedRunner] = []
 
     def wrap(model: Any) -> DelayedRunner:
@@ -47,16 +48,16 @@ def check_left_alone(runner: DelayedRunner) -> None:
 def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], dict[str, Any]]):
     wanted, sizes = batch
     engine, _, runner = make_pipelined(**sizes)
-    groups = engine.generate(wanted)
+    groups = generate(engine, wanted)
     assert tokens_and_log_probs(groups) == [plain_samples(r) for r in wanted]
-    assert groups == make_engine(**sizes)[0].generate(wanted)
+    assert groups == generate(make_engine(**sizes)[0], wanted)
     assert engine.stats.generated_tokens == sum(len(c.token_ids) for group in groups for c in group)
     check_left_alone(runner)
 
 
 def test_steps_are_launched_before_the_tokens_of_the_one_before_are_known():
     engine, _, runner = make_pipelined()
-    engine.generate([request(0, 5, 3, max_new_tokens=30)])
+    generate(engine, [request(0, 5, 3, max_new_tokens=30)])
     assert runner.steps == 30
     assert runner.overlapped == 29  # the last has no other behind it
 
@@ -68,7 +69,7 @@ def test_a_sample_that_stops_is_decoded_once_more_and_one_at_its_limit_is_not():
     )
     for wanted, more in ((stopping, 1), (limited, 0)):
         engine, model, runner = make_pipelined()
-        ((completion,),) = engine.generate([wanted])
+        ((completion,),) = generate(engine, [wanted])
         assert [(list(completion.token_ids), list(completion.log_probs))] == plain_samples(wanted)
         assert (
             sum(b.token_ids.numel() for b in model.batches)
@@ -80,14 +81,14 @@ def test_a_sample_that_stops_is_decoded_once_more_and_one_at_its_limit_is_not():
 def test_the_place_of_a_sample_that_stopped_goes_to_the_next():
     wanted = [request(i, 5 + i, 2, max_new_tokens=40, stop_token_ids=(3, 4)) for i in range(6)]
     engine, _, runner = make_pipelined(max_sequences=2, kv_pages=2)
-    assert tokens_and_log_probs(engine.generate(wanted)) == [plain_samples(r) for r in wanted]
+    assert tokens_and_log_probs(generate(engine, wanted)) == [plain_samples(r) for r in wanted]
     check_left_alone(runner)
 
 
 def test_preemption_waits_for_tokens_in_flight():
     wanted = [request(i, 40, 2, max_new_tokens=150) for i in range(3)]
     engine, _, runner = make_pipelined(kv_pages=6)
-    groups = engine.generate(wanted)
+    groups = generate(engine, wanted)
     assert engine.stats.preemptions > 0 and engine.stats.recomputed_tokens > 0
     assert tokens_and_log_probs(groups) == [plain_samples(r) for r in wanted]
     check_left_alone(runner)
@@ -103,7 +104,7 @@ def test_a_sample_preempted_after_its_first_token_is_given_it_again():
         request(2, 64, max_new_tokens=70),
     ]
     engine, _, runner = make_pipelined(kv_pages=4, max_batched_tokens=300)
-    groups = engine.generate(wanted)
+    groups = generate(engine, wanted)
     assert tokens_and_log_probs(groups) == [plain_samples(r) for r in wanted]
     check_left_alone(runner)
 
@@ -120,7 +121,7 @@ def test_a_step_may_only_take_up_a_preempted_sample():
     engine, _, runner = make_pipelined(
         page_tokens=32, kv_pages=6, max_sequences=3, max_batched_tokens=4
     )
-    assert tokens_and_log_probs(engine.generate(wanted)) == [plain_samples(r) for r in wanted]
+    assert tokens_and_log_probs(generate(engine, wanted)) == [plain_samples(r) for r in wanted]
     check_left_alone(runner)
 
 
@@ -136,7 +137,7 @@ def test_pages_that_a_stop_in_flight_frees_prevent_a_preemption():
             request(index, 60, max_new_tokens=40, stop_token_ids=stops),
         ]
         engine, _, runner = make_pipelined(kv_pages=3, max_batched_tokens=300)
-        assert tokens_and_log_probs(engine.generate(wanted)) == [plain_samples(r) for r in wanted]
+        assert tokens_and_log_probs(generate(engine, wanted)) == [plain_samples(r) for r in wanted]
         assert engine.stats.preemptions == preemptions
         check_left_alone(runner)
 
@@ -152,7 +153,7 @@ def test_new_weights_between_steps_keep_the_tokens_that_were_in_flight():
             model.version = 1
             drawn_before = progress.generated_tokens + 5  # one of each sample is in flight
 
-    groups = engine.generate(wanted, publish)
+    groups = generate(engine, wanted, publish)
     assert engine.stats.weight_changes == 1
     old = 0
     for r, group in zip(wanted, groups, strict=True):
@@ -179,11 +180,11 @@ def test_a_step_during_which_weights_change_is_not_used():
 
     model.forward = forward_and_publish
     expected = make_engine(max_batched_tokens=30)[0]
-    groups = engine.generate(wanted)
+    groups = generate(engine, wanted)
     assert {c.weights_versions[0] for c in groups[0]} == {0}
     assert {v for c in groups[1] for v in c.weights_versions} == {1}
     assert tokens_and_log_probs(groups[1:]) == [plain_samples(wanted[1], version=1)]
-    before = tokens_and_log_probs(expected.generate(wanted))[0]
+    before = tokens_and_log_probs(generate(expected, wanted))[0]
     for completion, (tokens, log_probs) in zip(groups[0], before, strict=True):
         assert completion.token_ids[:1] == tuple(tokens[:1]) and completion.log_probs[:1] == tuple(
             log_probs[:1]
@@ -200,16 +201,16 @@ def test_a_log_probability_that_is_not_finite_names_the_prompt_and_leaves_a_clea
         NonFiniteError,
         match=r"prompt 'p/1' at position 0: the drawn token's log-probability is nan",
     ):
-        engine.generate([request(0, 3), request(1, 1)])
+        generate(engine, [request(0, 3), request(1, 1)])
     assert model.cleared == 1 and not runner.slots
     model.poisoned = None
-    assert tokens_and_log_probs(engine.generate([request(0, 3)])) == [plain_samples(request(0, 3))]
+    assert tokens_and_log_probs(generate(engine, [request(0, 3)])) == [plain_samples(request(0, 3))]
 
 
 def test_what_is_drawn_after_a_stop_token_may_be_anything():
     stopping = request(1, 5, max_new_tokens=100, stop_token_ids=(3,))
     engine, model, runner = make_pipelined()
-    (completion,) = engine.generate([stopping])[0]
+    (completion,) = generate(engine, [stopping])[0]
     logits = model.logits
 
     def poisoned(hidden: torch.Tensor) -> torch.Tensor:
@@ -218,7 +219,7 @@ def test_what_is_drawn_after_a_stop_token_may_be_anything():
 
     calls = 2 * len(model.logit_rows)
     model.logits = poisoned
-    assert engine.generate([stopping])[0] == [completion]
+    assert generate(engine, [stopping])[0] == [completion]
     assert len(model.logit_rows) == calls
     check_left_alone(runner)
 
@@ -231,7 +232,7 @@ def test_a_call_that_is_broken_off_leaves_nobody_in_the_runner():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate([request(0, 5, 3)], interrupt)
+        generate(engine, [request(0, 5, 3)], interrupt)
     assert not runner.slots
 
 
@@ -245,8 +246,8 @@ def test_truncated_log_probabilities_and_stop_strings():
         request(2, 9, 3, max_new_tokens=60, stop_strings=("!", '"#')),
     ]
     engine, _, runner = make_pipelined(tokenizer=tokenizer)
-    groups = engine.generate(wanted)
-    assert groups == make_engine(tokenizer=tokenizer)[0].generate(wanted)
+    groups = generate(engine, wanted)
+    assert groups == generate(make_engine(tokenizer=tokenizer)[0], wanted)
     assert groups[0][0].truncated_log_probs is not None and groups[1][0].truncated_log_probs is None
     assert "stop" in {c.finish_reason for c in groups[2]}
     check_left_alone(runner)
@@ -254,19 +255,23 @@ def test_truncated_log_probabilities_and_stop_strings():
 
 def generate_both(
     policy: Policy, wanted: list[Request], **sizes: Any
-) -> tuple[list[list[Completion]], list[list[Completion]], Engine]:
+) -> tuple[list[list[Completion]], list[list[Completion]], NativeEngine]:
     """The completions over a PolicyRunner, those over the same delayed by a step, and the engine of
     these.
     """
     config = RolloutConfig.model_validate({"kv_pages": 40} | sizes)
-    engine = Engine(
+    engine = NativeEngine(
         policy,
         config,
         None,
         0,
         lambda policy, num_pages: DelayedRunner(PolicyRunner(policy, num_pages)),
     )
-    return Engine(policy, config, None, seed=0).generate(wanted), engine.generate(wanted), engine
+    return (
+        generate(NativeEngine(policy, config, None, seed=0), wanted),
+        generate(engine, wanted),
+        engine,
+    )
 
 
 @pytest.mark.parametrize("sizes", [{}, TIGHT, {"max_sequences": 2}])
@@ -296,7 +301,7 @@ def test_a_publication_in_the_middle_changes_no_bit_of_what_either_version_drew(
                     master.mul_(1.5)
             policy.publish()
 
-    groups = engine.generate(wanted, publish_once)
+    groups = generate(engine, wanted, publish_once)
     assert engine.stats.weight_changes == 1
     recorded, new = recorded_log_probs(groups), trainer_log_probs(policy, wanted, groups)
     old = [

@@ -12,6 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from isobit.records.text import Completion
+from isobit.rollout.engine import generate
 from isobit.rollout.native.stops import StopWatch, cut, decode
 
 from .history_model import VOCAB, make_engine, request
@@ -94,17 +95,17 @@ def test_text_is_cut_before_the_earliest_stop_string():
     assert cut("one two", []) == "one two"
 
 
-def generate(stop_strings: tuple[str, ...], **sampling: Any) -> Completion:
+def one_sample(stop_strings: tuple[str, ...], **sampling: Any) -> Completion:
     """One sample of the history model, whose eleven tokens are "!" to "+" in ASCII."""
     engine, _ = make_engine(tokenizer=BYTES)
-    return engine.generate(
-        [request(3, 8, max_new_tokens=60, stop_strings=stop_strings, **sampling)]
+    return generate(
+        engine, [request(3, 8, max_new_tokens=60, stop_strings=stop_strings, **sampling)]
     )[0][0]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_the_engine_stops_at_a_stop_string_and_keeps_the_tokens_that_completed_it(length: int):
-    free = generate(())
+    free = one_sample(())
     assert free.text == decode(BYTES, free.token_ids) and len(free.text) == 60 and VOCAB == 11
     place = next(
         place
@@ -112,7 +113,7 @@ def test_the_engine_stops_at_a_stop_string_and_keeps_the_tokens_that_completed_i
         if free.text.find(free.text[place : place + length]) == place or length > 1
     )
     stop = free.text[place : place + length]
-    stopped = generate((stop, "never"))
+    stopped = one_sample((stop, "never"))
     end = free.text.index(stop)
     assert stopped.finish_reason == "stop"
     assert stopped.text == free.text[:end]
@@ -121,7 +122,7 @@ def test_the_engine_stops_at_a_stop_string_and_keeps_the_tokens_that_completed_i
 
 
 def test_a_stop_token_is_in_the_ids_but_not_in_the_text():
-    stopped = generate((), stop_token_ids=(5,))
+    stopped = one_sample((), stop_token_ids=(5,))
     assert stopped.token_ids[-1] == 5
     assert stopped.text == decode(BYTES, stopped.token_ids[:-1])
     assert len(stopped.text) == len(stopped.token_ids) - 1

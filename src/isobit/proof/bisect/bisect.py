@@ -30,7 +30,7 @@ from isobit.proof.verify import (
     verify_policy,
 )
 from isobit.records.sequence import TokenSequence
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.native.engine import NativeEngine
 from isobit.training.packing import pack
 
 TOKENS_MEASURED = 256
@@ -232,7 +232,7 @@ def _observe(
     completions.
     """
     make_runner = partial(ObservedRunner, observer=TokenObserver(rollout))
-    engine = Engine(
+    engine = NativeEngine(
         scorer.policy, scenario.rollout, tokenizer=None, seed=seed, make_runner=make_runner
     )
     samples = generate_samples(engine, workload.requests(scenario))

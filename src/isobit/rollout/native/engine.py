@@ -1,5 +1,5 @@
 """The native engine: continuous batching over a paged KV cache, one forward a step over whatever is
-there to do.
+there to do (a ``RolloutEngine``).
 
 A step takes the scheduler's plan (decoding samples, chunks of prompts), puts its tokens through the
 model, draws a token for every sample whose last token is now in the cache, and lets finished
@@ -9,47 +9,42 @@ their prompt is there and leave their place when they end; nobody waits for a ba
 
 What a sample's tokens and log-probabilities are does not depend on any of that: rows of a forward
 do not see each other, noise is keyed by the sample, and K and V computed again have the bits they
-had.  Chunking, sharing, preemption and the sizes in ``RolloutConfig`` change the time a call takes,
-nothing else.
+had.  Chunking, sharing, preemption, what else was asked for and the sizes in ``RolloutConfig``
+change the time a sample takes, nothing else.
 
-Where a trainer shares the GPU, cache and trainer take turns in its memory: ``release`` gives the
-cache back until the next call.
+Weights are read where the policy publishes them, so a publication needs no word: each step compares
+the version with that of the pages, and recomputes those if they differ.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from isobit.config.schema import RolloutConfig
-from isobit.memory.cache_size import (
-    batched_tokens,
-    choose_num_pages,
-    out_of_memory_named,
-    pages_for,
-)
+from isobit.errors import RequestError
+from isobit.memory.cache_size import batched_tokens, choose_num_pages, out_of_memory_named
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
-from isobit.records.text import Completion
-from isobit.rollout.native.executor import DirectExecutor
-from isobit.rollout.native.pages import PageAllocator
-from isobit.rollout.native.pipeline import PipelinedExecutor
+from isobit.rollout.engine import Follow, SampleEvent
+from isobit.rollout.native.limits import Limits, check_limits
 from isobit.rollout.native.runner import ModelRunner, PipelineRunner, default_runner
-from isobit.rollout.native.scheduler import Scheduler
 from isobit.rollout.native.sequence import Sample, SharedPrompt
-from isobit.rollout.progress import EngineStats, Progress
-from isobit.rollout.request import Limits, Request, check_requests
+from isobit.rollout.native.stream import SampleStream
+from isobit.rollout.native.works import Works
+from isobit.rollout.progress import EngineStats
+from isobit.rollout.request import Handle, Request, check_requests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Engine:
-    """Generates completions with the current weights of a policy.
+class NativeEngine:
+    """Draws samples from the current weights of a policy.
 
     Args:
-        policy: its rollout side is read; a publish between or during calls is noticed and all K and
-            V are computed again.
+        policy: its rollout side is read.
         config: sizes of the batch and of the cache.
         tokenizer: for text and stop strings; None leaves texts empty.
         seed: of the run; with prompt, visit and sample it fixes the noise.
@@ -66,9 +61,10 @@ class Engine:
         make_runner: Callable[[Policy, int], ModelRunner | PipelineRunner] | None = None,
     ) -> None:
         num_pages = choose_num_pages(policy, config)
-        self._policy = policy
         self.stats = EngineStats()
-        self._config = config
+        self._started_at = perf_counter()
+        self._policy = policy
+        self._max_sequences = config.max_sequences
         self._batched_tokens = batched_tokens(config, policy.backend.sizes)
         self._tokenizer = tokenizer
         self._seed = seed
@@ -77,126 +73,178 @@ class Engine:
             policy,
             num_pages,
         )
-        self._made: ModelRunner | PipelineRunner | None = None
+        self._live: dict[Handle, Sample] = {}
+        """In the order of arrival."""
+        self._streams: dict[Handle, SampleStream] = {}
+        self._events: list[SampleEvent] = []
+        """What the next step has to tell."""
+        with out_of_memory_named():
+            runner = self._make_runner()
         self._limits = Limits(
             policy.config.max_positions,
             policy.config.vocab_size,
             num_pages,
-            self._runner().page_tokens,
+            runner.page_tokens,
             tokenizer is not None,
         )
+        self._works: Works | None = self._assemble(runner)
 
     @property
     def function(self) -> LogProbFunction:
         """What the recorded log-probabilities are values of."""
         return function_of(self._policy, "rollout")
 
+    @property
+    def num_live(self) -> int:
+        """Samples that have not ended."""
+        return len(self._live)
+
+    @property
+    def num_running(self) -> int:
+        """Samples that hold a place; the other live ones wait in line."""
+        return 0 if self._works is None else self._works.num_running
+
     def check(self, requests: Sequence[Request]) -> None:
-        """Refuse, with a RequestError and before anything runs, requests that can never be
-        served.
-        """
-        check_requests(requests, self._limits)
+        """Refuse, with a RequestError, what can never be served, and what is live already."""
+        check_requests(requests, self._live)
+        check_limits(requests, self._limits)
 
-    def release(self) -> None:
-        """Give the memory of the KV cache and of the captured graphs back to the device; the
-        weights stay.
-
-        The next ``generate`` makes them again, at other addresses, with as many pages: its bits are
-        those that it would have had.
-        """
-        if self._made is None:
-            return
-        self._made = None  # the graphs hold addresses of the cache, and go with it
-        if (memory := self._policy.backend.memory) is not None:
-            memory.release_cached()
-
-    def generate(
-        self, requests: Sequence[Request], progress: Callable[[Progress], None] | None = None
-    ) -> list[list[Completion]]:
-        """The completions of each request, in the order of the requests and of their samples.
-
-        ``progress`` is called after every step.  If weights are published meanwhile, tokens drawn
-        before keep their log-probabilities; each has the version of the weights it was drawn from.
+    def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:
+        """Take on requests; a handle for each sample, in their order.  Nothing runs before a step.
 
         Raises:
-            RequestError: before anything runs, if a request can never be served.
+            RequestError: as ``check`` does, and where text is to be followed without a tokenizer;
+                then none of them is taken on.
+        """
+        self.check(requests)
+        if follow == "text" and self._tokenizer is None:
+            raise RequestError(
+                "the text of samples cannot be followed: this engine has no tokenizer; follow "
+                "their tokens"
+            )
+        if not self._live:
+            self._begin_period()
+        groups = [self._make_samples(request) for request in requests]
+        samples = [sample for group in groups for sample in group]
+        self._live.update((sample.handle, sample) for sample in samples)
+        if follow != "end":
+            tokenizer = self._tokenizer if follow == "text" else None
+            self._streams.update((s.handle, SampleStream(s, tokenizer)) for s in samples)
+        if self._works is not None:
+            self._works.add(samples)
+        return [[sample.handle for sample in group] for group in groups]
+
+    def step(self) -> list[SampleEvent]:
+        """Put one forward through the model and draw a token for each sample that is up to date.
+
+        After an error no sample is live, and the engine can be asked again.
+
+        Raises:
             NonFiniteError: if the model's output holds a NaN or an infinity.
             ConfigError: if the GPU has not the memory.
         """
-        self.check(requests)
-        self.stats = EngineStats()
-        groups = self._make_samples(requests)
-        samples = [sample for group in groups for sample in group]
-        runner = self._runner()
+        if self._live:
+            with self._all_or_nothing():
+                works = self._open()
+                works.step()
+                self._collect(works)
+            self.stats.seconds = perf_counter() - self._started_at
+        events, self._events = self._events, []
+        return events
+
+    def abort(self, handles: Iterable[Handle]) -> list[SampleEvent]:
+        """End samples where they stand, with the tokens so far; one that is in flight is dropped.
+
+        What has ended already and been told of is passed over.
+        """
+        asked = set(handles)
+        with self._all_or_nothing():
+            leaving = [sample for handle, sample in self._live.items() if handle in asked]
+            for sample in leaving:
+                sample.finish_reason = "aborted"
+            if self._works is not None and leaving:
+                self._works.remove(leaving)
+            for sample in leaving:
+                self._end(sample)
+        told = [event for event in self._events if event.handle in asked]
+        self._events = [event for event in self._events if event.handle not in asked]
+        return told
+
+    def take_weights(self) -> None:
+        """Look now for a publication, which the next step would notice by itself."""
+        if self._works is not None:
+            with self._all_or_nothing():
+                self._works.notice_weights()
+                self._collect(self._works)
+
+    def release(self) -> None:
+        """Give the memory of the KV cache and of the captured graphs back to the device until the
+        next step; the weights stay.
+
+        They are made again at other addresses, with as many pages.  Live samples wait, and compute
+        their K and V again.
+        """
+        if self._works is None:
+            return
+        with self._all_or_nothing():
+            self._works.drop_all_pages()
+            self._collect(self._works)
+            self._works.remove(list(self._live.values()))
+        self._works = None  # the graphs hold addresses of the cache, and go with it
+        if (memory := self._policy.backend.memory) is not None:
+            memory.release_cached()
+
+    def _make_samples(self, request: Request) -> list[Sample]:
+        length, max_pages = request.max_length(self._limits.context), self._limits.max_pages
+        prompt = SharedPrompt(request, max_pages)
+        return [
+            Sample(prompt, index, self._seed, length, max_pages, self._tokenizer)
+            for index in range(request.samples)
+        ]
+
+    def _open(self) -> Works:
+        """What runs the model; made now, with all live samples in line, if it was given back."""
+        if self._works is None:
+            self._works = self._assemble(self._make_runner())
+            self._works.add(self._live.values())
+        return self._works
+
+    def _assemble(self, runner: ModelRunner | PipelineRunner) -> Works:
+        num_pages = self._limits.num_pages
+        return Works(runner, num_pages, self._max_sequences, self._batched_tokens, self.stats)
+
+    def _begin_period(self) -> None:
+        self.stats, self._started_at = EngineStats(), perf_counter()
+        if self._works is not None:
+            self._works.count_into(self.stats)
+
+    def _collect(self, works: Works) -> None:
+        """Note what happened to the samples."""
+        for sample in works.take_finished():
+            self._end(sample)
+        self._events += [
+            event for stream in self._streams.values() if (event := stream.event()) is not None
+        ]
+
+    def _end(self, sample: Sample) -> None:
+        del self._live[sample.handle]
+        completion = sample.completion(self._tokenizer)
+        stream = self._streams.pop(sample.handle, None)
+        event = stream.event(completion) if stream is not None else None
+        self._events.append(event or SampleEvent(sample.handle, completion=completion))
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """After an error nobody is live: samples are left half done, and a NaN left in a page would
+        poison whoever is given the page next.
+        """
         try:
             with out_of_memory_named():
-                self._run(runner, samples, progress)
+                yield
         except BaseException:
-            # samples are left half done; and a NaN left in a page would poison whoever is given the
-            # page next
-            runner.clear()
+            self._live, self._streams, self._events = {}, {}, []
+            works, self._works = self._works, None
+            if works is not None:
+                works.runner.clear()
+                self._works = self._assemble(works.runner)
             raise
-        return [[sample.completion(self._tokenizer) for sample in group] for group in groups]
-
-    def _runner(self) -> ModelRunner | PipelineRunner:
-        """What runs the model, made now if it was given back or never made."""
-        if self._made is None:
-            with out_of_memory_named():
-                self._made = self._make_runner()
-        return self._made
-
-    def _make_samples(self, requests: Sequence[Request]) -> list[list[Sample]]:
-        lengths = [request.max_length(self._limits.context) for request in requests]
-        max_pages = pages_for(max(lengths, default=0), self._limits.page_tokens)
-        groups: list[list[Sample]] = []
-        for request, length in zip(requests, lengths, strict=True):
-            prompt = SharedPrompt(request, max_pages)
-            groups.append(
-                [
-                    Sample(prompt, index, self._seed, length, max_pages, self._tokenizer)
-                    for index in range(request.samples)
-                ]
-            )
-        return groups
-
-    def _run(
-        self,
-        runner: ModelRunner | PipelineRunner,
-        samples: Sequence[Sample],
-        progress: Callable[[Progress], None] | None,
-    ) -> None:
-        started_at = perf_counter()
-        allocator = PageAllocator(self._limits.num_pages, self._limits.page_tokens)
-        executor = self._make_executor(runner)
-        scheduler = Scheduler(
-            samples,
-            allocator,
-            executor,
-            self._config.max_sequences,
-            self._batched_tokens,
-            self.stats,
-        )
-        version = runner.version
-        while not scheduler.is_done:
-            if runner.version != version:
-                version = runner.version
-                scheduler.drop_all_pages()
-                self.stats.weight_changes += 1
-            executor.step(scheduler, version)
-            self.stats.seconds = perf_counter() - started_at
-            if progress is not None:
-                running, tokens = len(scheduler.running), self.stats.generated_tokens
-                progress(
-                    Progress(
-                        scheduler.num_finished, running, len(samples), tokens, self.stats.seconds
-                    )
-                )
-        executor.settle()
-        assert allocator.num_free == allocator.num_pages, "a finished batch holds no pages"
-
-    def _make_executor(
-        self, runner: ModelRunner | PipelineRunner
-    ) -> DirectExecutor | PipelinedExecutor:
-        if isinstance(runner, PipelineRunner):
-            return PipelinedExecutor(runner, self.stats)
-        return DirectExecutor(runner, self.stats)

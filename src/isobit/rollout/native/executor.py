@@ -20,7 +20,7 @@ class DirectExecutor:
 
     def __init__(self, runner: ModelRunner, stats: EngineStats) -> None:
         self._runner = runner
-        self._stats = stats
+        self.stats = stats
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """As the runner does it."""
@@ -67,4 +67,4 @@ class DirectExecutor:
         if drawn.truncated is not None:
             for sample, log_prob in zip(samples, drawn.truncated.tolist(), strict=True):
                 sample.truncated_log_probs.append(log_prob)
-        self._stats.generated_tokens += len(samples)
+        self.stats.generated_tokens += len(samples)

@@ -29,7 +29,7 @@ class PipelinedExecutor:
 
     def __init__(self, runner: PipelineRunner, stats: EngineStats) -> None:
         self._runner = runner
-        self._stats = stats
+        self.stats = stats
         self._pending: tuple[PendingTokens, int] | None = (
             None  # of the last step, with the version of its weights
         )
@@ -90,7 +90,7 @@ class PipelinedExecutor:
         for sample, token_id, log_prob, truncated_log_prob in tokens.wait():
             sample.in_flight -= 1
             if sample.finish_reason is not None:
-                continue  # drawn before it was known that the one before is a stop token
+                continue  # drawn before it was known that the one before is the last
             if not isfinite(log_prob):
                 raise NonFiniteError(
                     f"prompt {sample.prompt.request.prompt.id!r} at position "
@@ -100,7 +100,7 @@ class PipelinedExecutor:
             sample.accept(token_id, log_prob, version)
             if truncated_log_prob is not None:
                 sample.truncated_log_probs.append(truncated_log_prob)
-            self._stats.generated_tokens += 1
+            self.stats.generated_tokens += 1
         return True
 
 

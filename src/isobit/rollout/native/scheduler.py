@@ -1,8 +1,8 @@
 """Which sequences take part in the next forward, with how many tokens, and who gives way when pages
 run out.
 
-Samples are served in the order of arrival: every running sample arrived before every waiting one.
-A step is
+Samples come and leave while others run.  They are served in the order of arrival: every running
+sample arrived before every waiting one.  A step is
 
     plan     reserve pages for the running samples, then fill the token budget: decoding samples
              (one token each), samples that are recomputed after losing their pages, prompts of the
@@ -19,11 +19,12 @@ Nothing waits for ever.  The first running sample can take the pages of everyone
 request was accepted because it fits alone; so it advances in every step until it ends, and the next
 one is first.  Prompts are held from the first in line on, without a gap, because a sample goes back
 into the queue only when no prompt is held; so with nothing running, the first in line either has
-its prompt or finds the cache empty.
+its prompt or finds the cache empty.  A sample that is taken out leaves the order of the others as
+it is.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -59,26 +60,25 @@ class Scheduler:
     """The queue, the running samples and their pages.
 
     Args:
-        samples: all samples, in the order of arrival, those of one prompt side by side.
-        allocator: the pages; all of them are free again when the last sample has finished.
+        allocator: the pages; all of them are free again when the last sample has ended.
         executor: carries out the plans.
         max_sequences: samples that decode at once.
         max_batched_tokens: tokens of one forward.
-        stats: counters to fill.
+        stats: counters to fill; others may take their place between two steps.
     """
 
     def __init__(
         self,
-        samples: Sequence[Sample],
         allocator: PageAllocator,
         executor: PlanExecutor,
         max_sequences: int,
         max_batched_tokens: int,
         stats: EngineStats,
     ) -> None:
-        self.waiting = deque(samples)
+        self.stats = stats
+        self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
-        self.num_finished = 0
+        self._finished: list[Sample] = []
         self._held: list[
             SharedPrompt
         ] = []  # prompts with pages: those of the first samples in line, in their order
@@ -88,14 +88,39 @@ class Scheduler:
             max_sequences, max_batched_tokens
         )  # so that every running sample can decode in every step
         self._max_batched_tokens = max_batched_tokens
-        self._stats = stats
         self._sources: list[int] = []  # of the copies that the samples need that start now
         self._targets: list[int] = []
 
     @property
     def is_done(self) -> bool:
-        """Whether every sample has finished."""
+        """Whether every sample has ended."""
         return not (self.running or self.waiting)
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Put samples at the end of the line, those of one prompt side by side."""
+        for sample in samples:
+            sample.prompt.waiting += 1
+            self.waiting.append(sample)
+
+    def take_finished(self) -> list[Sample]:
+        """The samples that have finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def remove(self, samples: Iterable[Sample]) -> None:
+        """Take samples out, wherever they stand, and free what they alone hold.
+
+        Between two steps; what the device was told to do for them may still run.
+        """
+        leaving = set(samples)
+        running = [sample for sample in self.running if sample in leaving]
+        self.running = [sample for sample in self.running if sample not in leaving]
+        self._executor.forget(running)
+        for sample in running:
+            sample.drop_pages(self._allocator)
+        for sample in [sample for sample in self.waiting if sample in leaving]:
+            self._stop_waiting(sample.prompt)
+        self.waiting = deque(sample for sample in self.waiting if sample not in leaving)
 
     def plan(self) -> Plan:
         """The next forward; empty only if a sample can start without one, or if a token in flight
@@ -122,7 +147,7 @@ class Scheduler:
         """The forward of ``plan`` has been computed: its tokens are in the cache."""
         for sequence, count in plan:
             sequence.cached += count
-        self._stats.forwards += 1
+        self.stats.forwards += 1
 
     def start(self) -> list[tuple[Sample, Tensor]]:
         """Let samples run whose prompt is in the cache, in order, while there is room.
@@ -144,7 +169,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             sample.start(self._allocator)
-            self._stats.shared_pages += len(prompt.pages)
+            self.stats.shared_pages += len(prompt.pages)
             self._stop_waiting(prompt)
             self.running.append(sample)
             while not self._reserve(
@@ -162,7 +187,7 @@ class Scheduler:
         if finished:
             self.running = [sample for sample in self.running if sample.finish_reason is None]
             self._executor.forget(finished)
-            self.num_finished += len(finished)
+            self._finished += finished
             for sample in finished:
                 sample.drop_pages(self._allocator)
 
@@ -191,12 +216,12 @@ class Scheduler:
             last = prompt
             count = self._add_chunk(plan, prompt, budget)
             budget -= count
-            self._stats.prompt_tokens += count
+            self.stats.prompt_tokens += count
 
     def _add_chunk(self, plan: Plan, sequence: CachedTokens, budget: int) -> int:
         count = min(budget, sequence.remaining)
         plan.append((sequence, count))
-        self._stats.chunks += count < sequence.remaining
+        self.stats.chunks += count < sequence.remaining
         return count
 
     def _hold(self, prompt: SharedPrompt) -> bool:
@@ -215,7 +240,7 @@ class Scheduler:
     def _stop_waiting(self, prompt: SharedPrompt) -> None:
         """One sample less waits for ``prompt``; nobody waiting, its own hold on the pages ends."""
         prompt.waiting -= 1
-        if prompt.waiting == 0:
+        if prompt.waiting == 0 and prompt.pages:
             self._held.remove(prompt)
             prompt.drop_pages(self._allocator)
 
@@ -243,7 +268,7 @@ class Scheduler:
         else:
             assert len(self.running) > 1, "a sample that is alone with the cache fits into it"
             self._requeue_last()
-            self._stats.preemptions += 1
+            self.stats.preemptions += 1
 
     def _reserve(self, sequence: CachedTokens) -> bool:
         """Make sure of pages for all tokens (at least one new one), held by nobody else where they
@@ -266,7 +291,7 @@ class Scheduler:
             self._targets.append(page)
             self._allocator.release(sequence.pages[first_written])
             sequence.replace_page(first_written, page)
-            self._stats.copied_pages += 1
+            self.stats.copied_pages += 1
         for _ in range(missing):
             sequence.add_page(self._allocator.allocate())
         sequence.reserved = len(sequence.pages) * self._allocator.page_tokens
@@ -282,7 +307,7 @@ class Scheduler:
         sample = self.running.pop()
         assert sample.in_flight == 0, "a sample goes back with all its tokens known"
         self._executor.forget([sample])
-        self._stats.recomputed_tokens += max(0, sample.cached - len(sample.prompt.tokens))
+        self.stats.recomputed_tokens += max(0, sample.cached - len(sample.prompt.tokens))
         sample.drop_pages(self._allocator)
         sample.prompt.waiting += 1
         self.waiting.appendleft(sample)

@@ -20,28 +20,32 @@ from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
 from isobit.rollout.native.pages import PageAllocator
 from isobit.rollout.native.stops import StopWatch, cut, decode
-from isobit.rollout.request import Request
+from isobit.rollout.request import Handle, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_NO_PAGES = np.zeros(0, dtype=np.int64)
+
+
 class CachedTokens:
     """Tokens and the pages that hold the K and V of the first ``cached`` of them.
 
-    ``block_row`` mirrors ``pages`` in the fixed-width form that a batch's block table is stacked
-    from.  ``reserved``: the tokens that its pages have room for, once the scheduler has made sure
+    ``block_row`` mirrors ``pages``, where there are any, in the fixed-width form that a batch's
+    block table is stacked from.  ``reserved``: the tokens that its pages have room for, once the scheduler has made sure
     that nobody else holds those which will be written.
     """
 
-    __slots__ = ("block_row", "cached", "pages", "reserved", "tokens")
+    __slots__ = ("_max_pages", "block_row", "cached", "pages", "reserved", "tokens")
 
     def __init__(self, tokens: list[int], max_pages: int) -> None:
         self.tokens = tokens
         self.cached = 0
         self.reserved = 0
         self.pages: list[int] = []
-        self.block_row = np.zeros(max_pages, dtype=np.int64)
+        self.block_row = _NO_PAGES
+        self._max_pages = max_pages
 
     @property
     def length(self) -> int:
@@ -55,6 +59,8 @@ class CachedTokens:
 
     def add_page(self, page: int) -> None:
         """Hold one more page, behind the others."""
+        if not self.pages:  # thousands may wait without any
+            self.block_row = np.zeros(self._max_pages, dtype=np.int64)
         self.block_row[len(self.pages)] = page
         self.pages.append(page)
 
@@ -67,13 +73,13 @@ class CachedTokens:
         """Give all pages back; the tokens stay."""
         for page in self.pages:
             allocator.release(page)
-        self.pages = []
+        self.pages, self.block_row = [], _NO_PAGES
         self.cached = self.reserved = 0
 
 
 class SharedPrompt(CachedTokens):
     """The prompt of one request.  It holds its pages for as long as samples wait to start from
-    them.
+    them: ``waiting`` counts those that are in the scheduler's line.
 
     ``last_hidden`` [hidden] is the final hidden state of its last token: the first token of every
     sample is drawn from it.
@@ -84,7 +90,7 @@ class SharedPrompt(CachedTokens):
     def __init__(self, request: Request, max_pages: int) -> None:
         super().__init__(list(request.prompt.token_ids), max_pages)
         self.request = request
-        self.waiting = request.samples
+        self.waiting = 0
         self.last_hidden: Tensor | None = None
 
     @property
@@ -110,6 +116,7 @@ class Sample(CachedTokens):
         "_stop_token_ids",
         "_stop_watch",
         "finish_reason",
+        "handle",
         "in_flight",
         "key",
         "log_probs",
@@ -132,6 +139,7 @@ class Sample(CachedTokens):
         super().__init__(list(prompt.tokens), max_pages)
         request, sampling = prompt.request, prompt.request.sampling
         self.prompt = prompt
+        self.handle = Handle(request.prompt.id, request.visit, index)
         self.key = sample_key(seed, request.prompt.id, request.visit, index)
         self.max_length = max_length
         self.in_flight = 0
@@ -187,8 +195,8 @@ class Sample(CachedTokens):
             self.finish_reason = "length"
 
     def completion(self, tokenizer: "PreTrainedTokenizerBase | None") -> Completion:
-        """The record of the finished sample; its text is empty without a tokenizer."""
-        assert self.finish_reason is not None, "the sample is not finished"
+        """The record of the ended sample; its text is empty without a tokenizer."""
+        assert self.finish_reason is not None, "the sample has not ended"
         sampling = self.prompt.request.sampling
         token_ids = self.tokens[len(self.prompt.tokens) :]
         sequence = TokenSequence.of_answer(
@@ -199,6 +207,7 @@ class Sample(CachedTokens):
             sampling.log_prob_temperature,
             self.truncated_log_probs if sampling.truncates else None,
         )
-        spoken = token_ids[:-1] if token_ids[-1] in self._stop_token_ids else token_ids
+        stopped = token_ids and token_ids[-1] in self._stop_token_ids
+        spoken = token_ids[:-1] if stopped else token_ids
         text = cut(decode(tokenizer, spoken), sampling.stop_strings) if tokenizer else ""
         return Completion(sequence, text, self.finish_reason)

@@ -1,4 +1,4 @@
-"""Stop strings: found as the text grows, although a token may hold half a character and a stop
+"""Text as it grows, and stop strings in it, although a token may hold half a character and a stop
 string may span tokens.
 
 Decoding a token alone can be wrong (a leading space that depends on its neighbour, a piece of a
@@ -34,30 +34,43 @@ def cut(text: str, stop_strings: Sequence[str]) -> str:
     return text[: min(places)] if places else text
 
 
+class GrowingText:
+    """The text of one answer, a token at a time."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        """Tokens decoded again for context, then those whose text is not complete yet."""
+        self._settled = 0  # how many of them belong to the context
+
+    def feed(self, token_id: int) -> tuple[str, bool]:
+        """Take the next token; the text behind what was complete before, and whether all of it is
+        complete now.
+        """
+        self._window.append(token_id)
+        settled = decode(self._tokenizer, self._window[: self._settled])
+        new = decode(self._tokenizer, self._window)[len(settled) :]
+        complete = bool(new) and not new.endswith(_INCOMPLETE)
+        if complete:
+            self._window = self._window[self._settled :]
+            self._settled = len(self._window)
+        return new, complete
+
+
 class StopWatch:
     """Follows the text of one sample and says when a stop string is complete."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop_strings: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+        self._text = GrowingText(tokenizer)
         self._stop_strings = tuple(stop_strings)
         self._overlap = max(map(len, stop_strings)) - 1
-        self._window: list[
-            int
-        ] = []  # tokens decoded again for context, then the tokens whose text is not complete yet
-        self._settled = 0  # how many of them belong to the context
-        self._tail = (
-            ""  # the last characters of the complete text: a stop string may have begun there
-        )
+        self._tail = ""
+        """The last characters of the complete text: a stop string may have begun there."""
 
     def feed(self, token_id: int) -> bool:
         """Take the next token; whether the text now holds a stop string."""
-        self._window.append(token_id)
-        settled = decode(self._tokenizer, self._window[: self._settled])
-        text = decode(self._tokenizer, self._window)
-        new = text[len(settled) :]
+        new, complete = self._text.feed(token_id)
         candidate = self._tail + new.rstrip(_INCOMPLETE)
-        if new and not new.endswith(_INCOMPLETE):
-            self._window = self._window[self._settled :]
-            self._settled = len(self._window)
+        if complete:
             self._tail = candidate[-self._overlap :] if self._overlap else ""
         return any(stop in candidate for stop in self._stop_strings)

@@ -32,7 +32,7 @@ from isobit.observe.wandb_tracker import check_tracking
 from isobit.precision.formats import BLOCK
 from isobit.records.batch import PackedBatch
 from isobit.rewards.function import load_reward
-from isobit.rollout.native.engine import Engine
+from isobit.rollout.native.engine import NativeEngine
 from isobit.run.evaluate import Evaluator, evaluation_sampling
 from isobit.run.setup import check_best, check_fits, prepare_turns
 from isobit.run.sft.data import SftData, load_data
@@ -238,7 +238,7 @@ def _build_evaluator(
     prompts = {
         name: [example.prompt for example in examples] for name, examples in data.sets.items()
     }
-    engine = Engine(model.policy, rollout, model.tokenizer, config.seed)
+    engine = NativeEngine(model.policy, rollout, model.tokenizer, config.seed)
     evaluator = Evaluator(
         engine,
         prompts,

@@ -1,0 +1,151 @@
+"""What an engine is to those who generate with it, whatever program it is.
+
+Requests come and go while others run; ``step`` is the only thing that takes long.
+
+    submit -> handles      the samples wait in line
+    step   -> events       some tokens are drawn; the samples that ended, and increments of those
+                           that are followed
+    abort  -> events       samples end where they stand
+    take_weights           what is drawn from now on is drawn from the weights published last
+    release                the device has its memory back until the next step
+
+``generate`` is the loop for those who want completions and nothing else.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from isobit.models.function import LogProbFunction
+from isobit.records.text import Completion
+from isobit.rollout.progress import EngineStats, Progress
+from isobit.rollout.request import Handle, Request
+
+Follow = Literal["end", "tokens", "text"]
+"""What is told of a sample: its end alone; its tokens as they are drawn; their text as well, which
+takes the time of decoding twice.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEvent:
+    """Something that happened to a sample.
+
+    What is told of a followed sample's tokens, log-probabilities and text adds up to those of its
+    completion; for one that is not followed they are empty.
+    """
+
+    handle: Handle
+    token_ids: tuple[int, ...] = ()
+    """Drawn since the sample's last event."""
+    log_probs: tuple[float, ...] = ()
+    text: str = ""
+    completion: Completion | None = None
+    """Set when the sample has ended: there is no later event of it."""
+
+
+class RolloutEngine(Protocol):
+    """Draws samples from a policy."""
+
+    @property
+    def function(self) -> LogProbFunction:
+        """What the recorded log-probabilities are values of."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """What was done since the engine last had no live sample; a new record each time."""
+        ...
+
+    @property
+    def num_live(self) -> int:
+        """Samples that have not ended."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Samples that take part in the steps; the other live ones wait in line."""
+        ...
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse, with a RequestError that names prompt and numbers, what can never be served, and
+        what is live already.
+        """
+        ...
+
+    def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:
+        """Take on requests; a handle for each sample, in their order.
+
+        Raises:
+            RequestError: as ``check`` does; then none of them is taken on.
+        """
+        ...
+
+    def step(self) -> list[SampleEvent]:
+        """Draw tokens for some of the live samples; nothing happens without any.
+
+        After an error no sample is live, and the engine can be asked again.
+
+        Raises:
+            NonFiniteError: if the model's output holds a NaN or an infinity.
+            ConfigError: if the device has not the memory.
+        """
+        ...
+
+    def abort(self, handles: Iterable[Handle]) -> list[SampleEvent]:
+        """End samples where they stand, with finish reason "aborted" and the tokens so far; what
+        they held is free.
+
+        Handles of samples that have ended, and been told of, are passed over.
+        """
+        ...
+
+    def take_weights(self) -> None:
+        """Go on with the weights that were published last.
+
+        Tokens drawn before keep their log-probabilities and versions; the K and V of live samples
+        are computed again.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give all memory but that of the weights back to the device until the next step.
+
+        Live samples stay, and draw what they would have drawn.
+        """
+        ...
+
+
+def generate(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    progress: Callable[[Progress], None] | None = None,
+) -> list[list[Completion]]:
+    """The completions of each request, in the order of the requests and of their samples.
+
+    The engine must have nothing else to do.  ``progress`` is called after every step; an error that
+    it raises aborts all samples and passes through.
+
+    Raises what ``RolloutEngine.submit`` and ``step`` raise.
+    """
+    assert engine.num_live == 0, "events of other samples would be lost"
+    engine.take_weights()
+    handles = engine.submit(requests)
+    total = sum(map(len, handles))
+    found: dict[Handle, Completion] = {}
+    try:
+        while len(found) < total:
+            for event in engine.step():
+                if event.completion is not None:
+                    found[event.handle] = event.completion
+            if progress is not None:
+                progress(_moment(engine, len(found), total))
+    except BaseException:
+        engine.abort(handle for group in handles for handle in group)
+        raise
+    return [[found[handle] for handle in group] for group in handles]
+
+
+def _moment(engine: RolloutEngine, finished: int, total: int) -> Progress:
+    stats = engine.stats
+    return Progress(finished, engine.num_running, total, stats.generated_tokens, stats.seconds)
