@@ -101,10 +101,10 @@ class TokenSequence:
 
     def spread(self, values: Iterable[float]) -> tuple[float, ...]:
         """A column from one value for each token of the response, in their order; 0 elsewhere."""
-        following = iter(values)
-        column = tuple([next(following) if learnt else 0.0 for learnt in self.loss_mask])
-        assert next(following, None) is None, "one value a token of the response"
-        return column
+        given = tuple(values)
+        assert len(given) == sum(self.loss_mask), "one value a token of the response"
+        following = iter(given)
+        return tuple([next(following) if learnt else 0.0 for learnt in self.loss_mask])
 
     def with_advantage(self, advantage: float) -> Self:
         """The sequence with the same advantage at every token of its response."""

@@ -1,7 +1,6 @@
-"""The native engine: from prompts to completions with the rollout side of a policy.
+"""From prompts to completions: what every engine offers, and the engines.
 
-``engine`` is the loop; ``executor`` and ``pipeline`` are its two ways to take a step.
-``scheduler`` decides who takes part in a forward, over the bookkeeping of ``pages`` and the states
-in ``sequence``; ``batch`` makes the tensors, ``runner`` puts them through the model, ``sampler``
-draws the tokens, ``stops`` ends texts.
+``engine`` is the protocol, and ``generate`` the loop over it; ``request`` is what is asked for and
+``progress`` what was done.  ``native`` is the engine over the project's own kernels; another one is
+a file beside it.
 """
