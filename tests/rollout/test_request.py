@@ -1,6 +1,5 @@
 """What is refused before anything runs, and what the message says."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +23,9 @@ def a_request(length: int = 10, samples: int = 2, token: int = 7, **sampling: An
     )
 
 
-def check(requests: Sequence[Request], limits: Limits) -> None:
-    check_requests(requests)
-    check_limits(requests, limits)
-
-
 def refusal(*requests: Request, limits: Limits = LIMITS) -> str:
     with pytest.raises(RequestError) as caught:
-        check(requests, limits)
+        check_limits(requests, limits)
     return str(caught.value)
 
 

@@ -19,7 +19,8 @@ from isobit.models.loaded import DescribedModel, describe_model
 from isobit.precision.flow import build_flow
 from isobit.records.text import Prompt
 from isobit.rewards.function import load_reward
-from isobit.rollout.request import Limits, Request, check_requests
+from isobit.rollout.native.limits import Limits, check_limits
+from isobit.rollout.request import Request
 from isobit.run.evaluate import evaluation_sampling
 from isobit.run.setup import check_batch, check_best, check_fits, one_sample_each
 from isobit.run.training_plan import TrainingPlan, plan_checkpoints, plan_memory
@@ -111,5 +112,5 @@ def _check_requests(
         for prompt in sets[name]
     ]
     for requests in (problems, training):
-        check_requests(requests, limits)
+        check_limits(requests, limits)
         check_fits(requests, limits.context)

@@ -19,7 +19,7 @@ from isobit.models.decoder import master_shapes
 from isobit.models.loaded import DescribedModel
 from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow
-from isobit.rollout.request import Limits
+from isobit.rollout.native.limits import Limits
 from isobit.run.setup import plan_for_device
 from isobit.run.training_run import Recipe
 from isobit.store.checkpoint.format import folders_by_step

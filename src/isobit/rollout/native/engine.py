@@ -34,7 +34,7 @@ from isobit.rollout.native.sequence import Sample, SharedPrompt
 from isobit.rollout.native.stream import SampleStream
 from isobit.rollout.native.works import Works
 from isobit.rollout.progress import EngineStats
-from isobit.rollout.request import Handle, Request, check_requests
+from isobit.rollout.request import Handle, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,8 +106,7 @@ class NativeEngine:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse, with a RequestError, what can never be served, and what is live already."""
-        check_requests(requests, self._live)
-        check_limits(requests, self._limits)
+        check_limits(requests, self._limits, self._live)
 
     def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:
         """Take on requests; a handle for each sample, in their order.  Nothing runs before a step.

@@ -5,12 +5,12 @@ sequence of an accepted request can run to its full length alone in the cache, w
 scheduler never gets stuck.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from isobit.errors import RequestError
 from isobit.memory.cache_size import pages_for
-from isobit.rollout.request import Request
+from isobit.rollout.request import Handle, Request, check_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,15 @@ class Limits:
         return min(pages_for(self.context, self.page_tokens), self.num_pages)
 
 
-def check_limits(requests: Sequence[Request], limits: Limits) -> None:
-    """Refuse the batch if any request of it can never be served.
+def check_limits(
+    requests: Sequence[Request], limits: Limits, live: Collection[Handle] = ()
+) -> None:
+    """Refuse the batch if ``check_requests`` does, or if any request of it can never be served.
 
     Raises:
         RequestError: naming the prompt, what it asks for and what there is.
     """
+    check_requests(requests, live)
     for request in requests:
         _check_prompt(request, limits)
         if request.sampling.stop_strings and not limits.has_tokenizer:

@@ -12,7 +12,8 @@ from isobit.models.folder import weight_files
 from isobit.models.loaded import DescribedModel
 from isobit.precision.flow import build_flow
 from isobit.rewards.function import load_reward
-from isobit.rollout.request import Limits, Request, check_requests
+from isobit.rollout.native.limits import Limits, check_limits
+from isobit.rollout.request import Request
 from isobit.run.evaluate import evaluation_sampling
 from isobit.run.setup import check_best, check_fits
 from isobit.run.sft.data import SftData, load_data
@@ -83,5 +84,5 @@ def _check_requests(
     requests = [
         Request(example.prompt, 0, config.evaluation.samples, sampling) for example in examples
     ]
-    check_requests(requests, limits)
+    check_limits(requests, limits)
     check_fits(requests, limits.context)
