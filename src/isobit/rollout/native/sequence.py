@@ -33,8 +33,8 @@ class CachedTokens:
     """Tokens and the pages that hold the K and V of the first ``cached`` of them.
 
     ``block_row`` mirrors ``pages``, where there are any, in the fixed-width form that a batch's
-    block table is stacked from.  ``reserved``: the tokens that its pages have room for, once the scheduler has made sure
-    that nobody else holds those which will be written.
+    block table is stacked from.  ``reserved``: the tokens that its pages have room for, once the
+    scheduler has made sure that nobody else holds those which will be written.
     """
 
     __slots__ = ("_max_pages", "block_row", "cached", "pages", "reserved", "tokens")
