@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.models.loaded import load_model as load_model
     from isobit.models.policy import Policy as Policy
     from isobit.models.policy import random_policy as random_policy
+    from isobit.models.scorer import Scorer as Scorer
     from isobit.precision.compare import describe_flow as describe_flow
     from isobit.precision.flow import PrecisionFlow as PrecisionFlow
     from isobit.precision.flow import build_flow as build_flow
@@ -85,6 +86,7 @@ _HOMES = {
     "models.folder": ("load_policy", "save_policy"),
     "models.config": ("ModelConfig",),
     "models.policy": ("Policy", "random_policy"),
+    "models.scorer": ("Scorer",),
     "precision.compare": ("describe_flow",),
     "precision.flow": ("PrecisionFlow", "build_flow"),
     "records.batch": ("PackedBatch",),
