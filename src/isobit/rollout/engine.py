@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from isobit.errors import RequestError
 from isobit.models.function import LogProbFunction
 from isobit.records.text import Completion
 from isobit.rollout.progress import EngineStats, Progress
@@ -126,9 +127,14 @@ def generate(
     The engine must have nothing else to do.  ``progress`` is called after every step; an error that
     it raises aborts all samples and passes through.
 
-    Raises what ``RolloutEngine.submit`` and ``step`` raise.
+    Raises:
+        RequestError: where a sample is live; and what ``RolloutEngine.submit`` and ``step`` raise.
     """
-    assert engine.num_live == 0, "events of other samples would be lost"
+    if engine.num_live:
+        raise RequestError(
+            f"generate needs the engine for itself, and {engine.num_live} samples of it are live: "
+            "their events would be lost; step until they have ended, or abort them"
+        )
     engine.take_weights()
     handles = engine.submit(requests)
     total = sum(map(len, handles))

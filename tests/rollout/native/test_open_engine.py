@@ -447,3 +447,12 @@ def test_a_loop_that_is_broken_off_leaves_an_empty_engine_with_its_cache(pipelin
     check_empty(engine)
     assert model.cleared == 0
     assert [len(c.token_ids) for c in generate(engine, wanted)[0]] == [20, 20, 20]
+
+
+def test_the_loop_needs_the_engine_for_itself() -> None:
+    engine, _ = open_engine(False)
+    (handles,) = engine.submit([request(0, 5, 2)])
+    with pytest.raises(RequestError, match="2 samples of it are live"):
+        generate(engine, [request(1, 5)])
+    assert len(engine.abort(handles)) == 2
+    assert len(generate(engine, [request(1, 5)])) == 1
