@@ -13,12 +13,12 @@ from statistics import median
 import torch
 
 from benchmarks.comparison.card import measure_card, versions
+from benchmarks.comparison.device import allocate_in_pages
 from benchmarks.comparison.native import native_versions
 from benchmarks.comparison.rows import Row, RowWriter
 from benchmarks.passes.cases import Case, flops
 from benchmarks.passes.phases import Phases
 from isobit.errors import ConfigError
-from isobit.memory.turns import allocate_in_pages
 
 WARM_UP, REPEATS = 2, 5
 STEP_REPEATS = 3
