@@ -1,4 +1,4 @@
-"""Isobit's training: forward and backward into FP32 masters, and the whole optimiser step of its
+"""Isobit's training: forward and backward into FP32 masters, and the whole update of its
 trainer.
 """
 

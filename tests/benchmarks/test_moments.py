@@ -4,6 +4,7 @@ few steps, and its table.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
