@@ -27,14 +27,11 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
-from isobit.models.head import token_log_probs
-
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig
-from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import hidden_states
 from isobit.models.policy import Policy, random_policy
+from isobit.models.scorer import ScoredPass
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import generate
@@ -102,17 +99,11 @@ def training_work(policy: Policy, sequences: int) -> Callable[[], object]:
     (weights,) = algorithm.weights([batch.sequence])
 
     def work() -> None:
-        attend = PackedAttention(policy.flow, batch.lengths)
-        hidden = hidden_states(policy, "training", batch.token_ids, batch.positions, attend)
-        log_probs, _ = token_log_probs(
-            policy,
-            "training",
-            hidden.index_select(0, batch.rows),
-            batch.targets,
-            batch.temperatures,
-        )
+        scored = ScoredPass(policy, batch, "none")
+        log_probs = scored.forward().log_probs.requires_grad_()
         on_policy = replace(batch, old_log_probs=log_probs.detach())
-        algorithm.loss(log_probs, on_policy, weights).loss.backward()
+        loss = algorithm.loss(log_probs, on_policy, weights).loss
+        scored.backward(*torch.autograd.grad(loss, log_probs))
         for master in policy.parameters():
             master.grad = None
 

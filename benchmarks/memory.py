@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.comparison.command import run_command
-from isobit.config.schema import Moments, PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
-from isobit.memory.cache_size import forward_bytes
-from isobit.memory.device import RESERVE, largest_microbatch, training_bytes, weight_bytes
+from benchmarks.comparison.device import card_planner
+from isobit.config.schema import Moments, Recompute, RolloutConfig, TrainingConfig
+from isobit.memory.cache_size import RESERVE, forward_bytes
 from isobit.models.shapes import model_shape
-from isobit.precision.flow import build_flow
 
 GIB = 1 << 30
 H200_GIB = 139.2
@@ -73,10 +72,10 @@ def training_table(shape: str, gib: float) -> str:
     config = model_shape(shape)
     lines = []
     for precision in PRECISIONS:
-        flow = build_flow(PrecisionConfig.model_validate(precision), config.shape)
+        planner = card_planner(config, precision, int(gib * GIB))
         for tokens in TOKENS:
             for recompute in LEVELS:
-                parts = training_bytes(config, flow, _training(recompute, tokens), tokens)
+                parts = planner.training_bytes(_training(recompute, tokens), tokens, tokens)
                 (passing,) = parts.keys() - {*WEIGHTS, "saved activations"}
                 together = sum(parts.values())
                 cells = [parts[name] for name in (*WEIGHTS, "saved activations", passing)]
@@ -111,18 +110,15 @@ def rollout_table(shape: str, gib: float) -> str:
     config, rollout = model_shape(shape), RolloutConfig()
     lines = []
     for precision in PRECISIONS:
-        weights = weight_bytes(
-            config,
-            build_flow(PrecisionConfig.model_validate(precision), config.shape),
-            TrainingConfig(moments="bf16"),
-        )
+        planner = card_planner(config, precision, int(gib * GIB))
+        weights = planner.weight_bytes(TrainingConfig(moments="bf16"))
         for place in ("GPU", "host"):
             parts = [
                 weights["masters"],
                 weights["published weights"],
                 weights["optimiser moments"] if place == "GPU" else 0,
             ]
-            parts += [forward_bytes(config, rollout), RESERVE]
+            parts += [forward_bytes(config, rollout, planner.sizes), RESERVE]
             lines.append(
                 [
                     f"`{precision}`",
@@ -148,11 +144,11 @@ def tokens_table(shape: str, gib: float) -> str:
     config = model_shape(shape)
     lines = []
     for precision in PRECISIONS:
-        flow = build_flow(PrecisionConfig.model_validate(precision), config.shape)
+        planner = card_planner(config, precision, int(gib * GIB))
         for moments in MOMENTS:
-            size = weight_bytes(config, flow, TrainingConfig(moments=moments))["optimiser moments"]
+            size = planner.weight_bytes(TrainingConfig(moments=moments))["optimiser moments"]
             most = [
-                largest_microbatch(config, flow, _training(recompute, 1, moments), int(gib * GIB))
+                planner.largest_microbatch(_training(recompute, 1, moments), 1)
                 for recompute in LEVELS
             ]
             lines.append(

@@ -1,5 +1,5 @@
 """Training of a real model's shape on one Hopper GPU, this trainer beside transformers: forward and
-backward, and whole optimiser steps.
+backward, and whole updates.
 
     python -m benchmarks.training pass native CASE... [--shape qwen3-8b] --out DIR
     python -m benchmarks.training pass transformers CASE... --out DIR

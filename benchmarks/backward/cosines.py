@@ -11,9 +11,10 @@ import torch
 from benchmarks.backward.deep_model import Size, batch_of, text, trained_policy
 from benchmarks.backward.exact import Alone, cosine, cosines, exact_backward
 from benchmarks.backward.plain import plain_gradients
-from isobit.kernels.spec.linear import LinearWeight
-from isobit.models import decoder, head
+from isobit.kernels.backend import backend_of
+from isobit.kernels.operands import LinearWeight
 from isobit.models.policy import Policy
+from isobit.models.scorer import ScoredPass
 from isobit.precision.flow import Site
 from isobit.records.batch import PackedBatch
 
@@ -31,11 +32,11 @@ def compare(size: Size, device: str) -> dict[str, Any]:
     policy, losses = trained_policy(size, device)
     batch = batch_of(size, size.steps)
     log_probs, ours = gradients(policy, batch)
-    with exact_backward(policy.device) as alone:
+    with exact_backward(policy) as alone:
         exact_log_probs, exact = gradients(policy, batch)
     factor = TINY / root_mean_square(exact)
     _, tiny = gradients(policy, batch, factor)
-    with exact_backward(policy.device) as alone_tiny:
+    with exact_backward(policy) as alone_tiny:
         _, tiny_exact = gradients(policy, batch, factor)
     assert torch.equal(log_probs, exact_log_probs), "both have one forward"
     fp32_loss, fp32 = plain_gradients(policy, text(size, size.steps).to(device))
@@ -84,20 +85,16 @@ def gradients(
     """Log-probabilities of the targets, and the gradients of ``factor`` times the mean of their
     negatives, by master.
     """
-    device = policy.device
-    hidden = decoder.packed_hidden_states(policy, batch.token_ids, batch.positions, batch.lengths)
-    rows = hidden.index_select(0, batch.rows.to(device))
-    log_probs, _ = head.token_log_probs(
-        policy, "training", rows, batch.targets.to(device), batch.temperatures.to(device)
-    )
-    (-factor * log_probs.mean()).backward()
+    scored = ScoredPass(policy, batch, "none")
+    log_probs = scored.forward().log_probs
+    scored.backward(torch.full_like(log_probs, -factor / log_probs.numel()))
     found = {
         name: master.grad for name, master in policy.masters.items() if master.grad is not None
     }
     for master in policy.parameters():
         master.grad = None
     assert found.keys() == policy.masters.keys()
-    return log_probs.detach(), found
+    return log_probs, found
 
 
 def summary(ours: Gradients, others: Gradients) -> dict[str, Any]:
@@ -131,10 +128,10 @@ def random_linear(device: str, size: float) -> dict[str, float]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    weight = LinearWeight.publish(
-        Site("alone", "linear", "e4m3", dgrad="e4m3", wgrad="e4m3"),
-        (normal(512, 1536) * 0.02).to(device),
-    )
+    backend = backend_of(torch.device(device))
+    site = Site("alone", "linear", "e4m3", dgrad="e4m3", wgrad="e4m3")
+    weight = LinearWeight(site, backend.publish(site, (normal(512, 1536) * 0.02).to(device)))
     dy, x = normal(4096, 512) * normal(4096, 1).exp() * size, normal(4096, 1536)
-    dx_cosine, dw_cosine = cosines(dy.bfloat16().to(device), x.bfloat16().to(device), weight)
+    operands = dy.bfloat16().to(device), x.bfloat16().to(device)
+    dx_cosine, dw_cosine = cosines(*operands, weight, backend)
     return {"dx": dx_cosine, "dw": dw_cosine}

@@ -20,11 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.attention_backward import DIM, HEADS, KV_HEADS, backward_row, seconds
 from benchmarks.comparison.rows import Row
 from benchmarks.passes.cases import Case
-from benchmarks.passes.native import make_pass
+from benchmarks.passes.native import add_gradients, make_pass
 from benchmarks.passes.timing import free_memory, measured, time_pass
 from isobit.config.schema import PrecisionConfig
 from isobit.kernels.hopper.embedding_backward import embedding_backward
-from isobit.models import hopper_training
 from isobit.models.policy import random_policy
 
 SHAPE = "qwen3-8b"
@@ -54,13 +53,7 @@ def same_bytes() -> Row:
     weights = torch.randn(BYTES_LENGTH - 1, generator=generator).cuda() / BYTES_LENGTH
 
     def gradients() -> dict[str, torch.Tensor]:
-        hidden = hopper_training.packed_hidden_states(
-            policy, ids, torch.arange(BYTES_LENGTH, device="cuda"), (BYTES_LENGTH,), "none"
-        )
-        log_probs, _ = hopper_training.token_log_probs(
-            policy, hidden[:-1], ids[1:], torch.ones_like(weights)
-        )
-        (log_probs * weights).sum().backward()
+        add_gradients(policy, ids[None], weights, "none")
         found = {
             name: master.grad for name, master in policy.masters.items() if master.grad is not None
         }

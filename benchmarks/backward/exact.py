@@ -3,21 +3,24 @@
     dX = dY Wq      Wq the matrix that the forward multiplied with, dequantised
     dW = dY^T X     X in BF16, as it was before quantisation; dY in BF16, as operators hand it on
 
-both in FP32.  While ``exact_backward`` is entered, the linears' backward computes these; on the way
-each linear is also given the FP8 backward of the operands at hand, whose cosines with the exact one
-hold the rounding errors of that linear and of no other.
+both in FP32.  Within ``exact_backward`` a policy's training side computes on a back end that saves
+and hands on BF16 operands, and multiplies them so; on the way each linear is also given the FP8
+backward of the operands at hand, whose cosines with the exact one hold the rounding errors of that
+linear and of no other.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-from unittest.mock import patch
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
-from isobit.kernels.spec import linear
-from isobit.kernels.spec.linear import LinearWeight
+from isobit.kernels.backend import Backend
+from isobit.kernels.operands import LinearInput, LinearWeight, Normed, Operand, OutputGradient
+from isobit.kernels.spec.linear import dequantised
 from isobit.models.policy import Policy
+from isobit.precision.flow import Site
 
 Alone = dict[str, tuple[float, float]]
 """By linear: the cosines of dX and of dW."""
@@ -33,102 +36,104 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def exact_gradients(dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight) -> Gradients:
     """Of dY [T, N] and X [T, K], both BF16."""
-    return dy.float() @ weight.dequantised(), dy.float().t() @ x.float()
+    return dy.float() @ dequantised(weight), dy.float().t() @ x.float()
 
 
-def fp8_gradients(dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight) -> Gradients:
+def fp8_gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight, backend: Backend
+) -> Gradients:
     """What the trainer computes from the same operands on their device."""
-    if not dy.is_cuda:
-        return linear.dgrad(dy, weight), linear.wgrad(dy, x, weight.site)
-    from isobit.kernels.hopper import linear_backward, token_groups
-    from isobit.precision.quant_tensor import QuantTensor
-
-    assert isinstance(weight.matrix, QuantTensor)
-    scales = weight.site.scales
-    rows, tokens = token_groups.quantise_both(dy, scales)
+    gradient = backend.output_gradient(dy, weight.site)
+    saved = backend.linear_input(x, weight.site, save=True).saved
+    assert saved is not None
     dw = torch.zeros((dy.shape[1], x.shape[1]), device=dy.device)
-    linear_backward.wgrad(tokens, token_groups.quantise_tokens(x, scales), dw)
-    return linear_backward.dgrad(rows, weight.matrix, scales).float(), dw
+    backend.wgrad(gradient.tokens, saved, dw)
+    return backend.dgrad(gradient.rows, weight).float(), dw
 
 
-def cosines(dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight) -> tuple[float, float]:
+def cosines(
+    dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight, backend: Backend
+) -> tuple[float, float]:
     """Of the FP8 dX and dW with the exact ones."""
-    pairs = zip(fp8_gradients(dy, x, weight), exact_gradients(dy, x, weight), strict=True)
+    pairs = zip(fp8_gradients(dy, x, weight, backend), exact_gradients(dy, x, weight), strict=True)
     dx, dw = (cosine(ours, exact) for ours, exact in pairs)
     return dx, dw
 
 
 @contextmanager
-def exact_backward(device: torch.device) -> Iterator[Alone]:
-    """Backward passes inside are exact; -> what each linear did alone, filled in by them."""
-    alone: Alone = {}
-    with _on_cpu(alone) if device.type == "cpu" else _on_gpu(alone):
+def exact_backward(policy: Policy) -> Iterator[Alone]:
+    """Backward passes of the policy inside are exact; -> what each linear did alone, filled in by
+    them.
+    """
+    weights, alone = policy.weights("training"), Alone()
+    inner = weights.backend
+    weights.backend = cast(Backend, ExactBackward(inner, alone))
+    try:
         yield alone
+    finally:
+        weights.backend = inner
 
 
-@contextmanager
-def _on_cpu(alone: Alone) -> Iterator[None]:
-    quantised: dict[str, Callable[..., torch.Tensor]] = {
-        "dgrad": linear.dgrad,
-        "wgrad": linear.wgrad,
-    }
-    dx_cosines: dict[str, float] = {}
+class ExactBackward:
+    """A back end with the forward of ``inner`` and an exact backward of the linears; ``alone`` gets
+    what theirs would have been.
+    """
 
-    def dgrad(dy: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        dx = dy.float() @ weight.dequantised()
-        dx_cosines[weight.site.name] = cosine(quantised["dgrad"](dy, weight), dx)
-        return dx
+    def __init__(self, inner: Backend, alone: Alone) -> None:
+        self._inner, self._alone = inner, alone
+        self._x: torch.Tensor | None = None
 
-    def wgrad(dy: torch.Tensor, x: torch.Tensor, site: linear.Site) -> torch.Tensor:
-        dw = dy.float().t() @ x.float()
-        alone[site.name] = dx_cosines[site.name], cosine(quantised["wgrad"](dy, x, site), dw)
-        return dw
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
-    with patch.object(linear, "dgrad", dgrad), patch.object(linear, "wgrad", wgrad):
-        yield
+    def add_rms_norm(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor | None,
+        weight: torch.Tensor,
+        epsilon: float,
+        site: Site | None,
+        save: bool = False,
+    ) -> Normed:
+        """Saves the norm itself."""
+        normed = self._inner.add_rms_norm(h, x, weight, epsilon, site, save)
+        if normed.input is None or not save:
+            return normed
+        assert normed.norm is not None
+        return replace(normed, input=LinearInput(normed.input.read, normed.norm))
 
+    def linear_input(self, x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
+        """Saves x itself."""
+        return LinearInput(self._inner.linear_input(x, site).read, x if save else None)
 
-@contextmanager
-def _on_gpu(alone: Alone) -> Iterator[None]:
-    from isobit.models.hopper_decoder import LinearInput
-    from isobit.models.hopper_saving import SavingForward
-    from isobit.models.hopper_training import OutputGradient, PackedPass
+    def swiglu_input(self, gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
+        """Saves the activation itself."""
+        read = self._inner.swiglu_input(gate_up, site).read
+        return LinearInput(read, self._inner.swiglu(gate_up) if save else None)
 
-    from isobit.models import hopper_training
+    def swiglu_saved(self, gate_up: torch.Tensor, site: Site) -> Operand:
+        """The activation itself."""
+        return self._inner.swiglu(gate_up)
 
-    class ExactForward(SavingForward):
-        """Saves the inputs of linears in BF16."""
+    def output_gradient(self, dy: torch.Tensor, site: Site) -> OutputGradient:
+        """dY as it is."""
+        return OutputGradient(dy, dy)
 
-        def _wgrad_scales(self, linear: str) -> None:
-            return None
+    def swiglu_backward(
+        self, d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
+    ) -> OutputGradient:
+        """The gradient as it is, of a site that keeps its backward in BF16."""
+        plain = replace(site, dgrad="bf16", wgrad="bf16")
+        return self._inner.swiglu_backward(d_activation, gate_up, plain)
 
-    class ExactPass(PackedPass):
-        """A pass whose backward quantises nothing."""
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
+        """Exact; the linear's name comes with its DGrad, which is next."""
+        grad.add_(dy.float().t() @ x.float())
+        self._x = x
 
-        def __init__(self, policy: Policy, *batch: Any) -> None:
-            super().__init__(policy, *batch)
-            self._saving = ExactForward(policy, "training")
-
-        def _output_gradient(self, path: str, dy: torch.Tensor) -> OutputGradient:
-            return OutputGradient(dy, dy)
-
-        def _swiglu_backward(
-            self, path: str, d_activation: torch.Tensor, gate_up: torch.Tensor
-        ) -> OutputGradient:
-            return self._output_gradient(
-                path, hopper_training.swiglu_backward(d_activation, gate_up)
-            )
-
-        def _linear_backward(
-            self, path: str, dy: OutputGradient, x: LinearInput | None
-        ) -> torch.Tensor:
-            assert isinstance(dy.rows, torch.Tensor)
-            assert isinstance(x, torch.Tensor)
-            weight = self._plain.weights.linears[path]
-            dx, dw = exact_gradients(dy.rows, x, weight)
-            alone[path] = cosines(dy.rows, x, weight)
-            self._gradient(f"{path}.weight").add_(dw)
-            return dx.bfloat16()
-
-    with patch.object(hopper_training, "PackedPass", ExactPass):
-        yield
+    def dgrad(self, dy: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """Exact; then both products once more as the flow has them."""
+        assert self._x is not None, "WGrad comes before DGrad"
+        self._alone[weight.site.name] = cosines(dy, self._x, weight, self._inner)
+        self._x = None
+        return (dy.float() @ dequantised(weight)).to(dy.dtype)

@@ -11,6 +11,7 @@ are ten times too short.
 import torch
 
 from isobit.config.schema import Moments, TrainingConfig
+from isobit.kernels.backend import backend_of
 from isobit.kernels.spec.moments import decode_second
 from isobit.training.optimiser import build_optimiser
 
@@ -29,7 +30,8 @@ def descend(
     curvature = torch.logspace(-0.5, 0.5, SIZE)
     minimum = _normal(seed)
     master = torch.nn.Parameter(minimum + 0.5)
-    optimiser, losses = build_optimiser([master], config, seed), list[float]()
+    optimiser = build_optimiser([master], config, backend_of(master.device), seed)
+    losses: list[float] = []
     for step in range(1, STEPS + 1):
         if step == STEPS // 2 + 1:
             minimum = minimum - 0.5

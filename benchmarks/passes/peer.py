@@ -23,6 +23,7 @@ from benchmarks.passes.cases import Case
 from benchmarks.passes.phases import Phases
 from benchmarks.passes.timing import Pass, Step
 from isobit.config.schema import Recompute, TrainingConfig
+from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
 from isobit.training.optimiser import build_optimiser
 
@@ -84,7 +85,7 @@ class PeerOptimiser:
             torch.nn.Parameter(parameter.detach().float()) for parameter in self._parameters
         ]
         self._optimisers = [
-            build_optimiser([master], config, seed=number)
+            build_optimiser([master], config, backend_of(master.device), seed=number)
             for number, master in enumerate(self._masters)
         ]
         self._max_norm = config.max_grad_norm

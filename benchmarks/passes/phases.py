@@ -6,14 +6,12 @@ is reached when the device has done all that was asked of it before; where the h
 nothing in between, work counts for the phase that asked for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
-
-from isobit.training.trainer import Trainer
 
 Mark = tuple[str, Any]
 """The phase that begins, and the event or the time."""
@@ -36,15 +34,6 @@ class Phases:
         finally:
             self._inside.pop()
             self._mark()
-
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose every call is phase ``name``."""
-
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            with self(name):
-                return function(*arguments, **keywords)
-
-        return call
 
     def start(self) -> None:
         """Forget what was, and begin the timeline."""
@@ -77,16 +66,3 @@ class Phases:
 
     def _between(self, began: Any, ended: Any) -> float:
         return began.elapsed_time(ended) * 1e-3 if self._on_gpu else ended - began
-
-
-def watch(trainer: Trainer, phases: Phases) -> None:
-    """Time a trainer's phases from here on: forward; backward, with the loss and the gradients'
-    norm; clip and AdamW; publication.
-    """
-    for owner, method, name in (
-        (trainer, "_forward", "forward"),
-        (trainer, "_gradients", "backward"),
-        (trainer, "_step", "optimiser"),
-        (trainer.policy, "publish", "publish"),
-    ):
-        setattr(owner, method, phases.timed(name, getattr(owner, method)))

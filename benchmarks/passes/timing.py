@@ -13,12 +13,12 @@ from statistics import median
 import torch
 
 from benchmarks.comparison.card import measure_card, versions
+from benchmarks.comparison.device import allocate_in_pages
 from benchmarks.comparison.native import native_versions
 from benchmarks.comparison.rows import Row, RowWriter
 from benchmarks.passes.cases import Case, flops
 from benchmarks.passes.phases import Phases
 from isobit.errors import ConfigError
-from isobit.memory.turns import allocate_in_pages
 
 WARM_UP, REPEATS = 2, 5
 STEP_REPEATS = 3
@@ -26,7 +26,7 @@ STEP_REPEATS = 3
 Pass = Callable[[], None]
 """One forward and backward; the gradients add up."""
 Step = Callable[[int], dict[str, float]]
-"""One optimiser step over that many micro-batches; seconds by phase."""
+"""One update over that many micro-batches; seconds by phase."""
 
 
 def measure_passes(
@@ -39,7 +39,7 @@ def measure_passes(
 def measure_steps(
     make: Callable[[Case, int], Step], engine: str, cases: Sequence[Case], tokens: int, out: Path
 ) -> None:
-    """An optimiser step of at least ``tokens`` tokens of each case."""
+    """An update of at least ``tokens`` tokens of each case."""
     _measure(
         "step",
         lambda case: time_step(

@@ -13,16 +13,14 @@ from contextlib import contextmanager
 from itertools import cycle
 
 import torch
-from isobit.kernels.hopper.pages import PAGE_TOKENS
 
+from benchmarks.comparison.device import allocate_in_pages, card_planner
 from benchmarks.comparison.rows import Row
 from benchmarks.passes.cases import Case
 from isobit.clock import Clock
 from isobit.config.schema import Moments, PrecisionConfig, RolloutConfig, TrainingConfig
-from isobit.memory.device import device_memory, plan_gpu
-from isobit.memory.turns import GpuTurns, allocate_in_pages
+from isobit.memory.turns import GpuTurns
 from isobit.models.policy import random_policy
-from isobit.precision.flow import build_flow
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import generate
@@ -74,8 +72,7 @@ def two_steps(
         offload_moments=offload_moments,
     )
     precision = PrecisionConfig.model_validate(case.mode)
-    flow = build_flow(precision, case.config.shape)
-    plan = plan_gpu(case.config, flow, rollout, training, case.length, device_memory())
+    plan = card_planner(case.config, case.mode).plan(rollout, training, case.length)
     print("\n".join(plan.describe()), file=sys.stderr, flush=True)
     allocate_in_pages()
     policy = random_policy(case.config, precision, seed=0, device=device)
@@ -103,7 +100,7 @@ def two_steps(
         "rollout_parts_gib": _in_gib(plan.rollout.items()),
         "training_parts_gib": _in_gib(plan.training.items()),
         "kv_pages": plan.pages,
-        "kv_tokens": plan.pages * PAGE_TOKENS,
+        "kv_tokens": plan.pages * plan.page_tokens,
         "seconds": seconds,
     }
 

@@ -15,23 +15,22 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 from benchmarks.comparison.card import measure_card
+from benchmarks.comparison.device import allocate_in_pages, card_planner
 from benchmarks.comparison.native import native_versions
 from benchmarks.comparison.rows import Row, RowWriter
-from benchmarks.passes.phases import Phases, watch
+from benchmarks.passes.phases import Phases
 from benchmarks.passes.timing import measured
 from benchmarks.rl_steps.cases import CASES, WARM_UP_TOKENS, Case
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig, TrainingConfig
-from isobit.memory.device import device_memory, plan_gpu
-from isobit.memory.turns import GpuTurns, allocate_in_pages
+from isobit.memory.turns import GpuTurns
 from isobit.models.config import ModelConfig
 from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
 from isobit.models.shapes import model_shape
-from isobit.precision.flow import build_flow
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
 from isobit.rollout.engine import generate
@@ -80,25 +79,17 @@ class Loop:
         )
         rollout, plan = ROLLOUT, None
         if device != "cpu":
-            plan = plan_gpu(
-                shape,
-                build_flow(precision, shape.shape),
-                rollout,
-                training,
-                longest,
-                device_memory(),
-            )
+            plan = card_planner(shape, mode).plan(rollout, training, longest)
             print("\n".join(plan.describe()), flush=True)
             rollout = rollout.model_copy(update={"kv_pages": plan.pages})
             allocate_in_pages()
         self._policy = random_policy(shape, precision, seed=0, device=device)
         assert self._policy.flow.exact
         self._engine = NativeEngine(self._policy, rollout, None, seed=0)
-        self._trainer = Trainer(self._policy, training, total_updates=1000)
+        self._phases = Phases(on_gpu=device != "cpu")
+        self._trainer = Trainer(self._policy, training, total_updates=1000, timing=self._phases)
         self._turns = None if plan is None else GpuTurns(plan, self._engine, self._trainer)
         self._algorithm = build_algorithm(AlgorithmConfig())
-        self._phases = Phases(on_gpu=device != "cpu")
-        watch(self._trainer, self._phases)
         self._random = Random(0)  # noqa: S311 (no secret)
         self._visit = 0
 
@@ -131,9 +122,7 @@ class Loop:
         }
 
     def _training_turn(self) -> AbstractContextManager[None]:
-        return (
-            nullcontext() if self._turns is None else self._turns.training(cast(Any, self._phases))
-        )
+        return nullcontext() if self._turns is None else self._turns.training(self._phases)
 
     def _train(self, groups: list[Group]) -> StepMetrics:
         with self._training_turn():

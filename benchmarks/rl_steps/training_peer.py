@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.comparison.card import measure_card
+from benchmarks.comparison.device import allocate_in_pages
 from benchmarks.comparison.rows import Row, RowWriter
 from benchmarks.passes.peer import PeerModel, PeerOptimiser, fastest_attention
 from benchmarks.passes.phases import Phases
@@ -30,7 +31,6 @@ from benchmarks.passes.timing import free_memory, measured, peak_gib, peer_versi
 from benchmarks.rl_steps.cases import CASES, Case
 from isobit.config.schema import Recompute, TrainingConfig
 from isobit.errors import ConfigError
-from isobit.memory.turns import allocate_in_pages
 from isobit.models.config import ModelConfig
 from isobit.models.shapes import model_shape
 

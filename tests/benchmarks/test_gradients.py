@@ -56,7 +56,7 @@ def test_the_exact_backward_has_the_same_forward_and_is_left_behind(parts: Any, 
         parts.deep_model.batch_of(size, 0),
     )
     log_probs, before = parts.cosines.gradients(policy, batch)
-    with parts.exact.exact_backward(policy.device) as alone:
+    with parts.exact.exact_backward(policy) as alone:
         exact_log_probs, exact = parts.cosines.gradients(policy, batch)
     _, after = parts.cosines.gradients(policy, batch)
     assert torch.equal(log_probs, exact_log_probs)

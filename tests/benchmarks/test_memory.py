@@ -14,7 +14,9 @@ import torch
 
 import benchmarks.comparison.card as card_module
 from benchmarks import memory
+from benchmarks.comparison import device
 from benchmarks.passes import turns
+from isobit.kernels.spec.backend import SpecBackend
 from isobit.models import shapes
 from isobit.models.config import ModelConfig
 
@@ -34,6 +36,24 @@ def test_the_page_holds_the_tables() -> None:
         )
 
 
+class CardMemory:
+    """A card's memory of 80 GiB, of which 3 are in use whenever somebody looks."""
+
+    def available(self) -> int:
+        return 80 << 30
+
+    def peak(self) -> int:
+        return 3 << 30
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def allocate_in_pages(self) -> None:
+        pass
+
+    reset_peak = release_cached = allocate_in_pages
+
+
 @pytest.mark.parametrize(("moments", "offload"), [("bf16", False), ("fp8", True)])
 def test_a_measurement_says_what_was_planned_beside_what_was_found(
     moments: str,
@@ -45,8 +65,9 @@ def test_a_measurement_says_what_was_planned_beside_what_was_found(
 ) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny)
     monkeypatch.setattr(card_module, "measure_card", lambda: card)
-    monkeypatch.setattr(turns, "device_memory", lambda: 80 << 30)
-    monkeypatch.setattr(turns, "allocate_in_pages", lambda: None)
+    memory_of_card = CardMemory()
+    monkeypatch.setattr(device, "card_memory", lambda: memory_of_card)
+    monkeypatch.setattr(SpecBackend, "memory", memory_of_card)
     two_steps = turns.two_steps
     monkeypatch.setattr(
         turns,
@@ -54,12 +75,7 @@ def test_a_measurement_says_what_was_planned_beside_what_was_found(
         lambda case, moments, offload, kv: two_steps(case, moments, offload, kv, device="cpu"),
     )
     monkeypatch.setattr(turns, "SHORT", (3, 16))
-    for name, value in (
-        ("max_memory_allocated", 3 << 30),
-        ("max_memory_reserved", 4 << 30),
-        ("reset_peak_memory_stats", None),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 4 << 30)
     case = {"shape": "tiny", "precision": "fp8", "recompute": "mlp", "tokens": 200, "length": 100}
     memory.measure(
         Namespace(

@@ -39,6 +39,10 @@ def figures_of(tree: Path) -> Figures:
         "lines": (f"{sum(len(one.lines) for one in sources):,}", None),
         "files from prompt to gradient": (f"{len(token_files)}", token_files),
         "  of these above kernels/": (f"{len(above)}", None),
+        "  of these that hand a container over": (
+            f"{len(passed['hand_overs'])}",
+            passed["hand_overs"],
+        ),
         "containers from prompt to gradient": (
             f"{len(passed['containers'])}",
             passed["containers"],

@@ -5,14 +5,15 @@ starter model, watched call by call.
 
 A step of two prompts with two samples each runs in ``fp8`` on one thread of the CPU, with rewards
 that differ, so that every master gets a gradient.  Each call of a function of TREE is looked at,
-with what it is given and what it returns.  Imports and bodies of classes are not calls.
+with what it is given and what it returns.  Imports, bodies of classes and comprehensions are not
+calls.
 
 **Prompt to gradient.**  A *container* is a class of TREE that holds values token by token: an
 attribute that is named for tokens or log-probabilities (but not for stop tokens) and holds a tensor
 or a sequence of numbers; or a dataclass whose fields hold such an object, alone or in a sequence.
 A file counts when one of its functions
 
-  - is given or returns a container, or a sequence of them; or
+  - is given or returns a container, or a sequence of them: a hand-over, counted by itself too; or
   - runs inside such a call, and is given or returns a tensor, a record of tensors, or numbers in a
     sequence: kernels, decoder, loss.
 
@@ -44,12 +45,15 @@ from types import FrameType
 from typing import Any
 
 TOKENS = re.compile(r"(?<!stop_)(?<!stop)(token|log_?prob)")
+COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 MATRIX = 128
 WEIGHT_DEPTH, LOOK_AT = 2, 4
 
 
 class Watch:
-    """Looks at the calls of one tree; ``files`` and ``containers`` grow in the order of arrival."""
+    """Looks at the calls of one tree; what it found is in the order of the first call, with the
+    name of the function.
+    """
 
     def __init__(self, tree: Path) -> None:
         import torch
@@ -60,6 +64,7 @@ class Watch:
         self._masters: list[Any] = []
         self._kinds: dict[type, bool] = {}
         self.token_files: dict[str, str] = {}
+        self.hand_overs: dict[str, str] = {}
         self.containers: dict[str, str] = {}
         self.weight_files: dict[str, str] = {}
         self.gradients_are_there = False
@@ -68,7 +73,9 @@ class Watch:
     def __call__(self, frame: FrameType, event: str, value: Any) -> None:
         """For ``sys.setprofile``."""
         code = frame.f_code
-        if not code.co_filename.startswith(self._root) or not code.co_flags & CO_OPTIMIZED:
+        if not code.co_filename.startswith(self._root):
+            return
+        if not code.co_flags & CO_OPTIMIZED or code.co_name in COMPREHENSIONS:
             return
         file = code.co_filename.removeprefix(self._root)
         if file.startswith("training"):
@@ -91,6 +98,7 @@ class Watch:
             inside = self._inside()
             if any(self._is_container(value) for value in values):
                 inside.add(id(frame))
+                self.hand_overs.setdefault(file, name)
                 self.token_files.setdefault(file, name)
             elif inside and any(self._is_per_token(value) for value in values):
                 self.token_files.setdefault(file, name)
@@ -232,6 +240,7 @@ def measure(tree: Path) -> dict[str, Any]:
         raise SystemExit("the masters got no gradients: nothing says where counting should end")
     return {
         "token_files": watch.token_files,
+        "hand_overs": watch.hand_overs,
         "containers": watch.containers,
         "weight_files": watch.weight_files,
     }

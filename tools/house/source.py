@@ -33,7 +33,7 @@ LAYERS = (
     ("kernels", "algorithms"),
     ("precision", "data", "starter"),
     ("config", "records"),
-    ("errors", "files", "clock"),
+    ("errors", "files", "clock", "units"),
 )
 """Rooms from the top down; those of one layer may import each other."""
 APART = {("rollout", "training"), ("training", "rollout")}

@@ -13,7 +13,7 @@ by themselves (``allocate_in_pages``).
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from isobit.clock import Clock
+from isobit.clock import Timing
 from isobit.memory.device import DevicePlan
 from isobit.observe.summary import PhaseMemory
 from isobit.rollout.engine import RolloutEngine
@@ -40,7 +40,7 @@ class GpuTurns:
         self._engine_is_next = True
 
     @contextmanager
-    def training(self, clock: Clock, engine_is_next: bool = True) -> Iterator[None]:
+    def training(self, clock: Timing, engine_is_next: bool = True) -> Iterator[None]:
         """The trainer's turn; ``clock`` counts the seconds in which moments travel as ``offload``.
 
         Where the trainer has the next turn as well, nothing goes in between.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from isobit.algorithms.objective import LossOutputs, Objective
+from isobit.clock import Timing, untimed
 from isobit.config.schema import TrainingConfig
 from isobit.errors import NonFiniteError
 from isobit.models.function import LogProbFunction, function_of
@@ -123,11 +124,18 @@ class Trainer:
     """
 
     def __init__(
-        self, policy: Policy, config: TrainingConfig, total_updates: int, seed: int = 0
+        self,
+        policy: Policy,
+        config: TrainingConfig,
+        total_updates: int,
+        seed: int = 0,
+        timing: Timing = untimed,
     ) -> None:
         """``total_updates`` is the number of optimiser steps of the whole run: the length of the
-        schedule; ``seed`` is the run's.
+        schedule; ``seed`` is the run's.  ``timing`` is told of an update's phases: backward (with
+        the loss, and interrupted by each forward), optimiser, and publish within it.
         """
+        self._timing = timing
         self.policy = policy
         self.scorer = Scorer(policy)
         """Log-probabilities by the training forward, without learning from them."""
@@ -193,9 +201,11 @@ class Trainer:
         rate = learning_rate(self.updates, self.config, self.total_updates)
         totals = _Totals(compare)
         try:
-            norm, problem = self._gradients(batches, objective, totals)
+            with self._timing("backward"):
+                norm, problem = self._gradients(batches, objective, totals)
             if problem is None:
-                self._step(norm, rate)
+                with self._timing("optimiser"):
+                    self._step(norm, rate)
         finally:
             self._optimiser.zero_grad()
         self.updates += 1
@@ -214,7 +224,8 @@ class Trainer:
         weights = objective.weights([batch.sequence for batch in batches])
         for batch, weight in zip(batches, weights, strict=True):
             scored = ScoredPass(self.policy, batch, self.config.recompute)
-            scores = scored.forward()
+            with self._timing("forward"):
+                scores = scored.forward()
             log_probs = scores.log_probs.requires_grad_()
             outputs = objective.loss(log_probs, batch, weight)
             totals.add(batch, log_probs, scores.entropies, outputs)
@@ -239,7 +250,8 @@ class Trainer:
         set_learning_rate(self._optimiser, rate)
         self.is_whole = False
         self._optimiser.step()
-        self.policy.publish()
+        with self._timing("publish"):
+            self.policy.publish()
         self.is_whole = True
 
     def _count_skip(self, problem: str | None) -> None:
