@@ -16,7 +16,7 @@ triton = pytest.importorskip(
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from isobit.kernels.hopper import adamw, norm, token_log_probs  # noqa: E402
+from isobit.kernels.hopper import adamw, gradient_norm, token_log_probs  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {
@@ -102,10 +102,12 @@ def test_adamw_with_8_bit_moments(tmp_path: Path) -> None:
 
 
 def test_gradient_norm(tmp_path: Path) -> None:
-    constants = {"PIECE": norm._PIECE, "PROGRAMS": norm._PROGRAMS}
-    _, sass, stack = compile_for_hopper(norm._squares_kernel, constants, tmp_path)
+    constants = {"PIECE": gradient_norm._PIECE, "PROGRAMS": gradient_norm._PROGRAMS}
+    _, sass, stack = compile_for_hopper(gradient_norm._squares_kernel, constants, tmp_path)
     assert stack == 0 and "LDG.E.128" in sass and "ATOM" not in sass and "RED.E" not in sass
-    _, _, stack = compile_for_hopper(norm._add_kernel, {"PROGRAMS": norm._PROGRAMS}, tmp_path)
+    _, _, stack = compile_for_hopper(
+        gradient_norm._add_kernel, {"PROGRAMS": gradient_norm._PROGRAMS}, tmp_path
+    )
     assert stack == 0
 
 

@@ -66,22 +66,22 @@ def value_types(e4m3: bool, paged: bool) -> dict[str, str]:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("plan", qkv.PLANS)
-def test_encode(dim: int, e4m3: bool, paged: bool, plan: qkv.Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiling", qkv.TILINGS)
+def test_encode(dim: int, e4m3: bool, paged: bool, tiling: qkv.Tiling, tmp_path: Path) -> None:
     constants: dict[str, Any] = {
         "H": 32,
         "G": 8,
         "D": dim,
         "TILE": qkv.TILE,
-        "N": plan.tokens,
-        "HEADS": plan.heads,
+        "N": tiling.tokens,
+        "HEADS": tiling.heads,
         "E4M3": e4m3,
     }
     constants |= {} if e4m3 else {"Q_SCALE": None, "K_BYTE": None, "V_BYTE": None}
     constants |= {} if paged else {"SLOT": None}
     for absent in ({}, {"BIAS": None}, {"BIAS": None, "Q_NORM": None, "K_NORM": None}):
         sass, stack = compile_for_hopper(
-            qkv._encode_kernel, value_types(e4m3, paged), constants | absent, plan.warps, tmp_path
+            qkv._encode_kernel, value_types(e4m3, paged), constants | absent, tiling.warps, tmp_path
         )
         assert stack == 0
         assert (

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from isobit.config.schema import PrecisionConfig
 from isobit.errors import ConfigError
+from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.kv_cache import PAGE_TOKENS, HopperKvCache
 from isobit.precision.flow import DecoderShape, LinearShape, PrecisionFlow, build_flow
 from isobit.precision.formats import E4M3
@@ -41,7 +42,7 @@ def tensors(cache: HopperKvCache) -> list[torch.Tensor]:
 )
 def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
     cache = HopperKvCache(Shape(), mixed, 5, "cpu")
-    assert sum(x.nbytes for x in tensors(cache)) == 5 * HopperKvCache.page_bytes(Shape(), mixed)
+    assert sum(x.nbytes for x in tensors(cache)) == 5 * sizes.page_bytes(Shape(), mixed)
     assert all(x.is_contiguous() and not x.view(torch.uint8).any() for x in tensors(cache))
     for pages, format in zip(cache.layers, cache.formats, strict=True):
         assert pages.keys.shape == (5, 2, PAGE_TOKENS, 64)

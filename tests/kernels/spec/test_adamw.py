@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from isobit.kernels.adamw import FIRST, GROUP, SECOND, AdamWFactors, noise_key, num_groups
 from isobit.kernels.spec import adamw, moments
-from isobit.kernels.spec.adamw import adamw_step, noise_key, round_stochastically
+from isobit.kernels.spec.adamw import adamw_step, round_stochastically
 
 MASK = (1 << 64) - 1
 PLAIN: dict[str, Any] = {
@@ -22,6 +23,24 @@ PLAIN: dict[str, Any] = {
 }
 
 
+def update(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: int,
+    noise: tuple[int, int] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    **settings: Any,
+) -> None:
+    """One update by the settings of ``PLAIN`` and others; ``noise`` is a seed and the number of the
+    tensor.
+    """
+    factors = AdamWFactors.of(step=step, **PLAIN | settings)
+    key = None if noise is None else noise_key(noise[0], step, noise[1])
+    adamw_step(master, grad, exp_avg, exp_avg_sq, factors, key, scales)
+
+
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -31,11 +50,11 @@ def zeros(like: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 def eight_bits(count: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(count, dtype=moments.FIRST), torch.zeros(count, dtype=moments.SECOND)
+    return torch.zeros(count, dtype=FIRST), torch.zeros(count, dtype=SECOND)
 
 
 def scales_of(count: int) -> tuple[Tensor, Tensor]:
-    groups = moments.num_groups(count)
+    groups = num_groups(count)
     return torch.zeros(groups, dtype=torch.uint8), torch.zeros(groups, dtype=torch.uint8)
 
 
@@ -60,7 +79,7 @@ def test_steps_are_those_of_torch_in_fp64():
         exact.grad = grad.double() * clip
         optimiser.step()
         before = grad.clone()
-        adamw_step(
+        update(
             master,
             grad,
             *moments,
@@ -83,10 +102,9 @@ def test_steps_are_those_of_torch_in_fp64():
 def test_a_decay_too_small_for_a_factor_of_its_own_is_not_lost():
     start, steps, ends = 0.02 + 0.002 * randn(4096), 2000, []
     for decay in (0.0, 0.01):
-        settings: dict[str, Any] = PLAIN | {"rate": 1e-6, "weight_decay": decay}
         master, moments = start.clone(), zeros(start)
         for step in range(1, steps + 1):
-            adamw_step(master, randn(4096, seed=step), *moments, **settings, step=step)
+            update(master, randn(4096, seed=step), *moments, step, rate=1e-6, weight_decay=decay)
         ends.append(master.double().mean())
     assert 1 - torch.tensor(1e-8) == 1
     assert (ends[0] - ends[1]).item() == pytest.approx(0.02 * steps * 1e-8, rel=0.05)
@@ -102,7 +120,7 @@ def test_an_element_depends_on_its_number_and_on_no_other(
     def after_two_steps(count: int) -> tuple[Tensor, ...]:
         master, moments = start[:count].clone(), zeros(start[:count], dtype)
         for step in (1, 2):
-            adamw_step(master, grad[:count].clone(), *moments, **PLAIN, step=step, noise=noise)
+            update(master, grad[:count].clone(), *moments, step=step, noise=noise)
         return master, *moments
 
     whole, part = after_two_steps(1000), after_two_steps(37)
@@ -117,20 +135,19 @@ def test_a_group_of_8_bit_moments_depends_on_no_other(monkeypatch: pytest.Monkey
     def after_two_steps(count: int) -> tuple[Tensor, ...]:
         master, state, scales = start[:count].clone(), eight_bits(count), scales_of(count)
         for step in (1, 2):
-            adamw_step(
+            update(
                 master,
                 grad[:count].clone(),
                 *state,
-                **PLAIN,
                 step=step,
                 noise=(3, 5),
                 scales=scales,
             )
-        return master, *state, *(scale.repeat_interleave(moments.GROUP)[:count] for scale in scales)
+        return master, *state, *(scale.repeat_interleave(GROUP)[:count] for scale in scales)
 
     whole, part = after_two_steps(1000), after_two_steps(256)
     assert all(torch.equal(a[:256], b) for a, b in zip(whole, part, strict=True))
-    monkeypatch.setattr(adamw, "_PIECE", 2 * moments.GROUP)
+    monkeypatch.setattr(adamw, "_PIECE", 2 * GROUP)
     assert all(torch.equal(a, b) for a, b in zip(whole, after_two_steps(1000), strict=True))
 
 
@@ -183,8 +200,8 @@ def test_bf16_moments_are_the_rounded_fp32_ones():
     master, grad = randn(5000), randn(5000, seed=1)
     wide, narrow = zeros(master), zeros(master, torch.bfloat16)
     other = master.clone()
-    adamw_step(master, grad, *wide, **PLAIN, step=1)
-    adamw_step(other, grad, *narrow, **PLAIN, step=1, noise=(1, 2))
+    update(master, grad, *wide, step=1)
+    update(other, grad, *narrow, step=1, noise=(1, 2))
     assert torch.equal(
         master, other
     )  # the step is taken with the moments as they were before their rounding
@@ -198,8 +215,8 @@ def test_8_bit_moments_are_the_rounded_fp32_ones():
     master, grad = randn(5000), randn(5000, seed=1)
     wide, codes, scales = zeros(master), eight_bits(5000), scales_of(5000)
     other = master.clone()
-    adamw_step(master, grad, *wide, **PLAIN, step=1)
-    adamw_step(other, grad, *codes, **PLAIN, step=1, noise=(1, 2), scales=scales)
+    update(master, grad, *wide, step=1)
+    update(other, grad, *codes, step=1, noise=(1, 2), scales=scales)
     assert torch.equal(master, other)
     noises = adamw._noise(noise_key(1, 1, 2), 0, 5000)
     expected = (

@@ -5,11 +5,14 @@ FP32 GEMM.
 import pytest
 import torch
 
+from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec.gemm import gemm_e4m3, gemm_snapped
 from isobit.kernels.spec.grid import snap_rows
-from isobit.kernels.spec.linear import dequantise_rows
+from isobit.kernels.spec.linear import dequantise_rows, dequantised
 from isobit.kernels.spec.quantise import quantise_blocks, quantise_rows
+from isobit.precision.flow import Site
 from isobit.precision.formats import ScaleKind
+from isobit.precision.quant_tensor import QuantTensor
 
 
 def outliers(rows: int, columns: int) -> torch.Tensor:
@@ -51,11 +54,8 @@ def test_block_products_are_exact() -> None:
     )
 
 
-def _dequantise(w: "torch.Tensor | object") -> torch.Tensor:
-    from isobit.kernels.spec.linear import LinearWeight
-    from isobit.precision.flow import Site
-
-    return LinearWeight(Site("w", "linear", "e4m3"), w).dequantised()  # type: ignore[arg-type]
+def _dequantise(w: QuantTensor) -> torch.Tensor:
+    return dequantised(LinearWeight(Site("w", "linear", "e4m3"), w))
 
 
 def test_accuracy_against_fp64_with_torch_as_the_yardstick() -> None:

@@ -1,22 +1,44 @@
-"""The linear layer's three GEMMs in each format."""
+"""The linear's operands and its three products in each format."""
 
 import pytest
 import torch
 
-from isobit.kernels.spec.linear import LinearWeight, linear, linear_forward
+from isobit.kernels.operands import LinearWeight, Operand
+from isobit.kernels.spec.gemm import gemm_e4m3, gemm_snapped
+from isobit.kernels.spec.grid import snap_rows
+from isobit.kernels.spec.linear import (
+    dequantised,
+    dgrad,
+    linear,
+    linear_input,
+    output_gradient,
+    wgrad,
+)
+from isobit.kernels.spec.publish import publish
+from isobit.kernels.spec.quantise import quantise_rows, quantise_tokens
 from isobit.precision.flow import Site
-from isobit.precision.formats import Format, ScaleKind
+from isobit.precision.formats import BLOCK, DTYPES, Format, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
+
+N, K = 384, 256
 
 
 def make(
     forward: Format, scales: ScaleKind = "power_of_two", wgrad: Format | None = None
-) -> tuple[torch.nn.Parameter, LinearWeight]:
-    torch.manual_seed(0)
-    master = torch.nn.Parameter(torch.randn(384, 256))
-    return master, LinearWeight.publish(
-        Site("w", "linear", forward, scales, dgrad=forward, wgrad=wgrad or forward), master
-    )
+) -> LinearWeight:
+    site = Site("w", "linear", forward, scales, dgrad=forward, wgrad=wgrad or forward)
+    return LinearWeight(site, publish(site, torch.randn(N, K)))
+
+
+def backward(
+    weight: LinearWeight, x: torch.Tensor, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dX and dW, through the operands of the weight's site."""
+    saved, read = linear_input(x, weight.site, save=True).saved, output_gradient(dy, weight.site)
+    assert saved is not None
+    grad = torch.zeros(N, K)
+    wgrad(read.tokens, saved, grad)
+    return dgrad(read.rows, weight), grad
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -27,70 +49,99 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a * b).sum() / (a.norm() * b.norm()))
 
 
+def by_tokens(x: Operand) -> torch.Tensor:
+    """FP64 of an operand in groups of 128 tokens."""
+    assert isinstance(x, QuantTensor) and x.granularity == "128x1"
+    scales = x.scales.repeat_interleave(BLOCK, 0)[: x.values.shape[0]]
+    return x.values.double() * scales.double()
+
+
 @pytest.mark.parametrize("scales", ["power_of_two", "fp32"])
 @pytest.mark.parametrize("size", [1.0, 1e-12])
 def test_fp8_gradients_against_the_exact_backward_of_the_same_forward(
     scales: ScaleKind, size: float
 ) -> None:
-    master, weight = make("e4m3", scales)
-    x = torch.randn(300, 256).bfloat16().requires_grad_()
-    dy = (torch.randn(300, 384) * size).bfloat16()
-    linear(x, weight, master).backward(dy)
-    assert x.grad is not None and master.grad is not None
-    assert cosine(x.grad, dy.double() @ weight.dequantised().double()) >= 0.9985
-    assert cosine(master.grad, dy.double().t() @ x.detach().double()) >= 0.9985
-    assert not torch.equal(master.grad, dy.float().t() @ x.detach().float()), (
-        "WGrad did not quantise its operands"
+    weight, x = make("e4m3", scales), torch.randn(300, K).bfloat16()
+    dy = (torch.randn(300, N) * size).bfloat16()
+    dx, dw = backward(weight, x, dy)
+    assert (dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
+    assert cosine(dx, dy.double() @ dequantised(weight).double()) >= 0.9985
+    assert cosine(dw, dy.double().t() @ x.double()) >= 0.9985
+    assert not torch.equal(dw, dy.float().t() @ x.float()), "WGrad did not quantise its operands"
+
+
+@pytest.mark.parametrize("scales", ["power_of_two", "fp32"])
+def test_fp8_gradients_are_the_products_of_the_quantised_operands(scales: ScaleKind) -> None:
+    """Beside the formats' error there is only that of an FP32 product."""
+    weight, x, dy = make("e4m3", scales), torch.randn(300, K).bfloat16(), torch.randn(300, N)
+    dx, dw = backward(weight, x, dy.bfloat16())
+    rows = quantise_rows(dy.bfloat16(), scales)
+    exact = rows.values.double() * rows.scales.double().repeat_interleave(BLOCK, 1)
+    torch.testing.assert_close(
+        dx.double(), exact @ dequantised(weight).double(), rtol=2**-8, atol=1e-4
     )
+    left, right = (by_tokens(quantise_tokens(t.bfloat16(), scales)) for t in (dy, x))
+    torch.testing.assert_close(dw.double(), left.t() @ right, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("forward", ["bf16", "fp32"])
-def test_unquantised_gradients_equal_autograd(forward: Format) -> None:
-    master, weight = make(forward)
-    dtype = torch.float32 if forward == "fp32" else torch.bfloat16
-    x = torch.randn(50, 256).to(dtype).requires_grad_()
-    dy = torch.randn(50, 384).to(dtype)
-    linear(x, weight, master).backward(dy)
-    assert x.grad is not None and master.grad is not None
-    torch.testing.assert_close(
-        x.grad.float(),
-        (dy.double() @ weight.dequantised().double()).to(dtype).float(),
-        rtol=2e-2,
-        atol=1e-4,
+def test_unquantised_gradients_are_those_of_autograd(forward: Format) -> None:
+    weight, dtype = make(forward), DTYPES[forward]
+    x, dy = torch.randn(50, K).to(dtype), torch.randn(50, N).to(dtype)
+    dx, dw = backward(weight, x, dy)
+    inputs = x.double().requires_grad_(), dequantised(weight).double().requires_grad_()
+    exact = torch.autograd.grad(inputs[0] @ inputs[1].t(), inputs, dy.double())
+    assert dx.dtype == dtype
+    assert (dx - exact[0]).norm() < (2**-8 if forward == "bf16" else 1e-6) * exact[0].norm()
+    assert (dw - exact[1]).norm() < 1e-6 * exact[1].norm()
+
+
+def test_the_forward_is_the_exact_gemm_of_its_operands() -> None:
+    x = torch.randn(60, K)
+    quantised, plain = make("e4m3"), make("fp32")
+    assert isinstance(quantised.matrix, QuantTensor) and isinstance(plain.matrix, torch.Tensor)
+    read = linear_input(x.bfloat16(), quantised.site).read
+    expected = gemm_e4m3(quantise_rows(x.bfloat16()), quantised.matrix).bfloat16()
+    assert torch.equal(linear(read, quantised), expected)
+    read = linear_input(x, plain.site).read
+    assert torch.equal(linear(read, plain), gemm_snapped(snap_rows(x), plain.matrix))
+
+
+@pytest.mark.parametrize("forward", ["e4m3", "bf16", "fp32"])
+def test_what_is_saved_changes_no_bit_of_what_is_read(forward: Format) -> None:
+    weight, x = (
+        make(forward),
+        torch.randn(200, K).to(DTYPES["fp32" if forward == "fp32" else "bf16"]),
     )
-    torch.testing.assert_close(
-        master.grad, (dy.double().t() @ x.detach().double()).float(), rtol=1e-4, atol=1e-4
-    )
+    plain, both = (linear_input(x, weight.site, save) for save in (False, True))
+    assert plain.saved is None and both.saved is not None
+    assert torch.equal(linear(plain.read, weight), linear(both.read, weight))
+    whole = linear(plain.read, weight)
+    for rows in (slice(0, 1), slice(3, 5), slice(130, 200)):
+        assert torch.equal(linear(linear_input(x[rows], weight.site).read, weight), whole[rows])
 
 
 def test_wgrad_may_stay_in_bf16_with_the_same_forward() -> None:
-    master, weight = make("e4m3", wgrad="bf16")
-    x, dy = torch.randn(200, 256).bfloat16(), torch.randn(200, 384).bfloat16()
-    y = linear(x, weight, master)
-    y.backward(dy)
-    assert master.grad is not None
-    assert torch.equal(y, linear_forward(x, make("e4m3")[1]))
-    assert torch.equal(master.grad, dy.float().t() @ x.float())
+    torch.manual_seed(0)
+    mixed = make("e4m3", wgrad="bf16")
+    torch.manual_seed(0)
+    pure = make("e4m3")
+    x, dy = torch.randn(200, K).bfloat16(), torch.randn(200, N).bfloat16()
+    first, second = (linear(linear_input(x, one.site).read, one) for one in (mixed, pure))
+    assert torch.equal(first, second)
+    (dx, dw), (pure_dx, pure_dw) = backward(mixed, x, dy), backward(pure, x, dy)
+    assert torch.equal(dx, pure_dx) and not torch.equal(dw, pure_dw)
+    assert torch.equal(dw, dy.float().t() @ x.float())
 
 
-def test_bias_is_added_before_the_rounding_and_gets_its_gradient() -> None:
-    master = torch.nn.Parameter(torch.randn(128, 128))
-    bias = torch.nn.Parameter(torch.randn(128))
-    site = Site("w", "linear", "bf16", dgrad="bf16", wgrad="bf16")
-    weight = LinearWeight.publish(site, master, bias)
-    x = torch.randn(7, 128).bfloat16()
-    y = linear(x, weight, master, bias)
-    exact = x.double() @ weight.dequantised().double().t() + bias.detach().bfloat16().double()
-    assert torch.equal(y, exact.float().bfloat16())
-    y.float().sum().backward()
-    assert torch.equal(bias.grad, torch.full((128,), 7.0))  # type: ignore[arg-type]
-
-
-def test_publishing_again_overwrites_in_place() -> None:
-    master, weight = make("e4m3")
-    assert isinstance(weight.matrix, QuantTensor)
-    place = weight.matrix.values.data_ptr()
-    newer = LinearWeight.publish(weight.site, master * 2)
-    weight.overwrite(master * 2)
-    assert weight.matrix.values.data_ptr() == place
-    assert torch.equal(weight.dequantised(), newer.dequantised())
+@pytest.mark.parametrize("forward", ["e4m3", "bf16", "fp32"])
+def test_gradients_are_added_as_one_sum(forward: Format) -> None:
+    site, dtype = make(forward).site, DTYPES["fp32" if forward == "fp32" else "bf16"]
+    x, dy = torch.randn(300, K).to(dtype), torch.randn(300, N).to(dtype)
+    saved, read = linear_input(x, site, save=True).saved, output_gradient(dy, site).tokens
+    assert saved is not None
+    before = torch.randn(N, K)
+    once, added = torch.zeros(N, K), before.clone()
+    wgrad(read, saved, once)
+    wgrad(read, saved, added)
+    assert torch.equal(added, before + once)

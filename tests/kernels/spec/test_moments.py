@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from isobit.kernels.adamw import FIRST, GROUP, SECOND, AdamWFactors, noise_key, num_groups
 from isobit.kernels.spec import moments
 from isobit.kernels.spec.adamw import adamw_step
 from isobit.kernels.spec.moments import (
-    GROUP,
     decode_first,
     decode_second,
     encode_first,
     encode_second,
-    num_groups,
 )
 
 NOISES = torch.arange(1 << 16, dtype=torch.int32)
@@ -35,7 +34,7 @@ def all_codes() -> tuple[Tensor, Tensor]:
     codes = torch.arange(256).to(torch.uint8)
     first = codes.clone()
     first[[0x7F, 0xFF]] = 0x7E
-    return first.view(moments.FIRST), torch.cat([codes[:128], codes[128:]])
+    return first.view(FIRST), torch.cat([codes[:128], codes[128:]])
 
 
 def roots(codes: Tensor, scales: Tensor) -> Tensor:
@@ -188,23 +187,17 @@ def train(
     """
     count, beta2 = gradient(1).numel(), settings.get("beta2", 0.999)
     master, longest, second = torch.zeros(count), torch.zeros(count), torch.zeros(count)
-    scales = torch.zeros(2, num_groups(count), dtype=torch.uint8).unbind()
-    state = torch.zeros(count, dtype=moments.FIRST), torch.zeros(count, dtype=moments.SECOND)
-    eight: dict[str, Any] = {"noise": (1, 2), "scales": scales}
+    scales = tuple(torch.zeros(2, num_groups(count), dtype=torch.uint8))
+    state = torch.zeros(count, dtype=FIRST), torch.zeros(count, dtype=SECOND)
     if settings.get("wide"):
-        state, eight = (torch.zeros(count), torch.zeros(count)), {}
+        state = torch.zeros(count), torch.zeros(count)
     for step in range(1, steps + 1):
         before = master.clone()
-        plain = {
-            "rate": 1.0,
-            "beta1": 0.9,
-            "beta2": beta2,
-            "epsilon": 1e-12,
-            "weight_decay": 0.0,
-            "step": step,
-            "clip": 1.0,
-        }
-        adamw_step(master, gradient(step), *state, **plain, **eight)
+        factors = AdamWFactors.of(1.0, 0.9, beta2, 1e-12, 0.0, step, clip=1.0)
+        eight: dict[str, Any] = {"key": noise_key(1, step, 2), "scales": scales}
+        if settings.get("wide"):
+            eight = {}
+        adamw_step(master, gradient(step), *state, factors, **eight)
         longest = torch.maximum(longest, (master - before).abs())
         if step > steps // 2:
             second += (state[1] if settings.get("wide") else decode_second(state[1], scales[1])) / (

@@ -1,0 +1,223 @@
+"""The seam: both back ends offer what the protocols name, by the same names and arguments, and the
+device is chosen by what each says of itself.
+"""
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.config.schema import Device
+from isobit.errors import ConfigError
+from isobit.kernels import backend, operands, sizes
+from isobit.kernels.backend import DeviceChoice, backend_of, choose_device, support
+from isobit.kernels.hopper import support as hopper_support
+from isobit.kernels.spec import backend as spec_backend
+
+FOLDERS = ["spec", "hopper"]
+
+
+def members(protocol: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
+
+
+def parameters(function: Any) -> dict[str, inspect.Parameter]:
+    """Without ``self``."""
+    found = inspect.signature(function).parameters.values()
+    return {p.name: p for p in found if p.name != "self"}
+
+
+def assert_callable_as(offered: Any, wanted: Any) -> None:
+    """By the same names in the same order; a default may be added, none may be another."""
+    ours, theirs = parameters(offered), parameters(wanted)
+    assert list(ours) == list(theirs)
+    for name, parameter in theirs.items():
+        assert ours[name].kind == parameter.kind, name
+        assert parameter.default in (inspect.Parameter.empty, ours[name].default), name
+
+
+def assert_offers(protocol: type, offered: Any) -> None:
+    """``offered`` is a class, or a module."""
+    for name, wanted in members(protocol).items():
+        if isinstance(wanted, property):
+            # an attribute of the class, a property, or one that the constructor sets
+            assert hasattr(offered, name) or f"self.{name} = " in inspect.getsource(offered), name
+        else:
+            assert_callable_as(getattr(offered, name), wanted)
+
+
+def module_of(folder: str, name: str) -> Any:
+    if folder == "hopper":
+        pytest.importorskip("triton", reason="the kernels need Triton")
+    return importlib.import_module(f"isobit.kernels.{folder}.{name}")
+
+
+@pytest.mark.parametrize(("folder", "name"), [("spec", "SpecBackend"), ("hopper", "HopperBackend")])
+def test_a_back_end_offers_every_operation(folder: str, name: str) -> None:
+    offered = getattr(module_of(folder, "backend"), name)
+    assert_offers(backend.Backend, offered)
+    assert offered.name == folder
+
+
+@pytest.mark.parametrize(("folder", "name"), [("spec", "SpecBackend"), ("hopper", "HopperBackend")])
+def test_a_back_end_offers_nothing_that_is_not_named(folder: str, name: str) -> None:
+    """What only one of them has, nobody above can call."""
+    offered = getattr(module_of(folder, "backend"), name)
+    own = {name for name in vars(offered) if not name.startswith("_")}
+    assert own <= members(backend.Backend).keys()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_support_and_sizes_are_there_without_kernels(folder: str) -> None:
+    assert_offers(backend.Support, importlib.import_module(f"isobit.kernels.{folder}.support"))
+    assert_offers(sizes.Sizes, importlib.import_module(f"isobit.kernels.{folder}.sizes"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_a_back_end_makes_keeps_its_protocols_too(folder: str) -> None:
+    packed, paged = (module_of(folder, f"{form}_attention") for form in ("packed", "paged"))
+    cache = module_of(folder, "kv_cache")
+    assert_offers(operands.AttendWithBackward, packed.PackedAttention)
+    assert_callable_as(packed.PackedAttention.__call__, operands.Attend.__call__)
+    assert_callable_as(paged.PagedAttention.__call__, operands.Attend.__call__)
+    assert_offers(operands.KvCache, cache.SpecKvCache if folder == "spec" else cache.HopperKvCache)
+
+
+def test_the_gpus_memory_and_transfers_keep_their_protocols() -> None:
+    memory = module_of("hopper", "memory")
+    assert_offers(backend.DeviceMemory, memory.HopperMemory)
+    assert_offers(backend.Captured, memory.CapturedGraph)
+    assert_offers(backend.Arriving, memory.HostCopies)
+
+
+def test_the_same_operations_stand_in_files_of_the_same_name() -> None:
+    """A reader of one folder finds the other's way."""
+    spec, hopper = (
+        {name: inspect.getmodule(vars(offered)[name].__func__).__name__.rpartition(".")[2]  # type: ignore[union-attr]
+         for name in members(backend.Backend)
+         if isinstance(vars(offered).get(name), staticmethod)}
+        for offered in (spec_backend.SpecBackend, module_of("hopper", "backend").HopperBackend)
+    )  # fmt: skip
+    shared = spec.keys() & hopper.keys()
+    assert len(shared) > 20
+    elsewhere = {name for name in shared if not hopper[name].startswith(spec[name])}
+    assert elsewhere <= {"swiglu", "gradient_norm"}, "see kernels/hopper/{quantise,gradient_norm}"
+
+
+def test_the_registry_makes_a_back_end_once() -> None:
+    made = backend_of(torch.device("cpu"))
+    assert isinstance(made, spec_backend.SpecBackend)
+    assert made is backend_of(torch.device("cpu"))
+    assert (made.name, made.device) == ("spec", torch.device("cpu"))
+    with pytest.raises(KeyError):
+        backend_of(torch.device("meta"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_support_loads_on_every_machine(device: str) -> None:
+    found = support(device)
+    line, is_worth_a_look = found.state()
+    assert line and isinstance(is_worth_a_look, bool)
+    assert found.has_own_memory == (device == "cuda")
+    assert found.sizes.page_tokens in (64, 128)
+
+
+def test_captured_steps_and_transfers_of_the_specification_are_the_things_themselves() -> None:
+    made, calls = spec_backend.SpecBackend(), []
+
+    def step() -> tuple[torch.Tensor, ...]:
+        calls.append(None)
+        return (torch.tensor(len(calls)),)
+
+    captured = made.capture(step)
+    assert [int(captured.replay()[0]) for _ in range(3)] == [1, 2, 3]
+    x = torch.randn(3)
+    assert made.to_device(x) is x and made.to_host([x]).wait()[0] is x
+    assert made.reach(777) == 777
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+
+
+def choose(
+    wanted: Device, heads: tuple[int, int, int] = (8, 2, 64), preset: str = "fp8"
+) -> DeviceChoice:
+    return choose_device(wanted, *heads, preset)
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted", "chosen"),
+    [
+        ((9, 0), "auto", "cuda"),
+        ((9, 0), "cuda", "cuda"),
+        ((9, 0), "cpu", "cpu"),
+        (None, "auto", "cpu"),
+        (None, "cpu", "cpu"),
+        ((8, 0), "auto", "cpu"),
+    ],
+)
+def test_the_device(
+    capability: tuple[int, int] | None, wanted: Device, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, capability)
+    choice = choose(wanted)
+    assert choice.device.type == chosen
+    assert len(choice.passed_over) == (capability == (8, 0)), "a device that is there is named"
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [(None, "sees no NVIDIA GPU"), ((10, 0), r"NVIDIA Test is sm_100.*Hopper \(sm_90\) only")],
+)
+def test_a_device_that_cannot_be_used_is_refused_by_name(
+    capability: tuple[int, int] | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, capability)
+    with pytest.raises(ConfigError, match=f"device = 'cuda', but .*{reason}.*use device 'cpu'"):
+        choose("cuda")
+
+
+def test_without_triton_a_hopper_gpu_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    choice = choose("auto")
+    assert choice.device.type == "cpu" and "Triton is not installed" in choice.passed_over[0]
+    assert "Triton is not installed" in hopper_support.state()[0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "preset", "reason"),
+    [
+        ((8, 2, 32), "fp8", "8 query heads of 32 over 2 KV heads"),
+        ((8, 2, 64), "fp32", "precision 'fp32' is the CPU's reference"),
+    ],
+)
+def test_what_a_device_does_not_compute_goes_to_the_next(
+    heads: tuple[int, int, int], preset: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, (9, 0))
+    choice = choose("auto", heads, preset)
+    assert choice.device.type == "cpu" and reason in choice.passed_over[0]
+    with pytest.raises(ConfigError, match=reason):
+        choose("cuda", heads, preset)
+
+
+@pytest.mark.parametrize(
+    ("heads", "fits"),
+    [
+        ((32, 8, 128), True),
+        ((16, 1, 64), True),
+        ((32, 1, 128), False),
+        ((8, 8, 96), False),
+        ((9, 4, 64), False),
+    ],
+)
+def test_heads_that_hopper_computes(heads: tuple[int, int, int], fits: bool) -> None:
+    assert (hopper_support.model_problem(*heads, "fp8") is None) is fits
+    assert support("cpu").model_problem(*heads, "fp8") is None
