@@ -30,7 +30,9 @@ import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 from isobit.models.head import token_log_probs
 
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig
+from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import hidden_states

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.comparison.command import run_command
-from isobit.config.schema import Moments, PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Moments, Recompute, TrainingConfig
 from isobit.memory.cache_size import forward_bytes
 from isobit.memory.device import RESERVE, largest_microbatch, training_bytes, weight_bytes
 from isobit.models.shapes import model_shape

@@ -7,7 +7,8 @@ import torch
 from benchmarks.passes.cases import Case
 from benchmarks.passes.phases import Phases, watch
 from benchmarks.passes.timing import Pass, Step
-from isobit.config.schema import PrecisionConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import TrainingConfig
 from isobit.models import decoder, head
 from isobit.models.policy import Policy, random_policy
 from isobit.training.supervised import SupervisedObjective, pack_pairs

@@ -17,7 +17,7 @@ from benchmarks.comparison.native import native_versions
 from benchmarks.comparison.rows import Row, RowWriter
 from benchmarks.passes.cases import Case, flops
 from benchmarks.passes.phases import Phases
-from isobit.errors import ConfigError
+from isobit.errors import ConfigError, OutOfMemoryError
 from isobit.memory.turns import allocate_in_pages
 
 WARM_UP, REPEATS = 2, 5
@@ -95,13 +95,13 @@ def measured(work: Callable[[], Row]) -> Row:
     """The figures, or what stands in their place where the memory does not hold the work; either
     way nothing of it is left.
 
-    An engine and a trainer name what is too large for the memory in a ConfigError.
+    A plan that does not fit is refused with a ConfigError.
     """
     try:
         row = work()
-    except (torch.OutOfMemoryError, ConfigError) as error:
+    except (torch.OutOfMemoryError, OutOfMemoryError, ConfigError) as error:
         row = {
-            "error": "out of memory" if isinstance(error, torch.OutOfMemoryError) else "refused",
+            "error": "refused" if isinstance(error, ConfigError) else "out of memory",
             "message": str(error).splitlines()[0],
         }
     free_memory()
@@ -130,7 +130,7 @@ def _measure(
     kind: str, time: Callable[[Case], Row], engine: str, cases: Sequence[Case], out: Path
 ) -> None:
     card, known = measure_card(), native_versions() if engine == "native" else peer_versions()
-    allocate_in_pages()
+    allocate_in_pages(torch.device("cuda"))
     for case in cases:
         row = measured(lambda case=case: time(case))
         RowWriter(out, engine, case.mode, case.shape, card, known).write(

@@ -18,9 +18,11 @@ from isobit.kernels.hopper.pages import PAGE_TOKENS
 from benchmarks.comparison.rows import Row
 from benchmarks.passes.cases import Case
 from isobit.clock import Clock
-from isobit.config.schema import Moments, PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Moments, TrainingConfig
 from isobit.memory.device import device_memory, plan_gpu
-from isobit.memory.turns import GpuTurns, allocate_in_pages
+from isobit.memory.turns import DeviceTurns, allocate_in_pages
 from isobit.models.policy import random_policy
 from isobit.precision.flow import build_flow
 from isobit.records.batch import PackedBatch
@@ -77,11 +79,11 @@ def two_steps(
     flow = build_flow(precision, case.config.shape)
     plan = plan_gpu(case.config, flow, rollout, training, case.length, device_memory())
     print("\n".join(plan.describe()), file=sys.stderr, flush=True)
-    allocate_in_pages()
+    allocate_in_pages(torch.device("cuda"))
     policy = random_policy(case.config, precision, seed=0, device=device)
     engine = NativeEngine(policy, rollout.model_copy(update={"kv_pages": plan.pages}), None, seed=0)
     trainer, batches = Trainer(policy, training, total_updates=1000), _batches(case)
-    turns, clock = GpuTurns(plan, engine, trainer), BothWays()
+    turns, clock = DeviceTurns(plan, engine, trainer), BothWays()
     seconds: dict[str, float] = {}
     reserved: dict[str, int] = {}
     for step in range(2):

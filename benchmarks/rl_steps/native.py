@@ -17,6 +17,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+import torch
+
 from benchmarks.comparison.card import measure_card
 from benchmarks.comparison.native import native_versions
 from benchmarks.comparison.rows import Row, RowWriter
@@ -24,9 +26,12 @@ from benchmarks.passes.phases import Phases, watch
 from benchmarks.passes.timing import measured
 from benchmarks.rl_steps.cases import CASES, WARM_UP_TOKENS, Case
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.memory.device import device_memory, plan_gpu
-from isobit.memory.turns import GpuTurns, allocate_in_pages
+from isobit.memory.turns import DeviceTurns, allocate_in_pages
 from isobit.models.config import ModelConfig
 from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
@@ -90,12 +95,12 @@ class Loop:
             )
             print("\n".join(plan.describe()), flush=True)
             rollout = rollout.model_copy(update={"kv_pages": plan.pages})
-            allocate_in_pages()
+            allocate_in_pages(torch.device(device))
         self._policy = random_policy(shape, precision, seed=0, device=device)
         assert self._policy.flow.exact
         self._engine = NativeEngine(self._policy, rollout, None, seed=0)
         self._trainer = Trainer(self._policy, training, total_updates=1000)
-        self._turns = None if plan is None else GpuTurns(plan, self._engine, self._trainer)
+        self._turns = None if plan is None else DeviceTurns(plan, self._engine, self._trainer)
         self._algorithm = build_algorithm(AlgorithmConfig())
         self._phases = Phases(on_gpu=device != "cpu")
         watch(self._trainer, self._phases)

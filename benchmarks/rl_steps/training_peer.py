@@ -28,7 +28,7 @@ from benchmarks.passes.peer import PeerModel, PeerOptimiser, fastest_attention
 from benchmarks.passes.phases import Phases
 from benchmarks.passes.timing import free_memory, measured, peak_gib, peer_versions
 from benchmarks.rl_steps.cases import CASES, Case
-from isobit.config.schema import Recompute, TrainingConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.errors import ConfigError
 from isobit.memory.turns import allocate_in_pages
 from isobit.models.config import ModelConfig
@@ -58,7 +58,7 @@ class Batch:
 def run_training(shape: str, names: Sequence[str], sequences: int | None, out: Path) -> None:
     """One timed training phase of each case."""
     writer = RowWriter(out, "transformers", "bf16", shape, measure_card(), peer_versions())
-    allocate_in_pages()
+    allocate_in_pages(torch.device("cuda"))
     trainer = PeerTrainer(model_shape(shape))
     for name in names:
         row = measured(lambda name=name: trainer.time(CASES[name], sequences))

@@ -46,7 +46,7 @@ def test_a_measurement_says_what_was_planned_beside_what_was_found(
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny)
     monkeypatch.setattr(card_module, "measure_card", lambda: card)
     monkeypatch.setattr(turns, "device_memory", lambda: 80 << 30)
-    monkeypatch.setattr(turns, "allocate_in_pages", lambda: None)
+    monkeypatch.setattr(turns, "allocate_in_pages", lambda _: None)
     two_steps = turns.two_steps
     monkeypatch.setattr(
         turns,

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from isobit.config.schema import RunConfig
-from isobit.run.loop import train
+from isobit.config.run import RunConfig
+from isobit.run.rl.loop import train
 
 KILLS = int(os.environ.get("ISOBIT_KILLS", "5"))
 LONGEST_DELAY_S = 1.2

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from isobit.cli.main import main
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.errors import Interrupted
 from isobit.run.interruption import Interruption
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., RunConfig]

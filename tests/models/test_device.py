@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.config.schema import Device, PrecisionConfig
+from isobit.config.base import Device
+from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.kernels.backend import support
 from isobit.models.config import ModelConfig

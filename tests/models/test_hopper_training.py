@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="the modules that import the kernels need T
 
 from isobit.kernels.spec.rms_norm import rms_norm_forward
 
-from isobit.config.schema import PrecisionConfig, Recompute
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import Recompute
 from isobit.kernels.hopper import attention_backward as attention_kernel
 from isobit.kernels.hopper import packed_attention
 from isobit.kernels.hopper.attention import PackedKeys

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.errors import ConfigError
 from isobit.precision.compare import describe_flow, graph_differences
 from isobit.precision.flow import DecoderShape, LinearShape, build_flow

@@ -9,7 +9,7 @@ import torch
 
 from isobit.algorithms.objective import LossOutputs
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig
+from isobit.config.algorithm import AlgorithmConfig
 from isobit.errors import NonFiniteError
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from isobit.config.schema import TrackingConfig
+from isobit.config.tracking import TrackingConfig
 from isobit.errors import ConfigError
 from isobit.observe.metrics import Metrics, Tracker
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.precision.formats import BLOCK, Format, ScaleKind, Side
 

@@ -23,7 +23,7 @@ from statistics import fmean
 import torch
 
 from isobit.algorithms.objective import Algorithm
-from isobit.config.schema import TrainingConfig
+from isobit.config.training import TrainingConfig
 from isobit.errors import ConfigError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group

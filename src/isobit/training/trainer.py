@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from isobit.algorithms.objective import LossOutputs, Objective
-from isobit.config.schema import TrainingConfig
+from isobit.config.training import TrainingConfig
 from isobit.errors import NonFiniteError
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy

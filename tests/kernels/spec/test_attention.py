@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.spec import attention
 from isobit.kernels.spec.heads import Heads
 from isobit.kernels.spec.kv_cache import PAGE_TOKENS, KvCache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobit.observe.summary import RunSummary
-from isobit.run.sft.evaluate import HeldOut
+from isobit.run.sft.held_out import HeldOut
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from isobit.errors import CheckpointError, DataError
-from isobit.run.training_run import TrainingRun
 from isobit.store.checkpoint.format import Checkpoint, Snapshot
 from isobit.store.manifest import environment
+from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
 
 

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isobit.config.schema import Preset, RunConfig
+from isobit.config.precision import Preset
+from isobit.config.run import RunConfig
 from isobit.errors import RewardError
 from isobit.models.loaded import load_model
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 
 MakeConfig = Callable[..., RunConfig]
 LENGTH_REWARD = "return float(len(completion.token_ids) > 4 or completion.token_ids[0] % 2)"
