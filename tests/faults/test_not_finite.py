@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from isobit.config.run import RunConfig
 from isobit.run.rl.loop import train
 from isobit.store.checkpoint.keeper import CheckpointKeeper
+from isobit.training import trainer
 from isobit.training.trainer import Trainer
 
 PLANTED = "layers.0.o_proj.weight"
@@ -27,24 +27,20 @@ def infinity_in_step_3(monkeypatch: pytest.MonkeyPatch) -> None:
     """One element of the gradient of one matrix, in the first of the step's two updates; another
     matrix before it sees one too.
     """
-    update = Trainer.update
+    update, norm = Trainer.update, trainer.gradient_norm
 
     def planting(self: Trainer, *arguments: Any) -> Any:
-        masters = (
-            [self.policy.masters[name] for name in ("layers.0.qkv_proj.weight", PLANTED)]
-            if self.updates == 4
-            else []
-        )
-        hooks = [
-            master.register_hook(
-                lambda gradient: gradient.index_fill(0, torch.tensor([5]), math.inf)
-            )
-            for master in masters
-        ]
-        metrics = update(self, *arguments)
-        for hook in hooks:
-            hook.remove()
-        return metrics
+        def planted(*of: Any) -> float:
+            for name in ("layers.0.qkv_proj.weight", PLANTED):
+                gradient = self.policy.masters[name].grad
+                assert gradient is not None
+                gradient[5] = math.inf
+            return norm(*of)
+
+        with monkeypatch.context() as patch:
+            if self.updates == 4:
+                patch.setattr(trainer, "gradient_norm", planted)
+            return update(self, *arguments)
 
     monkeypatch.setattr(Trainer, "update", planting)
 
