@@ -44,6 +44,20 @@ def reward(prompt, completion):
 '''
 
 
+HANG_S = 1800
+"""A test of this folder that has not ended by then hangs.  No slow machine may come near: they start
+processes, wait for what these do, and take minutes under load.
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The limit of every test in this folder, instead of that of all others."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.timeout(HANG_S))
+
+
 @pytest.fixture(autouse=True)
 def sigint_is_heard() -> Iterator[None]:
     """Also where the tests run in the background of a shell, which lets its children ignore it, as

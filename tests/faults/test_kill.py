@@ -101,7 +101,6 @@ def state_of(output: Path) -> str:
     return f"after the checkpoint of step {newest_checkpoint(output)}"
 
 
-@pytest.mark.timeout(60 + 20 * KILLS)
 @pytest.mark.parametrize("moments", ["fp32", "fp8"])
 def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
     moments: str,

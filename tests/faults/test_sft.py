@@ -110,7 +110,7 @@ def tuned(tuning: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
 
 @contextmanager
 def after_update(number: int, happens: Callable[[], Any]) -> Iterator[None]:
-    """Something happens once when that many optimiser steps of the run are done, before the last of
+    """Something happens once when that many updates of the run are done, before the last of
     them is logged.
     """
     update = Trainer.update

@@ -17,7 +17,7 @@ class AlgorithmConfig(Strict):
     clip_high: float = Field(default=0.28, ge=0)
     """Above ``clip_low`` is DAPO's clip-higher."""
     loss_mean: Literal["token", "sequence"] = "token"
-    """Mean over all response tokens of an optimiser step, or over sequences of each one's mean."""
+    """Mean over all response tokens of an update, or over sequences of each one's mean."""
     normalise_by_std: bool = True
     """Divide a group's centred rewards by their standard deviation (GRPO); false is Dr. GRPO."""
     kl_coefficient: float = Field(default=0.0, ge=0)

@@ -43,7 +43,7 @@ class OptimisationConfig(Strict):
     """
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_updates: int = Field(default=3, ge=0)
-    """Stop after that many optimiser steps in a row were skipped because loss or gradient norm was
+    """Stop after that many updates in a row were skipped because loss or gradient norm was
     not finite.
     """
 
@@ -53,6 +53,6 @@ class TrainingConfig(OptimisationConfig):
 
     samples_per_prompt: int = Field(default=16, gt=1)
     updates_per_batch: int = Field(default=1, gt=0)
-    """Cut a step's batch by prompt into that many parts, one optimiser step each."""
+    """Cut a step's batch by prompt into that many parts, one update each."""
     epochs: int = Field(default=1, gt=0)
     """Go over a step's batch that often."""

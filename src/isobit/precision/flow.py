@@ -11,7 +11,7 @@ along the contraction, W has 128x128 blocks, and WGrad's two operands have group
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from isobit.config.precision import PrecisionConfig
@@ -78,10 +78,14 @@ class Graph:
 
     sites: tuple[Site, ...]
     activations: Format
+    _by_name: Mapping[str, Site] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {site.name: site for site in self.sites})
 
     def site(self, name: str) -> Site:
-        """The site of that name."""
-        return next(site for site in self.sites if site.name == name)
+        """The site of that name; found at once, as every linear asks at every call."""
+        return self._by_name[name]
 
     def linear(self, layer: int, name: str) -> Site:
         """The linear ``name`` ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") of a layer."""

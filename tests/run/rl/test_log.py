@@ -1,9 +1,16 @@
 """The lines that reinforcement learning prints: a step, and the end."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-from isobit.run.rl.log import describe_step
+from isobit.clock import Clock
+from isobit.config.run import RunConfig
+from isobit.models.folder import read_config
+from isobit.observe.console import Console
+from isobit.run.rl.log import RlLog, describe_step
+from isobit.run.rl.setup import prepare_rl
 from isobit.run.rl.summary import RlSetSummary, RlSummary, describe_summary
+from isobit.store.checkpoint.start import begin
 
 METRICS = {
     "reward/mean": 0.5,
@@ -59,3 +66,12 @@ def test_the_last_lines_hold_the_figures_and_the_places() -> None:
         "files: runs/x (summary.json, metrics.jsonl, completions.jsonl, tensorboard/, run.json)",
         "figures as a page: isobit report runs/x",
     ]
+
+
+def test_a_log_installs_nothing_in_the_trainer(make_config: Callable[..., RunConfig]) -> None:
+    """Whoever puts the run together says who hears of changes of the budget."""
+    config = make_config()
+    with begin(config, read_config(Path(config.model)), False, print) as start:
+        run = prepare_rl(config)
+        with RlLog(run, start, Console(), Clock()):
+            assert run.trainer.budget.on_change is None

@@ -138,7 +138,4 @@ def test_a_run_that_ends_early_keeps_its_weights_and_figures(
         tiny_folder / "model.safetensors"
     ).read_bytes()
     assert (config.output / "run.json").exists()
-    assert (
-        f"weights of the last optimiser step are in {config.output / 'model'}"
-        in capsys.readouterr().out
-    )
+    assert f"weights of the last update are in {config.output / 'model'}" in capsys.readouterr().out

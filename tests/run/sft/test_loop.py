@@ -278,13 +278,13 @@ def test_a_run_that_ends_early_keeps_the_weights_of_its_last_step(
 ) -> None:
     monkeypatch.setattr("isobit.training.trainer.gradient_norm", lambda masters: float("nan"))
     config = make_config(training={"steps": 5, "max_skipped_updates": 2})
-    with pytest.raises(NonFiniteError, match="2 optimiser steps in a row were skipped"):
+    with pytest.raises(NonFiniteError, match="2 updates in a row were skipped"):
         sft(config)
     saved, start = (
         load_file(folder / "model.safetensors") for folder in (config.output / "model", tiny_folder)
     )
     assert all(torch.equal(saved[name], tensor) for name, tensor in start.items())
-    assert "stopped early: the weights of the last optimiser step are in" in capsys.readouterr().out
+    assert "stopped early: the weights of the last update are in" in capsys.readouterr().out
 
 
 def test_a_signal_stops_after_the_step_and_keeps_its_weights(

@@ -123,8 +123,7 @@ class CheckpointKeeper:
         if self._run.trainer.is_whole:
             self.save_model()
             self._console.line(
-                "stopped early: the weights of the last optimiser step are in "
-                f"{self._directory.model}"
+                f"stopped early: the weights of the last update are in {self._directory.model}"
             )
 
     def _save_what_stands(self) -> None:
