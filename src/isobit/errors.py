@@ -41,7 +41,7 @@ class ModelError(IsobitError):
 
 
 class CheckpointError(IsobitError):
-    """A checkpoint of a run that is missing, damaged, or not of the model that the run began with."""
+    """A checkpoint of a run that is missing, damaged, or not of the model that it began with."""
 
 
 class DataError(IsobitError):

@@ -45,8 +45,8 @@ def reward(prompt, completion):
 
 
 HANG_S = 1800
-"""A test of this folder that has not ended by then hangs.  No slow machine may come near: they start
-processes, wait for what these do, and take minutes under load.
+"""A test of this folder that has not ended by then hangs.  No slow machine may come near: tests
+start processes here, wait for what these do, and take minutes under load.
 """
 
 

@@ -90,7 +90,10 @@ def test_the_change_is_journalled_and_said_and_decides_bits(
     config = make_config(training=BUDGET)
     with death_after(STEP), little_memory():
         train(config)
-    said = "step 3: out of memory with 64 tokens a micro-batch; the update is done again with 32, as is every later one"
+    said = (
+        "step 3: out of memory with 64 tokens a micro-batch; the update is done again with 32, "
+        "as is every later one"
+    )
     assert said in capsys.readouterr().out
     train(make_config(training=BUDGET, output=config.output.with_name("plenty")))
     plenty = outcome(config.output.with_name("plenty"))

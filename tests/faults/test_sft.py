@@ -316,7 +316,10 @@ def test_too_little_space_is_said_before_anything_is_written(
         disk = r"1\.\d+ MiB, at most 2" if not start else r"\d\d\.\d MiB, at most 2"
         with pytest.raises(
             StorageError,
-            match=rf"disk: .* of 0.977 KiB free.*checkpoints of {disk} at once.*lower checkpoint.keep_last",
+            match=(
+                rf"disk: .* of 0.977 KiB free.*checkpoints of {disk} at once.*lower "
+                r"checkpoint.keep_last"
+            ),
         ):
             sft(config)
         assert not config.output.exists()
@@ -394,7 +397,10 @@ def test_the_lowest_loss_is_kept_as_the_best(make_tuning: MakeConfig) -> None:
     assert names(config.output / "checkpoints") == sorted({f"step_{lowest:06}", "step_000006"})
     with pytest.raises(
         ConfigError,
-        match=r"keep_best is 'eval/held_out/pass@2'.*name one of eval/held_out/accuracy, eval/held_out/loss",
+        match=(
+            r"keep_best is 'eval/held_out/pass@2'.*name one of eval/held_out/accuracy, "
+            r"eval/held_out/loss"
+        ),
     ):
         sft(make_tuning(output="nowhere", checkpoint={"keep_best": "eval/held_out/pass@2"}))
 

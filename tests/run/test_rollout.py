@@ -50,7 +50,7 @@ def test_a_completion_ends_at_the_context(tiny_folder: Path) -> None:
 
 
 def test_what_cannot_be_completed(tiny_folder: Path) -> None:
-    with pytest.raises(ConfigError, match="samples is 3, but rollout.temperature is 0"):
+    with pytest.raises(ConfigError, match=r"samples is 3, but rollout.temperature is 0"):
         rollout_folder(
             tiny_folder,
             ["1"],

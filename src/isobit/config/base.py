@@ -7,7 +7,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 Device = Literal["auto", "cpu", "cuda"]
-"""Where a command computes; ``auto`` takes a Hopper GPU where one is there that computes the model."""
+"""Where a command computes; ``auto`` takes a Hopper GPU where one is there that computes the
+model.
+"""
 
 
 class Strict(BaseModel):

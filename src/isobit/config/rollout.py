@@ -1,4 +1,6 @@
-"""The table ``rollout``: how completions are drawn, and the sizes of the engine's batch and cache."""
+"""The table ``rollout``: how completions are drawn, and the sizes of the engine's batch and
+cache.
+"""
 
 from pydantic import Field
 

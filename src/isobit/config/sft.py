@@ -1,4 +1,6 @@
-"""The recipe of ``isobit sft``: its tables, which are those of ``isobit train`` where the two agree."""
+"""The recipe of ``isobit sft``: its tables, which are those of ``isobit train`` where the two
+agree.
+"""
 
 from pathlib import Path
 

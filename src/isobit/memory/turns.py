@@ -6,8 +6,8 @@ measured.
                             gradients and activations
 
 A turn of the trainer is a ``with`` block around everything that needs its memory.  What torch keeps
-of freed blocks is given back between turns, for which its blocks must be made of pages that come and
-go by themselves (``allocate_in_pages``).
+of freed blocks is given back between turns, for which its blocks must be made of pages that come
+and go by themselves (``allocate_in_pages``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,14 +76,14 @@ class NoTurns:
         """The engine keeps what it has."""
 
     def figures(self) -> Mapping[str, float]:
-        """None."""
+        """No figures."""
         return {}
 
     def summary(self) -> None:
-        """None."""
+        """Nothing was planned, so there is nothing to compare."""
 
     def describe(self) -> Sequence[str]:
-        """None: main memory is estimated by a dry run."""
+        """No lines: main memory is estimated by a dry run alone."""
         return ()
 
 

@@ -42,7 +42,7 @@ class Console:
         self._terminal.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def lines(self, texts: Iterable[str]) -> None:
-        """Each as ``line`` prints it."""
+        """Print each text as one line, as it stands."""
         for text in texts:
             self.line(text)
 

@@ -13,7 +13,7 @@ from isobit.store.directory import write_json
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What every finished training has."""
+    """What every finished training has to say, whatever it learnt from."""
 
     directory: Path
     preset: str
@@ -39,5 +39,5 @@ class RunSummary:
         ]
 
     def write(self, path: Path) -> None:
-        """Write ``summary.json``."""
+        """Write the record as ``summary.json``."""
         write_json(path, self.as_json())

@@ -44,7 +44,7 @@ class Figures(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def scalars(self, name: str) -> Metrics:
-        """For the metrics file, under ``eval/NAME/``."""
+        """The figures by name, for the metrics file: all under ``eval/NAME/``."""
         ...
 
 

@@ -66,7 +66,7 @@ class WandbTracker:
         self._run.log(metrics, step=step)
 
     def close(self, failed: bool) -> None:
-        """Wait until everything has been sent."""
+        """Wait until all figures have been sent, and mark the run as finished or failed."""
         self._run.finish(exit_code=int(failed))
 
 

@@ -32,7 +32,7 @@ class LinearShape:
 
     @property
     def out_features(self) -> int:
-        """Rows of the fused matrix."""
+        """Rows of the fused matrix: outputs of the linear."""
         return sum(self.parts.values())
 
     @property
@@ -66,7 +66,7 @@ class Site:
 
     @property
     def forward_formats(self) -> tuple[str, Format, ScaleKind]:
-        """What the two sides must share."""
+        """Name, format and scales: what a site must share with the other side's."""
         return self.name, self.forward, self.scales
 
 
@@ -118,7 +118,7 @@ class PrecisionFlow:
         )
 
     def graph(self, side: Side) -> Graph:
-        """The graph of a side."""
+        """The sites of one side, ``rollout`` or ``training``."""
         return self.rollout if side == "rollout" else self.training
 
 

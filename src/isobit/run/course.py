@@ -39,7 +39,7 @@ from isobit.store.training_run import TrainingRun
 
 
 class Runnable(TrainingRun, Protocol):
-    """A prepared training of some kind."""
+    """A prepared training of either kind, as its course needs it."""
 
     @property
     def turns(self) -> Turns:
@@ -163,7 +163,7 @@ def evaluate(
     rewards: RewardRecord,
     interruption: Interruption,
 ) -> Evaluation[Any]:
-    """Every evaluation set under the current policy.  Raises Interrupted where a signal has come."""
+    """Every evaluation set under the current policy.  Raises Interrupted where a signal came."""
     with clock("evaluation"), console.generating("evaluation") as progress:
         figures = run.evaluate(interruption.watched(progress), rewards.grade)
     interruption.check()

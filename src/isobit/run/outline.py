@@ -37,7 +37,7 @@ class Outline:
 
     @property
     def model(self) -> DescribedModel:
-        """The model without its weights."""
+        """The model that the training starts from, without its weights."""
         return self.source.described
 
     def choose_device(self) -> torch.device:

@@ -1,8 +1,9 @@
 """The parts that every training has, built in one place: the policy on its device, the engine, the
 trainer, and who of the two has the memory when.
 
-Memory that a device has for itself is planned before anything is in it.  The plan says how many pages the KV cache
-gets: this is the only place where what the engine reads differs from what the recipe says.
+Memory that a device has for itself is planned before anything is in it.  The plan says how many
+pages the KV cache gets: this is the only place where what the engine reads differs from what the
+recipe says.
 """
 
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ class Parts:
 def build_parts(outline: Outline) -> Parts:
     """Load the policy and build around it what the outline asks for.
 
-    Raises an ``IsobitError`` for weights that cannot be used, a plan that does not fit the device, and
-    requests that the engine could never serve.
+    Raises an ``IsobitError`` for weights that cannot be used, a plan that does not fit the device,
+    and requests that the engine could never serve.
     """
     config, rollout = outline.config, outline.config.rollout
     if config.threads is not None:

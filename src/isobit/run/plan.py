@@ -1,5 +1,5 @@
-"""A training before it starts: what ``--dry-run`` prints, and the plan of a device's memory that the
-run itself follows.
+"""A training before it starts: what ``--dry-run`` prints, and the plan of a device's memory that
+the run itself follows.
 
 A dry run reads the configuration, the tokenizer and the data; never the weights.  Everything is
 refused that the run would refuse, apart from what only the weights can show and from trackers,

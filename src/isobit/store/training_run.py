@@ -15,7 +15,7 @@ class TrainingRun(Protocol):
 
     @property
     def config(self) -> Recipe:
-        """What it was made from."""
+        """The recipe that the training was made from."""
         ...
 
     @property

@@ -265,7 +265,10 @@ def test_a_used_directory_is_refused_with_the_ways_out(make_config: MakeConfig) 
     sft(make_config())
     with pytest.raises(
         ConfigError,
-        match=r"already holds files of a run; name another directory .* go on with that run \(--resume\)",
+        match=(
+            r"already holds files of a run; name another directory .* go on with that run "
+            r"\(--resume\)"
+        ),
     ):
         sft(make_config())
 
@@ -379,7 +382,7 @@ def test_an_out_of_memory_is_journalled(
     most, config = 0, make_config(output=config.output.with_name("none"))
     with pytest.raises(
         OutOfMemoryError,
-        match=r"training ran out of memory: 2.00 GiB more.* one sequence of .*leave out the longest",
+        match=r"training ran out of memory: 2.00 GiB more.* one sequence .*leave out the longest",
     ):
         sft(config)
     assert [line["new"] for line in lines(config.output / "budget.jsonl")][-1] == 4096, (

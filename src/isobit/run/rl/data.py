@@ -14,7 +14,7 @@ from isobit.records.text import Prompt
 
 @dataclass(frozen=True, slots=True)
 class RlData:
-    """All prompts of a run."""
+    """All prompts of a run of reinforcement learning."""
 
     prompts: Sequence[Prompt]
     """Those to learn from, none of which stands in an evaluation set."""
@@ -32,7 +32,7 @@ class RlData:
         }
 
     def describe(self) -> str:
-        """One line: how many there are."""
+        """One line: how many training prompts and evaluation problems there are."""
         sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in self.sets.items())
         dropped = (
             f" ({self.dropped} more also stand in an evaluation set: dropped)"

@@ -22,7 +22,7 @@ from isobit.training.step import StepMetrics
 
 
 class RlLog(TrainingLog[EvalResult]):
-    """The log of reinforcement learning."""
+    """The log of reinforcement learning: figures, lines and sample completions of its steps."""
 
     phases = ("rollout", "grading", "training")
     counts = ("tokens", "failed", "skipped")
@@ -65,7 +65,7 @@ class RlLog(TrainingLog[EvalResult]):
         )
 
     def finish(self) -> RlSummary:
-        """Write the summary and print it."""
+        """Write ``summary.json``, print the last lines, and return what the run achieved."""
         sets = {name: summarise_set(*ends) for name, ends in self._first_and_last().items()}
         first = next(iter(sets.values()), None)
         seconds = self._seconds

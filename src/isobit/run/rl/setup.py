@@ -66,7 +66,7 @@ class RlRun(PreparedRun):
         return self.sampler.fingerprint
 
     def data_figures(self) -> dict[str, Any]:
-        """Prompts and problems, in numbers."""
+        """How many training prompts and evaluation problems there are, for the manifest."""
         return self.data.figures()
 
     def describe(self) -> list[str]:

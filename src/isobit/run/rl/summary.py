@@ -55,7 +55,7 @@ def summarise_set(before: EvalResult, after: EvalResult) -> RlSetSummary:
 
 
 def describe_summary(summary: RlSummary) -> list[str]:
-    """The last lines of a run."""
+    """What a finished run of reinforcement learning prints last."""
     lines = []
     for name, figures in summary.evaluations.items():
         before, after = figures.accuracy_before, figures.accuracy_after

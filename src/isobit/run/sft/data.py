@@ -17,7 +17,7 @@ from isobit.records.text import Prompt
 
 @dataclass(frozen=True, slots=True)
 class SftData:
-    """All examples of a run."""
+    """All examples of a run of supervised fine-tuning."""
 
     train: Mapping[str, Example]
     """Those to learn from, by the id of their prompt; none stands in a held-out set."""

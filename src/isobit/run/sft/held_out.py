@@ -12,7 +12,7 @@ from isobit.observe.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The figures of one set."""
+    """What was measured on one held-out set."""
 
     examples: int
     loss: float

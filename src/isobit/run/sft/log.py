@@ -18,7 +18,7 @@ from isobit.training.trainer import UpdateMetrics
 
 
 class SftLog(TrainingLog[HeldOut]):
-    """The log of supervised fine-tuning."""
+    """The log of supervised fine-tuning: figures and lines of its steps."""
 
     phases = ("training",)
     counts = ("tokens", "skipped")
@@ -47,7 +47,7 @@ class SftLog(TrainingLog[HeldOut]):
         self.boundary = self._take_boundary(step)
 
     def finish(self) -> SftSummary:
-        """Write the summary and print it."""
+        """Write ``summary.json``, print the last lines, and return what the run achieved."""
         sets = {name: summarise_set(*ends) for name, ends in self._first_and_last().items()}
         first = next(iter(sets.values()), None)
         summary = SftSummary(
@@ -84,7 +84,7 @@ class SftLog(TrainingLog[HeldOut]):
 
 
 def describe_step(step: int, steps: int, metrics: Metrics) -> str:
-    """One step in one line."""
+    """Loss, entropy, gradient norm, rate and seconds of one step of fine-tuning in one line."""
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
         f"loss {metrics['loss']:.4f}",

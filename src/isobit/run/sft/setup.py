@@ -63,7 +63,7 @@ class SftRun(PreparedRun):
         return sha256(json.dumps([self.sampler.fingerprint, completions]).encode()).hexdigest()
 
     def data_figures(self) -> dict[str, Any]:
-        """Examples, in numbers."""
+        """How many examples there are to learn from and to be measured on, for the manifest."""
         return self.data.figures()
 
     def describe(self) -> list[str]:
@@ -79,11 +79,11 @@ class SftRun(PreparedRun):
         ]
 
     def next_examples(self) -> list[Example]:
-        """Those of the next step."""
+        """The examples of the next step, in the sampler's order."""
         return [self.data.train[prompt.id] for prompt, _ in self.sampler.next()]
 
     def learn(self, examples: Sequence[Example]) -> UpdateMetrics:
-        """One update."""
+        """Learn from examples in one update, in smaller micro-batches where the memory runs out."""
 
         def attempt(tokens: int) -> UpdateMetrics:
             return self.trainer.update(pack_examples(examples, tokens), SupervisedObjective())
@@ -174,8 +174,8 @@ def read_sft(config: SftConfig) -> SftMaterial:
 
 
 def trainer_config(training: OptimisationConfig, generates: bool) -> TrainingConfig:
-    """As the trainer and the memory plan read it: a prompt has one completion, and moments stay
-    where no engine ever generates.
+    """The ``training`` table of fine-tuning as the trainer and the memory plan read it: a prompt
+    has one completion, and moments stay on the device where no engine ever generates.
     """
     config = TrainingConfig.model_validate(training.model_dump())
     offload = training.offload_moments and generates
@@ -183,7 +183,7 @@ def trainer_config(training: OptimisationConfig, generates: bool) -> TrainingCon
 
 
 def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> list[PackedBatch]:
-    """Examples -> micro-batches."""
+    """Examples -> packed micro-batches of at most so many tokens."""
     return pack_pairs(
         [(example.prompt.token_ids, example.completion_ids) for example in examples],
         tokens_per_microbatch,

@@ -43,7 +43,7 @@ class Announces(Protocol):
     """Where lines are printed."""
 
     def line(self, text: str = "") -> None:
-        """One line."""
+        """Print one line."""
         ...
 
     def writing(self, what: str, num_bytes: int) -> AbstractContextManager[None]:

@@ -46,11 +46,11 @@ class DiskPlan:
 
     @property
     def needed(self) -> int:
-        """Bytes that must still be free."""
+        """Bytes that the run will still write: checkpoints not there yet, and the model."""
         return max(self.checkpoints - self.on_disk, 0) * self.checkpoint_bytes + self.model_bytes
 
     def describe(self) -> str:
-        """One line."""
+        """One line: what the run writes, and what is free where it does."""
         parts = [f"the trained model of {gib(self.model_bytes)}"]
         if self.checkpoints:
             there = f", of which {self.on_disk} are there" if self.on_disk else ""

@@ -61,12 +61,12 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Steps done already."""
+        """Steps of the run that are done already; 0 of a new one."""
         return self.checkpoint.step if self.checkpoint else 0
 
     @property
     def log(self) -> Mapping[str, Any] | None:
-        """The log's state at the checkpoint."""
+        """The state of the run's log at the checkpoint that it goes on from; None of a new run."""
         return self.checkpoint.state["log"] if self.checkpoint else None
 
     @property
