@@ -7,7 +7,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.errors import ConfigError
 from isobit.memory import device as gpu_memory
 from isobit.memory.activations import passing_bytes, saved_bytes

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from isobit.config.schema import Device
+from isobit.config.base import Device
 from isobit.errors import ConfigError
 from isobit.kernels.adamw import AdamWFactors
 from isobit.kernels.operands import (

@@ -30,17 +30,18 @@ from itertools import product
 from math import prod
 from typing import get_args
 
-from isobit.config.schema import Recompute, RolloutConfig, TrainingConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.errors import ConfigError
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
 from isobit.memory.host import microbatch_tokens, published_bytes
-from isobit.memory.machine import gib
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.optimiser import moment_bytes, smaller_moments
+from isobit.units import gib
 
 _MOST_TOKENS = 1 << 24
 _ROUND = 128  # tokens: the step of what is advised

@@ -8,7 +8,7 @@ preemption.
 
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.backend import Backend, backend_of, usable_devices
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy

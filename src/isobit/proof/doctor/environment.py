@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 import isobit
 from isobit.kernels.backend import support
-from isobit.memory.machine import gib, openmp_libraries, processor_name, read_memory, usable_cores
+from isobit.memory.machine import openmp_libraries, processor_name, read_memory, usable_cores
 from isobit.proof.doctor.finding import Caution, Check, Fault
 from isobit.proof.doctor.quantisers import bits_of
+from isobit.units import gib
 
 _ENOUGH_MEMORY = 2 << 30  # the starter model's run with room to spare
 _ENOUGH_DISK = 2 << 30

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.kernels.backend import usable_devices
 from isobit.memory.machine import usable_cores
