@@ -257,7 +257,7 @@ def test_without_an_engine_training_alone_is_planned() -> None:
     assert (made.rollout, made.pages, made.training) == ({}, 0, plan().training)
     assert made.peaks.keys() == {"training"}
     text = "\n".join(made.describe())
-    assert re.search(r"GPU memory, of 139 GiB: +training$", text, re.MULTILINE) and re.search(
+    assert re.search(r"device memory, of 139 GiB: +training$", text, re.MULTILINE) and re.search(
         r"gradients +30\.5 GiB$", text, re.MULTILINE
     )
     assert text.endswith("\n  micro-batches of up to 4,096 tokens in training")

@@ -114,9 +114,9 @@ def test_turns_change_no_bit(
     }
     assert plain.gpu_memory is None and turning.gpu_memory is not None
     printed = capsys.readouterr().out
-    assert "GPU memory, of 10 GiB" in printed
-    assert "GPU memory in training: 6.0 GiB at most, 4.0 planned" in printed
-    assert "GPU memory in rollout: 7.0 GiB at most, 5.0 planned" in printed, (
+    assert "device memory, of 10 GiB" in printed
+    assert "device memory in training: 6.0 GiB at most, 4.0 planned" in printed
+    assert "device memory in rollout: 7.0 GiB at most, 5.0 planned" in printed, (
         "the evaluation after the last training counts"
     )
 
@@ -182,8 +182,8 @@ def test_fine_tuning_takes_turns_too(
     written = json.loads((config.output / "summary.json").read_text())["gpu_memory"]
     assert written == {name: asdict(part) for name, part in memory.items()}
     printed = capsys.readouterr().out
-    assert "GPU memory in rollout: 8.0 GiB at most, 5.0 planned" in printed
-    assert "GPU memory in training: 7.0 GiB at most, 4.0 planned" in printed
+    assert "device memory in rollout: 8.0 GiB at most, 5.0 planned" in printed
+    assert "device memory in training: 7.0 GiB at most, 4.0 planned" in printed
 
 
 def test_without_an_engine_all_memory_is_the_trainers(

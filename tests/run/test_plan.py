@@ -140,7 +140,7 @@ def test_a_run_on_a_gpu_is_planned_with_its_memory(
 ) -> None:
     on_a_gpu(monkeypatch, 8 << 30)
     text = "\n".join(plan_run(make_config(rollout={"kv_pages": 50})).describe(PLENTY))
-    assert re.search(r"GPU memory, of 8 GiB: +rollout +training", text)
+    assert re.search(r"device memory, of 8 GiB: +rollout +training", text)
     assert (
         "50 pages of 128 tokens in rollout; micro-batches of up to 102 tokens in training" in text
     )

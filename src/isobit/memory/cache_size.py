@@ -93,7 +93,7 @@ def out_of_memory_named(memory: DeviceMemory | None) -> Iterator[None]:
             str(error),
             None if memory is None else memory.free(),
             "lower rollout.kv_memory_gib, rollout.max_batched_tokens or rollout.max_sequences, or "
-            "end what else runs on the GPU",
+            "end what else runs on the device",
         ) from error
 
 
