@@ -109,14 +109,16 @@ class Attention:
         d: torch.Tensor,
     ) -> torch.Tensor:
         """The gradient of the residual stream behind this unit [T, C] -> before it."""
-        dy = self._out.output_gradient(weights, d)
-        d_out = self._out.backward(weights, gradient, dy, saved.out)
-        dq, dk, dv = attend.backward(saved.attended, d_out)
+        d_out = self._out.backward(weights, gradient, d, saved.out)
+        # no name holds dQ, dK and dV: they are gone when the projection's backward begins
         d_qkv = weights.backend.qkv_backward(
-            dq, dk, dv, saved.qkv, self._transform(weights), positions, self._gradients(gradient)
+            *attend.backward(saved.attended, d_out),
+            saved.qkv,
+            self._transform(weights),
+            positions,
+            self._gradients(gradient),
         )
-        dy = self._qkv.output_gradient(weights, d_qkv)
-        d_a = self._qkv.backward(weights, gradient, dy, saved.normed)
+        d_a = self._qkv.backward(weights, gradient, d_qkv, saved.normed)
         return self._norm.backward(weights, gradient, d_a, saved.h, d)
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:

@@ -56,14 +56,18 @@ class Linear:
         """x [T, K] as this linear reads it, with ``save`` also as its WGrad will."""
         return weights.backend.linear_input(x, weights.linears[self.path].site, save)
 
-    def output_gradient(self, weights: Weights, dy: torch.Tensor) -> OutputGradient:
-        """dY [T, N] as DGrad and WGrad read it."""
-        return weights.backend.output_gradient(dy, weights.linears[self.path].site)
-
     def backward(
-        self, weights: Weights, gradient: Gradient, dy: OutputGradient, x: Operand | None
+        self,
+        weights: Weights,
+        gradient: Gradient,
+        dy: torch.Tensor | OutputGradient,
+        x: Operand | None,
     ) -> torch.Tensor:
-        """dX [T, K]; the gradient of the matrix is added to."""
+        """dY [T, N], as it is or as DGrad and WGrad read it -> dX [T, K]; the gradient of the
+        matrix is added to.
+        """
         assert x is not None, "the forward has saved"
+        if isinstance(dy, torch.Tensor):
+            dy = weights.backend.output_gradient(dy, weights.linears[self.path].site)
         weights.backend.wgrad(dy.tokens, x, gradient(f"{self.path}.weight"))
         return weights.backend.dgrad(dy.rows, weights.linears[self.path])

@@ -88,8 +88,7 @@ class Mlp:
         self, weights: Weights, gradient: Gradient, saved: SavedMlp, d: torch.Tensor
     ) -> torch.Tensor:
         """The gradient of the residual stream behind this unit [T, C] -> before it."""
-        dy = self._down.output_gradient(weights, d)
-        d_activation = self._down.backward(weights, gradient, dy, saved.activation)
+        d_activation = self._down.backward(weights, gradient, d, saved.activation)
         site = weights.linears[self._gate_up.path].site
         d_gate_up = weights.backend.swiglu_backward(d_activation, saved.gate_up, site)
         d_b = self._gate_up.backward(weights, gradient, d_gate_up, saved.normed)
