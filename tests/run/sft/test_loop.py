@@ -279,7 +279,7 @@ def test_a_run_that_ends_early_keeps_the_weights_of_its_last_step(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("isobit.training.trainer.gradient_norm", lambda masters: float("nan"))
+    monkeypatch.setattr("isobit.training.trainer.gradient_norm", lambda *_: float("nan"))
     config = make_config(training={"steps": 5, "max_skipped_updates": 2})
     with pytest.raises(NonFiniteError, match="2 updates in a row were skipped"):
         sft(config)
