@@ -8,7 +8,7 @@ that differ, so that every master gets a gradient.  Each call of a function of T
 with what it is given and what it returns.  Imports, bodies of classes and comprehensions are not
 calls.
 
-**Prompt to gradient.**  A *container* is a class of TREE that holds values token by token: an
+**Prompt to gradient.**  A *container* is a class of TREE that holds values token by token: a public
 attribute that is named for tokens or log-probabilities (but not for stop tokens) and holds a tensor
 or a sequence of numbers; or a dataclass whose fields hold such an object, alone or in a sequence.
 A file counts when one of its functions
@@ -125,7 +125,7 @@ class Watch:
         found = False
         for name, held in _attributes(value):
             if isinstance(held, self._tensor) or _are_numbers(held):
-                found = found or TOKENS.search(name) is not None
+                found = found or (name[0] != "_" and TOKENS.search(name) is not None)
             elif is_dataclass(value):
                 found = self._is_container(held, depth + 1) or found
         if found:
