@@ -87,17 +87,17 @@ def test_our_warm_up_decodes_at_both_ends_of_a_sequence(
     case = parts.cases.Case(prompts=2, samples=3, prompt_tokens=5, new_tokens=24)
     loop = parts.native.Loop("bf16", tiny, SETTINGS, longest=case.length, device="cpu")
     asked: list[tuple[set[int], int, int]] = []
-    generate = loop._engine.generate
+    generate = parts.native.generate
 
-    def watched(requests: Any) -> Any:
+    def watched(engine: Any, requests: Any) -> Any:
         prompts, counts = (
             {len(one.prompt.token_ids) for one in requests},
             sum(one.samples for one in requests),
         )
         asked.append((prompts, counts, requests[0].sampling.max_new_tokens))
-        return generate(requests)
+        return generate(engine, requests)
 
-    monkeypatch.setattr(loop._engine, "generate", watched)
+    monkeypatch.setattr(parts.native, "generate", watched)
     loop.time(case)
     assert asked == [({5}, 6, 16), ({13}, 6, 16), ({5}, 6, 24)], (
         "the second warm-up ends where the timed rollout does"

@@ -8,10 +8,11 @@ that differ, so that every master gets a gradient.  Each call of a function of T
 with what it is given and what it returns.  Imports, bodies of classes and comprehensions are not
 calls.
 
-**Prompt to gradient.**  A *container* is a class of TREE that holds values token by token: an
+**Prompt to gradient.**  A *container* is a class of TREE that holds values token by token: a public
 attribute that is named for tokens or log-probabilities (but not for stop tokens) and holds a tensor
 or a sequence of numbers; or a dataclass whose fields hold such an object, alone or in a sequence.
-A file counts when one of its functions
+A dataclass that also holds a function, or an object of TREE that is no dataclass, is an assembly of
+parts (a run with its engine) and no container.  A file counts when one of its functions
 
   - is given or returns a container, or a sequence of them: a hand-over, counted by itself too; or
   - runs inside such a call, and is given or returns a tensor, a record of tensors, or numbers in a
@@ -122,15 +123,21 @@ class Watch:
             return any(self._is_container(one, depth) for one in value[:LOOK_AT])
         if depth > 2 or not self._is_of_the_tree(value):
             return False
-        found = False
-        for name, held in _attributes(value):
-            if isinstance(held, self._tensor) or _are_numbers(held):
-                found = found or TOKENS.search(name) is not None
-            elif is_dataclass(value):
-                found = self._is_container(held, depth + 1) or found
+        attributes = _attributes(value)
+        found = any(
+            name[0] != "_" and TOKENS.search(name) is not None
+            for name, held in attributes
+            if isinstance(held, self._tensor) or _are_numbers(held)
+        )
+        if is_dataclass(value) and not any(self._is_a_part(held) for _, held in attributes):
+            found = any(self._is_container(held, depth + 1) for _, held in attributes) or found
         if found:
             self.containers.setdefault(type(value).__name__, type(value).__module__)
         return found
+
+    def _is_a_part(self, value: Any) -> bool:
+        is_record = is_dataclass(value) or isinstance(value, self._tensor)
+        return not is_record and (callable(value) or self._is_of_the_tree(value))
 
     def _is_per_token(self, value: Any, depth: int = 0) -> bool:
         if isinstance(value, self._tensor):
