@@ -52,12 +52,12 @@ def test_the_pass_of_a_real_model_takes_what_is_planned(
         beside = 4 * tokens * config.hidden_size  # the last residual stream, and lm_head's input
         assert saved + beside == pytest.approx(measured["saved"], rel=0.005)
         assert -0.01 < (saved + max(passing.values())) / measured["peak"] - 1 < 0.03
-        # what passes is the largest layer's, beside all that is saved at the end; with full it has
-        # attention's part and the MLP's, which follow one another; the backward takes twice that
-        uneven = 0.17 if preset == "mixed" else 0.01
-        uneven = 0.25 if recompute == "full" else uneven
-        assert recompute != "full" or 2 * passing["a layer, forward"] < 1.2 * max(passing.values())
-        assert -0.01 < (saved + passing["a layer, forward"]) / measured["forward"] - 1 < uneven
+        over = (saved + passing["a layer, forward"]) / measured["forward"] - 1
+        assert over > -0.01
+        if recompute == "full":  # both halves, which follow one another: never what decides
+            assert 2 * passing["a layer, forward"] < 1.2 * max(passing.values())
+        else:  # what passes is the largest layer's, beside all that is saved at the end
+            assert over < (0.17 if preset == "mixed" else 0.01)
 
 
 @pytest.mark.parametrize("preset", ["fp8", "bf16", "mixed"])

@@ -8,14 +8,9 @@ from typing import get_args
 import pytest
 import torch
 
-from isobit.config.schema import (
-    Moments,
-    PrecisionConfig,
-    Preset,
-    Recompute,
-    RolloutConfig,
-    TrainingConfig,
-)
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Moments, Recompute, TrainingConfig
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.kv_cache import SpecKvCache
 from isobit.memory import host as memory
