@@ -10,9 +10,11 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from isobit.kernels.adamw import FIRST, SECOND, AdamWFactors, noise_key, num_groups
+from isobit.kernels.backend import backend_of
+from isobit.kernels.noise import splitmix64
 from isobit.kernels.spec import moments
-from isobit.kernels.spec.adamw import adamw_step, noise_key, round_stochastically
-from isobit.kernels.spec.noise import splitmix64
+from isobit.kernels.spec.adamw import round_stochastically
 
 SETTINGS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
 NOISE = (2**40 + 3, 290)
@@ -28,13 +30,32 @@ def some_state(shape: tuple[int, ...], kind: str) -> list[torch.Tensor]:
     if kind != "fp8":
         dtype = torch.float32 if kind == "fp32" else torch.bfloat16
         return [master, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)]
-    scales = [torch.zeros(moments.num_groups(master.numel()), dtype=torch.uint8) for _ in range(2)]
+    scales = [torch.zeros(num_groups(master.numel()), dtype=torch.uint8) for _ in range(2)]
     return [
         master,
-        torch.zeros(shape, dtype=moments.FIRST),
-        torch.zeros(shape, dtype=moments.SECOND),
+        torch.zeros(shape, dtype=FIRST),
+        torch.zeros(shape, dtype=SECOND),
         *scales,
     ]
+
+
+def update(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    rate: float,
+    step: int,
+    clip: float,
+    noise: tuple[int, int] | None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """One update by the back end of the tensors' device; ``noise`` is a seed and the number of the
+    tensor.
+    """
+    factors = AdamWFactors.of(rate, **SETTINGS, step=step, clip=clip)
+    key = None if noise is None else noise_key(noise[0], step, noise[1])
+    backend_of(master.device).adamw_step(master, grad, exp_avg, exp_avg_sq, factors, key, scales)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -66,8 +87,8 @@ def take_steps(state: list[torch.Tensor], steps: range, gradients: list[torch.Te
     pair = (scales[0], scales[1]) if scales else None
     for step in steps:
         grad = gradients[step - 1].to(master.device)
-        settings = SETTINGS | {"rate": 1e-3 / step, "step": step, "clip": 1 / (1 + step % 3)}
-        adamw_step(master, grad, exp_avg, exp_avg_sq, **settings, noise=noise, scales=pair)  # pyright: ignore[reportArgumentType]
+        rate, clip = 1e-3 / step, 1 / (1 + step % 3)
+        update(master, grad, exp_avg, exp_avg_sq, rate, step, clip, noise, pair)
         assert torch.equal(grad.cpu().view(torch.int32), gradients[step - 1].view(torch.int32))
 
 
@@ -134,7 +155,7 @@ def test_more_elements_than_32_bits_count() -> None:
     size, tail = (1 << 31) + 4096, 8192
     master, grad = torch.zeros(size, device="cuda"), torch.ones(size, device="cuda")
     state = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    adamw_step(master, grad, *state, **SETTINGS, rate=1.0, step=1, clip=1.0, noise=(1, 2))
+    update(master, grad, state[0], state[1], rate=1.0, step=1, clip=1.0, noise=(1, 2))
     assert torch.equal(master[-tail:], master[:tail]) and master[0] < -0.99
     noise = splitmix64(torch.tensor([noise_key(1, 1, 2)]), torch.arange(size - tail, size))
     for moment, exact, shift in zip(state, (1 - 0.9, 1 - 0.999), (0, 16), strict=True):
@@ -146,18 +167,15 @@ def test_more_elements_than_32_bits_count_with_8_bit_moments() -> None:
     size, tail = (1 << 31) + 4096, 8192
     master, grad = torch.zeros(size, device="cuda"), torch.ones(size, device="cuda")
     first, second = (
-        torch.zeros(size, dtype=moments.FIRST, device="cuda"),
-        torch.zeros(size, dtype=moments.SECOND, device="cuda"),
+        torch.zeros(size, dtype=FIRST, device="cuda"),
+        torch.zeros(size, dtype=SECOND, device="cuda"),
     )
-    scales = [
-        torch.zeros(moments.num_groups(size), dtype=torch.uint8, device="cuda") for _ in range(2)
-    ]
-    adamw_step(
+    scales = [torch.zeros(num_groups(size), dtype=torch.uint8, device="cuda") for _ in range(2)]
+    update(
         master,
         grad,
         first,
         second,
-        **SETTINGS,
         rate=1.0,
         step=1,
         clip=1.0,

@@ -10,22 +10,28 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from isobit.config.training import TrainingConfig
-
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper import gemm, packed_attention, paged_attention, token_log_probs
+from isobit.kernels.hopper import (
+    linear,
+    norm,
+    packed_attention,
+    paged_attention,
+    sampling,
+    swiglu,
+    token_log_probs,
+)
 from isobit.kernels.hopper.attention import PagedKeys
 from isobit.kernels.hopper.qkv import Queries
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.models import hopper_decoder
+from isobit.models.layers.attention import Attention
+from isobit.models.layers.mlp import Mlp
 from isobit.models.policy import Policy
+from isobit.models.scorer import Scorer
 from isobit.proof.bisect.bisect import trace_scenario
 from isobit.proof.scenarios import build_workload, engine_scenarios
-from isobit.rollout.native import gpu_sampling
 from isobit.rollout.native.engine import NativeEngine
-from isobit.training.trainer import Trainer
 
 Side = Literal["rollout", "training"]
 MakePolicy = Callable[..., Policy]
@@ -48,35 +54,36 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Where:
     now = Where()
 
     @contextmanager
-    def on(side: Side) -> Iterator[None]:
-        now.side = side
+    def at(side: Side | None, layer: int | None) -> Iterator[None]:
+        before = now.side, now.layer
+        now.side, now.layer = side, layer
         yield
-        now.side = None
+        now.side, now.layer = before
 
     def wrap_side(owner: type, name: str, side: Side) -> None:
         exact = getattr(owner, name)
 
         def wrapped(self: Any, *arguments: Any) -> Any:
-            with on(side):
+            with at(side, None):
                 return exact(self, *arguments)
 
         monkeypatch.setattr(owner, name, wrapped)
 
-    def wrap_layer(name: str, layer_of: Callable[..., int | None]) -> None:
-        exact = getattr(hopper_decoder.Forward, name)
+    def wrap_half(owner: Any, layer_of: Callable[[Any], int]) -> None:
+        exact = owner.forward
 
         def wrapped(self: Any, *arguments: Any) -> Any:
-            layer = layer_of(*arguments)
-            if layer != now.layer:
-                now.layer, now.calls = layer, 0
-            return exact(self, *arguments)
+            if owner is Attention:
+                now.calls = 0
+            with at(now.side, layer_of(self)):
+                return exact(self, *arguments)
 
-        monkeypatch.setattr(hopper_decoder.Forward, name, wrapped)
+        monkeypatch.setattr(owner, "forward", wrapped)
 
     wrap_side(NativeEngine, "step", "rollout")
-    wrap_side(Trainer, "log_probs", "training")
-    wrap_layer("enter", lambda layer, *_: layer)
-    wrap_layer("leave", lambda *_: None)
+    wrap_side(Scorer, "score", "training")
+    wrap_half(Attention, lambda unit: unit._layer)
+    wrap_half(Mlp, lambda unit: int(unit._path.removeprefix("layers.")))
     return now
 
 
@@ -111,17 +118,17 @@ def itself(result: Any) -> torch.Tensor:
 PAIR = {"rollout": paged_attention, "training": packed_attention}
 FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]] = {
     "norm and quantise": (
-        hopper_decoder,
+        norm,
         "rms_norm_quantise",
         0,
         quantised_norm,
         "layers.1.qkv_proj.input",
         "quantiser",
     ),
-    "GEMM": (hopper_decoder, "gemm_e4m3", 1, itself, "layers.1.o_proj", "GEMM"),
-    "quantise": (hopper_decoder, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
+    "GEMM": (linear, "gemm_e4m3", 1, itself, "layers.1.o_proj", "GEMM"),
+    "quantise": (linear, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
     "SwiGLU": (
-        hopper_decoder,
+        swiglu,
         "swiglu_quantise",
         0,
         itself,
@@ -138,7 +145,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
     ),
     "prefill": (PAIR, "prefill_attention", 0, first, "layers.1.attention", "attention"),
     "head": (
-        {"rollout": gemm, "training": token_log_probs},
+        token_log_probs,
         "gemm_bf16",
         0,
         itself,
@@ -152,12 +159,12 @@ the site, and the kind of operation.
 
 
 def trace(make_policy: MakePolicy, scenario: str) -> Any:
-    trainer = Trainer(make_policy("qwen3", "fp8"), TrainingConfig(), total_updates=1)
+    scorer = Scorer(make_policy("qwen3", "fp8"))
     workload = build_workload(
         1000, 1024, prompts=5, samples=2, max_new_tokens=6, seed=0, page_tokens=128
     )
     (chosen,) = [one for one in engine_scenarios(workload) if one.name == scenario]
-    return trace_scenario(chosen, workload, trainer, seed=0).parting
+    return trace_scenario(chosen, workload, scorer, seed=0).parting
 
 
 @pytest.mark.parametrize("side", ["rollout", "training"])
@@ -228,14 +235,14 @@ def test_a_page_write_is_named(
 def test_the_sampler_is_named(
     where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = gpu_sampling.sample_tokens
+    exact = sampling.sample_tokens
 
     def planted(*arguments: Any) -> Any:
         tokens, log_probs = exact(*arguments)
         log_probs[0] += 1e-3
         return tokens, log_probs
 
-    monkeypatch.setattr(gpu_sampling, "sample_tokens", planted)
+    monkeypatch.setattr(sampling, "sample_tokens", planted)
     parting = trace(make_policy, "roomy")
     assert parting is not None and parting.difference.site == "log_prob"
 

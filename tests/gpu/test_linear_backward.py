@@ -5,9 +5,9 @@ and add up in place.
 import pytest
 import torch
 
-from isobit.kernels.spec.linear import LinearWeight
-from isobit.kernels.spec.linear import dgrad as dgrad_on_cpu
-from isobit.kernels.spec.linear import wgrad as wgrad_on_cpu
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.spec import linear as specification
+from isobit.kernels.spec.publish import publish
 from isobit.precision.flow import Site
 from isobit.precision.formats import BLOCK, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
@@ -17,11 +17,11 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.kernels.hopper.gemm import WGradBackEnd, gemm_e4m3, why_not_deep_gemm
 from isobit.kernels.hopper.linear_backward import (
-    dgrad,
     dgrad_bf16,
+    dgrad_e4m3,
     transpose_blocks,
-    wgrad,
     wgrad_bf16,
+    wgrad_e4m3,
 )
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
@@ -88,10 +88,10 @@ def test_dgrad_against_fp64(kind: ScaleKind, n: int, k: int) -> None:
     weight = published(n, k, kind)
     for m in (1, 100, 257):
         dy = quantise_rows(bf16(m, n), kind)
-        ours = dgrad(dy, weight, kind)
+        ours = dgrad_e4m3(dy, weight, kind)
         assert ours.shape == (m, k) and ours.dtype == torch.bfloat16
         assert relative(ours, rows_fp64(dy) @ blocks_fp64(weight)) < BF16_ROUNDING
-        assert torch.equal(ours, dgrad(dy, weight, kind))
+        assert torch.equal(ours, dgrad_e4m3(dy, weight, kind))
         assert torch.equal(ours, gemm_e4m3(dy, transpose_blocks(weight), kind))
 
 
@@ -105,13 +105,13 @@ def test_wgrad_adds_to_the_gradient(
         dy, x = quantise_tokens(bf16(tokens, n), kind), quantise_tokens(bf16(tokens, k), kind)
         exact = rows_fp64(dy) @ rows_fp64(x).t()
         product = torch.zeros(n, k, device="cuda")
-        wgrad(dy, x, product, back_end)
+        wgrad_e4m3(dy, x, product, back_end)
         assert relative(product, exact) < TENSOR_CORE
         start = torch.randn(n, k, device="cuda")
         gradient = start.clone()
-        wgrad(dy, x, gradient, back_end)
+        wgrad_e4m3(dy, x, gradient, back_end)
         assert torch.equal(gradient, start + product)  # a finished sum, added once
-        wgrad(dy, x, gradient, back_end)
+        wgrad_e4m3(dy, x, gradient, back_end)
         assert torch.equal(gradient, start + product + product)
 
 
@@ -119,10 +119,10 @@ def test_wgrad_adds_to_the_gradient(
 def test_wgrad_repeats_at_a_training_shape(back_end: WGradBackEnd) -> None:
     dy, x = quantise_tokens(bf16(8000, 6144)), quantise_tokens(bf16(8000, 4096))
     first = torch.zeros(6144, 4096, device="cuda")
-    wgrad(dy, x, first, back_end)
+    wgrad_e4m3(dy, x, first, back_end)
     for _ in range(5):
         again = torch.zeros_like(first)
-        wgrad(dy, x, again, back_end)
+        wgrad_e4m3(dy, x, again, back_end)
         assert torch.equal(again, first)
     assert relative(first, (rows_fp64(dy) @ rows_fp64(x).t())) < TENSOR_CORE
 
@@ -136,7 +136,7 @@ def test_back_ends_of_wgrad_give_the_same_bits(n: int, k: int) -> None:
         dy, x = quantise_tokens(bf16(tokens, n)), quantise_tokens(bf16(tokens, k))
         made = [torch.zeros(n, k, device="cuda") for _ in BACK_ENDS]
         for grad, back_end in zip(made, BACK_ENDS, strict=True):
-            wgrad(dy, x, grad, back_end)
+            wgrad_e4m3(dy, x, grad, back_end)
         assert torch.equal(*made)
 
 
@@ -145,7 +145,7 @@ def test_wgrad_keeps_a_nan_to_its_row(back_end: WGradBackEnd) -> None:
     dy, x = bf16(300, 384), bf16(300, 256)
     dy[200, 300] = float("nan")
     grad = torch.zeros(384, 256, device="cuda")
-    wgrad(quantise_tokens(dy), quantise_tokens(x), grad, back_end)
+    wgrad_e4m3(quantise_tokens(dy), quantise_tokens(x), grad, back_end)
     assert grad[300].isnan().all() and grad.isnan().sum() == 256
 
 
@@ -170,16 +170,14 @@ def test_both_gradients_are_those_of_the_cpu(kind: ScaleKind) -> None:
     """
     site = Site("qkv_proj", "linear", "e4m3", kind, "e4m3", "e4m3")
     master, dy, x = torch.randn(384, 256), bf16(200, 384).cpu(), bf16(200, 256).cpu()
+    on_cpu = LinearWeight(site, publish(site, master))
+    expected, saved = specification.output_gradient(dy, site), specification.input_saved(x, site)
     weight = QuantTensor.empty_blocks(384, 256, torch.device("cuda"))
     publish_blocks(master.cuda(), weight, kind)
     rows, by_token = quantise_both(dy.cuda(), kind)
-    assert (
-        relative(
-            dgrad(rows, weight, kind).cpu(),
-            dgrad_on_cpu(dy, LinearWeight.publish(site, master)).double(),
-        )
-        < BF16_ROUNDING
-    )
-    gradient = torch.zeros(384, 256, device="cuda")
-    wgrad(by_token, quantise_tokens(x.cuda(), kind), gradient)
-    assert relative(gradient.cpu(), wgrad_on_cpu(dy, x, site).double()) < TENSOR_CORE
+    d_x = specification.dgrad(expected.rows, on_cpu)
+    assert relative(dgrad_e4m3(rows, weight, kind).cpu(), d_x.double()) < BF16_ROUNDING
+    gradient, on_host = torch.zeros(384, 256, device="cuda"), torch.zeros(384, 256)
+    wgrad_e4m3(by_token, quantise_tokens(x.cuda(), kind), gradient)
+    specification.wgrad(expected.tokens, saved, on_host)
+    assert relative(gradient.cpu(), on_host.double()) < TENSOR_CORE

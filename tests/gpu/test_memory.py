@@ -16,7 +16,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.clock import Clock
-from isobit.memory.device import device_memory, plan_gpu
+from isobit.memory.device import DevicePlanner
 from isobit.memory.turns import DeviceTurns
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
@@ -146,7 +146,10 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute) -> Non
     )
     policy = random_policy(WIDE, PrecisionConfig.model_validate(preset), 0, "cuda")
     rollout = RolloutConfig(kv_pages=PAGES)
-    plan = plan_gpu(WIDE, policy.flow, rollout, config, 8192, device_memory())
+    backend = policy.backend
+    assert backend.memory is not None
+    planner = DevicePlanner(WIDE, policy.flow, backend.sizes, backend.memory.available())
+    plan = planner.plan(rollout, config, 8192)
     engine, trainer = (
         NativeEngine(policy, rollout, None, seed=0),
         Trainer(policy, config, total_updates=4),

@@ -7,12 +7,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from isobit.kernels.spec.rms_norm import rms_norm_forward
 
 from isobit.errors import ConfigError
+from isobit.kernels.operands import QkvTransform
+from isobit.kernels.rope import RopeTable
 from isobit.kernels.spec.heads import Heads
+from isobit.kernels.spec.qkv import transform_qkv
 from isobit.kernels.spec.quantise import scale_of_byte
-from isobit.kernels.spec.rope import RopeTable, rotate
 from isobit.precision.formats import DTYPES, E4M3, E8M0_BIAS, Format
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
@@ -20,8 +21,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.kernels.hopper.attention import TILE, PackedKeys, PagedKeys
 from isobit.kernels.hopper.qkv import (
-    PLANS,
-    QkvTransform,
+    TILINGS,
     Queries,
     encode_packed,
     encode_paged,
@@ -31,7 +31,7 @@ from isobit.kernels.hopper.qkv import (
 LAYOUTS = [(32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64)]
 FORMATS: list[Format] = ["e4m3", "bf16"]
 POSITIONS = 5000
-MANY = int(PLANS[0].most) + 700  # takes the second plan
+MANY = int(TILINGS[0].most) + 700  # takes the second
 
 
 class Case:
@@ -74,19 +74,8 @@ class Case:
 
     def specification(self, format: Format) -> list[Heads]:
         """Q, K and V as the CPU makes them."""
-        x, layer = self.qkv, self.on_cpu
-        if layer.bias is not None:
-            x = (x.float() + layer.bias.float()).bfloat16()
-        q, k, v = x.view(x.shape[0], -1, layer.head_dim).split(
-            [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1
-        )
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = (
-                rms_norm_forward(q, layer.q_norm, layer.epsilon)[0],
-                rms_norm_forward(k, layer.k_norm, layer.epsilon)[0],
-            )
         rows = self.rope.rows(self.positions)
-        return [encoded(x, format) for x in (rotate(q, rows), rotate(k, rows), v)]
+        return [encoded(x, format) for x in transform_qkv(0, self.qkv, self.on_cpu, rows)]
 
     def packed(self, format: Format, rows: slice = slice(None)) -> tuple[Queries, PackedKeys]:
         return encode_packed(

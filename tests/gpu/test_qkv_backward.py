@@ -4,14 +4,14 @@ own rounding of them with norms.
 
 import pytest
 import torch
-from isobit.kernels.spec.rms_norm import rms_norm
 
-from isobit.kernels.spec.rope import RopeTable, rope
+from isobit.kernels.operands import QkvGradients, QkvTransform
+from isobit.kernels.rope import RopeTable
+from isobit.kernels.spec.qkv import qkv_backward as qkv_backward_on_cpu
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.qkv import QkvTransform
 from isobit.kernels.hopper.qkv_backward import HEADS, N, qkv_backward
 
 LAYOUTS = [(32, 8, 128), (14, 2, 64), (5, 5, 128), (16, 1, 64), (2 * HEADS + 2, HEADS + 1, 64)]
@@ -57,40 +57,34 @@ class Case:
             normal(vectors * dim) if bias else None,
         ]
 
+    def transform(self, device: str) -> QkvTransform:
+        masters = (
+            None if w is None else w.to(device) for w in (self.q_norm, self.k_norm, self.bias)
+        )
+        cos, sin = self.rope.cos.to(device), self.rope.sin.to(device)
+        return QkvTransform(*self.layout, cos, sin, EPSILON, *masters)
+
     def run(self, rows: slice = slice(None)) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """-> d_qkv, and the gradients that there are of norms and bias, which were ``start``
         before.
         """
-        on_gpu = (None if w is None else w.cuda() for w in (self.q_norm, self.k_norm, self.bias))
-        heads, kv_heads, dim = self.layout
-        transform = QkvTransform(
-            heads, kv_heads, dim, self.rope.cos.cuda(), self.rope.sin.cuda(), EPSILON, *on_gpu
-        )
         grads = [None if grad is None else grad.clone().cuda() for grad in self.start]
         dq, dk, dv = (x[rows].cuda() for x in self.gradients)
+        qkv, positions = self.qkv[rows].cuda(), self.positions[rows].cuda()
         d_qkv = qkv_backward(
-            dq, dk, dv, self.qkv[rows].cuda(), transform, self.positions[rows].cuda(), *grads
+            dq, dk, dv, qkv, self.transform("cuda"), positions, QkvGradients(*grads)
         )
         return d_qkv, [grad for grad in grads if grad is not None]
 
     def specification(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The CPU's d_qkv, and its gradients of norms and bias, to be added to ``start``."""
-        tokens, (heads, kv_heads, dim) = self.qkv.shape[0], self.layout
-        x = self.qkv if self.bias is None else (self.qkv.float() + self.bias.float()).bfloat16()
-        x.requires_grad_()
-        q, k, v = x.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
-        masters = []
-        if self.q_norm is not None and self.k_norm is not None:
-            masters = [weight.float().requires_grad_() for weight in (self.q_norm, self.k_norm)]
-            q, k = (
-                rms_norm(q, self.q_norm, masters[0], EPSILON),
-                rms_norm(k, self.k_norm, masters[1], EPSILON),
-            )
-        q, k = rope(torch.cat([q, k], 1), self.rope.rows(self.positions)).split(
-            [heads, kv_heads], 1
+        grads = [None if grad is None else torch.zeros_like(grad) for grad in self.start]
+        dq, dk, dv = self.gradients
+        transform = self.transform("cpu")
+        d_qkv = qkv_backward_on_cpu(
+            dq, dk, dv, self.qkv, transform, self.positions, QkvGradients(*grads)
         )
-        d_x, *d_norms = torch.autograd.grad((q, k, v), [x, *masters], self.gradients)
-        return d_x, d_norms + ([] if self.bias is None else [d_x.float().sum(0)])
+        return d_qkv, [grad for grad in grads if grad is not None]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

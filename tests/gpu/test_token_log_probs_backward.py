@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper import head_parts
+from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.log_prob import log_sum_exp
 from isobit.kernels.hopper.token_log_probs import (
     logit_gradients,
@@ -121,7 +121,7 @@ def test_the_same_bits_every_time_in_parts_or_not(
         return token_log_probs_backward(*inputs, grad), grad
 
     whole = backward()
-    monkeypatch.setattr(head_parts, "BACKWARD_BYTES", 6 * vocab_size * 256)
+    monkeypatch.setattr(sizes, "BACKWARD_BYTES", 6 * vocab_size * 256)
     parts = backward()
     assert all(torch.equal(a, b) for a, b in zip(parts, backward(), strict=True))
     assert (

@@ -1,8 +1,9 @@
-"""The training forward with gradients, on a GPU: the bits of the one without, and gradients near
-those of the CPU, the same every time.
+"""The pass with gradients, on a GPU: the bits of the one without, and gradients near those of the
+CPU in the same pass, the same every time.
 """
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -13,45 +14,43 @@ from isobit.config.training import Recompute
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.models import decoder, head, hopper_training
 from isobit.models.policy import Policy
+from isobit.models.scorer import ScoredPass, Scorer
+from isobit.records.batch import PackedBatch
 
 LENGTHS = (5, 130, 1, 300, 64)
 MakePolicy = Callable[..., Policy]
 
 
-def batch(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(vocab_size: int) -> tuple[PackedBatch, torch.Tensor]:
+    """Every row has a target; and the gradients of their log-probabilities."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (sum(LENGTHS),), generator=generator)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    return (
-        ids,
-        positions,
-        torch.randint(vocab_size, (sum(LENGTHS),), generator=generator),
-        torch.randn(sum(LENGTHS), generator=generator),
+    tokens = sum(LENGTHS)
+    ids, targets = (torch.randint(vocab_size, (tokens,), generator=generator) for _ in range(2))
+    ones = torch.ones(tokens)
+    made = PackedBatch(
+        token_ids=ids,
+        positions=torch.cat([torch.arange(n) for n in LENGTHS]),
+        lengths=LENGTHS,
+        rows=torch.arange(tokens),
+        targets=targets,
+        sequence=torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)),
+        temperatures=ones,
+        recorded_log_probs=ones,
+        old_log_probs=ones,
+        advantages=ones,
     )
-
-
-def log_probs_of(policy: Policy, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    device = policy.device
-    return head.token_log_probs(
-        policy, "training", hidden, targets.to(device), torch.ones(targets.numel(), device=device)
-    )[0]
+    return made, torch.randn(tokens, generator=generator) / 100
 
 
 def gradients(
     policy: Policy, recompute: Recompute = "none"
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities, and the gradients of their weighted sum by master, all on the host."""
-    ids, positions, targets, weights = batch(policy.config.vocab_size)
-    if policy.device.type == "cpu":
-        hidden = decoder.packed_hidden_states(policy, ids, positions, LENGTHS)
-    else:
-        hidden = hopper_training.packed_hidden_states(
-            policy, ids.cuda(), positions.cuda(), LENGTHS, recompute
-        )
-    log_probs = log_probs_of(policy, hidden, targets)
-    (log_probs * weights.to(policy.device) / 100).sum().backward()
+    packed, d_log_probs = batch(policy.config.vocab_size)
+    scored = ScoredPass(policy, packed, recompute)
+    scores = scored.forward()
+    scored.backward(d_log_probs)
     found = {
         name: master.grad.cpu()
         for name, master in policy.masters.items()
@@ -59,7 +58,7 @@ def gradients(
     }
     for master in policy.parameters():
         master.grad = None
-    return log_probs.detach().cpu(), found
+    return scores.log_probs, found
 
 
 def on_cpu(policy: Policy, precision: PrecisionConfig) -> Policy:
@@ -94,12 +93,9 @@ def test_the_forward_has_the_same_bits_with_gradients_and_without(
     shape: str, preset: Preset, make_policy: MakePolicy
 ) -> None:
     policy = make_policy(shape, preset)
-    ids, positions, targets, _ = batch(policy.config.vocab_size)
-    with torch.no_grad():
-        plain = log_probs_of(
-            policy, decoder.packed_hidden_states(policy, ids, positions, LENGTHS), targets
-        ).cpu()
-    assert torch.equal(gradients(policy)[0], plain)
+    plain = Scorer(policy).score(batch(policy.config.vocab_size)[0]).log_probs
+    for recompute in get_args(Recompute):
+        assert torch.equal(gradients(policy, recompute)[0], plain)
 
 
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])

@@ -221,3 +221,9 @@ def test_what_a_device_does_not_compute_goes_to_the_next(
 def test_heads_that_hopper_computes(heads: tuple[int, int, int], fits: bool) -> None:
     assert (hopper_support.model_problem(*heads, "fp8") is None) is fits
     assert support("cpu").model_problem(*heads, "fp8") is None
+
+
+def test_a_captured_step_on_hopper_reaches_the_next_doubling_of_parts() -> None:
+    made = module_of("hopper", "backend").HopperBackend(torch.device("cuda"))
+    lengths = (1, 8192, 8193, 16384, 16385, 40960)
+    assert [made.reach(n) // 8192 for n in lengths] == [1, 1, 2, 2, 4, 8]

@@ -7,6 +7,7 @@ nothing, so that the wrappers around them, with all that they allocate, run as t
 
 import importlib
 import pkgutil
+import sys
 import weakref
 from typing import Any, Literal
 
@@ -17,9 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 from isobit.config.precision import PrecisionConfig
 from isobit.config.training import Recompute
-from isobit.kernels.spec import linear
+from isobit.models import policy as policy_module
+from isobit.models import scorer
 from isobit.models.config import ModelConfig
-from isobit.models.policy import Policy, master_shapes
+from isobit.models.decoder import master_shapes
+from isobit.models.packed_pass import PackedPass
+from isobit.models.policy import Policy
+from isobit.models.scorer import ScoredPass
+from isobit.records.batch import PackedBatch
 
 META = torch.device("meta")
 
@@ -63,21 +69,26 @@ class _NoGemm:
 
 
 def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels and libraries that compute nothing, and what only a real GPU has, left out."""
+    """Policies on the meta device compute with the Hopper back end, whose kernels and libraries
+    compute nothing; what only a real GPU has is left out.
+    """
     pytest.importorskip("triton", reason="the modules that launch the kernels need Triton")
     from isobit.kernels import hopper
     from isobit.kernels.hopper import gemm, linear_backward, packed_attention
+    from isobit.kernels.hopper.backend import HopperBackend
 
     for found in pkgutil.iter_modules(hopper.__path__):
         module = importlib.import_module(f"{hopper.__name__}.{found.name}")
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, _NoKernel())
-    monkeypatch.setitem(importlib.sys.modules, "deep_gemm", _NoGemm)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "deep_gemm", _NoGemm)
     monkeypatch.setattr(gemm, "gemm_back_end", lambda scales: "deep_gemm")
     monkeypatch.setattr(gemm, "bf16_back_end", lambda: "deep_gemm")
     monkeypatch.setattr(linear_backward, "wgrad_back_end", lambda: "deep_gemm")
     monkeypatch.setattr(packed_attention, "to_device", lambda tensor, device: tensor.to(device))
-    monkeypatch.setattr(linear, "_published", linear._published_on_gpu)
+    monkeypatch.setattr(HopperBackend, "to_device", lambda self, tensor: tensor.to(self.device))
+    monkeypatch.setattr(policy_module, "backend_of", HopperBackend)
+    monkeypatch.setattr(scorer, "_finite", lambda found: found)  # which looks at the numbers
     monkeypatch.setattr(torch, "addmm", lambda grad, a, b, out_dtype=None, out=None: grad)
     monkeypatch.setattr(
         torch,
@@ -99,24 +110,22 @@ def meta_policy(shape: ModelConfig, precision: PrecisionConfig) -> Policy:
 def micro_batch_bytes(
     policy: Policy, lengths: tuple[int, ...], recompute: Recompute
 ) -> dict[Literal["forward", "saved", "peak"], int]:
-    """What forward and backward take beside weights and gradients: at most in the forward, saved
-    when the loss is there, and at most.
+    """What forward and backward take beside weights, gradients and the batch itself: at most in the
+    layers' forward, saved when the loss is there, and at most.  Every token is a target.
     """
-    from isobit.models import hopper_training
-
     tokens = sum(lengths)
     for master in policy.parameters():
         master.grad = torch.empty_like(master)
-    ids, positions, rows = (torch.empty(tokens, dtype=torch.int64, device=META) for _ in range(3))
-    temperatures = torch.empty(tokens, device=META)
+    ids, numbers = (
+        torch.empty(tokens, dtype=torch.int64, device=META),
+        torch.empty(tokens, device=META),
+    )
+    batch = PackedBatch(ids, ids, lengths, ids, ids, ids, numbers, numbers, numbers, numbers)
+    with LiveBytes() as layers:
+        PackedPass(policy, ids, ids, lengths, recompute).forward()
     with LiveBytes() as live:
-        hidden = hopper_training.packed_hidden_states(policy, ids, positions, lengths, recompute)
-        forward = live.peak
-        taken = hidden.index_select(0, rows)
-        del hidden
-        log_probs, _ = hopper_training.token_log_probs(policy, taken, ids, temperatures)
-        loss = (log_probs * temperatures).sum()
-        del taken, log_probs
+        scored = ScoredPass(policy, batch, recompute)
+        scored.forward()
         saved = live.now
-        loss.backward()
-    return {"forward": forward, "saved": saved, "peak": live.peak}
+        scored.backward(numbers)
+    return {"forward": layers.peak, "saved": saved, "peak": live.peak}

@@ -11,20 +11,13 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Recompute, TrainingConfig
 from isobit.errors import ConfigError
-from isobit.memory import device as gpu_memory
+from isobit.kernels.hopper import sizes
 from isobit.memory.activations import passing_bytes, saved_bytes
-from isobit.memory.device import (
-    GpuPlan,
-    largest_microbatch,
-    page_bytes,
-    plan_gpu,
-    training_bytes,
-    weight_bytes,
-)
+from isobit.memory.cache_size import RESERVE
+from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.models.config import ModelConfig
 from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
-from isobit.precision.quant_tensor import QuantTensor
 
 from . import meta_memory
 
@@ -54,15 +47,17 @@ def test_the_pass_of_a_real_model_takes_what_is_planned(
     for lengths in ((4096,), (16384,), (2048,) * 16):
         measured = meta_memory.micro_batch_bytes(policy, lengths, recompute)
         tokens = sum(lengths)
-        saved = saved_bytes(config, policy.flow, recompute, tokens)
-        passing = passing_bytes(config, policy.flow, recompute, tokens)
+        saved = saved_bytes(config, policy.flow, sizes, recompute, tokens)
+        passing = passing_bytes(config, policy.flow, sizes, recompute, tokens, max(lengths))
         beside = 4 * tokens * config.hidden_size  # the last residual stream, and lm_head's input
         assert saved + beside == pytest.approx(measured["saved"], rel=0.005)
         assert -0.01 < (saved + max(passing.values())) / measured["peak"] - 1 < 0.03
-        uneven = (
-            0.17 if preset == "mixed" else 0.01
-        )  # what passes is the largest layer's, beside all that is saved at the end
-        assert -0.01 < (saved + passing["a layer, forward"]) / measured["forward"] - 1 < uneven
+        over = (saved + passing["a layer, forward"]) / measured["forward"] - 1
+        assert over > -0.01
+        if recompute == "full":  # both halves, which follow one another: never what decides
+            assert 2 * passing["a layer, forward"] < 1.2 * max(passing.values())
+        else:  # what passes is the largest layer's, beside all that is saved at the end
+            assert over < (0.17 if preset == "mixed" else 0.01)
 
 
 @pytest.mark.parametrize("preset", ["fp8", "bf16", "mixed"])
@@ -71,43 +66,33 @@ def test_weights_are_exact(shape: str, preset: str, monkeypatch: pytest.MonkeyPa
     meta_memory.without_launches(monkeypatch)
     config = replace(model_shape(shape), num_layers=4)
     policy = meta_memory.meta_policy(config, precision(preset))
-    held = [policy.rope.cos, policy.rope.sin]
+    rope = policy.weights("training").rope
+    held = [rope.cos, rope.sin]
     for side in ("rollout", "training"):
         weights = policy.weights(side)
         held += weights.plain.values()
         for one in weights.linears.values():
-            held += (
-                [one.matrix.values, one.matrix.scales]
-                if isinstance(one.matrix, QuantTensor)
-                else [one.matrix]
-            )
+            matrix = one.matrix
+            held += [matrix] if isinstance(matrix, torch.Tensor) else [matrix.values, matrix.scales]
             held += [] if one.bias is None else [one.bias]
     storages = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held
     }
-    planned = weight_bytes(config, policy.flow, TrainingConfig(moments="bf16"))
+    weight_bytes = DevicePlanner(config, policy.flow, sizes, H200).weight_bytes
+    planned = weight_bytes(TrainingConfig(moments="bf16"))
     assert planned["published weights"] == sum(storages.values())
     assert planned["masters"] == sum(master.nbytes for master in policy.parameters())
     assert planned["optimiser moments"] == planned["masters"]
-    assert (
-        weight_bytes(config, policy.flow, TrainingConfig())["optimiser moments"]
-        == 2 * planned["masters"]
-    )
+    assert weight_bytes(TrainingConfig())["optimiser moments"] == 2 * planned["masters"]
     groups = sum(-(-master.numel() // 128) for master in policy.parameters())
     assert (
-        weight_bytes(config, policy.flow, TrainingConfig(moments="fp8"))["optimiser moments"]
+        weight_bytes(TrainingConfig(moments="fp8"))["optimiser moments"]
         == planned["masters"] // 2 + 2 * groups
     )
 
 
-@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16", "mixed", "fp8-rollout"])
-def test_pages_are_the_kernels_own(preset: str) -> None:
-    pytest.importorskip("triton")
-    from isobit.kernels.hopper import kv_cache
-
-    flow = build_flow(precision(preset), QWEN3_8B.shape)
-    assert kv_cache.PAGE_TOKENS == gpu_memory.PAGE_TOKENS
-    assert page_bytes(QWEN3_8B, flow) == kv_cache.HopperKvCache.page_bytes(QWEN3_8B, flow)
+def planner(preset: str = "fp8", shape: ModelConfig = QWEN3_8B, total: int = H200) -> DevicePlanner:
+    return DevicePlanner(shape, build_flow(precision(preset), shape.shape), sizes, total)
 
 
 def plan(
@@ -117,19 +102,15 @@ def plan(
     total: int = H200,
     rollout: Any = None,
     **training: Any,
-) -> GpuPlan:
+) -> DevicePlan:
     settings = TrainingConfig.model_validate({"moments": "bf16", **training})
-    flow = build_flow(precision(preset), shape.shape)
-    return plan_gpu(
-        shape, flow, RolloutConfig.model_validate(rollout or {}), settings, longest, total
-    )
+    wanted = RolloutConfig.model_validate(rollout or {})
+    return planner(preset, shape, total).plan(wanted, settings, longest)
 
 
 def largest(preset: str, **training: Any) -> int:
     settings = TrainingConfig.model_validate({"moments": "bf16", **training})
-    return largest_microbatch(
-        QWEN3_8B, build_flow(precision(preset), QWEN3_8B.shape), settings, H200
-    )
+    return planner(preset).largest_microbatch(settings, longest=1)
 
 
 def test_what_an_8b_policy_takes() -> None:
@@ -146,25 +127,19 @@ def test_what_an_8b_policy_takes() -> None:
 def test_the_largest_micro_batch_is_the_largest() -> None:
     for recompute in LEVELS:
         most = largest("fp8", recompute=recompute)
-        settings, flow = (
-            TrainingConfig(moments="bf16", recompute=recompute),
-            build_flow(PrecisionConfig(), QWEN3_8B.shape),
-        )
+        settings = TrainingConfig(moments="bf16", recompute=recompute)
         one, more = (
-            sum(training_bytes(QWEN3_8B, flow, settings, tokens).values())
+            sum(planner().training_bytes(settings, tokens, longest=1).values())
             for tokens in (most, most + 1)
         )
-        assert one + gpu_memory.RESERVE <= H200 < more + gpu_memory.RESERVE
+        assert one + RESERVE <= H200 < more + RESERVE
 
 
 def test_the_cache_gets_what_is_left_as_far_as_it_can_use_it() -> None:
     made, offloaded = plan(), plan(offload_moments=True)
     for one in (made, offloaded):
-        assert one.peaks["rollout"] + gpu_memory.RESERVE <= H200
-        assert (
-            one.pages * page_bytes(QWEN3_8B, build_flow(PrecisionConfig(), QWEN3_8B.shape))
-            == one.rollout["KV pages"]
-        )
+        assert one.peaks["rollout"] + RESERVE <= H200
+        assert one.pages * sizes.page_bytes(QWEN3_8B, planner().flow) == one.rollout["KV pages"]
     assert offloaded.rollout["KV pages"] - made.rollout["KV pages"] == pytest.approx(
         made.training["optimiser moments"], rel=0.001
     )
@@ -252,8 +227,7 @@ def test_the_table_adds_up() -> None:
 
 
 def test_without_an_engine_training_alone_is_planned() -> None:
-    flow = build_flow(PrecisionConfig(), QWEN3_8B.shape)
-    made = plan_gpu(QWEN3_8B, flow, None, TrainingConfig(moments="bf16"), 4096, H200)
+    made = planner().plan(None, TrainingConfig(moments="bf16"), 4096)
     assert (made.rollout, made.pages, made.training) == ({}, 0, plan().training)
     assert made.peaks.keys() == {"training"}
     text = "\n".join(made.describe())
@@ -262,9 +236,3 @@ def test_without_an_engine_training_alone_is_planned() -> None:
     )
     assert text.endswith("\n  micro-batches of up to 4,096 tokens in training")
     assert "rollout" not in text and "KV" not in text
-
-
-def test_memory_of_the_device_counts_what_torch_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 140))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)
-    assert gpu_memory.device_memory() == 130

@@ -1,6 +1,7 @@
 """An estimate of the main memory that a run on the CPU takes, before anything of it exists.
 
-P parameters, C hidden size, a bytes of an activation, T tokens of the largest micro-batch.
+P parameters, C hidden size, D head size, a bytes of an activation, T tokens of the largest
+micro-batch.
 
     masters             4 P                            FP32
     gradients           4 P                            during the training of a step
@@ -10,8 +11,8 @@ P parameters, C hidden size, a bytes of an activation, T tokens of the largest m
                         and lm_head on its grid once more, in the activations' format; the rotary
                         table
     KV pages            pages * bytes of a page        ``isobit.kernels.sizes``
-    activations         what the layers save (``isobit.memory.activations``), and 3 a C T once:
-                        last residual stream, final norm, hidden states
+    activations         what the layers save (``isobit.memory.activations``), and T (2 a C + 4 D)
+                        once: last residual stream, hidden states, rows of the rotary table
     workspace           the largest of what passes, which follow one another
 
 Masters, gradients, moments, published weights and pages are exact (the tests compare them with the
@@ -108,8 +109,8 @@ def estimate_memory(
     longest: int,
     sizes: Sizes,
 ) -> MemoryEstimate:
-    """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes.  Raises ConfigError where
-    ``rollout`` gives the cache no page.
+    """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes.
+    Raises ConfigError where ``rollout`` gives the cache no page.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     parameters = sum(masters)
@@ -160,5 +161,8 @@ def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> in
 
 
 def _hidden_bytes(shape: ModelConfig, flow: PrecisionFlow) -> int:
-    """Of a token: the last residual stream, its norm, and the rows of it that predict a token."""
-    return 3 * DTYPES[flow.training.activations].itemsize * shape.hidden_size
+    """Of a token: the last residual stream, the hidden states that predict a token, and its row of
+    the rotary table.
+    """
+    width = DTYPES[flow.training.activations].itemsize
+    return 2 * width * shape.hidden_size + 4 * shape.head_dim

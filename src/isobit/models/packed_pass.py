@@ -56,19 +56,20 @@ class PackedPass:
         self._last_h, hidden = self._decoder.norm.final(self._weights, h, x)
         return hidden
 
-    @torch.no_grad()
     def backward(self, d_hidden: torch.Tensor) -> None:
         """Add the gradients of everything but lm_head to the masters' ``grad``; the pass is used
         up.
         """
         assert self._last_h is not None, "the forward comes first"
         weights, gradient = self._weights, self._policy.gradient
-        norm = self._decoder.norm
-        d = norm.backward(weights, gradient, d_hidden.contiguous(), self._last_h, None)
-        self._last_h = None
-        for layer in reversed(self._decoder.layers):
-            d = self._layer_backward(layer, d)
-        self._decoder.embedding.backward(weights, gradient, d, self._token_ids)
+        with torch.no_grad():  # a decorator would hold d_hidden until the end
+            norm = self._decoder.norm
+            d = norm.backward(weights, gradient, d_hidden.contiguous(), self._last_h, None)
+            self._last_h = None
+            del d_hidden
+            for layer in reversed(self._decoder.layers):
+                d = self._layer_backward(layer, d)
+            self._decoder.embedding.backward(weights, gradient, d, self._token_ids)
 
     def _layer(
         self, layer: Layer, h: torch.Tensor, x: torch.Tensor | None

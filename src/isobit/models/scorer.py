@@ -72,8 +72,14 @@ class ScoredPass:
         """Add the gradients to the masters' ``grad``: FP32 [N], the loss's gradient by each
         log-probability.  The pass is used up.
         """
+        self._pass.backward(self._d_hidden(d_log_probs))
+
+    def _d_hidden(self, d_log_probs: torch.Tensor) -> torch.Tensor:
+        """The gradient of the hidden states [T, C], through lm_head.  What it is made of is gone
+        when the layers' turn comes.
+        """
         assert self._hidden is not None, "the forward comes first"
-        policy, hidden = self._policy, self._hidden
+        policy, (hidden, self._hidden) = self._policy, (self._hidden, None)
         d_rows = policy.decoder.head.backward(
             policy.weights("training"),
             policy.gradient,
@@ -82,13 +88,8 @@ class ScoredPass:
             self._temperatures,
             policy.backend.to_device(d_log_probs),
         )
-        self._hidden = None
-        d_hidden = torch.zeros(
-            (self.batch.token_ids.numel(), hidden.shape[1]),
-            dtype=hidden.dtype,
-            device=hidden.device,
-        )
-        self._pass.backward(d_hidden.index_copy_(0, self._rows, d_rows))
+        tokens = self.batch.token_ids.numel()
+        return d_rows.new_zeros((tokens, hidden.shape[1])).index_copy_(0, self._rows, d_rows)
 
 
 def _finite(found: tuple[torch.Tensor, torch.Tensor]) -> Scores:

@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.norm import gradient_norm, squared_norms
+from isobit.kernels.hopper.gradient_norm import gradient_norm, squared_norms
 
 SHAPES = [(1,), (128,), (1000, 37), (513, 1024), (2050, 2048)]
 
