@@ -109,8 +109,8 @@ def describe_back_ends() -> dict[str, str]:
 def gemm_e4m3(
     a: QuantRows, b: QuantTensor, scales: ScaleKind, back_end: BackEnd | None = None
 ) -> torch.Tensor:
-    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks, scales of one kind -> A B^T, BF16 [M,
-    N].
+    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks, scales of one kind -> A B^T, BF16
+    [M, N].
     """
     assert b.granularity == "128x128"
     back_end = back_end or gemm_back_end(scales)

@@ -91,8 +91,8 @@ def token_log_probs_backward(
         d_logits = _part_gradients(
             hidden[part], head, targets[part], temperatures[part], d_log_probs[part]
         )
-        # FP32 out: cuBLAS may cut so long a sum in pieces, and would add those of a BF16 product in
-        # BF16
+        # FP32 out: cuBLAS may cut so long a sum, over the vocabulary, in pieces, and would add
+        # those of a BF16 product in BF16.
         d_hidden[part] = torch.mm(d_logits, head, out_dtype=torch.float32)
         wgrad_bf16(d_logits, hidden[part], grad)
         del d_logits  # before the next part's are made
@@ -138,7 +138,10 @@ def logit_gradients(
 def _gradient_kernel(
     LOGITS, TARGET, TEMPERATURE, LOG_SUM, D_LOG_PROB, OUT, V: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """One program WIDTH entries of a row."""
+    """One program WIDTH entries of a row; a row has ``pieces`` programs, which follow each other.
+
+    The scaled logit x has the forward's own bits, and so has L: p is what was sampled from.
+    """
     pieces: tl.constexpr = (V + WIDTH - 1) // WIDTH
     n = (tl.program_id(0) // pieces).to(tl.int64)
     column = tl.program_id(0) % pieces * WIDTH + tl.arange(0, WIDTH)

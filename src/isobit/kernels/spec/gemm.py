@@ -5,8 +5,8 @@ the grid of ``isobit.kernels.spec.grid``.  A block product is therefore the same
 batch, tile, library or thread count.  It is rounded once to FP32 and scaled, and blocks are added
 in FP32 in ascending order of K:
 
-    Y[m, n] = sum over blocks k of   FP32(sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128,
-                                     k]
+    Y[m, n] = sum over blocks k of  FP32(sum_j A[m, kj] B[n, kj]) * scale_a[m, k]
+                                                                  * scale_b[n/128, k]
 
 Shapes: A [M, K], B [N, K] (K-major, as FP8 tensor cores want it), Y [M, N] FP32.
 """

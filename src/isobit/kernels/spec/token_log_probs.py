@@ -1,11 +1,14 @@
 """lm_head and log-probability as one operation: the logits of a batch never exist all at once.
 
-    logits = H W^T (exact GEMM, FP32)      log p = log_softmax(logits / temperature) at the target tokens      entropy = -sum p log p
+    logits  = H W^T                                   exact GEMM, FP32
+    log p   = log_softmax(logits / temperature)       at the target tokens
+    entropy = -sum p log p
 
 Rows are taken in chunks of at most ``CHUNK`` logits.  The backward recomputes a chunk's logits
 with a plain FP32 GEMM:
 
-    d logits = g (onehot(target) - p) / temperature      dH = d logits W      dW = d logits^T H
+    d logits = g (onehot(target) - p) / temperature
+    dH = d logits W      dW = d logits^T H
 """
 
 import torch
