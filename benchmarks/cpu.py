@@ -28,7 +28,9 @@ import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig
+from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass

@@ -18,7 +18,8 @@ from typing import get_args
 
 from benchmarks.comparison.command import run_command
 from benchmarks.comparison.device import card_planner
-from isobit.config.schema import Moments, Recompute, RolloutConfig, TrainingConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Moments, Recompute, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
 from isobit.models.shapes import model_shape
 

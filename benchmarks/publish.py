@@ -25,7 +25,7 @@ REPEATS = 5
 def measure_publish(shape: str, precision: str, copy_tb_per_s: float) -> dict[str, object]:
     import torch
 
-    from isobit.config.schema import PrecisionConfig
+    from isobit.config.precision import PrecisionConfig
     from isobit.models.policy import random_policy
     from isobit.models.shapes import model_shape
 

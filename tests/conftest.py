@@ -20,7 +20,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from isobit.config.schema import PrecisionConfig, RunConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.run import RunConfig
+from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.config import ModelConfig
 from isobit.models.folder import save_policy
 from isobit.models.policy import random_policy
@@ -113,3 +115,47 @@ def write_reward(tmp_path: Path) -> Callable[[str], str]:
         return f"{path}:reward"
 
     return write
+
+
+class FakeMemory:
+    """A device's own memory for the specification: it counts what happens to it, and the n-th peak
+    that is asked for is n GiB.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self._peaks = 0
+
+    def available(self) -> int:
+        return 8 << 30
+
+    def free(self) -> int:
+        return 64 << 30
+
+    def release_cached(self) -> None:
+        self.events.append("empty")
+
+    def peak(self) -> int:
+        self._peaks += 1
+        return self._peaks << 30
+
+    def reset_peak(self) -> None:
+        self.events.append("reset")
+
+    def allocate_in_pages(self) -> None:
+        self.events.append("pages")
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+
+@pytest.fixture
+def own_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], FakeMemory]:
+    """From when it is called on, the CPU says that it has a memory of its own."""
+
+    def install() -> FakeMemory:
+        if SpecBackend.memory is None:
+            monkeypatch.setattr(SpecBackend, "memory", FakeMemory())
+        return SpecBackend.memory  # pyright: ignore[reportReturnType]
+
+    return install

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import isobit
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 
 DATA = {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 8}}
 SMALL = {

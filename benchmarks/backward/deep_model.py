@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.config.schema import PrecisionConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import TrainingConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.batch import PackedBatch

@@ -15,7 +15,8 @@ import torch
 from benchmarks.comparison.card import measure_card, versions
 from benchmarks.comparison.cases import CASES, MAX_SEQUENCES, WARM_UP_TOKENS, Case, random_prompts
 from benchmarks.comparison.rows import RowWriter, card_memory_gib
-from isobit.config.schema import PrecisionConfig, RolloutConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.shapes import model_shape
 from isobit.records.text import Prompt, SamplingParams

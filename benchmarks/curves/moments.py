@@ -23,7 +23,7 @@ from benchmarks.curves.setting import make_writer
 from benchmarks.curves.supervised import WARM_UP, held_out_loss, make_trainer, steps_of
 from benchmarks.curves.table import markdown
 from isobit.algorithms.objective import LossOutputs
-from isobit.config.schema import Moments, TrainingConfig
+from isobit.config.training import Moments, TrainingConfig
 from isobit.records.batch import PackedBatch
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 

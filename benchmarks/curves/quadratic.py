@@ -10,7 +10,7 @@ are ten times too short.
 
 import torch
 
-from isobit.config.schema import Moments, TrainingConfig
+from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.backend import backend_of
 from isobit.kernels.spec.moments import decode_second
 from isobit.training.optimiser import build_optimiser

@@ -13,7 +13,10 @@ from time import perf_counter
 
 from benchmarks.curves.setting import device, make_writer, peak_gib, shape_named
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
 from isobit.records.text import Completion, Group, Prompt, SamplingParams

@@ -14,7 +14,7 @@ from typing import cast, get_args
 
 import torch
 
-from isobit.config.schema import Recompute
+from isobit.config.training import Recompute
 from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
 from isobit.models.policy import master_shapes

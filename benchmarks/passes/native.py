@@ -7,7 +7,8 @@ import torch
 from benchmarks.passes.cases import Case
 from benchmarks.passes.phases import Phases
 from benchmarks.passes.timing import Pass, Step
-from isobit.config.schema import PrecisionConfig, Recompute, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
 from isobit.training.supervised import SupervisedObjective, pack_pairs

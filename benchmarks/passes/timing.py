@@ -18,7 +18,7 @@ from benchmarks.comparison.native import native_versions
 from benchmarks.comparison.rows import Row, RowWriter
 from benchmarks.passes.cases import Case, flops
 from benchmarks.passes.phases import Phases
-from isobit.errors import ConfigError
+from isobit.errors import ConfigError, OutOfMemoryError
 
 WARM_UP, REPEATS = 2, 5
 STEP_REPEATS = 3
@@ -95,13 +95,13 @@ def measured(work: Callable[[], Row]) -> Row:
     """The figures, or what stands in their place where the memory does not hold the work; either
     way nothing of it is left.
 
-    An engine and a trainer name what is too large for the memory in a ConfigError.
+    A plan that does not fit is refused with a ConfigError.
     """
     try:
         row = work()
-    except (torch.OutOfMemoryError, ConfigError) as error:
+    except (torch.OutOfMemoryError, OutOfMemoryError, ConfigError) as error:
         row = {
-            "error": "out of memory" if isinstance(error, torch.OutOfMemoryError) else "refused",
+            "error": "refused" if isinstance(error, ConfigError) else "out of memory",
             "message": str(error).splitlines()[0],
         }
     free_memory()

@@ -18,8 +18,10 @@ from benchmarks.comparison.device import allocate_in_pages, card_planner
 from benchmarks.comparison.rows import Row
 from benchmarks.passes.cases import Case
 from isobit.clock import Clock
-from isobit.config.schema import Moments, PrecisionConfig, RolloutConfig, TrainingConfig
-from isobit.memory.turns import GpuTurns
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Moments, TrainingConfig
+from isobit.memory.turns import DeviceTurns
 from isobit.models.policy import random_policy
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Prompt, SamplingParams
@@ -78,7 +80,7 @@ def two_steps(
     policy = random_policy(case.config, precision, seed=0, device=device)
     engine = NativeEngine(policy, rollout.model_copy(update={"kv_pages": plan.pages}), None, seed=0)
     trainer, batches = Trainer(policy, training, total_updates=1000), _batches(case)
-    turns, clock = GpuTurns(plan, engine, trainer), BothWays()
+    turns, clock = DeviceTurns(plan, engine, trainer), BothWays()
     seconds: dict[str, float] = {}
     reserved: dict[str, int] = {}
     for step in range(2):

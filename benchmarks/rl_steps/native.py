@@ -25,8 +25,11 @@ from benchmarks.passes.phases import Phases
 from benchmarks.passes.timing import measured
 from benchmarks.rl_steps.cases import CASES, WARM_UP_TOKENS, Case
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig, PrecisionConfig, RolloutConfig, TrainingConfig
-from isobit.memory.turns import GpuTurns
+from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
+from isobit.memory.turns import DeviceTurns
 from isobit.models.config import ModelConfig
 from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
@@ -88,7 +91,7 @@ class Loop:
         self._engine = NativeEngine(self._policy, rollout, None, seed=0)
         self._phases = Phases(on_gpu=device != "cpu")
         self._trainer = Trainer(self._policy, training, total_updates=1000, timing=self._phases)
-        self._turns = None if plan is None else GpuTurns(plan, self._engine, self._trainer)
+        self._turns = None if plan is None else DeviceTurns(plan, self._engine, self._trainer)
         self._algorithm = build_algorithm(AlgorithmConfig())
         self._random = Random(0)  # noqa: S311 (no secret)
         self._visit = 0

@@ -29,7 +29,7 @@ from benchmarks.passes.peer import PeerModel, PeerOptimiser, fastest_attention
 from benchmarks.passes.phases import Phases
 from benchmarks.passes.timing import free_memory, measured, peak_gib, peer_versions
 from benchmarks.rl_steps.cases import CASES, Case
-from isobit.config.schema import Recompute, TrainingConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
 from isobit.models.shapes import model_shape

@@ -22,13 +22,13 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.api import sft as sft
     from isobit.api import train as train
     from isobit.api import verify as verify
+    from isobit.config.algorithm import AlgorithmConfig as AlgorithmConfig
     from isobit.config.load import load_config as load_config
-    from isobit.config.schema import AlgorithmConfig as AlgorithmConfig
-    from isobit.config.schema import PrecisionConfig as PrecisionConfig
-    from isobit.config.schema import RolloutConfig as RolloutConfig
-    from isobit.config.schema import RunConfig as RunConfig
-    from isobit.config.schema import TrainingConfig as TrainingConfig
+    from isobit.config.precision import PrecisionConfig as PrecisionConfig
+    from isobit.config.rollout import RolloutConfig as RolloutConfig
+    from isobit.config.run import RunConfig as RunConfig
     from isobit.config.sft import SftConfig as SftConfig
+    from isobit.config.training import TrainingConfig as TrainingConfig
     from isobit.errors import IsobitError as IsobitError
     from isobit.models.config import ModelConfig as ModelConfig
     from isobit.models.folder import load_policy as load_policy
@@ -73,13 +73,11 @@ _HOMES = {
     "algorithms.objective": ("LossOutputs",),
     "api": ("evaluate", "generate", "sft", "train", "verify"),
     "config.load": ("load_config",),
-    "config.schema": (
-        "AlgorithmConfig",
-        "PrecisionConfig",
-        "RolloutConfig",
-        "RunConfig",
-        "TrainingConfig",
-    ),
+    "config.algorithm": ("AlgorithmConfig",),
+    "config.precision": ("PrecisionConfig",),
+    "config.rollout": ("RolloutConfig",),
+    "config.run": ("RunConfig",),
+    "config.training": ("TrainingConfig",),
     "config.sft": ("SftConfig",),
     "errors": ("IsobitError",),
     "models.function": ("is_one_function",),

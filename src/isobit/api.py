@@ -9,18 +9,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from isobit.config.base import Strict
+from isobit.config.commands import GenerationConfig, VerifyConfig
 from isobit.config.load import build, read_toml
 from isobit.config.overrides import apply_overrides, nested_overrides
-from isobit.config.schema import GenerationConfig, RunConfig, Strict, VerifyConfig
+from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
 from isobit.models.loaded import model_folder
 from isobit.observe.eval_result import EvalResult
-from isobit.observe.summary import Summary
 from isobit.proof import verify as verification
 from isobit.proof.verify import VerifyOptions, VerifyResult
 from isobit.records.text import Group
-from isobit.run import loop
 from isobit.run.evaluate import evaluate_folder
+from isobit.run.rl import loop as rl_loop
+from isobit.run.rl.summary import RlSummary
 from isobit.run.rollout import rollout_folder
 from isobit.run.sft import loop as sft_loop
 from isobit.run.sft.summary import SftSummary
@@ -30,15 +32,15 @@ Schema = TypeVar("Schema", bound=Strict)
 
 def train(
     recipe: str | Path | Mapping[str, Any] | RunConfig, *, resume: bool = False, **changes: Any
-) -> Summary:
+) -> RlSummary:
     """Train a policy with reinforcement learning: ``train("recipes/quickstart.toml",
     output="runs/x", training={"steps": 5})``.
 
     With ``resume`` the run in the output directory goes on from its newest checkpoint, where there
     is one. Raises an ``IsobitError``, before anything is written, for what cannot be used; see
-    ``isobit.run.loop.train``.
+    ``isobit.run.rl.loop.train``.
     """
-    return loop.train(_configuration(RunConfig, recipe, changes), resume=resume)
+    return rl_loop.train(_configuration(RunConfig, recipe, changes), resume=resume)
 
 
 def sft(

@@ -4,6 +4,10 @@ The command line prints the message without a traceback and exits with ``exit_co
 invariants are not here: those are ``AssertionError`` and keep their traceback.
 """
 
+import re
+
+from isobit.units import gib
+
 
 class IsobitError(Exception):
     """Base of every error caused by input, configuration or data rather than by a fault in
@@ -13,12 +17,31 @@ class IsobitError(Exception):
     exit_code = 2
 
 
+class OutOfMemoryError(IsobitError):
+    """A device's memory that ran out in a phase of a run, and could not be worked around.
+
+    ``phase`` is what was being done (``rollout``), ``reason`` what torch said, which holds the size
+    that was asked for, ``free`` the bytes that were free then (None where nobody knows), ``advice``
+    the settings that lower the need.
+    """
+
+    def __init__(self, phase: str, reason: str, free: int | None, advice: str) -> None:
+        size = re.search(r"Tried to allocate ([\d.]+ \w+)", reason)
+        needed = f"{size[1]} more were needed" if size else reason.partition(". ")[0]
+        there = f", and {gib(free)} were free" if free is not None else ""
+        super().__init__(f"{phase} ran out of memory: {needed}{there}; {advice}")
+
+
 class ConfigError(IsobitError):
     """A configuration key or value that cannot be used."""
 
 
-class CheckpointError(IsobitError):
+class ModelError(IsobitError):
     """A model folder that is missing, damaged, or not one of the supported architectures."""
+
+
+class CheckpointError(IsobitError):
+    """A checkpoint of a run that is missing, damaged, or not of the model that it began with."""
 
 
 class DataError(IsobitError):

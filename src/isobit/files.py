@@ -14,6 +14,8 @@ from pathlib import Path
 
 from isobit.errors import StorageError
 
+LARGE = 1 << 30
+"""Bytes from which on writing or checking takes so long that it is announced."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

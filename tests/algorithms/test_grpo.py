@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isobit.algorithms.grpo import Grpo
-from isobit.config.schema import AlgorithmConfig
+from isobit.config.algorithm import AlgorithmConfig
 from isobit.records.batch import PackedBatch
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28

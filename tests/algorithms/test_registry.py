@@ -6,7 +6,7 @@ import pytest
 
 from isobit.algorithms.grpo import Grpo
 from isobit.algorithms.registry import ALGORITHMS, build_algorithm
-from isobit.config.schema import AlgorithmConfig
+from isobit.config.algorithm import AlgorithmConfig
 from isobit.errors import ConfigError
 
 

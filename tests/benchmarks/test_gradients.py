@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models.policy import random_policy
 
 

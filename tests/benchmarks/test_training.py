@@ -31,7 +31,7 @@ def parts(
     monkeypatch.setattr(found.timing, "REPEATS", 1)
     monkeypatch.setattr(found.timing, "STEP_REPEATS", 1)
     monkeypatch.setattr(found.peer, "CHUNK", 7)
-    monkeypatch.setattr(found.timing, "allocate_in_pages", lambda: None)
+    monkeypatch.setattr(found.timing, "allocate_in_pages", lambda _: None)
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny)
     return found
 

@@ -113,9 +113,9 @@ def test_what_to_install_for_more_is_said(monkeypatch):
         "extras",
         lambda: {"dev": ["ruff"], "hopper": ["sgl-deep-gemm"], "wandb": ["wandb"]},
     )
-    monkeypatch.setattr(examine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(examine, "is_present", lambda device: device == "cpu")
     assert list(examine._runs_here([]))[1:] == ["not installed: wandb; pip install 'isobit[wandb]'"]
-    monkeypatch.setattr(examine.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(examine, "is_present", lambda device: True)
     monkeypatch.setattr(examine, "usable_devices", lambda: {"cuda": None, "cpu": None})
     _, on_gpu, hopper, _ = examine._runs_here([])
-    assert "on the GPU too" in on_gpu and "sgl-deep-gemm" in hopper
+    assert "the same on cuda" in on_gpu and "sgl-deep-gemm" in hopper

@@ -13,7 +13,7 @@ from isobit.config.json_schema import RECIPES, json_schema
 from isobit.config.keys import all_keys
 from isobit.config.load import load_recipe
 from isobit.config.page import configuration_page
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 FILES = {"train": "run.schema.json", "sft": "sft.schema.json"}

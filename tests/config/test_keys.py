@@ -1,5 +1,6 @@
 from isobit.config.keys import all_keys, locate
-from isobit.config.schema import RunConfig, TrainingConfig
+from isobit.config.run import RunConfig
+from isobit.config.training import TrainingConfig
 
 
 def test_every_setting_is_listed_once_with_what_it_takes():

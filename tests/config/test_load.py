@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from isobit.config.data import JsonlData
 from isobit.config.load import dump_config, load_config
-from isobit.config.schema import JsonlData
 from isobit.errors import ConfigError
 
 MINIMAL = """

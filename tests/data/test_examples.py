@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from isobit.config.sft import JsonlExamples, SftDataConfig
+from isobit.config.examples import JsonlExamples, SftDataConfig
 from isobit.data.examples import Example, build_examples
 from isobit.data.tokenizer import decode
 from isobit.errors import DataError

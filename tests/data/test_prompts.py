@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from isobit.config.schema import DataConfig, JsonlData
+from isobit.config.data import DataConfig, JsonlData
 from isobit.data.prompts import build_prompts, drop_evaluated, prompts_of_rows
 from isobit.data.sources import Row
 from isobit.errors import DataError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from isobit.config.schema import HfData, JsonlData, ReasoningGymData
+from isobit.config.data import HfData, JsonlData, ReasoningGymData
 from isobit.data.sources import load_rows
 from isobit.errors import DataError
 

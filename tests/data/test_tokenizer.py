@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from isobit.data.tokenizer import decode, load_tokenizer, stop_token_ids
-from isobit.errors import CheckpointError
+from isobit.errors import ModelError
 from tools.starter.tokenizer import EOS_ID, build_tokenizer
 
 
@@ -36,15 +36,15 @@ def test_load_gives_what_was_saved(folder: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(ModelError, match="is not a folder"):
         load_tokenizer(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"holds no tokenizer: none of tokenizer.json"):
+    with pytest.raises(ModelError, match=r"holds no tokenizer: none of tokenizer.json"):
         load_tokenizer(tmp_path)
 
 
 def test_a_damaged_tokenizer_is_named(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"version"')
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match="cannot be loaded"):
         load_tokenizer(folder)
 
 
@@ -69,10 +69,10 @@ def test_unusable_stop_tokens_are_errors(folder: Path) -> None:
         ('{"eos_token_id": "x"}', "must be a token id or a list of them, found 'x'"),
     ):
         (folder / "generation_config.json").write_text(content)
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(ModelError, match=message):
             stop_token_ids(tokenizer, folder)
     (folder / "generation_config.json").unlink()
-    with pytest.raises(CheckpointError, match="names no end-of-sequence token"):
+    with pytest.raises(ModelError, match="names no end-of-sequence token"):
         stop_token_ids(byte_level_tokenizer(), folder)
 
 

@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 from isobit.run.sft.loop import sft
 
 ON_A_GPU = {

@@ -10,7 +10,7 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.config.load import build, read_toml
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from isobit import files as storage
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.models import loaded as model
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 from isobit.store.checkpoint import format as checkpoint_format
 from isobit.store.checkpoint import keeper
 

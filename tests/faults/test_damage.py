@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.errors import CheckpointError
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 from isobit.store.checkpoint import format as checkpoint_format
 
 MakeConfig = Callable[..., RunConfig]

@@ -14,9 +14,9 @@ import pytest
 import tomli_w
 
 from isobit import files as storage
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.errors import StorageError
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 from isobit.store.checkpoint import format as checkpoint_format
 from isobit.store.checkpoint import space
 

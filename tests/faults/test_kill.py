@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from isobit.config.schema import RunConfig
-from isobit.run.loop import train
+from isobit.config.run import RunConfig
+from isobit.run.rl.loop import train
 
 KILLS = int(os.environ.get("ISOBIT_KILLS", "5"))
 LONGEST_DELAY_S = 1.2
@@ -101,7 +101,6 @@ def state_of(output: Path) -> str:
     return f"after the checkpoint of step {newest_checkpoint(output)}"
 
 
-@pytest.mark.timeout(60 + 20 * KILLS)
 @pytest.mark.parametrize("moments", ["fp32", "fp8"])
 def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
     moments: str,

@@ -3,7 +3,7 @@ change again where it was made.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.schema import RunConfig
-from isobit.errors import ConfigError
+from isobit.config.run import RunConfig
+from isobit.errors import OutOfMemoryError
 from isobit.records.batch import PackedBatch
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 from isobit.store.checkpoint import keeper
 from isobit.training.trainer import Trainer
 
@@ -34,15 +34,15 @@ class Death(BaseException):
 @contextmanager
 def little_memory(update: int = UPDATE, tokens: int = 32) -> Iterator[None]:
     """One update has no memory for micro-batches of more tokens than that."""
-    forward = Trainer._forward
+    run = Trainer.update
 
-    def limited(self: Trainer, batch: PackedBatch) -> Any:
-        if self.updates == update and batch.token_ids.numel() > tokens:
+    def limited(self: Trainer, batches: Sequence[PackedBatch], *more: Any) -> Any:
+        if self.updates == update and max(b.token_ids.numel() for b in batches) > tokens:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return forward(self, batch)
+        return run(self, batches, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_forward", limited)
+        patch.setattr(Trainer, "update", limited)
         yield
 
 
@@ -147,7 +147,7 @@ def test_a_run_that_cannot_go_on_keeps_what_it_has_learnt(
     config = make_config()
     with (
         little_memory(2 * STEP, tokens=1),
-        pytest.raises(ConfigError, match=r"with one sequence of \d+ tokens in a micro-batch"),
+        pytest.raises(OutOfMemoryError, match=r"one sequence of \d+ tokens is a micro-batch"),
     ):
         train(config)
     assert sorted(path.name for path in (config.output / "checkpoints").iterdir()) == [

@@ -13,9 +13,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from isobit.cli.main import main
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.errors import ConfigError, DataError, Interrupted, RewardError
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 
 MakeConfig = Callable[..., RunConfig]
 Hook = Callable[[str], None]

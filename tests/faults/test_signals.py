@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ import pytest
 import torch
 
 from isobit.cli.main import main
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.errors import Interrupted
 from isobit.run.interruption import Interruption
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., RunConfig]
@@ -157,13 +158,14 @@ def test_two_processes_on_one_directory(recipe: Path, hook: Hook) -> None:
     """The second is refused with the holder's process; once the first is killed, the directory is
     free.
     """
-    hook("import time\nif call == 5: time.sleep(60)")
+    hook("import time\nif call == 5: time.sleep(3600)")  # it is killed long before
     first = subprocess.Popen(
         [sys.executable, "-m", "isobit.cli.main", "train", str(recipe)], stdout=subprocess.DEVNULL
     )
     try:
         while not (recipe.parent / "run" / "rewards.jsonl").exists():
             assert first.poll() is None
+            time.sleep(0.01)
         refused = subprocess.run(
             [sys.executable, "-m", "isobit.cli.main", "train", str(recipe), "--resume"],
             capture_output=True,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.formats import ScaleKind

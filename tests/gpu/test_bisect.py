@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from isobit.config.schema import TrainingConfig
+from isobit.config.training import TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

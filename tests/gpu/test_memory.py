@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Recompute, TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.clock import Clock
 from isobit.memory.device import device_memory, plan_gpu
-from isobit.memory.turns import GpuTurns
+from isobit.memory.turns import DeviceTurns
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
@@ -149,7 +151,7 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute) -> Non
         NativeEngine(policy, rollout, None, seed=0),
         Trainer(policy, config, total_updates=4),
     )
-    turns, clock = GpuTurns(plan, engine, trainer), Clock()
+    turns, clock = DeviceTurns(plan, engine, trainer), Clock()
     drawn = []
     for _ in range(2):
         drawn.append(answers(engine))

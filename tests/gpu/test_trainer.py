@@ -7,7 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.config.schema import AlgorithmConfig, Preset, RolloutConfig, TrainingConfig
+from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.precision import Preset
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

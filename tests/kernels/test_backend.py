@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.schema import Device
+from isobit.config.base import Device
 from isobit.errors import ConfigError
 from isobit.kernels import backend, operands, sizes
 from isobit.kernels.backend import DeviceChoice, backend_of, choose_device, support

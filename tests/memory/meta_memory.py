@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isobit.config.schema import PrecisionConfig, Recompute
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import Recompute
 from isobit.kernels.spec import linear
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, master_shapes

@@ -7,7 +7,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.errors import ConfigError
 from isobit.memory import device as gpu_memory
 from isobit.memory.activations import passing_bytes, saved_bytes
@@ -255,7 +257,7 @@ def test_without_an_engine_training_alone_is_planned() -> None:
     assert (made.rollout, made.pages, made.training) == ({}, 0, plan().training)
     assert made.peaks.keys() == {"training"}
     text = "\n".join(made.describe())
-    assert re.search(r"GPU memory, of 139 GiB: +training$", text, re.MULTILINE) and re.search(
+    assert re.search(r"device memory, of 139 GiB: +training$", text, re.MULTILINE) and re.search(
         r"gradients +30\.5 GiB$", text, re.MULTILINE
     )
     assert text.endswith("\n  micro-batches of up to 4,096 tokens in training")

@@ -9,7 +9,9 @@ import pytest
 import torch
 from isobit.models.head import token_log_probs
 
-from isobit.config.schema import Moments, PrecisionConfig, Preset, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.spec import packed_attention
 from isobit.kernels.spec import token_log_probs as token_log_probs_kernel
 from isobit.kernels.spec.heads import Heads

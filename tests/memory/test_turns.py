@@ -11,58 +11,56 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.schema import RunConfig, TrainingConfig
+from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
+from isobit.config.training import TrainingConfig
 from isobit.errors import ConfigError
-from isobit.memory.device import GpuPlan
+from isobit.memory.device import DevicePlan
 from isobit.memory.host import microbatch_tokens
-from isobit.memory.turns import GpuTurns
-from isobit.observe.summary import PhaseMemory
+from isobit.memory.turns import DeviceTurns, PhaseMemory
 from isobit.records.batch import PackedBatch
 from isobit.rollout.native.engine import NativeEngine
-from isobit.run import loop, setup
-from isobit.run.loop import train
-from isobit.run.setup import Run, prepare
+from isobit.run import course, model_source, outline, parts
+from isobit.run.outline import Outline
+from isobit.run.parts import PreparedRun
+from isobit.run.rl import loop
+from isobit.run.rl.loop import train
+from isobit.run.rl.setup import prepare_rl
 from isobit.run.sft import loop as sft_loop
 from isobit.run.sft import setup as sft_setup
-from isobit.run.sft.evaluate import measure
-from isobit.run.sft.setup import SftRun, prepare_sft
+from isobit.run.sft.setup import prepare_sft
 from isobit.training.supervised import mean_loss
 from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., RunConfig]
 GIB = 1 << 30
-PLAN = GpuPlan(
+PLAN = DevicePlan(
     {"masters": 2 * GIB, "KV pages": 3 * GIB},
     {"masters": 2 * GIB, "gradients": 2 * GIB},
     10 * GIB,
-    40,
-    4096,
-    0,
+    pages=40,
+    page_tokens=128,
+    tokens=4096,
+    host=0,
 )
 
 
+TURN = ["empty", "reset", "empty", "reset"]
+"""Of the trainer: the engine gives its memory back, and at the end the trainer."""
+
+
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs on the CPU that take turns as on a GPU, with what happened to torch's allocator."""
+def turns(own_memory: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs on the CPU that take turns as on a GPU, with what happened to the memory."""
     events: list[str] = []
-    peaks = iter(range(1, 1000))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks) * GIB)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: events.append("reset"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
 
-    def with_turns(config: RunConfig) -> Run:
-        run = prepare(config)
-        return replace(run, turns=GpuTurns(PLAN, run.engine, run.trainer))
+    def with_turns(run: PreparedRun) -> Any:
+        own_memory().events = events
+        turns = DeviceTurns(PLAN, run.parts.engine, run.trainer)
+        return replace(run, parts=replace(run.parts, turns=turns))
 
-    def sft_with_turns(config: SftConfig) -> SftRun:
-        run = prepare_sft(config)
-        return replace(
-            run, turns=GpuTurns(PLAN, run.evaluator.engine if run.evaluator else None, run.trainer)
-        )
-
-    monkeypatch.setattr(loop, "prepare", with_turns)
-    monkeypatch.setattr(sft_loop, "prepare_sft", sft_with_turns)
+    monkeypatch.setattr(loop, "prepare_rl", lambda config: with_turns(prepare_rl(config)))
+    monkeypatch.setattr(sft_loop, "prepare_sft", lambda config: with_turns(prepare_sft(config)))
     return events
 
 
@@ -94,13 +92,13 @@ def test_turns_change_no_bit(
     turning = train(
         make_config(output=tmp_path / "turning", training=training, evaluation={"every": 1})
     )
+    assert turns == TURN * 3, "one turn to begin, and one a step"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "prepare", prepare)
+        patch.setattr(loop, "prepare_rl", prepare_rl)
         plain = train(
             make_config(output=tmp_path / "plain", training=training, evaluation={"every": 1})
         )
     assert content(tmp_path / "turning") == content(tmp_path / "plain")
-    assert turns == ["reset", "empty", "reset"] * 3, "one turn to begin, and one a step"
     steps = [line for line in lines(tmp_path / "turning") if "loss" in line]
     assert [
         (line["memory/rollout_peak_gib"], line["memory/training_peak_gib"]) for line in steps
@@ -116,9 +114,9 @@ def test_turns_change_no_bit(
     }
     assert plain.gpu_memory is None and turning.gpu_memory is not None
     printed = capsys.readouterr().out
-    assert "GPU memory, of 10 GiB" in printed
-    assert "GPU memory in training: 6.0 GiB at most, 4.0 planned" in printed
-    assert "GPU memory in rollout: 7.0 GiB at most, 5.0 planned" in printed, (
+    assert "device memory, of 10 GiB" in printed
+    assert "device memory in training: 6.0 GiB at most, 4.0 planned" in printed
+    assert "device memory in rollout: 7.0 GiB at most, 5.0 planned" in printed, (
         "the evaluation after the last training counts"
     )
 
@@ -126,7 +124,11 @@ def test_turns_change_no_bit(
 def test_a_resumed_run_takes_turns_from_its_first_moment(
     make_config: MakeConfig, turns: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"training": {"offload_moments": True}, "checkpoint": {"every": 1}}
+    settings: dict[str, Any] = {
+        "training": {"offload_moments": True},
+        "checkpoint": {"every": 1},
+        "rollout": {"max_new_tokens": 8, "kv_pages": 40},
+    }
     train(make_config(output=tmp_path / "whole", **settings))
 
     def break_off(_: RunConfig, step: int) -> bool:
@@ -135,14 +137,12 @@ def test_a_resumed_run_takes_turns_from_its_first_moment(
         return step == 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluation_is_due", break_off)
+        patch.setattr(course, "evaluation_is_due", break_off)
         with pytest.raises(KeyboardInterrupt):
             train(make_config(output=tmp_path / "broken", **settings))
     turns.clear()
     train(make_config(output=tmp_path / "broken", **settings), resume=True)
-    assert turns == ["reset", "empty", "reset"] * 2, (
-        "the checkpoint is read in a turn of the trainer"
-    )
+    assert turns == TURN * 2, "the checkpoint is read in a turn of the trainer"
     assert content(tmp_path / "broken") == content(tmp_path / "whole")
 
 
@@ -169,21 +169,21 @@ def test_fine_tuning_takes_turns_too(
     training = {"steps": 3, "prompts_per_step": 2, "offload_moments": True}
     config = supervised(make_config, training=training, evaluation={"every": 2})
     summary = sft_loop.sft(config)
-    once = ["reset", "empty", "reset"]
-    assert turns == ["reset", "reset", *once, *once], (
-        "between steps without an evaluation nothing is moved or given back"
+    released, once = TURN[0], TURN[1:]
+    assert turns == [*TURN, released, "reset", "reset", *once, released, *once, released], (
+        "one turn to begin; between steps without an evaluation nothing is moved or given back"
     )
     steps = [line for line in lines(config.output) if "loss" in line]
     peaks = [(line["memory/rollout_peak_gib"], line["memory/training_peak_gib"]) for line in steps]
-    assert peaks == [(1.0, 2.0), (1.0, 3.0), (4.0, 5.0)]
+    assert peaks == [(3.0, 4.0), (3.0, 5.0), (6.0, 7.0)]
     assert all(line["time/offload_s"] >= 0 for line in steps)
-    memory = {"rollout": PhaseMemory(5.0, 6.0), "training": PhaseMemory(4.0, 5.0)}
+    memory = {"rollout": PhaseMemory(5.0, 8.0), "training": PhaseMemory(4.0, 7.0)}
     assert summary.gpu_memory == memory
     written = json.loads((config.output / "summary.json").read_text())["gpu_memory"]
     assert written == {name: asdict(part) for name, part in memory.items()}
     printed = capsys.readouterr().out
-    assert "GPU memory in rollout: 6.0 GiB at most, 5.0 planned" in printed
-    assert "GPU memory in training: 5.0 GiB at most, 4.0 planned" in printed
+    assert "device memory in rollout: 8.0 GiB at most, 5.0 planned" in printed
+    assert "device memory in training: 7.0 GiB at most, 4.0 planned" in printed
 
 
 def test_without_an_engine_all_memory_is_the_trainers(
@@ -201,10 +201,10 @@ def test_without_an_engine_all_memory_is_the_trainers(
     assert [
         {name: line[name] for name in line if name.startswith("memory/")} for line in steps
     ] == [
-        {"memory/training_peak_gib": 2.0},
         {"memory/training_peak_gib": 4.0},
+        {"memory/training_peak_gib": 6.0},
     ]
-    assert summary.gpu_memory == {"training": PhaseMemory(4.0, 5.0)}, (
+    assert summary.gpu_memory == {"training": PhaseMemory(4.0, 7.0)}, (
         "the loss of held-out examples after the last step"
     )
 
@@ -225,7 +225,7 @@ def test_held_out_losses_are_measured_without_the_cache(
         return mean_loss(trainer, batches)
 
     monkeypatch.setattr(sft_setup, "mean_loss", watched)
-    assert measure(run).keys() == {"held_out"}
+    assert run.evaluate().keys() == {"held_out"}
     assert held == [None]
 
 
@@ -237,13 +237,13 @@ def test_fine_tuning_is_planned_before_weights_are_read(
     """
     asked: list[TrainingConfig] = []
 
-    def refuse(model: Any, config: Any, training: TrainingConfig, longest: int) -> GpuPlan:
-        asked.append(training)
+    def refuse(outline: Outline, device: torch.device) -> DevicePlan:
+        asked.append(outline.training)
         raise ConfigError("no room")
 
-    monkeypatch.setattr(sft_setup, "choose_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(setup, "plan_for_gpu", refuse)
-    monkeypatch.setattr(sft_setup, "load_policy", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(outline, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(parts, "plan_device_memory", refuse)
+    monkeypatch.setattr(model_source, "load_policy", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="no room"):
         prepare_sft(supervised(make_config, training={"prompts_per_step": 2}))
     assert microbatch_tokens(asked[0], 100) == 200

@@ -13,7 +13,7 @@ import torch
 import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.operands import PagedBatch
 from isobit.kernels.spec.kv_cache import SpecKvCache
 from isobit.kernels.spec.packed_attention import PackedAttention

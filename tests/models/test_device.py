@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from isobit.config.schema import PrecisionConfig
-from isobit.errors import CheckpointError
+from isobit.config.precision import PrecisionConfig
+from isobit.errors import ModelError
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models.config import Family, ModelConfig, RopeScaling
 from isobit.models.folder import INDEX_FILE, WEIGHTS_FILE, load_policy, save_policy
@@ -85,7 +85,7 @@ def test_shards_named_by_an_index(folder: Path) -> None:
     sharded = load_policy(folder, FP32)
     assert all(torch.equal(sharded.masters[name], master) for name, master in whole.masters.items())
     (folder / "b.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"names b\.safetensors, which is not there"):
+    with pytest.raises(ModelError, match=r"names b\.safetensors, which is not there"):
         load_policy(folder, FP32)
 
 
@@ -96,20 +96,20 @@ def test_a_head_written_beside_its_tied_embedding_is_ignored(folder: Path) -> No
 
 
 def test_missing_folder_and_missing_files(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(ModelError, match="is not a folder"):
         load_policy(tmp_path / "nowhere", FP32)
     (folder / WEIGHTS_FILE).unlink()
-    with pytest.raises(CheckpointError, match="pickled weights"):
+    with pytest.raises(ModelError, match="pickled weights"):
         load_policy(folder, FP32)
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
         load_policy(folder, FP32)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe"])
 def test_config_that_is_not_an_object(folder: Path, content: bytes) -> None:
     (folder / "config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         load_policy(folder, FP32)
 
 
@@ -141,7 +141,7 @@ def test_what_the_decoder_does_not_compute_is_refused_by_name(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     edit_config(folder, **changes)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ModelError, match=message):
         load_policy(folder, FP32)
 
 
@@ -149,7 +149,7 @@ def test_a_missing_key_is_named(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["rms_norm_eps"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="'rms_norm_eps' is missing"):
+    with pytest.raises(ModelError, match="'rms_norm_eps' is missing"):
         load_policy(folder, FP32)
 
 
@@ -164,7 +164,7 @@ def test_damaged_safetensors(folder: Path, damage: str) -> None:
         "empty": b"",
     }
     file.write_bytes(damaged[damage])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
         load_policy(folder, FP32)
 
 
@@ -172,7 +172,5 @@ def test_a_nan_weight_is_refused_by_name(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS_FILE)
     tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = torch.nan
     save_file(tensors, folder / WEIGHTS_FILE)
-    with pytest.raises(
-        CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds a NaN"
-    ):
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds a NaN"):
         load_policy(folder, FP32)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from isobit.config.schema import PrecisionConfig, Preset, Recompute
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.training import Recompute
 from isobit.models.config import Family, ModelConfig, inverse_frequencies
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy

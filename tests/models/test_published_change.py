@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from isobit.config.schema import RunConfig, TrackingConfig
+from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
+from isobit.config.tracking import TrackingConfig
 from isobit.errors import ConfigError
 from isobit.observe.wandb_tracker import open_tracker
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 from isobit.run.sft.loop import sft
 
 MakeConfig = Callable[..., RunConfig]

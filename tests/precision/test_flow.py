@@ -1,11 +1,13 @@
 """Presets, options and fallbacks of a precision flow."""
 
+from collections.abc import Iterator
+
 import pytest
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.errors import ConfigError
 from isobit.precision.compare import describe_flow, graph_differences
-from isobit.precision.flow import DecoderShape, LinearShape, build_flow
+from isobit.precision.flow import DecoderShape, Graph, LinearShape, Site, build_flow
 
 
 def make_shape(layers: int = 4, hidden: int = 256, intermediate: int = 512) -> DecoderShape:
@@ -132,3 +134,28 @@ def test_description_folds_equal_layers_and_says_whether_the_sides_agree() -> No
         "differ"
         in describe_flow(build_flow(PrecisionConfig(preset="fp8-rollout"), make_shape()))[-1]
     )
+
+
+class Scanned(tuple[Site, ...]):
+    """Sites that must not be gone through."""
+
+    scans = 0
+
+    def __iter__(self) -> Iterator[Site]:
+        self.scans += 1
+        return super().__iter__()
+
+
+def test_a_site_is_found_without_going_through_all_of_them() -> None:
+    """Every linear of every layer asks for its site at every publication."""
+    graph = build_flow(PrecisionConfig(), make_shape(layers=40)).rollout
+    sites = Scanned(graph.sites)
+    watched = Graph(sites, graph.activations)
+    before = sites.scans
+    for layer in range(40):
+        assert watched.linear(layer, "o_proj") is graph.linear(layer, "o_proj")
+    assert watched.site("lm_head").kind == "head"
+    assert sites.scans == before
+    assert watched == graph and hash(watched) == hash(graph)
+    with pytest.raises(KeyError):
+        watched.site("layers.40.o_proj")

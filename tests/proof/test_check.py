@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from isobit.cli.main import main
+from isobit.config.check import CheckConfig
 from isobit.config.load import dump_config
-from isobit.config.schema import CheckConfig, PrecisionConfig, Preset, RunConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.run import RunConfig
 from isobit.errors import MismatchError
 from isobit.kernels.spec import sampling
 from isobit.precision.flow import DecoderShape, LinearShape, PrecisionFlow, build_flow
 from isobit.proof.check import check_step
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 from isobit.training.comparison import Comparison
 
 MakeConfig = Callable[..., RunConfig]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.errors import ConfigError
 from isobit.kernels.spec import sampling
 from isobit.models.config import ModelConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.errors import ConfigError, NonFiniteError
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy

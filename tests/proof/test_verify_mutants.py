@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.spec import attention, paged_attention, sampling
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify
 from isobit.rollout.native import executor

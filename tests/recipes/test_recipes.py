@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerFast
 
 from isobit.cli.main import main
 from isobit.config.load import load_config, load_recipe
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.config.sft import SftConfig
-from isobit.errors import CheckpointError
+from isobit.errors import ModelError
 from isobit.models.config import ModelConfig
 from isobit.models.folder import save_policy
 from isobit.models.policy import random_policy
-from isobit.run.setup import prepare
+from isobit.run.rl.setup import prepare_rl
 from tools.starter.build import save_tokenizer, write_text
 from tools.starter.tokenizer import build_tokenizer
 
@@ -109,7 +109,7 @@ def test_the_evaluation_of_the_mix_keeps_its_own_problems(tmp_path: Path) -> Non
         RECIPES / "reasoning_gym.toml",
         ["--output", str(tmp_path / "run"), "--data.train.size", "200"],
     )
-    assert prepare(config).dropped_prompts < 20, (
+    assert prepare_rl(config).data.dropped < 20, (
         "small numbers and short words repeat, whole sets do not"
     )
 
@@ -140,16 +140,16 @@ def test_a_checkpoint_on_disk_trains_through_its_chat_template(
 
 def test_the_recipe_for_a_checkpoint_asks_for_a_folder(tmp_path: Path) -> None:
     config = load_config(RECIPES / "checkpoint.toml", ["--output", str(tmp_path / "run")])
-    with pytest.raises(CheckpointError, match=r"models/Qwen3-0.6B is not a folder"):
-        prepare(config)
+    with pytest.raises(ModelError, match=r"models/Qwen3-0.6B is not a folder"):
+        prepare_rl(config)
 
 
 def test_the_quickstart_measures_what_it_promises() -> None:
     config = load_config(RECIPES / "quickstart.toml", [])
-    run = prepare(config.model_copy(update={"output": Path("nowhere/quickstart")}))
-    assert len(run.evaluator.sets["held_out"]) >= 200
-    assert run.evaluator.sampling.temperature == 0
-    assert run.dropped_prompts == 0, "held-out problems are disjoint from those trained on"
+    run = prepare_rl(config.model_copy(update={"output": Path("nowhere/quickstart")}))
+    assert len(run.data.sets["held_out"]) >= 200
+    assert run.evaluator.requests["held_out"][0].sampling.temperature == 0
+    assert run.data.dropped == 0, "held-out problems are disjoint from those trained on"
     assert config.precision.preset == "fp8"
 
 

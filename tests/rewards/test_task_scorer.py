@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from isobit.config.schema import ReasoningGymData
+from isobit.config.data import ReasoningGymData
 from isobit.data.sources import load_rows
 from isobit.errors import RewardError
 from isobit.records.sequence import TokenSequence

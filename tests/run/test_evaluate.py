@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.errors import ConfigError, RewardError
 from isobit.rollout.progress import Progress
 from isobit.run.evaluate import evaluate_folder

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import tomli_w
 
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 
 ABSENT = ("datasets", "reasoning_gym", "tensorboard", "wandb")
 CODE = f"""

@@ -9,25 +9,29 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     IsobitError,
+    ModelError,
     RequestError,
     RewardError,
 )
 from isobit.memory.host import MemoryEstimate
 from isobit.memory.machine import Memory
 from isobit.models import policy
+from isobit.run import model_source, outline
 from isobit.run import plan as planning
-from isobit.run import setup
-from isobit.run.plan import describe_plan, plan_run
-from isobit.run.setup import prepare
+from isobit.run.plan import TrainingPlan, plan_training
+from isobit.run.rl.setup import prepare_rl, rl_outline
 
 MakeConfig = Callable[..., RunConfig]
 PLENTY = Memory(total=1 << 40, available=1 << 40)
+
+
+def plan_run(config: RunConfig, resume: bool = False) -> TrainingPlan:
+    return plan_training(config, rl_outline, resume)
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -36,13 +40,13 @@ def files(folder: Path) -> dict[str, int]:
 
 def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
     config = make_config()
-    plan, run = plan_run(config), prepare(config)
+    plan, run = plan_run(config), prepare_rl(config)
     assert plan.flow == run.model.policy.flow
-    assert plan.model.config == run.model.policy.config
-    assert plan.training_prompts == run.sampler.state()["prompts"]
-    assert plan.evaluation_problems == {
-        name: len(prompts) for name, prompts in run.evaluator.sets.items()
-    }
+    assert plan.outline.model.config == run.model.policy.config
+    assert plan.outline.longest == max(len(prompt.token_ids) + 8 for prompt in run.data.prompts), (
+        "a prompt and the longest completion"
+    )
+    assert plan.outline.updates == run.trainer.total_updates
     assert isinstance(plan.memory, MemoryEstimate)
     assert plan.memory.size("masters") == sum(
         4 * master.numel() for master in run.model.policy.parameters()
@@ -50,7 +54,7 @@ def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
 
 
 def test_the_text_holds_recipe_flow_data_and_memory(make_config: MakeConfig) -> None:
-    text = "\n".join(describe_plan(plan_run(make_config(precision="fp8-rollout")), PLENTY))
+    text = "\n".join(plan_run(make_config(precision="fp8-rollout")).describe(PLENTY))
     assert "samples_per_prompt = 3" in text
     assert "16 training prompts; evaluation problems: 5 in held_out" in text
     assert (
@@ -63,7 +67,7 @@ def test_the_text_holds_recipe_flow_data_and_memory(make_config: MakeConfig) -> 
 
 def test_too_little_memory_is_a_warning_with_the_key(make_config: MakeConfig) -> None:
     plan = plan_run(make_config(rollout={"max_new_tokens": 8, "kv_pages": 5000}))
-    lines = describe_plan(plan, replace(PLENTY, available=1 << 20))
+    lines = plan.describe(replace(PLENTY, available=1 << 20))
     assert any("but 1 MiB are free" in line and "lower rollout.kv_pages" in line for line in lines)
 
 
@@ -73,7 +77,7 @@ def test_nothing_is_touched(
     monkeypatch.setattr(policy.Policy, "__init__", None)  # weights are not loaded either
     before = files(tmp_path), files(tiny_folder)
     config = make_config()
-    describe_plan(plan_run(config), PLENTY)
+    plan_run(config).describe(PLENTY)
     assert (files(tmp_path), files(tiny_folder)) == before
     assert not config.output.exists()
 
@@ -106,7 +110,7 @@ def test_nothing_is_touched(
         ),
         ({"checkpoint": {"keep_best": "eval/no/accuracy"}}, ConfigError, "checkpoint.keep_best"),
         ({"reward": "no_such_module:reward"}, RewardError, "no_such_module"),
-        ({"model": "no/such/folder"}, CheckpointError, "no/such/folder is not a folder"),
+        ({"model": "no/such/folder"}, ModelError, "no/such/folder is not a folder"),
     ],
 )
 def test_what_a_run_refuses(
@@ -126,18 +130,17 @@ def test_a_used_directory_is_refused_unless_a_run_goes_on_in_it(make_config: Mak
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, total: int, main_memory: int = 1 << 40) -> None:
-    for module in (planning, setup):
-        monkeypatch.setattr(module, "choose_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(setup, "device_memory", lambda: total)
-    monkeypatch.setattr(setup, "read_memory", lambda: Memory(1 << 40, main_memory))
+    monkeypatch.setattr(outline, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(planning, "available_memory", lambda _: total)
+    monkeypatch.setattr(planning, "read_memory", lambda: Memory(1 << 40, main_memory))
 
 
 def test_a_run_on_a_gpu_is_planned_with_its_memory(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_gpu(monkeypatch, 8 << 30)
-    text = "\n".join(describe_plan(plan_run(make_config(rollout={"kv_pages": 50})), PLENTY))
-    assert re.search(r"GPU memory, of 8 GiB: +rollout +training", text)
+    text = "\n".join(plan_run(make_config(rollout={"kv_pages": 50})).describe(PLENTY))
+    assert re.search(r"device memory, of 8 GiB: +rollout +training", text)
     assert (
         "50 pages of 128 tokens in rollout; micro-batches of up to 102 tokens in training" in text
     )
@@ -148,13 +151,13 @@ def test_a_run_on_a_gpu_is_planned_with_its_memory(
 def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "load_policy", None)
+    monkeypatch.setattr(model_source, "load_policy", None)
     on_a_gpu(monkeypatch, 1 << 30)
-    for start in (plan_run, prepare):
+    for start in (plan_run, prepare_rl):
         with pytest.raises(ConfigError, match="training a micro-batch of 102 tokens would take"):
             start(make_config())
     on_a_gpu(monkeypatch, 8 << 30, main_memory=1000)
-    for start in (plan_run, prepare):
+    for start in (plan_run, prepare_rl):
         with pytest.raises(
             ConfigError,
             match=r"offload_moments puts [\d.]+ MiB into main memory, and 0\.977 KiB are free",

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from isobit.config.schema import GenerationConfig, JsonlData, PrecisionConfig, RolloutConfig
+from isobit.config.commands import GenerationConfig
+from isobit.config.data import JsonlData
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.errors import ConfigError, DataError
 from isobit.run.rollout import completion_lines, rollout_folder
 
@@ -47,7 +50,7 @@ def test_a_completion_ends_at_the_context(tiny_folder: Path) -> None:
 
 
 def test_what_cannot_be_completed(tiny_folder: Path) -> None:
-    with pytest.raises(ConfigError, match="3 samples at temperature 0"):
+    with pytest.raises(ConfigError, match=r"samples is 3, but rollout.temperature is 0"):
         rollout_folder(
             tiny_folder,
             ["1"],

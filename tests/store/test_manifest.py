@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from isobit.config.schema import RunConfig
-from isobit.run.setup import prepare
+from isobit.config.run import RunConfig
+from isobit.run.rl.setup import prepare_rl
 from isobit.store.manifest import manifest
 
 MakeConfig = Callable[..., RunConfig]
@@ -15,7 +15,7 @@ MakeConfig = Callable[..., RunConfig]
 
 def test_versions_device_machine_configuration_and_fallbacks(make_config: MakeConfig) -> None:
     config = make_config()
-    content = json.loads(json.dumps(manifest(prepare(config)), allow_nan=False))
+    content = json.loads(json.dumps(manifest(prepare_rl(config)), allow_nan=False))
     assert content["versions"]["torch"] == torch.__version__
     assert content["versions"]["python"] == platform.python_version()
     assert {"isobit", "transformers", "safetensors", "datasets", "numpy"} <= set(
@@ -27,6 +27,9 @@ def test_versions_device_machine_configuration_and_fallbacks(make_config: MakeCo
     )
     assert content["machine"]["cores"] >= 1 and content["machine"]["processor"]
     assert RunConfig.model_validate(content["config"]) == config
+    assert content["engine"] == {"kv_pages": 4 * 256, "page_tokens": 64}, (
+        "as many as the largest batch of the longest sequences needs: the recipe names none"
+    )
     assert content["precision"]["exact"] is True
     assert content["precision"]["fallbacks"] == [
         "qkv_proj stays in BF16: its sizes (128, 64, 64) x 128 are no multiples of 128"

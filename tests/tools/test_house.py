@@ -9,7 +9,7 @@ from tools.house.__main__ import figures_of, measure_passes, table
 FILES = {
     "__init__.py": '"""The package."""\n',
     "run/loop.py": '''"""The loop."""
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 
 
 def train(config: RunConfig) -> None:

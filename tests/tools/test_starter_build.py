@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from isobit.config.data import JsonlData
 from isobit.config.load import load_recipe
-from isobit.config.schema import JsonlData
 from isobit.config.sft import SftConfig
 from isobit.data.sources import load_rows
 from isobit.data.tokenizer import load_tokenizer

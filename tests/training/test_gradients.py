@@ -20,13 +20,10 @@ import torch
 
 from isobit.algorithms.objective import Objective
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import (
-    AlgorithmConfig,
-    PrecisionConfig,
-    Preset,
-    RolloutConfig,
-    TrainingConfig,
-)
+from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from isobit.config.schema import Moments, TrainingConfig
+from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.backend import backend_of
 from isobit.training.optimiser import (
     build_optimiser,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig
-from isobit.errors import ConfigError
+from isobit.config.algorithm import AlgorithmConfig
+from isobit.errors import OutOfMemoryError
 from isobit.models.scorer import ScoredPass, Scorer, Scores
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Group
@@ -180,9 +180,10 @@ def test_one_sequence_that_is_too_long_ends_it_with_the_keys(
     trainer = make_trainer(**settings)
     groups = make_groups(trainer)
     before = state_of(trainer)
-    with Memory(8).of(trainer), pytest.raises(ConfigError) as error:
+    with Memory(8).of(trainer), pytest.raises(OutOfMemoryError) as error:
         train_on_groups(trainer, groups, GRPO, trainer.policy.flow.exact)
-    assert "CUDA out of memory, with one sequence of 34 tokens in a micro-batch" in str(error.value)
+    said = "training ran out of memory: 2.00 GiB more were needed; one sequence of 34 tokens"
+    assert str(error.value).startswith(said)
     assert "training.tokens_per_microbatch = 128" in str(error.value)
     assert str(error.value).endswith(advice)
     assert trainer.is_whole and trainer.updates == 0
@@ -197,7 +198,7 @@ def test_within_an_optimiser_step_it_ends_too(
     groups = make_groups(trainer)
     monkeypatch.setattr(torch.optim.AdamW, "step", out_of_memory)
     with pytest.raises(
-        ConfigError, match="in the middle of an optimiser step, of which nothing is kept"
+        OutOfMemoryError, match="in the middle of an update, of which nothing is kept"
     ):
         train_on_groups(trainer, groups, GRPO, trainer.policy.flow.exact)
     assert not trainer.is_whole and trainer.budget.changes == []

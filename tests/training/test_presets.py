@@ -10,7 +10,8 @@ from typing import get_args
 import pytest
 
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig, Preset
+from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.precision import Preset
 from isobit.records.text import Group
 from isobit.training.step import train_on_groups
 from isobit.training.supervised import SupervisedObjective, pack_pairs

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from isobit.algorithms.objective import LossOutputs
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig
+from isobit.config.algorithm import AlgorithmConfig
 from isobit.errors import ConfigError
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch

@@ -9,7 +9,7 @@ import torch
 
 from isobit.algorithms.objective import LossOutputs
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import AlgorithmConfig
+from isobit.config.algorithm import AlgorithmConfig
 from isobit.errors import NonFiniteError
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch
@@ -267,7 +267,7 @@ def test_a_norm_that_only_fp64_holds_skips_the_step(
     )
 
 
-def test_too_many_skipped_steps_in_a_row_stop_the_training(
+def test_too_many_skipped_updates_in_a_row_stop_the_training(
     make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:
     trainer = make_trainer(max_skipped_updates=2)
@@ -278,7 +278,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_training(
     with pytest.raises(
         NonFiniteError,
         match=(
-            r"2 optimiser steps in a row were skipped, the last because the loss is inf; "
+            r"2 updates in a row were skipped, the last because the loss is inf; "
             r".*max_skipped_updates is 2"
         ),
     ):

@@ -2,7 +2,7 @@
 
 - **Device**: files outside kernels/ whose code names a device.  Names, attributes, modules and
   strings without spaces count, where they hold cuda, gpu, hopper or triton as a word or a part of
-  one (``is_cuda``, ``GpuTurns``).  What is for people is counted apart: docstrings, comments and
+  one (``is_cuda``, ``DeviceTurns``).  What is for people is counted apart: docstrings, comments and
   sentences.  Of these files, some know a device's own code: they name hopper or triton, or ask
   ``is_cuda``.
 - **Climbs**: functions outside config/ with a parameter annotated as a whole configuration,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.schema import DataConfig, JsonlData, RolloutConfig
+from isobit.config.data import DataConfig, JsonlData
+from isobit.config.rollout import RolloutConfig
 from isobit.data.prompts import build_prompts
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt, SamplingParams

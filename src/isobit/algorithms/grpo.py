@@ -19,7 +19,7 @@ import torch
 from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.mean import mean_weights
 from isobit.algorithms.objective import LossOutputs
-from isobit.config.schema import AlgorithmConfig
+from isobit.config.algorithm import AlgorithmConfig
 from isobit.records.batch import PackedBatch
 
 

@@ -1,4 +1,4 @@
-"""The weight of each response token in the mean over one optimiser step.
+"""The weight of each response token in the mean over one update.
 
 Token mean, DAPO's (arXiv 2503.14476, section 3.3): with N tokens in the step, every token weighs
 ``1 / N``, so that a long answer counts for more than a short one.  Sequence mean, GRPO's own (arXiv

@@ -1,6 +1,6 @@
 """What an objective takes and gives: the seam between the trainer and the family of algorithms.
 
-An optimiser step is cut into micro-batches by a token budget, and the loss must not depend on the
+An update is cut into micro-batches by a token budget, and the loss must not depend on the
 cut.  So an objective is asked twice: once for the weight of every response token, with the whole
 step in view, and then for the weighted **sum** of one micro-batch.  Sums over the micro-batches of
 a step add up to the step's loss, and so do their gradients:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from isobit.algorithms.grpo import Grpo
 from isobit.algorithms.objective import Algorithm
-from isobit.config.schema import AlgorithmConfig
+from isobit.config.algorithm import AlgorithmConfig
 from isobit.errors import ConfigError
 
 ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"grpo": Grpo}

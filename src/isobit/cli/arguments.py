@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from isobit.config.schema import Strict
+    from isobit.config.base import Strict
 
 Settings = TypeVar("Settings", bound="Strict")
 

@@ -17,23 +17,23 @@ def run(arguments: Sequence[str]) -> int:
     """Evaluate and print.  Raises IsobitError for anything that cannot be used."""
     options, overrides = _parser().parse_known_args(arguments)
 
-    from isobit.config.schema import RunConfig
+    from isobit.config.run import RunConfig
 
     config = settings_from(RunConfig, _values(options), overrides)
     set_threads(options)
 
-    from rich.console import Console
+    from rich.console import Console as Terminal
 
     with starting():
-        from isobit.observe.console import Report, describe_result
+        from isobit.observe.console import Console, describe_result
         from isobit.run.evaluate import evaluate_folder
 
-    with Report(Console(stderr=True)).generating("evaluation") as progress:
+    with Console(Terminal(stderr=True)).generating("evaluation") as progress:
         results = evaluate_folder(Path(options.folder), config, progress)
     if options.json:
         print(json.dumps({name: asdict(result) for name, result in results.items()}, indent=2))
     else:
-        Report().line(
+        Console().line(
             "\n".join(
                 f"{config.precision.preset}: {describe_result(name, result)}"
                 for name, result in results.items()

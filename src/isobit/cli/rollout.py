@@ -12,7 +12,7 @@ from isobit.cli.waiting import starting
 from isobit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from isobit.config.schema import GenerationConfig
+    from isobit.config.commands import GenerationConfig
     from isobit.records.text import Group
 
 
@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.out is not None:
         _check_new(options.out)
 
-    from isobit.config.schema import GenerationConfig
+    from isobit.config.commands import GenerationConfig
 
     limits = given(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     settings = settings_from(
@@ -46,15 +46,15 @@ def run(arguments: Sequence[str]) -> int:
 def _generate(options: Namespace, settings: "GenerationConfig") -> "list[Group]":
     set_threads(options)
 
-    from rich.console import Console
+    from rich.console import Console as Terminal
 
-    from isobit.config.schema import JsonlData
+    from isobit.config.data import JsonlData
 
     with starting():
-        from isobit.observe.console import Report
+        from isobit.observe.console import Console
         from isobit.run.rollout import rollout_folder
 
-    with Report(Console(stderr=True)).generating("rollout") as progress:
+    with Console(Terminal(stderr=True)).generating("rollout") as progress:
         return rollout_folder(
             Path(options.folder),
             prompts=[options.prompt] if options.data is None else JsonlData(path=options.data),

@@ -31,9 +31,10 @@ def run(arguments: Sequence[str]) -> int:
 def _plan(config: "SftConfig", resume: bool) -> list[str]:
     with starting():
         from isobit.memory.machine import read_memory
-        from isobit.run.sft.plan import describe_plan, plan_sft
+        from isobit.run.plan import plan_training
+        from isobit.run.sft.setup import sft_outline
 
-    return describe_plan(plan_sft(config, resume), read_memory())
+    return plan_training(config, sft_outline, resume).describe(read_memory())
 
 
 def _start(config: "SftConfig", resume: bool) -> None:

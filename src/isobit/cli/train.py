@@ -9,7 +9,7 @@ from isobit.cli.training import TrainingCommand
 from isobit.cli.waiting import starting
 
 if TYPE_CHECKING:
-    from isobit.config.schema import RunConfig
+    from isobit.config.run import RunConfig
 
 DESCRIPTION = (
     "Train a policy as a TOML recipe says, and leave it with all figures in the recipe's output "
@@ -21,7 +21,7 @@ def run(arguments: Sequence[str]) -> int:
     """Train as the recipe says.  Raises IsobitError for anything that cannot be used, before
     anything is written.
     """
-    from isobit.config.schema import RunConfig
+    from isobit.config.run import RunConfig
 
     return TrainingCommand(
         "train", DESCRIPTION, "recipes/quickstart.toml", RunConfig, _plan, _start
@@ -31,13 +31,14 @@ def run(arguments: Sequence[str]) -> int:
 def _plan(config: "RunConfig", resume: bool) -> list[str]:
     with starting():
         from isobit.memory.machine import read_memory
-        from isobit.run.plan import describe_plan, plan_run
+        from isobit.run.plan import plan_training
+        from isobit.run.rl.setup import rl_outline
 
-    return describe_plan(plan_run(config, resume), read_memory())
+    return plan_training(config, rl_outline, resume).describe(read_memory())
 
 
 def _start(config: "RunConfig", resume: bool) -> None:
     with starting():
-        from isobit.run.loop import train
+        from isobit.run.rl.loop import train
 
     train(config, resume=resume)

@@ -16,7 +16,7 @@ from isobit.cli.arguments import asks_for_help, flags_first, recipe_parser
 from isobit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from isobit.config.schema import Strict
+    from isobit.config.base import Strict
 
 FLAGS = ("--print-config", "--dry-run", "--resume")
 Config = TypeVar("Config", bound="Strict")

@@ -17,7 +17,7 @@ from isobit.cli.waiting import starting
 from isobit.errors import ConfigError, IsobitError
 
 if TYPE_CHECKING:
-    from isobit.config.schema import VerifyConfig
+    from isobit.config.commands import VerifyConfig
     from isobit.proof.verify import ScenarioResult, VerifyResult
 
 NOT_COMPARED = 2
@@ -40,7 +40,7 @@ def _verify(arguments: Sequence[str]) -> int:
     has_shape = any(word.partition("=")[0] == "--shape" for word in arguments)
     options, overrides = _parser(with_folder=not has_shape).parse_known_args(arguments)
 
-    from isobit.config.schema import VerifyConfig
+    from isobit.config.commands import VerifyConfig
 
     settings = settings_from(VerifyConfig, {"precision": options.precision}, overrides)
     set_threads(options)
@@ -48,9 +48,9 @@ def _verify(arguments: Sequence[str]) -> int:
     if options.bisect:
         return _bisect(options, settings)
     with starting():
-        from isobit.observe.console import Report
+        from isobit.observe.console import Console
 
-    with Report().busy("generating and comparing"):
+    with Console().busy("generating and comparing"):
         result = _compare(options, settings)
     if options.json:
         print(json.dumps(result.as_json(), indent=2))

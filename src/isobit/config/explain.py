@@ -41,9 +41,11 @@ def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
         case "missing":
             return f"{path}: missing; set it in the file or with --{path} VALUE"
         case "union_tag_not_found":
-            return f"{path}.type: missing; it says which kind of source this is (reasoning_gym, jsonl or hf)"
+            kinds = "reasoning_gym, jsonl or hf"
+            return f"{path}.type: missing; it says which kind of source this is ({kinds})"
         case "union_tag_invalid":
-            return f"{path}.type: should be {context['expected_tags'].replace(', ', ' or ')}, but it is {context['tag']!r}"
+            tags = context["expected_tags"].replace(", ", " or ")
+            return f"{path}.type: should be {tags}, but it is {context['tag']!r}"
     message = detail["msg"][0].lower() + detail["msg"][1:]
     return f"{path}: {message.removeprefix('input ')}, but it is {_shorten(detail['input'])}"
 

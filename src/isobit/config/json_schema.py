@@ -10,7 +10,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from isobit.config.schema import Preset, RunConfig, Strict
+from isobit.config.base import Strict
+from isobit.config.precision import Preset
+from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
 
 RECIPES: dict[str, type[Strict]] = {"train": RunConfig, "sft": SftConfig}

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import ValidationError
 
+from isobit.config.base import Strict
 from isobit.config.explain import config_error
 from isobit.config.overrides import apply_overrides, parse_overrides
-from isobit.config.schema import RunConfig, Strict
+from isobit.config.run import RunConfig
 from isobit.errors import ConfigError
 
 Model = TypeVar("Model", bound=Strict)

@@ -12,9 +12,11 @@ _HEAD = """# Configuration
 
 <!-- Written by `make schema` from src/isobit/config; change the models there. -->
 
-A recipe is a TOML file. `isobit train RECIPE.toml --training.steps 5` overrides any key of it; `--print-config` prints what comes out, and
-`--dry-run` what the run would use and take. An unknown key is an error that suggests the right one. `precision = "fp8"` is short for the
-table with that preset. Relative paths are relative to the directory in which the command runs. NAME is yours to choose.
+A recipe is a TOML file. `isobit train RECIPE.toml --training.steps 5` overrides any key of it;
+`--print-config` prints what comes out, and `--dry-run` what the run would use and take. An unknown
+key is an error that suggests the right one. `precision = "fp8"` is short for the table with that
+preset. Relative paths are relative to the directory in which the command runs. NAME is yours to
+choose.
 
 An editor with Even Better TOML or taplo completes and checks a recipe whose first line names the schema:
 

@@ -1,86 +1,21 @@
-"""What a run of ``isobit sft`` is: supervised fine-tuning, with the tables and names of
-``isobit.config.schema`` where the two agree.
+"""The recipe of ``isobit sft``: its tables, which are those of ``isobit train`` where the two
+agree.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isobit.config.schema import (
-    CheckpointConfig,
-    Device,
-    EvaluationConfig,
-    HfData,
-    JsonlData,
-    OptimisationConfig,
-    PrecisionConfig,
-    RewardConfig,
-    RolloutConfig,
-    Strict,
-    TrackingConfig,
-)
-
-
-class ModelShape(Strict):
-    """A decoder to be trained from random weights; the names are those of a Hugging Face
-    ``config.json``.
-    """
-
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int | None = Field(default=None, gt=0)
-    """By default as many as ``num_heads``."""
-    head_dim: int | None = Field(default=None, gt=0)
-    """By default ``hidden_size`` over ``num_heads``."""
-    vocab_size: int | None = Field(default=None, gt=0)
-    """By default the tokenizer's, rounded up to a multiple of 128."""
-    max_positions: int = Field(default=512, gt=1)
-    """Tokens of the context."""
-    rms_epsilon: float = Field(default=1e-6, gt=0)
-    rope_theta: float = Field(default=10000.0, gt=0)
-    tied_embeddings: bool = True
-
-
-class JsonlExamples(JsonlData):
-    """A JSONL file of prompts and the completions to be learnt, or of whole conversations."""
-
-    completion: str = "completion"
-    """Column that holds the text to be learnt, or it as chat messages."""
-    messages: str | None = None
-    """Column that holds whole conversations instead; every turn of the assistant is learnt, with
-    all before it as its prompt.
-    """
-
-
-class HfExamples(HfData):
-    """The same columns in a Hugging Face dataset on disk."""
-
-    completion: str = "completion"
-    messages: str | None = None
-
-
-ExampleSource = Annotated[JsonlExamples | HfExamples, Field(discriminator="type")]
-
-
-class SftDataConfig(Strict):
-    """Where examples come from.  A training example whose prompt also stands in an evaluation set
-    is dropped, and counted.
-    """
-
-    train: ExampleSource
-    eval: dict[str, ExampleSource] = Field(default={})
-    """Named held-out sets."""
-    chat: bool = True
-    """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
-    used as it stands.
-    """
-    max_tokens: int = Field(default=2048, gt=0)
-    """Longer examples, prompt and completion together, are refused, by id."""
-    shuffle: bool = True
+from isobit.config.base import Device, Strict
+from isobit.config.checkpoint import CheckpointConfig
+from isobit.config.evaluation import EvaluationConfig
+from isobit.config.examples import SftDataConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.reward import RewardConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.shape import ModelShape
+from isobit.config.tracking import TrackingConfig
+from isobit.config.training import OptimisationConfig
 
 
 class SftConfig(Strict):

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.sft import ExampleSource, SftDataConfig
+from isobit.config.examples import ExampleSource, SftDataConfig
 from isobit.data.prompts import chat_messages, prompts_of_rows, render_chat
 from isobit.data.sources import Row, load_rows
 from isobit.data.tokenizer import decode

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.schema import DataConfig, DataSource
+from isobit.config.data import DataConfig, DataSource
 from isobit.data.sources import Row, load_rows
 from isobit.errors import DataError
 from isobit.records.text import Prompt

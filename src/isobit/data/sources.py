@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from isobit.config.schema import DataSource, HfData, JsonlData, ReasoningGymData
+from isobit.config.data import DataSource, HfData, JsonlData, ReasoningGymData
 from isobit.data.hugging_face import read_hugging_face
 from isobit.data.jsonl import read_jsonl
 from isobit.data.tasks import TASK_COLUMN, create_task

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from isobit.errors import CheckpointError
+from isobit.errors import ModelError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -14,15 +14,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face model folder, read from disk only, without remote code.
 
-    Raises ``CheckpointError`` for a folder that is missing, holds no tokenizer, or holds one that
+    Raises ``ModelError`` for a folder that is missing, holds no tokenizer, or holds one that
     cannot be loaded.
     """
     if not folder.is_dir():
-        raise CheckpointError(
+        raise ModelError(
             f"{folder} is not a folder; expected a Hugging Face model folder with a tokenizer"
         )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise CheckpointError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
+        raise ModelError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -30,7 +30,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except (
         Exception
     ) as error:  # the library raises many types, down to bare Exception from its Rust half
-        raise CheckpointError(
+        raise ModelError(
             f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
 
@@ -40,7 +40,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[in
     ``generation_config.json``, ascending.
 
     Chat models often name an end of turn in only one of the two places, so both count.  Raises
-    ``CheckpointError`` where neither names any, since no completion would ever stop, and where the
+    ``ModelError`` where neither names any, since no completion would ever stop, and where the
     file is damaged.
     """
     stops: set[int] = set()
@@ -50,7 +50,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[in
     if path.is_file():
         stops.update(_generation_stops(path))
     if not stops:
-        raise CheckpointError(
+        raise ModelError(
             f"{folder} names no end-of-sequence token, in neither its tokenizer nor "
             "generation_config.json; set eos_token_id there"
         )
@@ -61,11 +61,11 @@ def _generation_stops(path: Path) -> list[int]:
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        raise ModelError(f"{path} is not JSON: {error}") from error
     value = config.get("eos_token_id") if isinstance(config, dict) else None
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-        raise CheckpointError(
+        raise ModelError(
             f"{path}: eos_token_id must be a token id or a list of them, found {value!r}"
         )
     return ids

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from isobit.config.schema import Device
+from isobit.config.base import Device
 from isobit.errors import ConfigError
 from isobit.kernels.adamw import AdamWFactors
 from isobit.kernels.operands import (
@@ -392,6 +392,16 @@ class Support(Protocol):
         """Packages beside torch that its bits depend on."""
         ...
 
+    @property
+    def extra(self) -> str | None:
+        """The optional part of Isobit with the packages that it is meant to have."""
+        ...
+
+    @property
+    def remedy(self) -> str:
+        """What a user does where the device or its libraries are not found."""
+        ...
+
     def device_model(self, device: torch.device) -> str | None:
         """Which of its devices this is; None where that is the host's processor."""
         ...
@@ -429,6 +439,11 @@ def backend_of(device: torch.device) -> Backend:
     """The back end of a device; loads its kernels."""
     module = import_module(f"isobit.kernels.{_BACK_ENDS[device.type]}.backend")
     return module.make(device)
+
+
+def is_present(device_type: str) -> bool:
+    """Whether the machine has such a device, usable or not."""
+    return support(device_type).is_present()
 
 
 def usable_devices() -> dict[str, str | None]:

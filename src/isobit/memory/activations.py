@@ -21,7 +21,7 @@ storage and count.
 from dataclasses import dataclass
 from functools import cache
 
-from isobit.config.schema import Recompute
+from isobit.config.training import Recompute
 from isobit.kernels.sizes import AttentionShape, Sizes, WorkShape
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder

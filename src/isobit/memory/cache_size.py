@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 import torch
 
-from isobit.config.schema import RolloutConfig
-from isobit.errors import ConfigError
+from isobit.config.rollout import RolloutConfig
+from isobit.errors import ConfigError, OutOfMemoryError
+from isobit.kernels.backend import DeviceMemory
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy
@@ -80,17 +81,19 @@ def num_pages_within(
 
 
 @contextmanager
-def out_of_memory_named() -> Iterator[None]:
-    """Turn the GPU's out-of-memory into a ConfigError that names the keys which lower what an
-    engine takes.
+def out_of_memory_named(memory: DeviceMemory | None) -> Iterator[None]:
+    """Turn a device's out-of-memory into Isobit's, with what of ``memory`` was free and the keys
+    that lower what an engine takes.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"the GPU's memory does not hold the rollout ({str(error).splitlines()[0]}): lower "
-            "rollout.kv_memory_gib, "
-            "rollout.max_batched_tokens or rollout.max_sequences, or end what else runs on the GPU"
+        raise OutOfMemoryError(
+            "rollout",
+            str(error),
+            None if memory is None else memory.free(),
+            "lower rollout.kv_memory_gib, rollout.max_batched_tokens or rollout.max_sequences, or "
+            "end what else runs on the device",
         ) from error
 
 

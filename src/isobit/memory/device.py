@@ -30,17 +30,18 @@ from itertools import product
 from math import prod
 from typing import get_args
 
-from isobit.config.schema import Recompute, RolloutConfig, TrainingConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.errors import ConfigError
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
 from isobit.memory.host import microbatch_tokens, published_bytes
-from isobit.memory.machine import gib
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.optimiser import moment_bytes, smaller_moments
+from isobit.units import gib
 
 _MOST_TOKENS = 1 << 24
 _ROUND = 128  # tokens: the step of what is advised
@@ -84,7 +85,7 @@ class DevicePlan:
         rows = [(name, [phase.get(name, 0) for phase in phases]) for name in names]
         rows.append(("reserve", [RESERVE for _ in phases]))
         rows.append(("together", [peak + RESERVE for peak in self.peaks.values()]))
-        title = f"GPU memory, of {gib(self.total)}:"
+        title = f"device memory, of {gib(self.total)}:"
         lines = [f"{title:<32}" + "".join(f"{name:>13}" for name in self._phases)]
         for name, sizes in rows:
             cells = (gib(size) if size else "-" for size in sizes)
@@ -199,7 +200,7 @@ class DevicePlanner:
         else:
             largest = f"with {settings} not one token fits beside weights and gradients"
         return (
-            f"training a micro-batch of {tokens:,} tokens would take {gib(needed)} of the GPU's "
+            f"training a micro-batch of {tokens:,} tokens would take {gib(needed)} of the device's "
             f"memory, and {gib(max(self.total - RESERVE, 0))} can be planned with; {largest}; "
             f"{self._alternative(training, tokens, longest)}"
         )
@@ -226,7 +227,7 @@ class DevicePlanner:
                 f"the most that any setting holds are {most:,}, with "
                 f"{_settings(changes[-1], training)}; or take shorter sequences"
             )
-        return "no setting makes this model's training fit: take a smaller model or a larger GPU"
+        return "no setting makes this model's training fit: take a smaller model or a larger device"
 
 
 def _too_large_a_cache(
@@ -244,7 +245,7 @@ def _too_large_a_cache(
         key, most = "rollout.kv_pages", f"{left // page:,} pages"
     advice = "; training.offload_moments = true leaves the moments' part to it as well"
     return (
-        f"the KV cache would take {gib(wanted)} of the GPU's memory, and beside the weights, a "
+        f"the KV cache would take {gib(wanted)} of the device's memory, and beside the weights, a "
         f"forward and {gib(RESERVE)} of reserve there is room for {gib(left)} (of sequences of up "
         f"to {longest:,} tokens): the largest {key} that fits is {most}"
         f"{'' if training.offload_moments else advice}; or lower rollout.max_batched_tokens"

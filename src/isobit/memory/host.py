@@ -25,16 +25,17 @@ keeps pages of freed workspaces: the warning comes with that margin.
 from dataclasses import dataclass
 from math import prod
 
-from isobit.config.schema import RolloutConfig, TrainingConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import batched_tokens, num_pages_for
-from isobit.memory.machine import gib
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, master_shapes
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.formats import DTYPES
 from isobit.training.optimiser import moment_bytes
+from isobit.units import gib
 
 MARGIN = 1.2
 """What a process may take beyond the estimate (see above)."""

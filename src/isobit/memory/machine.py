@@ -68,13 +68,3 @@ def openmp_libraries() -> list[str]:
         for name in {Path(path).name for path in paths}
         if name.startswith(("libgomp", "libiomp", "libomp"))
     )
-
-
-def gib(size: float) -> str:
-    """Bytes for a reader: ``1.23 GiB``, ``45.6 MiB`` or ``789 KiB``."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
-        if size >= unit:
-            return (
-                f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:,.0f} {name}"
-            )
-    return f"{size / 1024:.3g} KiB"

@@ -1,32 +1,105 @@
-"""Engine and trainer take turns in a GPU's memory, and each turn's peak is measured.
+"""Engine and trainer take turns in the memory that a device has for itself, and each turn's peak is
+measured.
 
     rollout, evaluation     the engine has its KV cache and graphs; moments may be on the host
-    training                the engine has given them back; moments are on the GPU, then gradients
-                            and activations
+    training                the engine has given them back; moments are on the device, then
+                            gradients and activations
 
 A turn of the trainer is a ``with`` block around everything that needs its memory.  What torch keeps
-of freed blocks is given back between turns.  For that its blocks must not be held by a small tensor
-in each of them, moments among activations for example, so they are made of pages that come and go
-by themselves (``allocate_in_pages``).
+of freed blocks is given back between turns, for which its blocks must be made of pages that come
+and go by themselves (``allocate_in_pages``).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 from isobit.clock import Timing
+from isobit.kernels.backend import backend_of
 from isobit.memory.device import DevicePlan
-from isobit.observe.summary import PhaseMemory
-from isobit.rollout.engine import RolloutEngine
 from isobit.training.host_moments import HostMoments
 from isobit.training.trainer import Trainer
+from isobit.units import GIB
 
-_GIB = 1 << 30
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """The most that a phase of a run took of a device's own memory."""
+
+    planned_gib: float
+    peak_gib: float
 
 
-class GpuTurns:
-    """The turns of one run, and the most that torch held in each kind of them."""
+class HoldsMemory(Protocol):
+    """An engine, as far as it matters here."""
 
-    def __init__(self, plan: DevicePlan, engine: RolloutEngine | None, trainer: Trainer) -> None:
+    def release(self) -> None:
+        """Give back what it can make again when it is next asked for something."""
+        ...
+
+
+class Turns(Protocol):
+    """Who has a device's memory when, and what each turn took."""
+
+    def training(self, clock: Timing, engine_is_next: bool = True) -> AbstractContextManager[None]:
+        """The trainer's turn, in which the engine must not be asked for anything."""
+        ...
+
+    def release_engine(self) -> None:
+        """Leave the engine's memory to a measurement of the trainer, outside of its turns."""
+        ...
+
+    def figures(self) -> Mapping[str, float]:
+        """The peaks of the latest turn of each kind, GiB, as metrics."""
+        ...
+
+    def summary(self) -> Mapping[str, PhaseMemory] | None:
+        """Planned beside measured, by phase, up to now; None where nothing is planned."""
+        ...
+
+    def describe(self) -> Sequence[str]:
+        """The plan as lines of text."""
+        ...
+
+
+class NoTurns:
+    """Main memory, as on a CPU: engine and trainer have it together, and nothing is measured."""
+
+    def training(self, clock: Timing, engine_is_next: bool = True) -> AbstractContextManager[None]:
+        """A block in which nothing is different."""
+        return nullcontext()
+
+    def release_engine(self) -> None:
+        """The engine keeps what it has."""
+
+    def figures(self) -> Mapping[str, float]:
+        """No figures."""
+        return {}
+
+    def summary(self) -> None:
+        """Nothing was planned, so there is nothing to compare."""
+
+    def describe(self) -> Sequence[str]:
+        """No lines: main memory is estimated by a dry run alone."""
+        return ()
+
+
+def allocate_in_pages(device: torch.device) -> None:
+    """Let the allocator of a device's own memory map single pages, so that what one turn freed can
+    be given back before the next.  Called before anything is in it.
+    """
+    memory = backend_of(device).memory
+    if memory is not None:
+        memory.allocate_in_pages()
+
+
+class DeviceTurns:
+    """The turns of one run, and the most bytes that were in use in each kind of them."""
+
+    def __init__(self, plan: DevicePlan, engine: HoldsMemory | None, trainer: Trainer) -> None:
         """The moments go to the host for the engine's turns if the trainer's configuration says
         so.
         """
@@ -48,8 +121,7 @@ class GpuTurns:
         if self._engine_is_next:
             self._end("rollout")
         self._engine_is_next = engine_is_next
-        if self._engine is not None:
-            self._engine.release()
+        self.release_engine()
         if self._moments is not None:
             with clock("offload"):
                 self._moments.to_device()
@@ -63,16 +135,25 @@ class GpuTurns:
             self._memory.release_cached()
         self._memory.reset_peak()
 
+    def release_engine(self) -> None:
+        """Give the memory of the KV cache and of the graphs back; the engine makes them again."""
+        if self._engine is not None:
+            self._engine.release()
+
+    def describe(self) -> Sequence[str]:
+        """The plan as a table of the phases."""
+        return self.plan.describe()
+
     def figures(self) -> dict[str, float]:
         """The peaks of the latest turn of each kind, GiB, as metrics."""
-        return {f"memory/{phase}_peak_gib": size / _GIB for phase, size in self._latest.items()}
+        return {f"memory/{phase}_peak_gib": size / GIB for phase, size in self._latest.items()}
 
     def summary(self) -> dict[str, PhaseMemory]:
         """Planned beside measured, by phase, up to now."""
         if self._engine_is_next:
             self._end("rollout")
         return {
-            phase: PhaseMemory(self.plan.peaks[phase] / _GIB, peak / _GIB)
+            phase: PhaseMemory(self.plan.peaks[phase] / GIB, peak / GIB)
             for phase, peak in self._peaks.items()
         }
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from isobit.errors import CheckpointError
+from isobit.errors import ModelError
 from isobit.precision.flow import DecoderShape, LinearShape
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -55,11 +55,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(
+            raise ModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
             )
         if self.head_dim > MAX_HEAD_DIM or self.head_dim % 2:
-            raise CheckpointError(
+            raise ModelError(
                 f"head size {self.head_dim} is not supported: it must be even and at most "
                 f"{MAX_HEAD_DIM}"
             )
@@ -93,12 +93,12 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], source: str) -> "ModelConfig":
-        """Read a ``config.json``; raises CheckpointError, naming ``source``, for what this decoder
+        """Read a ``config.json``; raises ModelError, naming ``source``, for what this decoder
         does not compute.
         """
         architecture = (config.get("architectures") or ["(none)"])[0]
         if architecture not in ARCHITECTURES:
-            raise CheckpointError(
+            raise ModelError(
                 f"{source}: architecture {architecture} is not supported; supported are "
                 f"{', '.join(ARCHITECTURES)}"
             )
@@ -124,7 +124,7 @@ class ModelConfig:
                 rope_scaling=_rope_scaling(config, source),
             )
         except KeyError as missing:
-            raise CheckpointError(f"{source}: the key {missing} is missing") from None
+            raise ModelError(f"{source}: the key {missing} is missing") from None
 
     def to_hf(self) -> dict[str, Any]:
         """A ``config.json`` that transformers loads."""
@@ -184,7 +184,7 @@ def _rope_scaling(config: dict[str, Any], source: str) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise CheckpointError(
+        raise ModelError(
             f"{source}: rope_type {kind!r} is not supported; supported are 'default' and 'llama3'"
         )
     return RopeScaling(**{f.name: parameters[f.name] for f in fields(RopeScaling)})
@@ -200,4 +200,4 @@ def _refuse_unsupported(config: dict[str, Any], family: Family, source: str) -> 
     }
     for key, refused in unsupported.items():
         if refused:
-            raise CheckpointError(f"{source}: {key} = {config[key]!r} is not supported")
+            raise ModelError(f"{source}: {key} = {config[key]!r} is not supported")

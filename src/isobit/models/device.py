@@ -6,7 +6,8 @@ import sys
 
 import torch
 
-from isobit.config.schema import Device, PrecisionConfig
+from isobit.config.base import Device
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels import backend
 from isobit.models.config import ModelConfig
 

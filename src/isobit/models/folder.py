@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from isobit.config.schema import PrecisionConfig
-from isobit.errors import CheckpointError
+from isobit.config.precision import PrecisionConfig
+from isobit.errors import ModelError
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy
@@ -40,11 +40,11 @@ _TOKENIZER_FILES = (
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model's configuration; raises CheckpointError for a folder or a file that cannot be
+    """The model's configuration; raises ModelError for a folder or a file that cannot be
     used.
     """
     if not folder.is_dir():
-        raise CheckpointError(
+        raise ModelError(
             f"{folder} is not a folder; expected a Hugging Face model folder with config.json and "
             "safetensors"
         )
@@ -59,7 +59,7 @@ def load_policy(
 ) -> Policy:
     """Read a Hugging Face folder into FP32 masters on a device and publish them in the given flow.
 
-    Raises CheckpointError for a missing, damaged, misshaped, superfluous or non-finite tensor, by
+    Raises ModelError for a missing, damaged, misshaped, superfluous or non-finite tensor, by
     name and file.
     """
     config = read_config(folder)
@@ -70,7 +70,7 @@ def read_masters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
     """Each master by name, FP32, put together from the checkpoint's tensors; one at a time is in
     memory.
 
-    Raises CheckpointError as ``load_policy`` does; what the headers show, before the first master.
+    Raises ModelError as ``load_policy`` does; what the headers show, before the first master.
     """
     tied = build_decoder(config).head.tied
     expected = checkpoint_shapes(config)
@@ -80,20 +80,18 @@ def read_masters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
             if name == "lm_head.weight" and tied:
                 continue  # some exporters write the tied matrix twice
             if name not in expected:
-                raise CheckpointError(
+                raise ModelError(
                     f"{file}: holds {name}, which a {config.family} decoder does not read"
                 )
             if shape != expected[name]:
-                raise CheckpointError(
+                raise ModelError(
                     f"{file}: {name} has the shape {shape}, but config.json asks for "
                     f"{expected[name]}"
                 )
             files[name] = file
     missing = [name for name in expected if name not in files]
     if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}"
-        )
+        raise ModelError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     for name, master in build_decoder(config).masters().items():
         values = torch.empty(master.shape)
         for part, rows in zip(master.parts, values.split(list(master.parts.values())), strict=True):
@@ -149,7 +147,7 @@ def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder; raises CheckpointError where there are none, or where one
+    """The safetensors files of a folder; raises ModelError where there are none, or where one
     that the index names is missing.
     """
     if (folder / INDEX_FILE).is_file():
@@ -157,12 +155,10 @@ def weight_files(folder: Path) -> list[Path]:
         files = sorted({folder / shard for shard in shards.values()})
         absent = [file for file in files if not file.is_file()]
         if absent:
-            raise CheckpointError(
-                f"{folder / INDEX_FILE} names {absent[0].name}, which is not there"
-            )
+            raise ModelError(f"{folder / INDEX_FILE} names {absent[0].name}, which is not there")
         return files
     if not (folder / WEIGHTS_FILE).is_file():
-        raise CheckpointError(
+        raise ModelError(
             f"{folder}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there; pickled weights (.bin, "
             ".pt) are not read"
         )
@@ -180,7 +176,7 @@ def _read_tensor(file: Path, name: str) -> torch.Tensor:
     with _opened(file) as tensors:
         tensor = tensors.get_tensor(name)
     if not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(f"{file}: {name} holds a NaN or an infinity")
+        raise ModelError(f"{file}: {name} holds a NaN or an infinity")
     return tensor
 
 
@@ -190,16 +186,16 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from None
+        raise ModelError(f"{file} is damaged: {error}") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing") from None
+        raise ModelError(f"{file} is missing") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from None
+        raise ModelError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds a {type(content).__name__}, expected an object")
+        raise ModelError(f"{file} holds a {type(content).__name__}, expected an object")
     return content

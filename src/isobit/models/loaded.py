@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.schema import Device, PrecisionConfig, RolloutConfig
+from isobit.config.base import Device
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.data.tokenizer import load_tokenizer, stop_token_ids
 from isobit.files import replace_folder, sync
 from isobit.models.config import ModelConfig
@@ -81,7 +83,7 @@ def load_model(
 ) -> LoadedModel:
     """Read a model folder, or ``starter``, and publish its weights in the given flow, on a device.
 
-    Raises CheckpointError for a folder that cannot be used, ConfigError for precision options that
+    Raises ModelError for a folder that cannot be used, ConfigError for precision options that
     the model does not have.
     """
     folder = model_folder(name)
@@ -105,7 +107,7 @@ def load_sampling_model(
 
 def describe_model(name: str | Path) -> DescribedModel:
     """Read the configuration and the tokenizer of a model folder, or ``starter``.  Raises
-    CheckpointError for one that cannot be used.
+    ModelError for one that cannot be used.
     """
     folder = model_folder(name)
     config, tokenizer = read_config(folder), load_tokenizer(folder)

@@ -17,7 +17,7 @@ will be computed again is made at first as rollout makes it, without WGrad's cop
 
 import torch
 
-from isobit.config.schema import Recompute
+from isobit.config.training import Recompute
 from isobit.models.decoder import Layer
 from isobit.models.layers.attention import SavedAttention
 from isobit.models.layers.mlp import SavedMlp

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import backend_of
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable

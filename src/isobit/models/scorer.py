@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.config.schema import Recompute
+from isobit.config.training import Recompute
 from isobit.errors import NonFiniteError
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy

@@ -1,15 +1,15 @@
-"""What a run prints: the precision flow at the start, a line a step, a progress bar while it
-generates, the figures at the end.
+"""What a command prints: lines, a progress bar while it generates, and what it has to say of models
+and evaluations.
 
 On a terminal the bar shows tokens per second and goes away when the generation is over.  Elsewhere
 (a pipe, a log file) there is no bar and no colour: the lines are the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
-from rich.console import Console
+import rich.console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,63 +19,39 @@ from rich.progress import (
 )
 from rich.progress import Progress as ProgressBar
 
-from isobit.memory.machine import gib
+from isobit.files import LARGE
 from isobit.models.policy import Policy
 from isobit.observe.eval_result import EvalResult
-from isobit.observe.metrics import Metrics
-from isobit.observe.summary import Summary
-from isobit.precision.compare import describe_flow
-from isobit.precision.flow import PrecisionFlow
 from isobit.rollout.progress import Progress
-from isobit.run.setup import Run
-
-LARGE = 1 << 30
-"""Bytes from which on writing or checking takes so long that it is announced."""
+from isobit.units import gib
 
 
-class Report:
-    """Prints the course of a run to a console."""
+class Console:
+    """Prints what a command does: lines anywhere, progress and spinners on a terminal alone.
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+    ``terminal`` is where it prints, by default standard output.
+    """
+
+    def __init__(self, terminal: rich.console.Console | None = None) -> None:
+        self._terminal = terminal or rich.console.Console()
 
     def line(self, text: str = "") -> None:
         """One line as it stands: no markup, no wrapping, no control characters that a model or a
         path might hold.
         """
-        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        self._terminal.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
-    def start(self, run: Run) -> None:
-        """The model, the data, and the flow with its fallbacks."""
-        sets = (
-            ", ".join(f"{len(prompts)} in {name}" for name, prompts in run.evaluator.sets.items())
-            or "none"
-        )
-        dropped = (
-            f" ({run.dropped_prompts} more also stand in an evaluation set: dropped)"
-            if run.dropped_prompts
-            else ""
-        )
-        self.line(model_line(run.config.model, run.model.policy))
-        self.line(
-            f"data: {run.sampler.state()['prompts']} training prompts{dropped}; evaluation "
-            f"problems: {sets}"
-        )
-        self.flow(run.model.policy.flow)
-        for line in run.turns.plan.describe() if run.turns else ():
-            self.line(line)
-
-    def flow(self, flow: PrecisionFlow) -> None:
-        """The formats of every site, the fallbacks, and whether the sides are one function."""
-        for line in describe_flow(flow):
-            self.line(f"  {line}")
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print each text as one line, as it stands."""
+        for text in texts:
+            self.line(text)
 
     @contextmanager
     def generating(self, label: str) -> Iterator[Callable[[Progress], None] | None]:
         """A progress bar for one call of the engine; None, so that nothing is computed for it,
         without a terminal.
         """
-        if not self._console.is_terminal:
+        if not self._terminal.is_terminal:
             yield None
             return
         with ProgressBar(
@@ -84,7 +60,7 @@ class Report:
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]:,.0f} tokens/s"),
             TimeElapsedColumn(),
-            console=self._console,
+            console=self._terminal,
             transient=True,
         ) as bar:
             task = bar.add_task(label, total=None, rate=0.0)
@@ -97,11 +73,11 @@ class Report:
         """A spinner with ``label`` and the seconds so far for work that cannot say how far it is;
         nothing without a terminal.
         """
-        if not self._console.is_terminal:
+        if not self._terminal.is_terminal:
             yield
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with ProgressBar(*columns, console=self._console, transient=True) as bar:
+        with ProgressBar(*columns, console=self._terminal, transient=True) as bar:
             bar.add_task(label, total=None)
             yield
 
@@ -118,45 +94,22 @@ class Report:
         if num_bytes >= LARGE:
             self.line(f"written in {perf_counter() - started_at:.0f} s")
 
-    def step(self, step: int, steps: int, metrics: Metrics) -> None:
-        """Reward, length, entropy, differing tokens, rates and seconds of one step."""
-        seconds = sum(metrics[f"time/{part}_s"] for part in ("rollout", "grading", "training"))
-        parts = [
-            f"step {step:>{len(str(steps))}}/{steps}",
-            f"reward {metrics['reward/mean']:.3f}",
-            f"length {metrics['response_length/mean']:.1f}",
-            f"entropy {metrics['entropy']:.3f}" if "entropy" in metrics else "no update",
-            f"differing {metrics['log_prob_diff/tokens_differing']:.0f} of "
-            f"{metrics['log_prob_diff/tokens_compared']:.0f}",
-            f"rollout {metrics['tokens_per_s/rollout']:,.0f} tok/s",
-            f"training {metrics['tokens_per_s/training']:,.0f} tok/s",
-            f"{seconds:.1f} s",
-        ]
-        self.line("  ".join(parts))
-
     def notes(self, notes: Sequence[str]) -> None:
         """What went wrong in a step without ending the run."""
         for note in notes:
             self.line(f"  note: {note}")
 
-    def evaluation(self, step: int, results: Mapping[str, EvalResult]) -> None:
-        """A line a set."""
-        for name, result in results.items():
-            self.line(
-                f"{'before' if step == 0 else f'after step {step}'}: "
-                f"{describe_result(name, result)}"
-            )
 
-    def summary(self, summary: Summary) -> None:
-        """The figures of the run and where its files are."""
-        for line in describe_summary(summary):
-            self.line(line)
-
-
-def model_line(name: str, policy: Policy) -> str:
-    """A model in one line."""
+def describe_policy(name: str, policy: Policy) -> str:
+    """A policy, called ``name``, in one line."""
     parameters = sum(master.numel() for master in policy.parameters())
-    return f"model {name}: {policy.config.family}, {parameters:,} parameters, {policy.config.num_layers} layers"
+    layers = policy.config.num_layers
+    return f"model {name}: {policy.config.family}, {parameters:,} parameters, {layers} layers"
+
+
+def describe_moment(step: int) -> str:
+    """When an evaluation was made: ``before`` the first step, or ``after step 3``."""
+    return "before" if step == 0 else f"after step {step}"
 
 
 def describe_result(name: str, result: EvalResult) -> str:
@@ -175,30 +128,6 @@ def describe_result(name: str, result: EvalResult) -> str:
     )
     text += f", length {result.response_length:.1f}"
     return text + (f", {result.failed} rewards failed" if result.failed else "")
-
-
-def describe_summary(summary: Summary) -> list[str]:
-    """The last lines of a run."""
-    lines = []
-    for name, figures in summary.evaluations.items():
-        before, after = figures.accuracy_before, figures.accuracy_after
-        if all(0 <= value <= 1 for value in (before, after)):
-            change = f"accuracy {100 * before:.1f}% -> {100 * after:.1f}% ({100 * (after - before):+.1f} points)"
-        else:
-            change = f"mean reward {before:.3f} -> {after:.3f}"
-        lines.append(f"{name}: {change} on {figures.problems} problems")
-    lines += [
-        *summary.describe_memory(),
-        f"{summary.preset}: {summary.tokens_differing:,} of {summary.tokens_compared:,} "
-        "log-probabilities differ in rollout and training",
-        f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, "
-        f"{summary.evaluation_seconds:.1f} s for evaluation",
-        f"model: {summary.model}",
-        f"files: {summary.directory} (summary.json, metrics.jsonl, completions.jsonl, "
-        "tensorboard/, run.json)",
-        f"figures as a page: isobit report {summary.directory}",
-    ]
-    return lines
 
 
 def printable(text: str) -> str:

@@ -5,10 +5,10 @@ The problem is the unit of sampling: several samples of one problem are averaged
 do not count as independent evidence (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640,
 section 2.2).
 
-    pass@k = mean over problems of 1 - C(n - c, k) / C(n, k)        n samples, c of them right; unbiased (Chen et al. 2021,
-                                                                    arXiv 2107.03374, equation 1)
-    Wilson 1927, one score of 0 or 1 a problem:  (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 +
-                                                 z^2/n)
+    pass@k      mean over problems of 1 - C(n - c, k) / C(n, k): n samples, c of them right;
+                unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1)
+    Wilson 1927, one score of 0 or 1 a problem:  (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2))
+                                                 / (1 + z^2/n)
     normal, any other scores:                    m +- z s / sqrt(n), s the standard deviation over
                                                  problems
 

@@ -7,33 +7,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isobit.memory.turns import PhaseMemory
 from isobit.store.directory import write_json
 
 
 @dataclass(frozen=True, slots=True)
-class SetSummary:
-    """One evaluation set before and after the run; accuracies are mean rewards, intervals cover
-    95%.
-    """
-
-    problems: int
-    accuracy_before: float
-    accuracy_after: float
-    interval_before: tuple[float, float] | None
-    interval_after: tuple[float, float] | None
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseMemory:
-    """The most that a phase took of a GPU's memory."""
-
-    planned_gib: float
-    peak_gib: float
-
-
-@dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What every finished training has."""
+    """What every finished training has to say, whatever it learnt from."""
 
     directory: Path
     preset: str
@@ -53,36 +33,11 @@ class RunSummary:
     def describe_memory(self) -> list[str]:
         """A line a phase; none on a CPU."""
         return [
-            f"GPU memory in {phase}: {memory.peak_gib:.1f} GiB at most, {memory.planned_gib:.1f} "
+            f"device memory in {phase}: {memory.peak_gib:.1f} GiB at most, {memory.planned_gib:.1f} "
             "planned"
             for phase, memory in (self.gpu_memory or {}).items()
         ]
 
     def write(self, path: Path) -> None:
-        """Write ``summary.json``."""
+        """Write the record as ``summary.json``."""
         write_json(path, self.as_json())
-
-
-@dataclass(frozen=True, slots=True)
-class Summary(RunSummary):
-    """The figures of a finished run.  The accuracies and ``problems`` on top are those of the first
-    evaluation set, None without one.
-    """
-
-    accuracy_before: float | None
-    accuracy_after: float | None
-    problems: int
-    tokens_compared: int
-    """Response tokens whose recorded log-probability was compared with the trainer's, bit for
-    bit.
-    """
-    tokens_differing: int
-    max_abs_diff: float
-    tokens_generated: int
-    skipped_updates: int
-    failed_rewards: int
-    train_seconds: float
-    """Wall seconds of the steps: rollout, grading and training, without evaluation and loading."""
-    rollout_seconds: float
-    evaluation_seconds: float
-    evaluations: Mapping[str, SetSummary]

@@ -18,16 +18,16 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from isobit.clock import Clock
-from isobit.observe.console import Report
+from isobit.observe.console import Console
 from isobit.observe.metrics import Metrics, MetricsWriter
 from isobit.observe.wandb_tracker import open_tracker
 from isobit.records.text import Group
-from isobit.run.training_run import TrainingRun
 from isobit.store.budget_record import write_change
 from isobit.store.checkpoint.start import Start
 from isobit.store.checkpoint.state import Boundary, take_boundary
 from isobit.store.directory import RunDirectory
 from isobit.store.journal import positions
+from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
 
 SAMPLES_KEPT = 4
@@ -44,7 +44,7 @@ class Figures(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def scalars(self, name: str) -> Metrics:
-        """For the metrics file, under ``eval/NAME/``."""
+        """The figures by name, for the metrics file: all under ``eval/NAME/``."""
         ...
 
 
@@ -61,8 +61,8 @@ class TrainingLog(ABC, Generic[Result]):
     counts: ClassVar[tuple[str, ...]]
     """Totals of the summary."""
 
-    def __init__(self, run: TrainingRun, start: Start, report: Report, clock: Clock) -> None:
-        self._training, self._report, self._clock = run, report, clock
+    def __init__(self, run: TrainingRun, start: Start, console: Console, clock: Clock) -> None:
+        self._training, self._console, self._clock = run, console, clock
         start.open(run)
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
@@ -70,7 +70,7 @@ class TrainingLog(ABC, Generic[Result]):
             run.config.tracking, self.directory.root, run.config.model_dump(mode="json")
         )
         self._metrics = self._files.enter_context(
-            MetricsWriter(self.directory.metrics, self.directory.tensorboard, tracker, report.line)
+            MetricsWriter(self.directory.metrics, self.directory.tensorboard, tracker, console.line)
         )
         self._completions = self._files.enter_context(
             self.directory.completions.open("a", encoding="utf-8")
@@ -82,7 +82,6 @@ class TrainingLog(ABC, Generic[Result]):
             self._restore(start.log)
         self.boundary: Boundary = self._take_boundary(start.step)
         """The last moment between two steps: what a checkpoint holds."""
-        run.trainer.budget.on_change = self._budget_changed
 
     def __enter__(self) -> Self:
         return self
@@ -114,6 +113,15 @@ class TrainingLog(ABC, Generic[Result]):
         self._say_evaluation(step, results)
         self.boundary = self._take_boundary(step)
 
+    def budget_changed(self, change: BudgetChange) -> None:
+        """Journal and print a change of the tokens a micro-batch in the step after the last
+        boundary; on the disk when this returns.
+        """
+        step = self.boundary.step + 1
+        write_change(self.directory.budget, step, change)
+        if change.new < change.old:  # else the run ends, with an error that says why
+            self._console.line(describe_change(step, change))
+
     def evaluation_figures(self) -> dict[int, Metrics]:
         """The figures of every evaluation so far that are finite, by step."""
         return {
@@ -125,6 +133,11 @@ class TrainingLog(ABC, Generic[Result]):
             }
             for step, results in self._evaluations.items()
         }
+
+    def _first_and_last(self) -> dict[str, tuple[Result, Result]]:
+        """Each set before the first step and at the end."""
+        before, after = self._evaluations[0], self._evaluations[max(self._evaluations)]
+        return {name: (before[name], after[name]) for name in before}
 
     @abstractmethod
     def _say_evaluation(self, step: int, results: Mapping[str, Result]) -> None:
@@ -164,12 +177,6 @@ class TrainingLog(ABC, Generic[Result]):
             positions(self.directory),
             self.evaluation_figures().get(step, {}),
         )
-
-    def _budget_changed(self, change: BudgetChange) -> None:
-        step = self.boundary.step + 1
-        write_change(self.directory.budget, step, change)
-        if change.new < change.old:  # else the run ends, with an error that says why
-            self._report.line(describe_change(step, change))
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()

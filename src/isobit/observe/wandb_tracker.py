@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from isobit.config.schema import TrackingConfig
+from isobit.config.tracking import TrackingConfig
 from isobit.errors import ConfigError
 from isobit.observe.metrics import Metrics, Tracker
 
@@ -66,7 +66,7 @@ class WandbTracker:
         self._run.log(metrics, step=step)
 
     def close(self, failed: bool) -> None:
-        """Wait until everything has been sent."""
+        """Wait until all figures have been sent, and mark the run as finished or failed."""
         self._run.finish(exit_code=int(failed))
 
 

@@ -11,10 +11,10 @@ along the contraction, W has 128x128 blocks, and WGrad's two operands have group
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.precision.formats import BLOCK, Format, ScaleKind, Side
 
@@ -32,7 +32,7 @@ class LinearShape:
 
     @property
     def out_features(self) -> int:
-        """Rows of the fused matrix."""
+        """Rows of the fused matrix: outputs of the linear."""
         return sum(self.parts.values())
 
     @property
@@ -66,7 +66,7 @@ class Site:
 
     @property
     def forward_formats(self) -> tuple[str, Format, ScaleKind]:
-        """What the two sides must share."""
+        """Name, format and scales: what a site must share with the other side's."""
         return self.name, self.forward, self.scales
 
 
@@ -78,10 +78,14 @@ class Graph:
 
     sites: tuple[Site, ...]
     activations: Format
+    _by_name: Mapping[str, Site] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {site.name: site for site in self.sites})
 
     def site(self, name: str) -> Site:
-        """The site of that name."""
-        return next(site for site in self.sites if site.name == name)
+        """The site of that name; found at once, as every linear asks at every call."""
+        return self._by_name[name]
 
     def linear(self, layer: int, name: str) -> Site:
         """The linear ``name`` ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") of a layer."""
@@ -114,7 +118,7 @@ class PrecisionFlow:
         )
 
     def graph(self, side: Side) -> Graph:
-        """The graph of a side."""
+        """The sites of one side, ``rollout`` or ``training``."""
         return self.rollout if side == "rollout" else self.training
 
 

@@ -8,7 +8,7 @@ whose sides are two functions, what counts is the mean absolute difference.
 
 from pathlib import Path
 
-from isobit.config.schema import CheckConfig
+from isobit.config.check import CheckConfig
 from isobit.errors import MismatchError
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.comparison import Comparison

@@ -19,7 +19,9 @@ from random import Random
 
 import torch
 
-from isobit.config.schema import Device, PrecisionConfig, RolloutConfig
+from isobit.config.base import Device
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from isobit.config.schema import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.memory.cache_size import pages_for
 from isobit.records.batch import PackedBatch
 from isobit.records.sequence import TokenSequence

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from isobit.config.schema import Device, PrecisionConfig
+from isobit.config.base import Device
+from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.models.device import choose_device
 from isobit.models.folder import load_policy, read_config
@@ -131,7 +132,7 @@ def verify(
     """Check a Hugging Face folder, or ``starter``, in a precision flow; ``on_scenario`` is called
     with each result as it comes.
 
-    Raises CheckpointError for a folder that cannot be loaded, ConfigError for a context too small
+    Raises ModelError for a folder that cannot be loaded, ConfigError for a context too small
     for the options, NonFiniteError where the model's output is not finite: nothing could be
     compared then.
     """

@@ -89,7 +89,7 @@ class RolloutEngine(Protocol):
 
         Raises:
             NonFiniteError: if the model's output holds a NaN or an infinity.
-            ConfigError: if the device has not the memory.
+            OutOfMemoryError: if the device has not the memory.
         """
         ...
 

@@ -1,3 +1,3 @@
-"""A run from start to end: the loop, evaluation, the exactness check, and what is printed and
-written.
+"""A training from start to end: its parts, its plan, its course, and the two kinds of it, with the
+evaluation and the generation that stand alone.
 """

@@ -8,13 +8,16 @@ differ by the weights and by nothing else.  The figures are described in
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from isobit.config.schema import EvaluationConfig, RolloutConfig, RunConfig
+from isobit.config.evaluation import EvaluationConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.rules import check_has_sets, check_samples
+from isobit.config.run import RunConfig
 from isobit.data.prompts import build_prompts
-from isobit.errors import ConfigError
 from isobit.models.loaded import DescribedModel, LoadedModel, load_sampling_model
 from isobit.observe.eval_result import EvalResult, result_of
-from isobit.records.text import Group, Prompt, SamplingParams
+from isobit.records.text import Group, Prompt
 from isobit.rewards.function import RewardFunction, load_reward
 from isobit.rewards.grade import GradeStats, grade
 from isobit.rollout.engine import RolloutEngine, generate
@@ -26,6 +29,9 @@ OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
 Grading = Callable[[Sequence[Group], RewardFunction, float], GradeStats]
 """Fills the rewards of groups, as ``grade`` does."""
+Result = TypeVar("Result")
+Evaluation = Mapping[str, tuple[Result, Sequence[Group]]]
+"""The figures of each set, by name, with the completions that they come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,77 +39,52 @@ class Evaluator:
     """Evaluates the policy of an engine on named sets."""
 
     engine: RolloutEngine
-    sets: Mapping[str, Sequence[Prompt]]
-    sampling: SamplingParams
-    samples: int
+    requests: Mapping[str, Sequence[Request]]
+    """What the engine is asked for on each set, by name (``evaluation_requests``)."""
     reward: RewardFunction
     max_failed_fraction: float
 
-    def requests(self) -> list[Request]:
-        """What the engine is asked for, over all sets."""
-        return [request for name in self.sets for request in self._requests(name)]
-
-    def run(
-        self, progress: OnProgress | None = None, grading: Grading = grade
-    ) -> dict[str, tuple[EvalResult, list[Group]]]:
+    def run(self, progress: OnProgress | None = None, grading: Grading = grade) -> Evaluation:
         """The figures and the graded completions of each set, by name; ``grading`` may put a record
         around ``grade``.
 
         Raises RewardError where a larger share of a set's rewards failed than
         ``max_failed_fraction``.
         """
-        return {name: self._run_set(name, progress, grading) for name in self.sets}
+        return {
+            name: self._run_set(requests, progress, grading)
+            for name, requests in self.requests.items()
+        }
 
     def _run_set(
-        self, name: str, progress: OnProgress | None, grading: Grading
+        self, requests: Sequence[Request], progress: OnProgress | None, grading: Grading
     ) -> tuple[EvalResult, list[Group]]:
-        requests = self._requests(name)
         completions = generate(self.engine, requests, progress)
         groups = [
             Group(request.prompt, request.visit, made)
             for request, made in zip(requests, completions, strict=True)
         ]
         grading(groups, self.reward, self.max_failed_fraction)
-        return result_of(groups, self.samples), groups
-
-    def _requests(self, name: str) -> list[Request]:
-        return [Request(prompt, 0, self.samples, self.sampling) for prompt in self.sets[name]]
+        return result_of(groups, requests[0].samples), groups
 
 
-def build_evaluator(
-    config: RunConfig, model: LoadedModel, engine: RolloutEngine, reward: RewardFunction
-) -> Evaluator:
-    """The evaluator of ``config.data.eval`` as ``config.evaluation`` says.
-
-    Raises ConfigError for several greedy samples, which would all be the same, and DataError for a
-    set that cannot be used.
+def evaluation_requests(
+    sets: Mapping[str, Sequence[Prompt]],
+    evaluation: EvaluationConfig,
+    rollout: RolloutConfig,
+    model: LoadedModel | DescribedModel,
+) -> dict[str, list[Request]]:
+    """What an engine is asked for on each set, by name: ``rollout`` with what ``evaluation`` says
+    otherwise.
     """
-    sampling = evaluation_sampling(config.evaluation, config.rollout, model)
-    sets = {
-        name: build_prompts(name, source, model.tokenizer, config.data, model.context)
-        for name, source in config.data.eval.items()
-    }
-    return Evaluator(
-        engine, sets, sampling, config.evaluation.samples, reward, config.reward.max_failed_fraction
-    )
-
-
-def evaluation_sampling(
-    evaluation: EvaluationConfig, rollout: RolloutConfig, model: LoadedModel | DescribedModel
-) -> SamplingParams:
-    """How an evaluation draws tokens.  Raises ConfigError for several greedy samples, which would
-    all be the same.
-    """
-    if evaluation.temperature == 0 and evaluation.samples > 1:
-        raise ConfigError(
-            f"evaluation.samples is {evaluation.samples}, but evaluation.temperature is 0 and "
-            "greedy samples are all the same; "
-            "set a temperature above 0, or 1 sample"
-        )
     limit = evaluation.max_new_tokens or rollout.max_new_tokens
-    return model.sampling(
+    sampling = model.sampling(
         rollout.model_copy(update={"temperature": evaluation.temperature, "max_new_tokens": limit})
     )
+    return {
+        name: [Request(prompt, 0, evaluation.samples, sampling) for prompt in prompts]
+        for name, prompts in sets.items()
+    }
 
 
 def evaluate_folder(
@@ -115,12 +96,15 @@ def evaluate_folder(
     Raises ConfigError where the configuration names no set, and everything that loading, generating
     and grading raise.
     """
-    if not config.data.eval:
-        raise ConfigError(
-            "data.eval names no set to evaluate on; add one, for example [data.eval.held_out]"
-        )
+    check_has_sets(config.data.eval)
+    check_samples(config.evaluation)
     reward = load_reward(config.reward.function)
     model = load_sampling_model(folder, config.precision, config.device)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
-    evaluator = build_evaluator(config, model, engine, reward)
+    sets = {
+        name: build_prompts(name, source, model.tokenizer, config.data, model.context)
+        for name, source in config.data.eval.items()
+    }
+    requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
+    evaluator = Evaluator(engine, requests, reward, config.reward.max_failed_fraction)
     return {name: result for name, (result, _) in evaluator.run(progress).items()}

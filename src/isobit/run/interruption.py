@@ -62,9 +62,8 @@ class Interruption:
         if self._received is None:
             self._received = signal.Signals(number)
             # A handler may run in the middle of any print, so it writes past Python's buffers.
-            os.write(
-                2,
-                f"\n{self._received.name}: stopping where it is safe; Ctrl-C again stops at once\n".encode(),
-            )
+            name = self._received.name
+            said = f"\n{name}: stopping where it is safe; Ctrl-C again stops at once\n"
+            os.write(2, said.encode())
         elif number == signal.SIGINT:
             raise KeyboardInterrupt

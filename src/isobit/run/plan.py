@@ -1,116 +1,163 @@
-"""A run before it starts: what ``isobit train --dry-run`` prints.  Reads the configuration, the
-tokenizer and the data; never the weights.
+"""A training before it starts: what ``--dry-run`` prints, and the plan of a device's memory that
+the run itself follows.
 
-Everything is refused that ``isobit.run.setup`` would refuse, apart from what only the weights can
-show and from trackers, which would be called up over the network.  Nothing is written, and no
-memory is taken that the run would take.
+A dry run reads the configuration, the tokenizer and the data; never the weights.  Everything is
+refused that the run would refuse, apart from what only the weights can show and from trackers,
+which would be called up over the network.  Nothing is written, and no memory is taken that the run
+would take.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import TypeVar
 
-from isobit.algorithms.registry import build_algorithm
-from isobit.config.schema import RunConfig
-from isobit.data.prompts import build_prompts, drop_evaluated
-from isobit.memory.machine import Memory
-from isobit.models.device import choose_device
-from isobit.models.folder import weight_files
-from isobit.models.loaded import DescribedModel, describe_model
-from isobit.precision.flow import build_flow
-from isobit.records.text import Prompt
-from isobit.rewards.function import load_reward
+import torch
+
+from isobit.config.load import dump_config
+from isobit.config.run import RunConfig
+from isobit.config.sft import SftConfig
+from isobit.errors import ConfigError
+from isobit.kernels.backend import backend_of, support
+from isobit.kernels.sizes import Sizes
+from isobit.memory.cache_size import num_pages_for
+from isobit.memory.device import DevicePlan, DevicePlanner
+from isobit.memory.host import MemoryEstimate, estimate_memory
+from isobit.memory.machine import Memory, read_memory
+from isobit.models.decoder import master_shapes
+from isobit.precision.compare import describe_flow
+from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.rollout.native.limits import Limits, check_limits
-from isobit.rollout.request import Request
-from isobit.run.evaluate import evaluation_sampling
-from isobit.run.setup import check_batch, check_best, check_fits, one_sample_each
-from isobit.run.training_plan import TrainingPlan, plan_checkpoints, plan_memory
-from isobit.store.directory import check_unused
+from isobit.run.outline import Outline
+from isobit.store.checkpoint.format import folders_by_step
+from isobit.store.checkpoint.space import DiskPlan, plan_disk
+from isobit.store.directory import RunDirectory, check_unused
+from isobit.training.optimiser import advise_smaller_moments
+from isobit.units import gib
+
+Config = TypeVar("Config", RunConfig, SftConfig)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(TrainingPlan):
-    """What a run would use and take."""
+class TrainingPlan:
+    """What a training would use and take."""
 
-    config: RunConfig
-    training_prompts: int
-    dropped_prompts: int
-    """Training prompts left out because an evaluation set holds them too."""
-    evaluation_problems: Mapping[str, int]
+    outline: Outline
+    weight_bytes: int
+    """Of the model's files; 0 where it starts from random weights."""
+    flow: PrecisionFlow
+    memory: MemoryEstimate | DevicePlan
+    """Of the device that the run would compute on."""
+    disk: DiskPlan
+
+    def describe(self, memory: Memory | None) -> list[str]:
+        """The plan as text: the resolved recipe, the model, what is learnt, the precision flow, and
+        the memory against what is free now.
+        """
+        folder, shape = self.outline.model.folder, self.outline.model.config
+        parameters = sum(prod(sizes) for sizes in master_shapes(shape).values())
+        start = gib(self.weight_bytes) if self.weight_bytes else "from random weights"
+        return [
+            *dump_config(self.outline.config).splitlines(),
+            "",
+            f"model {folder}: {shape.family}, {parameters:,} parameters, {shape.num_layers} "
+            f"layers, {start}",
+            *self.outline.learning,
+            *(f"  {line}" for line in describe_flow(self.flow)),
+            *(
+                self.memory.describe()
+                if isinstance(self.memory, DevicePlan)
+                else _describe_memory(self.memory, memory)
+            ),
+            self.disk.describe(),
+            "nothing was written; leave out --dry-run to start",
+        ]
 
 
-def plan_run(config: RunConfig, resume: bool = False) -> Plan:
-    """Check a run and work out what it takes; with ``resume`` its directory may be in use.
+def plan_training(
+    config: Config, outline_of: Callable[[Config], Outline], resume: bool = False
+) -> TrainingPlan:
+    """Check a training and work out what it takes; with ``resume`` its directory may be in use.
 
     Raises an ``IsobitError`` that names what cannot be used.
     """
     if not resume:
         check_unused(config.output)
-    build_algorithm(config.algorithm)
-    check_batch(config)
-    check_best(config)
-    load_reward(config.reward.function)
-    model = describe_model(config.model)
-    flow = build_flow(config.precision, model.config.shape)
-    weight_bytes = sum(file.stat().st_size for file in weight_files(model.folder))
-    sets = {name: _prompts(config, model, name) for name in config.data.eval}
-    prompts, dropped = drop_evaluated(_prompts(config, model, None), sets.values())
-    requests = one_sample_each(prompts, model.sampling(config.rollout))
-    longest = max(request.max_length(model.config.max_positions) for request in requests)
-    device = choose_device(config.device, model.config, config.precision)
-    memory, limits = plan_memory(config, config.training, model, flow, longest, device)
-    _check_requests(config, model, requests, sets, limits)
-    problems = {name: len(problems) for name, problems in sets.items()}
-    disk = plan_checkpoints(config, model)
-    return Plan(
-        config, model, weight_bytes, flow, longest, memory, disk, len(prompts), dropped, problems
+    outline = outline_of(config)
+    model = outline.model.config
+    weight_bytes = outline.source.weight_bytes
+    flow = build_flow(config.precision, model.shape)
+    device = outline.choose_device()
+    sizes = support(device.type).sizes
+    if support(device.type).has_own_memory:
+        memory = plan_device_memory(outline, device)
+        pages = memory.pages
+    else:
+        memory = _plan_main_memory(outline, flow, sizes)
+        pages = num_pages_for(model, flow, config.rollout, sizes)
+    limits = Limits(model.max_positions, model.vocab_size, pages, sizes.page_tokens, True)
+    outline.check_requests(partial(check_limits, limits=limits))
+    disk = plan_disk(
+        config.output,
+        model,
+        config.training,
+        config.checkpoint,
+        config.evaluation,
+        folders_by_step(RunDirectory(config.output).checkpoints),
     )
+    disk.check()
+    return TrainingPlan(outline, weight_bytes, flow, memory, disk)
 
 
-def describe_plan(plan: Plan, memory: Memory | None) -> list[str]:
-    """The plan as text, with the memory against what is free now."""
-    training = plan.config.training
-    dropped = (
-        f" ({plan.dropped_prompts} more also stand in an evaluation set: dropped)"
-        if plan.dropped_prompts
-        else ""
+def plan_device_memory(outline: Outline, device: torch.device) -> DevicePlan:
+    """The plan of the memory that a device has for itself.
+
+    Raises ConfigError where the plan does not fit, and where the main memory does not hold the
+    moments that are to go there.
+    """
+    config, training, shape = outline.config, outline.training, outline.model.config
+    flow, memory = build_flow(config.precision, shape.shape), read_memory()
+    rollout = config.rollout if outline.generates else None
+    planner = DevicePlanner(shape, flow, support(device.type).sizes, available_memory(device))
+    plan = planner.plan(rollout, training, outline.longest)
+    if memory is not None and plan.host > memory.available:
+        smaller = advise_smaller_moments(training.moments)
+        raise ConfigError(
+            f"training.offload_moments puts {gib(plan.host)} into main memory, and "
+            f"{gib(memory.available)} are free: leave it out"
+            + (f", or {smaller}" if smaller else "")
+        )
+    return plan
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes of a device's own memory that this process has or could have now."""
+    memory = backend_of(device).memory
+    assert memory is not None, "the device has a memory of its own"
+    return memory.available()
+
+
+def _plan_main_memory(outline: Outline, flow: PrecisionFlow, sizes: Sizes) -> MemoryEstimate:
+    estimate = estimate_memory(
+        outline.model.config,
+        flow,
+        outline.config.rollout,
+        outline.training,
+        outline.longest,
+        sizes,
     )
-    sets = (
-        ", ".join(f"{problems} in {name}" for name, problems in plan.evaluation_problems.items())
-        or "none"
-    )
-    samples = training.prompts_per_step * training.samples_per_prompt
-    learning = [
-        f"data: {plan.training_prompts} training prompts{dropped}; evaluation problems: {sets}",
-        f"steps: {training.steps} of {samples} samples, "
-        f"{training.updates_per_batch * training.epochs} updates each; "
-        f"sequences of at most {plan.longest} tokens",
-    ]
-    return plan.describe(learning, memory)
+    if outline.generates:
+        return estimate
+    items = tuple(item for item in estimate.items if item.name != "KV pages")
+    return replace(estimate, items=items)
 
 
-def _prompts(config: RunConfig, model: DescribedModel, evaluation_set: str | None) -> list[Prompt]:
-    name, source = (
-        ("train", config.data.train)
-        if evaluation_set is None
-        else (evaluation_set, config.data.eval[evaluation_set])
-    )
-    return build_prompts(name, source, model.tokenizer, config.data, model.config.max_positions)
-
-
-def _check_requests(
-    config: RunConfig,
-    model: DescribedModel,
-    training: Sequence[Request],
-    sets: Mapping[str, Sequence[Prompt]],
-    limits: Limits,
-) -> None:
-    """Refuse prompts that the engine or the context could not take."""
-    evaluation = evaluation_sampling(config.evaluation, config.rollout, model)
-    problems = [
-        Request(prompt, 0, config.evaluation.samples, evaluation)
-        for name in sets
-        for prompt in sets[name]
-    ]
-    for requests in (problems, training):
-        check_limits(requests, limits)
-        check_fits(requests, limits.context)
+def _describe_memory(estimate: MemoryEstimate, memory: Memory | None) -> list[str]:
+    free = f" of {gib(memory.available)} free" if memory else ""
+    lines = [f"memory, about {gib(estimate.total)}{free}:"]
+    for item in estimate.items:
+        note = "while it lasts; only the largest counts" if item.passing else ""
+        lines.append(f"  {item.name:<22} {gib(item.size):>10}  {note}".rstrip())
+    warning = estimate.warning(memory.available) if memory else None
+    return [*lines, *([warning] if warning else [])]

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.config.schema import GenerationConfig, JsonlData
+from isobit.config.commands import GenerationConfig
+from isobit.config.data import JsonlData
+from isobit.config.rules import check_greedy
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row, load_rows
-from isobit.errors import ConfigError
 from isobit.models.loaded import load_sampling_model
 from isobit.records.text import Group
 from isobit.rollout.engine import generate
@@ -32,15 +33,11 @@ def rollout_folder(
     ends there ("length").
 
     ``prompts`` are texts, or a JSONL file whose prompt column holds texts or chat messages.  Raises
-    CheckpointError, DataError or RequestError, before anything is generated, for what cannot be
+    ModelError, DataError or RequestError, before anything is generated, for what cannot be
     used, and ConfigError for several samples of greedy decoding.
     """
     rollout = settings.rollout
-    if samples > 1 and rollout.temperature == 0:
-        raise ConfigError(
-            f"{samples} samples at temperature 0 would all be the same; set a temperature above 0, "
-            "or 1 sample"
-        )
+    check_greedy(samples, rollout.temperature, "samples", "rollout.temperature")
     model = load_sampling_model(folder, settings.precision, settings.device)
     rows = (
         load_rows(prompts)

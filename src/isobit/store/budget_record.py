@@ -1,7 +1,9 @@
 """``budget.jsonl``: every change of the tokens a micro-batch, one line each, on the disk before
 anything is learnt with it.
 
-    {"step": 7, "update": 13, "old": 4096, "new": 2048}        from the update after 13 others on, which is in step 7
+    {"step": 7, "update": 13, "old": 4096, "new": 2048}
+
+says that from the update after 13 others on, which is in step 7, there are fewer.
 
 A run is a pure function of its configuration, its data, its rewards and these changes.  A run that
 is resumed from a checkpoint before such a line reads it, and makes the change at the same update.

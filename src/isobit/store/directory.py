@@ -37,47 +37,47 @@ class RunDirectory:
 
     @property
     def manifest(self) -> Path:
-        """What is needed to understand or repeat the run."""
+        """``run.json``: what is needed to understand or repeat the run."""
         return self.root / "run.json"
 
     @property
     def metrics(self) -> Path:
-        """The figures of each step."""
+        """``metrics.jsonl``: the figures of each step and evaluation."""
         return self.root / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """The figures as events."""
+        """The folder of TensorBoard's events: the figures of ``metrics.jsonl``."""
         return self.root / "tensorboard"
 
     @property
     def completions(self) -> Path:
-        """Samples of graded completions."""
+        """``completions.jsonl``: a few graded completions of each step and evaluation."""
         return self.root / "completions.jsonl"
 
     @property
     def rewards(self) -> Path:
-        """Rewards as they were given."""
+        """``rewards.jsonl``: every reward that the run was given."""
         return self.root / "rewards.jsonl"
 
     @property
     def budget(self) -> Path:
-        """Changes of the tokens a micro-batch."""
+        """``budget.jsonl``: changes of the tokens a micro-batch after an out-of-memory."""
         return self.root / "budget.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """States to resume from."""
+        """The folder of checkpoints, from which the run can be resumed."""
         return self.root / "checkpoints"
 
     @property
     def model(self) -> Path:
-        """The trained policy."""
+        """The trained policy as a Hugging Face folder."""
         return self.root / "model"
 
     @property
     def summary(self) -> Path:
-        """The figures at the end."""
+        """``summary.json``: the figures at the end, written last."""
         return self.root / "summary.json"
 
 

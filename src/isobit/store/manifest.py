@@ -20,7 +20,7 @@ from isobit.kernels.backend import support
 from isobit.memory.machine import openmp_libraries, processor_name, read_memory, usable_cores
 from isobit.precision.compare import graph_differences
 from isobit.precision.flow import PrecisionFlow
-from isobit.run.training_run import TrainingRun
+from isobit.store.training_run import TrainingRun
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
 
@@ -39,6 +39,7 @@ def manifest(run: TrainingRun) -> dict[str, Any]:
             "config": asdict(policy.config),
         },
         "data": run.data_figures(),
+        "engine": run.engine_figures(),
         "precision": precision_graph(policy.flow),
         "config": run.config.model_dump(mode="json"),
     }

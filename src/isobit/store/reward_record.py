@@ -55,7 +55,9 @@ class RewardRecord:
     def grade(
         self, groups: Sequence[Group], reward: RewardFunction, max_failed_fraction: float = 1.0
     ) -> GradeStats:
-        """What ``isobit.rewards.grade.grade`` does, and raises."""
+        """Fill the rewards of groups: from the record where it has these completions, else with the
+        reward function.  Raises RewardError as ``isobit.rewards.grade.grade`` does.
+        """
         identity = _identity(groups)
         recorded = self._next(identity)
         if recorded is not None:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import torch
 
-from isobit.config.schema import Moments, TrainingConfig
+from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.adamw import FIRST, SECOND, AdamWFactors, noise_key, num_groups
 from isobit.kernels.backend import Backend
 from isobit.precision.formats import DTYPES

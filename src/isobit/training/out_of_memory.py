@@ -1,4 +1,4 @@
-"""An update that runs out of memory is done again in smaller micro-batches.
+"""What runs out of memory is done again in smaller micro-batches.
 
     out of memory in a forward or backward      gradients dropped, memory given back, the budget
                                                 halved
@@ -6,25 +6,39 @@
                                                 update done from its beginning
 
 Up to the optimiser's first change of a weight nothing of an attempt remains, so the result is that
-of the smaller budget from the start.
+of the smaller budget from the start.  A measurement without gradients does not depend on the cut:
+it lowers the budget for itself alone.
 """
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from isobit.config.schema import OptimisationConfig
-from isobit.errors import ConfigError
+from isobit.config.training import OptimisationConfig
+from isobit.errors import OutOfMemoryError
 from isobit.training.budget import halved
 from isobit.training.optimiser import advise_smaller_moments
 from isobit.training.trainer import Trainer
 
 Result = TypeVar("Result")
 
-
 _SHORTER_SAMPLES = "lower rollout.max_new_tokens or data.max_prompt_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An attempt for which there was no memory: what torch said, and the bytes that were free.
+    The error itself would hold, by its traceback, the activations of the attempt.
+    """
+
+    reason: str
+    free: int | None
+
+    def error(self, phase: str, advice: str) -> OutOfMemoryError:
+        return OutOfMemoryError(phase, self.reason, self.free, advice)
 
 
 def within_memory(
@@ -33,42 +47,72 @@ def within_memory(
     attempt: Callable[[int], Result],
     shorter: str = _SHORTER_SAMPLES,
 ) -> Result:
-    """``attempt`` with the tokens a micro-batch of the trainer's next update, lowered until the
-    memory suffices.
+    """``attempt`` with the tokens a micro-batch of the trainer's next update, lowered for it and
+    for all later ones until the memory suffices.
 
     ``lengths`` are those of the sequences it packs, and ``shorter`` says how they get shorter.
-    Raises ConfigError where the longest alone is too much, and where the memory ran out after the
-    optimiser had begun to change weights.
+    Raises OutOfMemoryError where the longest alone is too much, and where the memory ran out after
+    the optimiser had begun to change weights.
     """
-    budget, update, advice = trainer.budget, trainer.updates, _advice(trainer.config, shorter)
+    budget, update = trainer.budget, trainer.updates
     before = budget.at(update)
-    while True:
-        try:
-            return attempt(budget.at(update))
-        except torch.OutOfMemoryError as error:
-            reason = str(error).partition(". ")[
-                0
-            ]  # the error itself would hold, by its traceback, the activations of the attempt
-        gc.collect()
-        if (memory := trainer.policy.backend.memory) is not None:
-            memory.release_cached()
+    while isinstance(found := _try(trainer, attempt, budget.at(update)), _Failure):
         if not trainer.is_whole:
-            raise ConfigError(
-                f"{reason}, in the middle of an optimiser step, of which nothing is kept; {advice}"
-            )
+            middle = "it was in the middle of an update, of which nothing is kept"
+            raise found.error("training", f"{middle}: {_advice(trainer.config, shorter)}")
         tokens = halved(budget.at(update), lengths)
         if tokens is None:
             if budget.at(update) != before:
                 budget.set(
                     update, before
                 )  # nothing was learnt with less, and whoever goes on here does so with more memory
-            raise ConfigError(
-                f"{reason}, with one sequence of {max(lengths):,} tokens in a micro-batch: smaller "
-                "ones "
-                f"(training.tokens_per_microbatch = {trainer.config.tokens_per_microbatch:,}) "
-                f"cannot be made; {advice}"
+            raise found.error(
+                "training",
+                f"{_indivisible(trainer.config, lengths)}: {_advice(trainer.config, shorter)}",
             )
         budget.set(update, tokens)
+    return found
+
+
+def measured_within_memory(
+    trainer: Trainer,
+    lengths: Sequence[int],
+    tokens: int,
+    attempt: Callable[[int], Result],
+    phase: str,
+    shorter: str,
+) -> Result:
+    """``attempt``, which takes no gradients and whose result does not depend on the cut, with
+    ``tokens`` a micro-batch, or as many fewer as there is memory for.
+
+    Raises OutOfMemoryError, naming ``phase``, where the longest sequence alone is too much.
+    """
+    while isinstance(found := _try(trainer, attempt, tokens), _Failure):
+        lowered = halved(tokens, lengths)
+        if lowered is None:
+            raise found.error(phase, f"{_indivisible(trainer.config, lengths)}: {shorter}")
+        tokens = lowered
+    return found
+
+
+def _try(trainer: Trainer, attempt: Callable[[int], Result], tokens: int) -> Result | _Failure:
+    """An attempt, after whose failure the memory that it took has been given back."""
+    memory = trainer.policy.backend.memory
+    try:
+        return attempt(tokens)
+    except torch.OutOfMemoryError as error:
+        failure = _Failure(str(error), None if memory is None else memory.free())
+    gc.collect()
+    if memory is not None:
+        memory.release_cached()
+    return failure
+
+
+def _indivisible(config: OptimisationConfig, lengths: Sequence[int]) -> str:
+    return (
+        f"one sequence of {max(lengths):,} tokens is a micro-batch, and smaller ones "
+        f"(training.tokens_per_microbatch = {config.tokens_per_microbatch:,}) cannot be made"
+    )
 
 
 def _advice(config: OptimisationConfig, shorter: str) -> str:

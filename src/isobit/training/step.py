@@ -6,7 +6,7 @@
     old             log-probabilities of the policy that sampled: the recorded ones where engine and
                     trainer are exact, one function; elsewhere the trainer's own, taken with its
                     forward before the first update, since those recorded are another function's
-    updates         ``epochs`` times over the parts, one optimiser step each; one that runs out of
+    updates         ``epochs`` times over the parts, one update each; one that runs out of
                     memory is packed and done again (``isobit.training.out_of_memory``)
 
 Only the first update of a batch is on-policy: with more than one, every later part is learnt from
@@ -23,7 +23,7 @@ from statistics import fmean
 import torch
 
 from isobit.algorithms.objective import Algorithm
-from isobit.config.schema import TrainingConfig
+from isobit.config.training import TrainingConfig
 from isobit.errors import ConfigError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
@@ -128,7 +128,7 @@ def _cut(
 def _update(
     trainer: Trainer, sequences: Sequence[TokenSequence], algorithm: Algorithm, compare: bool
 ) -> UpdateMetrics:
-    """One optimiser step."""
+    """One update."""
     return within_memory(
         trainer,
         [sequence.length for sequence in sequences],

@@ -1,9 +1,9 @@
-"""The trainer: one optimiser step from micro-batches, and the weights it publishes.
+"""The trainer: one update from micro-batches, and the weights it publishes.
 
     for each micro-batch   forward, objective, backward       gradients add up in the FP32 masters
     then                   norm, clip, AdamW, publish         or nothing at all, if loss or norm is not finite
 
-A step that is not finite leaves masters, optimiser state and published weights as they were.
+An update that is not finite leaves masters, optimiser state and published weights as they were.
 
 The objective runs on the host, on any device: it takes a few numbers a token, and what it reports
 is wanted there.
@@ -17,7 +17,7 @@ import torch
 
 from isobit.algorithms.objective import LossOutputs, Objective
 from isobit.clock import Timing, untimed
-from isobit.config.schema import TrainingConfig
+from isobit.config.training import TrainingConfig
 from isobit.errors import NonFiniteError
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
@@ -42,7 +42,7 @@ them.
 
 @dataclass(frozen=True, slots=True)
 class UpdateMetrics:
-    """What one optimiser step did.  ``skipped`` says why no step was taken, or is None; then the
+    """What one update did.  ``skipped`` says why it was not taken, or is None; then the
     means cover what ran before.
     """
 
@@ -72,7 +72,7 @@ class UpdateMetrics:
 
 @dataclass(slots=True)
 class _Totals:
-    """Sums over the micro-batches of one step; ``compare`` adds the comparison with the recorded
+    """Sums over the micro-batches of one update; ``compare`` adds the comparison with the recorded
     log-probabilities.
     """
 
@@ -143,11 +143,11 @@ class Trainer:
         self.total_updates = total_updates
         self._optimiser = build_optimiser(policy.masters.values(), config, policy.backend, seed)
         self.updates = 0
-        """Optimiser steps taken or skipped so far."""
+        """Updates taken or skipped so far."""
         self.budget = MicrobatchBudget(config.tokens_per_microbatch)
         self._skipped_in_a_row = 0
         self.is_whole = True
-        """False from an optimiser step's first change of a master to its publication, and for ever
+        """False from an update's first change of a master to its publication, and for ever
         if it was cut off there.
         """
 
@@ -157,11 +157,11 @@ class Trainer:
         return function_of(self.policy, "training")
 
     def counters(self) -> dict[str, int]:
-        """Where the schedule and the count of skipped steps stand, for ``restore``."""
+        """Where the schedule and the count of skipped updates stand, for ``restore``."""
         return {"updates": self.updates, "skipped_in_a_row": self._skipped_in_a_row}
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """AdamW's state, empty before a step.
+        """AdamW's state, empty before the first update.
 
         ``MASTER.exp_avg`` and ``MASTER.exp_avg_sq`` (shaped as the master), ``MASTER.step``, and
         for 8-bit moments ``MASTER.exp_avg_scale`` and ``MASTER.exp_avg_sq_scale``.
@@ -191,10 +191,10 @@ class Trainer:
         objective: Objective,
         compare: bool = False,
     ) -> UpdateMetrics:
-        """One optimiser step over all micro-batches together.
+        """One update over all micro-batches together.
 
         ``compare`` counts recorded log-probabilities that differ from this forward's.  Raises
-        NonFiniteError if a log-probability is not finite, or if too many steps in a row had to be
+        NonFiniteError if a log-probability is not finite, or if too many updates in a row had to be
         skipped.
         """
         assert batches, "an update needs at least one micro-batch"
@@ -218,7 +218,7 @@ class Trainer:
         objective: Objective,
         totals: _Totals,
     ) -> tuple[float, str | None]:
-        """Leave the step's gradients in the masters; -> their norm, and what is not finite, if
+        """Leave the update's gradients in the masters; -> their norm, and what is not finite, if
         anything is.
         """
         weights = objective.weights([batch.sequence for batch in batches])
@@ -258,9 +258,9 @@ class Trainer:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if problem else 0
         if problem and self._skipped_in_a_row >= self.config.max_skipped_updates:
             raise NonFiniteError(
-                f"{self._skipped_in_a_row} optimiser steps in a row were skipped, the last because "
+                f"{self._skipped_in_a_row} updates in a row were skipped, the last because "
                 f"{problem}; "
                 f"training.max_skipped_updates is {self.config.max_skipped_updates}. The weights "
-                "are those of the last good step: "
+                "are those of the last good one: "
                 "lower the learning rate, or look for what is not finite in rewards or weights"
             )

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.kv_cache import PAGE_TOKENS, HopperKvCache

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.operands import DecodeBatch, PagedBatch, QkvTransform
 from isobit.kernels.rope import RopeTable
 from isobit.kernels.spec import attention

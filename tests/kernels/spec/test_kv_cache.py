@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.heads import Heads
 from isobit.kernels.spec.kv_cache import PAGE_TOKENS, SpecKvCache

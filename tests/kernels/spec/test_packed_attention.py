@@ -5,7 +5,7 @@ explicit backward against autograd of that.
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.operands import QkvTransform
 from isobit.kernels.rope import RopeTable
 from isobit.kernels.spec import packed_attention

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.errors import ConfigError
 from isobit.observe.report.page import visible, write_report
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 
 from .run_files import completion_line, evaluation_line, manifest, step_line
 

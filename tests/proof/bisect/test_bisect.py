@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.spec import (
     kv_cache,
     linear,

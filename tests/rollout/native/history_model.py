@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from isobit.config.schema import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.kernels.backend import backend_of
 from isobit.kernels.noise import sample_key
 from isobit.kernels.operands import Drawn, Draws

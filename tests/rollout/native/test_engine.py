@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.config.schema import RolloutConfig
-from isobit.errors import ConfigError, NonFiniteError
+from isobit.config.rollout import RolloutConfig
+from isobit.errors import NonFiniteError, OutOfMemoryError
 from isobit.records.text import Completion
 from isobit.rollout.engine import generate
 from isobit.rollout.native.engine import NativeEngine
@@ -299,7 +299,8 @@ def test_a_gpu_without_memory_names_the_keys_that_lower_it(monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(model, "forward", forward)
         with pytest.raises(
-            ConfigError, match=r"Tried to allocate 3\.00 GiB\.\): lower rollout\.kv_memory"
+            OutOfMemoryError,
+            match=r"rollout ran out of memory: 3\.00 GiB more were needed; lower rollout\.kv_memory",
         ):
             generate(engine, [request(0, 5)])
     assert generate(engine, [request(0, 5)]), "the engine goes on"

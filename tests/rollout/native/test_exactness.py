@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset, RolloutConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
 from isobit.errors import ConfigError, NonFiniteError
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.memory.cache_size import choose_num_pages

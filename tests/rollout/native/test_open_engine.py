@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.config.schema import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.errors import NonFiniteError, RequestError
 from isobit.records.text import Completion
 from isobit.rollout.engine import SampleEvent, generate

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,22 +15,26 @@ import torch
 from safetensors.torch import load_file
 
 from isobit.config.load import build
-from isobit.config.schema import Preset
+from isobit.config.precision import Preset
 from isobit.config.sft import SftConfig
 from isobit.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     Interrupted,
     IsobitError,
+    ModelError,
     NonFiniteError,
+    OutOfMemoryError,
 )
+from isobit.memory.turns import DeviceTurns
+from isobit.models.folder import load_policy
 from isobit.models.loaded import load_model
+from isobit.models.scorer import Scorer
 from isobit.records.batch import PackedBatch
-from isobit.run import setup as run_setup
-from isobit.run.sft import plan, setup
+from isobit.run import model_source, outline, parts, plan
+from isobit.run.plan import TrainingPlan, plan_training
 from isobit.run.sft.loop import sft
-from isobit.run.sft.setup import load_start, pack_examples, prepare_sft
+from isobit.run.sft.setup import pack_examples, prepare_sft, sft_outline
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer
 
@@ -39,6 +44,10 @@ REWARD = {"function": "isobit.starter.tasks:correct_answer"}
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def plan_sft(config: SftConfig) -> TrainingPlan:
+    return plan_training(config, sft_outline)
 
 
 def write_rows(path: Path, held_out: bool, count: int) -> Path:
@@ -120,34 +129,31 @@ def test_the_directory_holds_what_the_run_did(
 
 
 def test_a_gpu_has_no_cache_where_nothing_is_generated(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, own_memory: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache that would not fit is no reason to refuse a run that makes none."""
-    for module in (setup, plan):
-        monkeypatch.setattr(module, "choose_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(run_setup, "device_memory", lambda: 8 << 30)
-    monkeypatch.setattr(run_setup, "allocate_in_pages", lambda: None)
+    monkeypatch.setattr(outline, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(plan, "available_memory", lambda _: 8 << 30)
+    monkeypatch.setattr(parts, "allocate_in_pages", lambda _: None)
     monkeypatch.setattr(
-        setup, "load_start", lambda config, start, _: load_start(config, start, torch.device("cpu"))
+        model_source, "load_policy", lambda folder, precision, _: load_policy(folder, precision)
     )
     config = make_config(rollout={"kv_memory_gib": 12.0})
-    shown = "\n".join(plan.describe_plan(plan.plan_sft(config), None))
+    shown = "\n".join(plan_sft(config).describe(None))
     assert (
         "micro-batches of up to" in shown
         and "KV pages" not in shown
         and "tokens in rollout" not in shown
     )
+    own_memory()
     run = prepare_sft(config)
-    assert (
-        run.evaluator is None
-        and run.turns is not None
-        and run.turns.plan.peaks.keys() == {"training"}
-    )
+    assert run.evaluator is None and isinstance(run.turns, DeviceTurns)
+    assert run.turns.plan.peaks.keys() == {"training"}
     graded = make_config(rollout={"kv_memory_gib": 12.0}, reward=REWARD)
-    for refused in (plan.plan_sft, prepare_sft):
+    for refused in (plan_sft, prepare_sft):
         with pytest.raises(ConfigError, match="the KV cache would take 12 GiB"):
             refused(graded)
-    shown = "\n".join(plan.describe_plan(plan.plan_sft(make_config(reward=REWARD)), None))
+    shown = "\n".join(plan_sft(make_config(reward=REWARD)).describe(None))
     assert "KV pages" in shown and "pages of 128 tokens in rollout" in shown
 
 
@@ -160,7 +166,7 @@ def test_only_completions_are_learnt_and_compared(make_config: MakeConfig) -> No
     assert learnt < sum(batch.token_ids.numel() for batch in batches) / 2
     summary = sft(make_config(training={"steps": 3}))
     assert summary.tokens_trained == sum(
-        len(example.completion_ids) for example in run.examples.values()
+        len(example.completion_ids) for example in run.data.train.values()
     )
 
 
@@ -201,7 +207,7 @@ def test_examples_that_are_evaluated_are_not_trained_on(
 ) -> None:
     both = write_rows(tmp_path / "both.jsonl", held_out=True, count=8)
     run = prepare_sft(make_config(data={"train": {"type": "jsonl", "path": both}}))
-    assert (run.dropped_examples, run.sampler.state()["prompts"]) == (5, 3)
+    assert (run.data.dropped, run.sampler.state()["prompts"]) == (5, 3)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +248,7 @@ def test_examples_that_are_evaluated_are_not_trained_on(
             DataError,
             "no column 'completion'",
         ),
-        ({"model": "nowhere"}, CheckpointError, "nowhere is not a folder"),
+        ({"model": "nowhere"}, ModelError, "nowhere is not a folder"),
         ({"reward": REWARD, "rollout": {"max_new_tokens": 250}}, DataError, "max_new_tokens = 250"),
     ],
 )
@@ -275,23 +281,25 @@ def test_a_run_that_ends_early_keeps_the_weights_of_its_last_step(
 ) -> None:
     monkeypatch.setattr("isobit.training.trainer.gradient_norm", lambda masters: float("nan"))
     config = make_config(training={"steps": 5, "max_skipped_updates": 2})
-    with pytest.raises(NonFiniteError, match="2 optimiser steps in a row were skipped"):
+    with pytest.raises(NonFiniteError, match="2 updates in a row were skipped"):
         sft(config)
     saved, start = (
         load_file(folder / "model.safetensors") for folder in (config.output / "model", tiny_folder)
     )
     assert all(torch.equal(saved[name], tensor) for name, tensor in start.items())
-    assert "stopped early: the weights of the last optimiser step are in" in capsys.readouterr().out
+    assert "stopped early: the weights of the last update are in" in capsys.readouterr().out
 
 
 def test_a_signal_stops_after_the_step_and_keeps_its_weights(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(config: SftConfig, step: int) -> bool:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return False
+    update = Trainer.update
 
-    monkeypatch.setattr("isobit.run.sft.loop.evaluation_is_due", interrupted)
+    def interrupted(self: Trainer, *arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return update(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "update", interrupted)
     config = make_config(training={"steps": 5})
     with pytest.raises(Interrupted):
         sft(config)
@@ -323,6 +331,35 @@ def test_the_device_is_that_of_the_configuration(
     assert prepare_sft(make_config(device="auto", **start)).model.policy.device.type == "cpu"
 
 
+def test_a_held_out_loss_without_memory_is_measured_in_smaller_micro_batches(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same number, and nothing else of the run is told; it ends by name where there is no
+    way.
+    """
+    score, most = Scorer.score, 10_000
+
+    def small_memory(self: Scorer, batch: PackedBatch) -> Any:
+        if len(batch.lengths) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return score(self, batch)
+
+    monkeypatch.setattr(Scorer, "score", small_memory)
+    plenty, little, none = (make_config(output=make_config().output / name) for name in "pln")
+    expected = sft(plenty)
+    most = 1
+    assert replace(sft(little), directory=plenty.output, train_seconds=0, evaluation_seconds=0) == (
+        replace(expected, train_seconds=0, evaluation_seconds=0)
+    )
+    assert not (little.output / "budget.jsonl").exists()
+    most = 0
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"the held-out loss ran out of memory: 2.00 GiB more were needed; one sequence of",
+    ):
+        sft(none)
+
+
 def test_an_out_of_memory_is_journalled(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,7 +381,8 @@ def test_an_out_of_memory_is_journalled(
     )
     most, config = 0, make_config(output=config.output.with_name("none"))
     with pytest.raises(
-        ConfigError, match=r"with one sequence of .*; leave out the longest examples, or set"
+        OutOfMemoryError,
+        match=r"training ran out of memory: 2.00 GiB more.* one sequence .*leave out the longest",
     ):
         sft(config)
     assert [line["new"] for line in lines(config.output / "budget.jsonl")][-1] == 4096, (

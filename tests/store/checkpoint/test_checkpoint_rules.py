@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.schema import CheckpointConfig
+from isobit.config.checkpoint import CheckpointConfig
 from isobit.errors import ConfigError
 from isobit.store.checkpoint.compatible import MAY_CHANGE, changed_keys, check_compatible
 from isobit.store.checkpoint.format import folder_name, step_of
@@ -34,12 +34,6 @@ def test_the_newest_the_multiples_and_the_best_stay(
 def test_the_best_is_the_first_with_the_highest_value() -> None:
     assert best_step({8: 0.5, 2: 0.5, 4: None, 6: 0.1}) == 2
     assert best_step({2: None}) is None
-
-
-def test_to_keep_none_and_some_is_a_contradiction() -> None:
-    for more in ({"keep_every": 4}, {"keep_best": "eval/held_out/accuracy"}):
-        with pytest.raises(ValueError, match="keep_last = 0 writes no checkpoint"):
-            CheckpointConfig.model_validate({"keep_last": 0, **more})
 
 
 def test_differing_keys_are_dotted_and_hold_both_values() -> None:

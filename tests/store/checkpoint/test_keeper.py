@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.errors import ConfigError, RewardError
 from isobit.observe import console
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 from isobit.store.checkpoint import start
 
 MakeConfig = Callable[..., RunConfig]

@@ -2,7 +2,7 @@
 they are written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.config.schema import JsonlData, Moments, RunConfig
+from isobit.config.data import JsonlData
+from isobit.config.run import RunConfig
+from isobit.config.training import Moments
 from isobit.errors import StorageError
-from isobit.run.loop import train
+from isobit.models.folder import read_config
+from isobit.run.rl.loop import train
 from isobit.store.checkpoint.retention import steps_to_keep
 from isobit.store.checkpoint.space import DiskPlan, most_at_once, plan_disk
 
@@ -24,6 +27,17 @@ def config(steps: int, **checkpoint: object) -> RunConfig:
     data = {"train": JsonlData(path=Path("train.jsonl"))}
     return RunConfig.model_validate(
         {"output": "runs/x", "data": data, "training": {"steps": steps}, "checkpoint": checkpoint}
+    )
+
+
+def plan_of(config: RunConfig, on_disk: Sequence[int] = ()) -> DiskPlan:
+    return plan_disk(
+        config.output,
+        read_config(Path(config.model)),
+        config.training,
+        config.checkpoint,
+        config.evaluation,
+        on_disk,
     )
 
 
@@ -42,13 +56,17 @@ def test_the_count_is_that_of_a_run_played_through(
             held = steps_to_keep(dict.fromkeys(held | {step}), run.checkpoint)
         if step == resumed_after:
             most, on_disk = len(held), set(held)
-    assert most_at_once(run, on_disk) == most
+    assert most_at_once(run.training.steps, run.checkpoint, 0, on_disk) == most
 
 
 def test_the_best_may_be_one_more_and_none_is_none() -> None:
     best = {"keep_last": 1, "every": 2, "keep_best": "eval/held_out/accuracy"}
-    assert [most_at_once(config(steps, **best)) for steps in (2, 4, 6)] == [1, 2, 3]
-    assert most_at_once(config(6, keep_last=0)) == 0
+    assert [most_at_once(steps, config(steps, **best).checkpoint) for steps in (2, 4, 6)] == [
+        1,
+        2,
+        3,
+    ]
+    assert most_at_once(6, config(6, keep_last=0).checkpoint) == 0
 
 
 @pytest.mark.parametrize("moments", get_args(Moments))
@@ -56,7 +74,7 @@ def test_the_bytes_are_those_that_a_run_writes(
     moments: Moments, make_config: Callable[..., RunConfig]
 ) -> None:
     config = make_config(training={"moments": moments})
-    plan = plan_disk(config)
+    plan = plan_of(config)
     train(config)
     (folder,) = (config.output / "checkpoints").iterdir()
     room = 1 << 16
@@ -68,7 +86,7 @@ def test_the_bytes_are_those_that_a_run_writes(
         )
         < room
     )
-    assert plan_disk(config, [2]).needed == plan.model_bytes
+    assert plan_of(config, [2]).needed == plan.model_bytes
 
 
 def test_an_8b_policy_on_a_small_disk_is_refused_with_the_figures() -> None:

@@ -11,6 +11,11 @@ from isobit.kernels.hopper import sizes as sizes  # noqa: PLC0414 (said to be pa
 
 has_own_memory = True
 libraries = ("triton", "sgl-deep-gemm")
+extra = "hopper"
+remedy = (
+    "pip install 'isobit[hopper]', and install CUDA's compiler nvcc; "
+    "https://pytorch.org/get-started has the build of torch that fits the driver"
+)
 
 _HOPPER = 9
 MOST_QUERY_HEADS = 16

@@ -6,6 +6,8 @@ from isobit.kernels.spec import sizes as sizes  # noqa: PLC0414 (said to be part
 
 has_own_memory = False
 libraries: tuple[str, ...] = ()
+extra = None
+remedy = "reinstall torch"
 
 
 def device_model(device: torch.device) -> str | None:

@@ -130,7 +130,10 @@ def draw(panel: Panel, figures: Figures) -> Chart | None:
         columns=columns,
         rows=rows,
         latest=_latest(panel, figures, curves[0][0].metric),
-        description=f"{panel.title}, {panel.unit}, over {len(buckets)} points; last: {_words(columns, rows[-1])}",
+        description=(
+            f"{panel.title}, {panel.unit}, over {len(buckets)} points; last: "
+            f"{_words(columns, rows[-1])}"
+        ),
         points_note=_points_note(panel, len(buckets[0].steps)),
         constant=""
         if frame.constant is None or len(buckets) == 1
@@ -219,7 +222,8 @@ def _bars(
         for index, (bucket, point) in enumerate(zip(buckets, points, strict=True)):
             base, tops[index] = tops[index], tops[index] + (point.value or 0.0)
             if tops[index] > base:
-                path += f"M{frame.x(bucket.middle) - width / 2:.1f} {frame.y(base)}V{frame.y(tops[index])}h{width:.1f}V{frame.y(base)}Z"
+                left, low, high = frame.x(bucket.middle) - width / 2, frame.y(base), tops[index]
+                path += f"M{left:.1f} {low}V{frame.y(high)}h{width:.1f}V{low}Z"
         marks.append(Mark(curve.label, bars=path))
     return tuple(marks)
 

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isobit.config.schema import Device, PrecisionConfig
+from isobit.config.base import Device
+from isobit.config.precision import PrecisionConfig
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.bisect.checksums import token_keys

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from isobit.kernels.spec.quantise import scale_of_byte
-from isobit.precision.formats import DTYPES
+from isobit.precision.formats import DTYPES, E8M0_BIAS
 from isobit.proof.bisect.checksums import row_checksums
 
 _FORMATS = {dtype: name.upper() for name, dtype in DTYPES.items()}
@@ -140,5 +139,7 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tenso
     if scales is None:
         return values.float().unsqueeze(-1).flatten(1)
     if scales.dtype == torch.uint8:
-        return (values.float() * scale_of_byte(scales)[..., None]).flatten(1)
+        return (
+            values.float() * torch.ldexp(torch.tensor(1.0), scales.int() - E8M0_BIAS)[..., None]
+        ).flatten(1)
     return (values.float().view(*scales.shape, -1) * scales[..., None]).flatten(1)

@@ -8,8 +8,8 @@ preemption.
 
 import torch
 
-from isobit.config.schema import PrecisionConfig, Preset
-from isobit.kernels.backend import Backend, backend_of, usable_devices
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.kernels.backend import Backend, backend_of, support, usable_devices
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.proof.doctor.finding import Caution, Check, Fault, exact_detail
@@ -40,7 +40,7 @@ def _checks(backend: Backend) -> list[Check]:
         Check(
             f"{name}: libraries",
             lambda: _libraries(backend),
-            "pip install 'isobit[hopper]', and install CUDA's compiler nvcc",
+            support(backend.device.type).remedy,
         ),
         Check(f"{name}: quantiser", lambda: _quantiser(backend), _FIX),
         *(

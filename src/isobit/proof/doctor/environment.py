@@ -17,10 +17,11 @@ from packaging.specifiers import SpecifierSet
 from safetensors.torch import load_file, save_file
 
 import isobit
-from isobit.kernels.backend import support
-from isobit.memory.machine import gib, openmp_libraries, processor_name, read_memory, usable_cores
+from isobit.kernels.backend import support, usable_devices
+from isobit.memory.machine import openmp_libraries, processor_name, read_memory, usable_cores
 from isobit.proof.doctor.finding import Caution, Check, Fault
 from isobit.proof.doctor.quantisers import bits_of
+from isobit.units import gib
 
 _ENOUGH_MEMORY = 2 << 30  # the starter model's run with room to spare
 _ENOUGH_DISK = 2 << 30
@@ -66,10 +67,9 @@ def environment_checks(directory: Path) -> list[Check]:
             lambda: _round_trip(directory),
             "name another directory with --directory, and check the disk",
         ),
-        Check(
-            "GPU",
-            lambda: _device("cuda"),
-            "see https://pytorch.org/get-started for a build of torch that fits the driver",
+        *(
+            Check(f"device {device}", lambda device=device: _device(device), support(device).remedy)
+            for device in usable_devices()
         ),
     ]
 

@@ -5,11 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from isobit.config.schema import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
-from isobit.kernels.backend import usable_devices
+from isobit.kernels.backend import is_present, support, usable_devices
 from isobit.memory.machine import usable_cores
 from isobit.proof.doctor.back_ends import back_end_checks
 from isobit.proof.doctor.environment import environment_checks, extras
@@ -18,7 +16,7 @@ from isobit.proof.doctor.kernels import kernel_checks
 from isobit.proof.doctor.quantisers import quantiser_checks
 from isobit.proof.verify import VerifyOptions, verify
 
-_DEVELOPMENT, _HOPPER = "dev", "hopper"
+_DEVELOPMENT = "dev"
 _SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
 
 
@@ -110,6 +108,7 @@ def _runs_here(findings: list[Finding]) -> Iterator[str]:
             if device != "cpu" and problem is None:
                 flows = flows.replace("fp32, ", "")
                 yield f"the same on {device}, and there by default, {flows}"
+    useless = {support(device).extra for device in usable_devices() if not is_present(device)}
     for extra, lacking in extras().items():
-        if extra != _DEVELOPMENT and (extra != _HOPPER or torch.cuda.is_available()):
+        if extra not in (_DEVELOPMENT, *useless):
             yield f"not installed: {', '.join(lacking)}; pip install 'isobit[{extra}]'"

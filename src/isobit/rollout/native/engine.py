@@ -22,7 +22,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from isobit.config.schema import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.errors import RequestError
 from isobit.memory.cache_size import batched_tokens, choose_num_pages, out_of_memory_named
 from isobit.models.function import LogProbFunction, function_of
@@ -78,7 +78,7 @@ class NativeEngine:
         self._streams: dict[Handle, SampleStream] = {}
         self._events: list[SampleEvent] = []
         """What the next step has to tell."""
-        with out_of_memory_named():
+        with out_of_memory_named(self._policy.backend.memory):
             runner = self._make_runner()
         self._limits = Limits(
             policy.config.max_positions,
@@ -93,6 +93,11 @@ class NativeEngine:
     def function(self) -> LogProbFunction:
         """What the recorded log-probabilities are values of."""
         return function_of(self._policy, "rollout")
+
+    @property
+    def limits(self) -> Limits:
+        """What the model and the cache can take."""
+        return self._limits
 
     @property
     def num_live(self) -> int:
@@ -140,7 +145,7 @@ class NativeEngine:
 
         Raises:
             NonFiniteError: if the model's output holds a NaN or an infinity.
-            ConfigError: if the GPU has not the memory.
+            OutOfMemoryError: if the device has not the memory.
         """
         if self._live:
             with self._all_or_nothing():
@@ -238,7 +243,7 @@ class NativeEngine:
         poison whoever is given the page next.
         """
         try:
-            with out_of_memory_named():
+            with out_of_memory_named(self._policy.backend.memory):
                 yield
         except BaseException:
             self._live, self._streams, self._events = {}, {}, []

@@ -7,10 +7,10 @@ from typing import Any
 
 from isobit.clock import Clock
 from isobit.data.examples import Example
-from isobit.observe.console import Report, describe_result, model_line
+from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.metrics import Metrics
 from isobit.observe.training_log import TrainingLog
-from isobit.run.sft.evaluate import HeldOut
+from isobit.run.sft.held_out import HeldOut
 from isobit.run.sft.setup import SftRun
 from isobit.run.sft.summary import SftSummary, describe_summary, summarise_set
 from isobit.store.checkpoint.start import Start
@@ -18,14 +18,14 @@ from isobit.training.trainer import UpdateMetrics
 
 
 class SftLog(TrainingLog[HeldOut]):
-    """The log of supervised fine-tuning."""
+    """The log of supervised fine-tuning: figures and lines of its steps."""
 
     phases = ("training",)
     counts = ("tokens", "skipped")
 
-    def __init__(self, run: SftRun, start: Start, report: Report, clock: Clock) -> None:
+    def __init__(self, run: SftRun, start: Start, console: Console, clock: Clock) -> None:
         self._run = run
-        super().__init__(run, start, report, clock)
+        super().__init__(run, start, console, clock)
 
     def step(self, step: int, examples: Sequence[Example], update: UpdateMetrics) -> None:
         """The figures of one step: a line of metrics and a line on the console."""
@@ -37,19 +37,18 @@ class SftLog(TrainingLog[HeldOut]):
             **{f"time/{name}_s": value for name, value in spent.items()},
             "tokens_per_s/training": sum(example.tokens for example in examples) / seconds,
         }
-        metrics |= self._run.turns.figures() if self._run.turns else {}
+        metrics |= self._run.turns.figures()
         self._metrics.write(step, metrics)
         self._totals["tokens"] += update.tokens
         self._totals["skipped"] += update.skipped is not None
-        self._report.line(describe_step(step, self._run.config.training.steps, metrics))
+        self._console.line(describe_step(step, self._run.config.training.steps, metrics))
         if update.skipped is not None:
-            self._report.notes([f"the optimiser step was skipped: {update.skipped}"])
+            self._console.notes([f"the update was skipped: {update.skipped}"])
         self.boundary = self._take_boundary(step)
 
     def finish(self) -> SftSummary:
-        """Write the summary and print it."""
-        before, after = self._evaluations[0], self._evaluations[max(self._evaluations)]
-        sets = {name: summarise_set(before[name], after[name]) for name in before}
+        """Write ``summary.json``, print the last lines, and return what the run achieved."""
+        sets = {name: summarise_set(*ends) for name, ends in self._first_and_last().items()}
         first = next(iter(sets.values()), None)
         summary = SftSummary(
             directory=self.directory.root,
@@ -64,41 +63,28 @@ class SftLog(TrainingLog[HeldOut]):
             train_seconds=self._seconds["training"],
             evaluation_seconds=self._seconds["evaluation"],
             evaluations=sets,
-            gpu_memory=self._run.turns.summary() if self._run.turns else None,
+            gpu_memory=self._run.turns.summary(),
         )
         summary.write(self.directory.summary)
-        for line in describe_summary(summary):
-            self._report.line(line)
+        self._console.lines(describe_summary(summary))
         return summary
 
     def _say_evaluation(self, step: int, results: Mapping[str, HeldOut]) -> None:
-        when = "before" if step == 0 else f"after step {step}"
+        when = describe_moment(step)
         for name, held_out in results.items():
-            self._report.line(
+            self._console.line(
                 f"{when}: {name} loss {held_out.loss:.4f} nats a token on {held_out.examples} "
                 "examples"
             )
             if held_out.result is not None:
-                self._report.line(f"{when}: {describe_result(name, held_out.result)}")
+                self._console.line(f"{when}: {describe_result(name, held_out.result)}")
 
     def _result(self, content: Mapping[str, Any]) -> HeldOut:
         return HeldOut.from_json(content)
 
 
-def announce(run: SftRun, report: Report) -> None:
-    """The first lines: the model, the data, how often it is gone through, and the flow."""
-    config = run.config
-    report.line(
-        model_line("from scratch" if config.from_scratch else config.model, run.model.policy)
-    )
-    report.line(run.data.describe(config))
-    report.flow(run.model.policy.flow)
-    for line in run.turns.plan.describe() if run.turns else ():
-        report.line(line)
-
-
 def describe_step(step: int, steps: int, metrics: Metrics) -> str:
-    """One step in one line."""
+    """Loss, entropy, gradient norm, rate and seconds of one step of fine-tuning in one line."""
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
         f"loss {metrics['loss']:.4f}",

@@ -1,121 +1,122 @@
 """Everything a run of supervised fine-tuning needs, made and checked before its directory exists.
 Nothing is written.
 
-As in ``isobit.run.setup``, what can be refused without the weights is refused before they are
-loaded, a GPU without the memory too.
+What can be refused without the weights is refused before they are loaded, a GPU without the memory
+too.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-import torch
-
-from isobit.clock import Clock
-from isobit.config.schema import RolloutConfig, TrainingConfig
-from isobit.config.sft import ModelShape, SftConfig
+from isobit.config.rules import check_sft
+from isobit.config.sft import SftConfig
+from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.data.examples import Example
 from isobit.data.sampler import PromptSampler
-from isobit.data.tokenizer import load_tokenizer, stop_token_ids
-from isobit.errors import ConfigError
-from isobit.kernels.backend import support
-from isobit.memory.turns import GpuTurns
-from isobit.models.config import ModelConfig
-from isobit.models.device import choose_device
-from isobit.models.folder import load_policy
-from isobit.models.loaded import DescribedModel, LoadedModel, describe_model, model_folder
-from isobit.models.policy import random_policy
+from isobit.observe.console import describe_policy
 from isobit.observe.wandb_tracker import check_tracking
-from isobit.precision.formats import BLOCK
+from isobit.precision.compare import describe_flow
 from isobit.records.batch import PackedBatch
-from isobit.rewards.function import load_reward
-from isobit.rollout.native.engine import NativeEngine
-from isobit.run.evaluate import Evaluator, evaluation_sampling
-from isobit.run.setup import check_best, check_fits, prepare_turns
-from isobit.run.sft.data import SftData, load_data
-from isobit.training.out_of_memory import within_memory
+from isobit.rewards.function import RewardFunction, load_reward
+from isobit.rewards.grade import grade
+from isobit.rollout.request import Request
+from isobit.run.evaluate import Evaluation, Evaluator, Grading, OnProgress, evaluation_requests
+from isobit.run.model_source import describe_source
+from isobit.run.outline import Outline
+from isobit.run.parts import PreparedRun, build_parts
+from isobit.run.sft.data import SftData, load_examples
+from isobit.run.sft.held_out import HeldOut
+from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
-from isobit.training.trainer import Trainer, UpdateMetrics
+from isobit.training.trainer import UpdateMetrics
+
+_SHORTER_EXAMPLES = "leave out the longest examples, or lower data.max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class SftRun:
+class SftMaterial:
+    """What a run is made from, as far as it is known without the weights."""
+
+    outline: Outline
+    data: SftData
+    reward: RewardFunction | None
+    evaluation: Mapping[str, Sequence[Request]]
+    """What the engine is asked for on each held-out set, where a reward grades it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SftRun(PreparedRun):
     """The parts of a run, ready to start."""
 
     config: SftConfig
-    model: LoadedModel
-    trainer: Trainer
     data: SftData
-    examples: Mapping[str, Example]
-    """Those to learn from, by the id of their prompt."""
-    sampler: PromptSampler
     evaluator: Evaluator | None
     """Completes and grades the held-out prompts, where a reward is configured."""
-    turns: GpuTurns | None
-    """Who has the GPU's memory when; None on a CPU."""
-
-    @property
-    def dropped_examples(self) -> int:
-        """Training examples left out because an evaluation set holds their prompt too."""
-        return self.data.dropped
 
     @property
     def fingerprint(self) -> str:
-        """Of the training prompts and what is to be learnt behind each."""
-        completions = [self.examples[prompt.id].completion_ids for prompt in self.data.prompts]
+        """SHA-256 of the training prompts and of what is to be learnt behind each."""
+        completions = [example.completion_ids for example in self.data.train.values()]
         return sha256(json.dumps([self.sampler.fingerprint, completions]).encode()).hexdigest()
 
     def data_figures(self) -> dict[str, Any]:
-        """Examples, in numbers."""
+        """How many examples there are to learn from and to be measured on, for the manifest."""
         return self.data.figures()
 
-    def training_turn(self, clock: Clock, evaluation_is_next: bool) -> AbstractContextManager[None]:
-        """As ``isobit.run.setup.Run.training_turn``; an evaluation is the engine's turn."""
-        return (
-            nullcontext()
-            if self.turns is None
-            else self.turns.training(clock, engine_is_next=evaluation_is_next)
-        )
+    def describe(self) -> list[str]:
+        """The first lines: the model, the data, how often it is gone through, the flow, the plan of
+        the memory.
+        """
+        config, policy = self.config, self.model.policy
+        return [
+            describe_policy("from scratch" if config.from_scratch else config.model, policy),
+            self.data.describe(config.training),
+            *(f"  {line}" for line in describe_flow(policy.flow)),
+            *self.turns.describe(),
+        ]
 
     def next_examples(self) -> list[Example]:
-        """Those of the next step."""
-        return [self.examples[prompt.id] for prompt, _ in self.sampler.next()]
+        """The examples of the next step, in the sampler's order."""
+        return [self.data.train[prompt.id] for prompt, _ in self.sampler.next()]
 
     def learn(self, examples: Sequence[Example]) -> UpdateMetrics:
-        """One optimiser step."""
+        """Learn from examples in one update, in smaller micro-batches where the memory runs out."""
 
         def attempt(tokens: int) -> UpdateMetrics:
             return self.trainer.update(pack_examples(examples, tokens), SupervisedObjective())
 
-        return within_memory(
-            self.trainer,
-            [example.tokens for example in examples],
-            attempt,
-            shorter="leave out the longest examples",
-        )
+        lengths = [example.tokens for example in examples]
+        return within_memory(self.trainer, lengths, attempt, _SHORTER_EXAMPLES)
 
     def loss_of(self, examples: Sequence[Example]) -> float:
-        """The mean loss of examples that are not learnt from; on a GPU the engine gives its memory
-        back for it.
+        """The mean loss of examples that are not learnt from, nats a completion token; the engine
+        gives its memory back for it.
         """
-        if self.turns is not None and self.evaluator is not None:
-            self.evaluator.engine.release()
-        # The budget of the update before: a resumed run knows already what the next one will
-        # change.
-        return mean_loss(
-            self.trainer, pack_examples(examples, self.trainer.budget.at(self.trainer.updates - 1))
+        self.turns.release_engine()
+        return measured_within_memory(
+            self.trainer,
+            [example.tokens for example in examples],
+            self.trainer.budget.at(self.trainer.updates),
+            lambda tokens: mean_loss(self.trainer, pack_examples(examples, tokens)),
+            "the held-out loss",
+            _SHORTER_EXAMPLES,
         )
 
-
-def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> list[PackedBatch]:
-    """Examples -> micro-batches."""
-    return pack_pairs(
-        [(example.prompt.token_ids, example.completion_ids) for example in examples],
-        tokens_per_microbatch,
-    )
+    def evaluate(
+        self, progress: OnProgress | None = None, grading: Grading = grade
+    ) -> Evaluation[HeldOut]:
+        """Every held-out set under the current policy, by name, with the policy's own completions
+        where a reward grades them.
+        """
+        graded = self.evaluator.run(progress, grading) if self.evaluator else {}
+        figures = {}
+        for name, examples in self.data.sets.items():
+            result, groups = graded.get(name, (None, []))
+            figures[name] = HeldOut(len(examples), self.loss_of(examples), result), groups
+        return figures
 
 
 def prepare_sft(config: SftConfig) -> SftRun:
@@ -123,130 +124,67 @@ def prepare_sft(config: SftConfig) -> SftRun:
     nothing.
     """
     check_tracking(config.tracking)
-    check_reward(config)
-    check_best(config)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    start = describe_start(config)
-    device = choose_device(config.device, start.config, config.precision)
-    data = load_data(config, start)
-    training = trainer_config(config)
-    rollout, plan = config.rollout, None
-    if support(device.type).has_own_memory:
-        plan = prepare_turns(start, config, training, data.longest, device)
-        rollout = rollout.model_copy(update={"kv_pages": plan.pages})
-    model = load_start(config, start, device)
-    evaluator = _build_evaluator(config, rollout, model, data)
-    by_id = {example.prompt.id: example for example in data.train}
+    made = read_sft(config)
+    parts = build_parts(made.outline)
     sampler = PromptSampler(
-        data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle
+        made.data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle
     )
-    trainer = Trainer(model.policy, training, training.steps, config.seed)
-    turns = (
-        None if plan is None else GpuTurns(plan, evaluator.engine if evaluator else None, trainer)
-    )
-    return SftRun(config, model, trainer, data, by_id, sampler, evaluator, turns)
+    evaluator = None
+    if made.reward is not None and parts.engine is not None and config.reward is not None:
+        evaluator = Evaluator(
+            parts.engine, made.evaluation, made.reward, config.reward.max_failed_fraction
+        )
+    return SftRun(parts, sampler, config, made.data, evaluator)
 
 
-def describe_start(config: SftConfig) -> DescribedModel:
-    """The model to start from, without its weights: a folder's, or one of a shape of the recipe's
-    own with the folder's tokenizer.
-
-    Raises CheckpointError for a folder, ConfigError for a shape that cannot be used.
+def sft_outline(config: SftConfig) -> Outline:
+    """The outline of a run; raises as ``prepare_sft`` does for what is known without the
+    weights.
     """
-    if config.from_scratch is None:
-        return describe_model(config.model)
-    folder = model_folder(config.model)
-    tokenizer = load_tokenizer(folder)
-    return DescribedModel(
-        folder,
-        decoder_of(config.from_scratch, len(tokenizer)),
-        tokenizer,
-        stop_token_ids(tokenizer, folder),
-    )
+    return read_sft(config).outline
 
 
-def load_start(config: SftConfig, described: DescribedModel, device: torch.device) -> LoadedModel:
-    """Its weights too, on their device: those of the folder, or random ones."""
-    if config.from_scratch is None:
-        policy = load_policy(described.folder, config.precision, device)
-    else:
-        policy = random_policy(described.config, config.precision, config.seed, device)
-    return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
-
-
-def scratch_shape(config: SftConfig) -> ModelConfig | None:
-    """The decoder of a model that no folder describes."""
-    return None if config.from_scratch is None else describe_start(config).config
-
-
-def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
-    """The decoder of a shape, for a tokenizer of ``tokens`` tokens."""
-    vocab_size = shape.vocab_size or -(-tokens // BLOCK) * BLOCK
-    if vocab_size < tokens:
-        raise ConfigError(
-            f"from_scratch.vocab_size is {vocab_size}, but the tokenizer has {tokens} tokens; "
-            "raise it, or leave it out"
+def read_sft(config: SftConfig) -> SftMaterial:
+    """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
+    check_sft(config)
+    reward = load_reward(config.reward.function) if config.reward is not None else None
+    source = describe_source(config.model, config.from_scratch)
+    data = load_examples(config.data, source.described)
+    evaluation = {}
+    if reward is not None:
+        prompts = {name: [one.prompt for one in data.sets[name]] for name in data.sets}
+        evaluation = evaluation_requests(
+            prompts, config.evaluation, config.rollout, source.described
         )
-    if shape.head_dim is None and shape.hidden_size % shape.num_heads:
-        raise ConfigError(
-            f"from_scratch.hidden_size is {shape.hidden_size}, which {shape.num_heads} heads do "
-            "not divide; change one of them, or set "
-            "from_scratch.head_dim"
-        )
-    return ModelConfig(
-        family=shape.family,
-        vocab_size=vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads or shape.num_heads,
-        head_dim=shape.head_dim or shape.hidden_size // shape.num_heads,
-        max_positions=shape.max_positions,
-        rms_epsilon=shape.rms_epsilon,
-        rope_theta=shape.rope_theta,
-        tied_embeddings=shape.tied_embeddings,
+    training = config.training
+    outline = Outline(
+        config,
+        source,
+        trainer_config(training, generates=reward is not None),
+        training.steps,
+        data.longest,
+        requests=([one for name in evaluation for one in evaluation[name]],),
+        learning=(
+            data.describe(training),
+            f"steps: {training.steps} of {training.prompts_per_step} examples; sequences of at "
+            f"most {data.longest} tokens",
+        ),
     )
+    return SftMaterial(outline, data, reward, evaluation)
 
 
-def trainer_config(config: SftConfig) -> TrainingConfig:
-    """As the trainer and the memory plan read it: a prompt has one completion, and moments stay
-    where no engine ever generates.
+def trainer_config(training: OptimisationConfig, generates: bool) -> TrainingConfig:
+    """The ``training`` table of fine-tuning as the trainer and the memory plan read it: a prompt
+    has one completion, and moments stay on the device where no engine ever generates.
     """
-    training = TrainingConfig.model_validate(config.training.model_dump())
-    offload = training.offload_moments and config.reward is not None
-    return training.model_copy(update={"samples_per_prompt": 1, "offload_moments": offload})
+    config = TrainingConfig.model_validate(training.model_dump())
+    offload = training.offload_moments and generates
+    return config.model_copy(update={"samples_per_prompt": 1, "offload_moments": offload})
 
 
-def check_reward(config: SftConfig) -> None:
-    """Refuse a reward with nothing to grade.  Raises ConfigError."""
-    if config.reward is not None and not config.data.eval:
-        raise ConfigError(
-            "reward is set, but data.eval names no set whose completions it could grade; add one, "
-            "or leave the reward out"
-        )
-
-
-def _build_evaluator(
-    config: SftConfig, rollout: RolloutConfig, model: LoadedModel, data: SftData
-) -> Evaluator | None:
-    if config.reward is None:
-        return None
-    reward = load_reward(config.reward.function)
-    sampling = evaluation_sampling(config.evaluation, config.rollout, model)
-    prompts = {
-        name: [example.prompt for example in examples] for name, examples in data.sets.items()
-    }
-    engine = NativeEngine(model.policy, rollout, model.tokenizer, config.seed)
-    evaluator = Evaluator(
-        engine,
-        prompts,
-        sampling,
-        config.evaluation.samples,
-        reward,
-        config.reward.max_failed_fraction,
+def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> list[PackedBatch]:
+    """Examples -> packed micro-batches of at most so many tokens."""
+    return pack_pairs(
+        [(example.prompt.token_ids, example.completion_ids) for example in examples],
+        tokens_per_microbatch,
     )
-    engine.check(evaluator.requests())
-    check_fits(evaluator.requests(), model.context)
-    return evaluator

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobit.observe.summary import RunSummary
-from isobit.run.sft.evaluate import HeldOut
+from isobit.run.sft.held_out import HeldOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,16 @@ def summarise_set(before: HeldOut, after: HeldOut) -> SftSetSummary:
 
 
 def describe_summary(summary: SftSummary) -> list[str]:
-    """The last lines of a run."""
+    """What a finished run of fine-tuning prints last."""
     lines = []
     for name, figures in summary.evaluations.items():
-        text = f"{name}: loss {figures.loss_before:.4f} -> {figures.loss_after:.4f} nats a token on {figures.examples} examples"
-        if figures.accuracy_before is not None and figures.accuracy_after is not None:
-            text += f", accuracy {100 * figures.accuracy_before:.1f}% -> {100 * figures.accuracy_after:.1f}%"
+        text = (
+            f"{name}: loss {figures.loss_before:.4f} -> {figures.loss_after:.4f} nats a token on "
+            f"{figures.examples} examples"
+        )
+        before, after = figures.accuracy_before, figures.accuracy_after
+        if before is not None and after is not None:
+            text += f", accuracy {100 * before:.1f}% -> {100 * after:.1f}%"
         lines.append(text)
     files = directory_files(summary.directory)
     return [

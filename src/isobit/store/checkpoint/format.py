@@ -46,7 +46,7 @@ _JSON_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a checkpoint holds, in memory."""
+    """What a checkpoint of a run is to hold, while it is still in memory."""
 
     step: int
     masters: Mapping[str, Tensor]
@@ -57,7 +57,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """What it needs on the disk."""
+        """Bytes that the checkpoint will take on the disk, rounded up."""
         tensors = (*self.masters.values(), *self.moments.values())
         return (
             sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -81,7 +81,7 @@ class Checkpoint:
 
 
 def folder_name(step: int) -> str:
-    """``step_000010``."""
+    """The name of a step's checkpoint folder: ``step_000010``."""
     return f"step_{step:06}"
 
 

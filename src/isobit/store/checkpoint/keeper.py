@@ -10,20 +10,45 @@ Due is one every n steps, after the last step, and where an evaluation was the b
     a second Ctrl-C     nothing is written: the process may be in the middle of anything
 """
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Protocol, Self
 
 from isobit.errors import Interrupted, StorageError
 from isobit.files import disk_errors
 from isobit.models.loaded import write_model
-from isobit.observe.console import Report
-from isobit.observe.training_log import TrainingLog
-from isobit.run.training_run import TrainingRun
 from isobit.store.checkpoint.format import folder_name, write_checkpoint
 from isobit.store.checkpoint.retention import apply_retention, worth
 from isobit.store.checkpoint.start import Start
-from isobit.store.checkpoint.state import holds, snapshot
+from isobit.store.checkpoint.state import Boundary, holds, snapshot
 from isobit.store.journal import sync_journals
+from isobit.store.training_run import TrainingRun
+
+
+class KeepsBoundary(Protocol):
+    """The log of a training: it knows the last moment between two steps."""
+
+    @property
+    def boundary(self) -> Boundary:
+        """All that a checkpoint of that moment holds beside the tensors."""
+        ...
+
+    def evaluation_figures(self) -> Mapping[int, Mapping[str, float]]:
+        """The figures of every evaluation so far, by step."""
+        ...
+
+
+class Announces(Protocol):
+    """Where lines are printed."""
+
+    def line(self, text: str = "") -> None:
+        """Print one line."""
+        ...
+
+    def writing(self, what: str, num_bytes: int) -> AbstractContextManager[None]:
+        """A block in which ``what`` is written."""
+        ...
 
 
 class CheckpointKeeper:
@@ -35,11 +60,11 @@ class CheckpointKeeper:
         self,
         run: TrainingRun,
         start: Start,
-        log: TrainingLog[Any],
-        report: Report,
+        log: KeepsBoundary,
+        console: Announces,
         model_when_interrupted: bool = False,
     ) -> None:
-        self._run, self._log, self._report = run, log, report
+        self._run, self._log, self._console = run, log, console
         self._config = run.config.checkpoint
         self._model_when_interrupted = model_when_interrupted
         self._directory = start.directory
@@ -64,14 +89,14 @@ class CheckpointKeeper:
             self._save_what_stands()
             if self._model_when_interrupted:
                 self._save_last_weights()
-            self._report.line(f"checkpoint: {self._where()}; go on with --resume")
+            self._console.line(f"checkpoint: {self._where()}; go on with --resume")
         elif isinstance(error, Exception):
             try:
                 self._save_what_stands()
                 self._save_last_weights()
             except StorageError as second:
-                self._report.line(f"stopped early, and no more could be saved: {second}")
-            self._report.line(
+                self._console.line(f"stopped early, and no more could be saved: {second}")
+            self._console.line(
                 f"checkpoint: {self._where()}; once the cause is gone, go on with --resume"
             )
 
@@ -90,16 +115,15 @@ class CheckpointKeeper:
         num_bytes = 2 * sum(master.numel() for master in self._run.model.policy.parameters())
         with (
             disk_errors(self._directory.root, "the trained model"),
-            self._report.writing("the trained model", num_bytes),
+            self._console.writing("the trained model", num_bytes),
         ):
             write_model(self._run.model, self._directory.model)
 
     def _save_last_weights(self) -> None:
         if self._run.trainer.is_whole:
             self.save_model()
-            self._report.line(
-                "stopped early: the weights of the last optimiser step are in "
-                f"{self._directory.model}"
+            self._console.line(
+                f"stopped early: the weights of the last update are in {self._directory.model}"
             )
 
     def _save_what_stands(self) -> None:
@@ -113,7 +137,7 @@ class CheckpointKeeper:
         with disk_errors(self._directory.root, "the files of the run"):
             sync_journals(self._directory)
         content = snapshot(boundary, self._run)
-        with self._report.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
+        with self._console.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
             write_checkpoint(self._directory.checkpoints, content)
         self._on_disk = boundary.step
         apply_retention(self._directory.checkpoints, self._config)

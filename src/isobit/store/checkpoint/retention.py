@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from isobit.config.schema import CheckpointConfig
+from isobit.config.checkpoint import CheckpointConfig
 from isobit.errors import CheckpointError
 from isobit.store.checkpoint.format import folder_name, folders_by_step, read_manifest
 

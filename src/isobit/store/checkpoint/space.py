@@ -1,7 +1,8 @@
 """How much of the disk a run's checkpoints and its model take at most, worked out before it begins:
 no run should end on a full disk.
 
-    a checkpoint     4 P bytes and the moments'      P parameters: FP32 masters; ``isobit.training.optimiser.moment_bytes``
+    a checkpoint     4 P bytes and the moments'      FP32 masters of P parameters, and what
+                                                     ``isobit.training.optimiser.moment_bytes`` says
     the model        2 P bytes                       in BF16, at the end
 
 An old checkpoint goes only once the new one is whole, so that at the last save there are the
@@ -13,15 +14,15 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from isobit.config.checkpoint import CheckpointConfig
+from isobit.config.evaluation import EvaluationConfig
+from isobit.config.training import OptimisationConfig
 from isobit.errors import StorageError
 from isobit.files import free_bytes
-from isobit.memory.machine import gib
 from isobit.models.config import ModelConfig
-from isobit.models.folder import read_config
-from isobit.models.loaded import model_folder
 from isobit.models.policy import master_shapes
-from isobit.run.training_run import Recipe
 from isobit.training.optimiser import moment_bytes
+from isobit.units import gib
 
 _BESIDE_TENSORS = 1 << 16
 """Headers, counters and the manifest of a checkpoint; the configuration and the tokenizer of a
@@ -45,11 +46,11 @@ class DiskPlan:
 
     @property
     def needed(self) -> int:
-        """Bytes that must still be free."""
+        """Bytes that the run will still write: checkpoints not there yet, and the model."""
         return max(self.checkpoints - self.on_disk, 0) * self.checkpoint_bytes + self.model_bytes
 
     def describe(self) -> str:
-        """One line."""
+        """One line: what the run writes, and what is free where it does."""
         parts = [f"the trained model of {gib(self.model_bytes)}"]
         if self.checkpoints:
             there = f", of which {self.on_disk} are there" if self.on_disk else ""
@@ -58,7 +59,8 @@ class DiskPlan:
                 f"checkpoints of {gib(self.checkpoint_bytes)}, at most {self.checkpoints} at "
                 f"once{there}",
             )
-        return f"disk: {gib(self.needed)} of {gib(self.free)} free in {self.root} for {' and '.join(parts)}"
+        room = f"{gib(self.needed)} of {gib(self.free)} free in {self.root}"
+        return f"disk: {room} for {' and '.join(parts)}"
 
     def check(self) -> None:
         """Raise StorageError where the disk has too little room."""
@@ -72,36 +74,33 @@ class DiskPlan:
 
 
 def plan_disk(
-    config: Recipe, on_disk: Collection[int] = (), shape: ModelConfig | None = None
+    root: Path,
+    shape: ModelConfig,
+    training: OptimisationConfig,
+    checkpoint: CheckpointConfig,
+    evaluation: EvaluationConfig,
+    on_disk: Collection[int] = (),
 ) -> DiskPlan:
-    """The plan of a run that has its checkpoints of the steps ``on_disk`` already, of a model of
-    ``shape``; by default that of the folder.
-
-    Raises CheckpointError as ``read_config`` does.
+    """The plan of a run in ``root``, of a model of ``shape``, that has its checkpoints of the steps
+    ``on_disk`` already.
     """
-    shapes = master_shapes(shape or read_config(model_folder(config.model)))
-    masters = [prod(sizes) for sizes in shapes.values()]
-    checkpoint = 4 * sum(masters) + moment_bytes(masters, config.training.moments) + _BESIDE_TENSORS
+    masters = [prod(sizes) for sizes in master_shapes(shape).values()]
+    size = 4 * sum(masters) + moment_bytes(masters, training.moments) + _BESIDE_TENSORS
     model = 2 * sum(masters) + _BESIDE_TENSORS
-    root = config.output
-    return DiskPlan(
-        root, checkpoint, most_at_once(config, on_disk), len(on_disk), model, free_bytes(root)
-    )
+    most = most_at_once(training.steps, checkpoint, evaluation.every, on_disk)
+    return DiskPlan(root, size, most, len(on_disk), model, free_bytes(root))
 
 
-def most_at_once(config: Recipe, on_disk: Collection[int] = ()) -> int:
-    """Checkpoints that are on the disk together at most, while the last of the run is written and
-    everything before is still there.
+def most_at_once(
+    steps: int, rules: CheckpointConfig, evaluated_every: int = 0, on_disk: Collection[int] = ()
+) -> int:
+    """Checkpoints that are on the disk together at most, while the last of a run of ``steps`` is
+    written and everything before is still there.
     """
-    rules, steps = config.checkpoint, config.training.steps
     if rules.keep_last == 0:
         return len(on_disk)
-    due = {steps, *(range(rules.every, steps, rules.every) if rules.every else ())}
-    evaluated = (
-        set(range(config.evaluation.every, steps, config.evaluation.every))
-        if config.evaluation.every
-        else set[int]()
-    )
+    due = {steps, *_multiples(rules.every, steps)}
+    evaluated = _multiples(evaluated_every, steps)
     written = sorted({*on_disk, *(step for step in due if step > max(on_disk, default=0))})
     together = {
         *written[-rules.keep_last - 1 :],
@@ -109,3 +108,8 @@ def most_at_once(config: Recipe, on_disk: Collection[int] = ()) -> int:
     }
     another = rules.keep_best is not None and not {*written, *evaluated} <= together
     return max(len(together) + another, len(on_disk))
+
+
+def _multiples(every: int, steps: int) -> range:
+    """Every so many steps, without the last; none for 0."""
+    return range(every, steps, every) if every else range(0)

@@ -8,7 +8,7 @@ half written or half removed are hidden, and go with a line.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 
+from isobit.config.recipe import Recipe
 from isobit.errors import CheckpointError, ConfigError
-from isobit.files import disk_errors
-from isobit.memory.machine import gib
+from isobit.files import LARGE, disk_errors
 from isobit.models.config import ModelConfig
-from isobit.observe.console import LARGE
-from isobit.run.training_run import Recipe, TrainingRun
 from isobit.store.budget_record import drop_torn_line, read_changes
 from isobit.store.checkpoint import state
 from isobit.store.checkpoint.compatible import check_compatible
@@ -32,12 +30,14 @@ from isobit.store.checkpoint.format import (
     read_checkpoint,
     step_of,
 )
-from isobit.store.checkpoint.space import plan_disk
+from isobit.store.checkpoint.space import DiskPlan, plan_disk
 from isobit.store.directory import RunDirectory, check_unused, is_empty, write_json
 from isobit.store.journal import check_positions, rewind
 from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest
 from isobit.store.reward_record import RewardRecord
+from isobit.store.training_run import TrainingRun
+from isobit.units import gib
 
 Say = Callable[[str], None]
 """Prints a line."""
@@ -61,12 +61,12 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Steps done already."""
+        """Steps of the run that are done already; 0 of a new one."""
         return self.checkpoint.step if self.checkpoint else 0
 
     @property
     def log(self) -> Mapping[str, Any] | None:
-        """The log's state at the checkpoint."""
+        """The state of the run's log at the checkpoint that it goes on from; None of a new run."""
         return self.checkpoint.state["log"] if self.checkpoint else None
 
     @property
@@ -118,6 +118,7 @@ class Start:
                     {
                         **self.old_manifest,
                         "config": run.config.model_dump(mode="json"),
+                        "engine": run.engine_figures(),
                         "resumed": history,
                     },
                 )
@@ -130,11 +131,9 @@ class Start:
 
 
 @contextmanager
-def begin(
-    config: Recipe, resume: bool, say: Say, shape: ModelConfig | None = None
-) -> Iterator[Start]:
-    """Find out where the run begins; nothing is written or moved before ``Start.open``.  ``shape``
-    is that of a model without a folder.
+def begin(config: Recipe, shape: ModelConfig, resume: bool, say: Say) -> Iterator[Start]:
+    """Find out where the run of a model of ``shape`` begins; nothing is written or moved before
+    ``Start.open``.
 
     Raises ConfigError for a directory that is used (without ``resume``), holds no run, or is in use
     by another process, and for a configuration that is not the run's; CheckpointError where no
@@ -147,7 +146,7 @@ def begin(
             check_unused(directory.root)
             if resume:
                 say(f"nothing to resume in {directory.root}: this is a new run")
-            plan_disk(config, shape=shape).check()
+            _plan_disk(config, shape).check()
             yield Start(directory, RewardRecord(say), lock, say)
             return
         with disk_errors(directory.root, "the lock"):
@@ -156,9 +155,8 @@ def begin(
         old = _read_manifest(directory, checkpoint)
         step = checkpoint.step if checkpoint else 0
         changed = check_compatible(old["config"], config.model_dump(mode="json"), step)
-        plan_disk(
-            config, [done for done in folders_by_step(directory.checkpoints) if done <= step], shape
-        ).check()
+        on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
+        _plan_disk(config, shape, on_disk).check()
         position = checkpoint.state["files"].get(directory.rewards.name, 0) if checkpoint else 0
         rewards = RewardRecord(say, directory.rewards, position)
         say(
@@ -166,6 +164,12 @@ def begin(
             + ("" if checkpoint else ": there is no checkpoint yet")
         )
         yield Start(directory, rewards, lock, say, old, checkpoint, changed)
+
+
+def _plan_disk(config: Recipe, shape: ModelConfig, on_disk: Sequence[int] = ()) -> DiskPlan:
+    return plan_disk(
+        config.output, shape, config.training, config.checkpoint, config.evaluation, on_disk
+    )
 
 
 def newest_usable(directory: RunDirectory, say: Say) -> Checkpoint | None:

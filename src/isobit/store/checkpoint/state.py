@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from isobit.errors import CheckpointError, DataError
-from isobit.run.training_run import TrainingRun
 from isobit.store.checkpoint.format import Checkpoint, Snapshot
 from isobit.store.manifest import environment
+from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
 
 
@@ -58,7 +58,7 @@ def take_boundary(
 
 
 def holds(boundary: Boundary, run: TrainingRun) -> bool:
-    """Whether the tensors still are those of the boundary: no optimiser step was taken, or begun,
+    """Whether the tensors still are those of the boundary: no update was taken, or begun,
     since.
     """
     return run.trainer.is_whole and run.model.policy.version == boundary.state["weights_version"]

@@ -2,21 +2,17 @@
 policy's own are right.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.metrics import Metrics
-from isobit.records.text import Group
-from isobit.rewards.grade import grade
-from isobit.run.evaluate import Grading, OnProgress
-from isobit.run.sft.setup import SftRun
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The figures of one set."""
+    """What was measured on one held-out set."""
 
     examples: int
     loss: float
@@ -40,17 +36,3 @@ class HeldOut:
             content["loss"],
             None if result is None else EvalResult.from_json(result),
         )
-
-
-def measure(
-    run: SftRun, progress: OnProgress | None = None, grading: Grading = grade
-) -> dict[str, tuple[HeldOut, Sequence[Group]]]:
-    """Every held-out set under the current policy, by name, with the policy's own completions where
-    a reward grades them.
-    """
-    graded = run.evaluator.run(progress, grading) if run.evaluator else {}
-    figures = {}
-    for name, examples in run.data.sets.items():
-        result, groups = graded.get(name, (None, []))
-        figures[name] = HeldOut(len(examples), run.loss_of(examples), result), groups
-    return figures

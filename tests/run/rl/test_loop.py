@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isobit.config.schema import Preset, RunConfig
+from isobit.config.precision import Preset
+from isobit.config.run import RunConfig
 from isobit.errors import RewardError
 from isobit.models.loaded import load_model
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 
 MakeConfig = Callable[..., RunConfig]
 LENGTH_REWARD = "return float(len(completion.token_ids) > 4 or completion.token_ids[0] % 2)"
@@ -137,7 +138,4 @@ def test_a_run_that_ends_early_keeps_its_weights_and_figures(
         tiny_folder / "model.safetensors"
     ).read_bytes()
     assert (config.output / "run.json").exists()
-    assert (
-        f"weights of the last optimiser step are in {config.output / 'model'}"
-        in capsys.readouterr().out
-    )
+    assert f"weights of the last update are in {config.output / 'model'}" in capsys.readouterr().out

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isobit.config.schema import RunConfig
+from isobit.config.run import RunConfig
 from isobit.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     IsobitError,
+    ModelError,
     RequestError,
     RewardError,
 )
-from isobit.run.loop import train
+from isobit.run.rl.loop import train
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -69,7 +69,7 @@ def refused(config: RunConfig, kind: type[IsobitError], match: str) -> None:
         ),
         ({"reward": "no_such_module:reward"}, RewardError, "no_such_module"),
         ({"reward": "reasoning_gym"}, RewardError, "comes from no reasoning-gym task"),
-        ({"model": "no/such/folder"}, CheckpointError, "no/such/folder is not a folder"),
+        ({"model": "no/such/folder"}, ModelError, "no/such/folder is not a folder"),
     ],
 )
 def test_what_cannot_be_used(
@@ -136,14 +136,12 @@ def test_damaged_models(make_config: MakeConfig, tiny_folder: Path, tmp_path: Pa
     config, weights = folder / "config.json", folder / "model.safetensors"
     good_config, good_weights = config.read_text(), weights.read_bytes()
     config.write_text(good_config.replace("Qwen3ForCausalLM", "MambaForCausalLM"))
-    refused(make_config(model=str(folder)), CheckpointError, "MambaForCausalLM is not supported")
+    refused(make_config(model=str(folder)), ModelError, "MambaForCausalLM is not supported")
     config.write_text(good_config)
     weights.write_bytes(good_weights[: len(good_weights) // 2])
-    refused(make_config(model=str(folder)), CheckpointError, "model.safetensors is damaged")
+    refused(make_config(model=str(folder)), ModelError, "model.safetensors is damaged")
     weights.unlink()
-    refused(make_config(model=str(folder)), CheckpointError, "model.safetensors")
+    refused(make_config(model=str(folder)), ModelError, "model.safetensors")
     tensors = load_file(tiny_folder / "model.safetensors")
     save_file(tensors | {"model.norm.weight": torch.ones(64)}, weights)
-    refused(
-        make_config(model=str(folder)), CheckpointError, r"model.norm.weight has the shape \(64,\)"
-    )
+    refused(make_config(model=str(folder)), ModelError, r"model.norm.weight has the shape \(64,\)")

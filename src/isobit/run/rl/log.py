@@ -7,32 +7,30 @@ from dataclasses import asdict
 from typing import Any
 
 from isobit.clock import Clock
-from isobit.observe.console import Report
+from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.eval_result import EvalResult
-from isobit.observe.metrics import step_metrics
-from isobit.observe.summary import SetSummary, Summary
+from isobit.observe.metrics import Metrics, step_metrics
 from isobit.observe.training_log import TrainingLog
 from isobit.proof.check import check_step
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
-from isobit.run.setup import Run
+from isobit.run.rl.setup import RlRun
+from isobit.run.rl.summary import RlSummary, describe_summary, summarise_set
 from isobit.store.checkpoint.start import Start
 from isobit.training.comparison import Comparison
 from isobit.training.step import StepMetrics
 
-Evaluation = Mapping[str, tuple[EvalResult, list[Group]]]
 
-
-class RunLog(TrainingLog[EvalResult]):
-    """The log of reinforcement learning."""
+class RlLog(TrainingLog[EvalResult]):
+    """The log of reinforcement learning: figures, lines and sample completions of its steps."""
 
     phases = ("rollout", "grading", "training")
     counts = ("tokens", "failed", "skipped")
 
-    def __init__(self, run: Run, start: Start, report: Report, clock: Clock) -> None:
+    def __init__(self, run: RlRun, start: Start, console: Console, clock: Clock) -> None:
         self._run = run
         self._comparison = Comparison()
-        super().__init__(run, start, report, clock)
+        super().__init__(run, start, console, clock)
 
     def step(
         self, step: int, groups: Sequence[Group], grades: GradeStats, trained: StepMetrics
@@ -47,17 +45,17 @@ class RunLog(TrainingLog[EvalResult]):
             seconds,
             self._run.config.training.epochs,
         )
-        metrics |= self._run.turns.figures() if self._run.turns else {}
+        metrics |= self._run.turns.figures()
         self._metrics.write(step, metrics)
         self._write_completions(step, "train", groups)
         self._comparison += trained.comparison
         self._totals["tokens"] += self._run.engine.stats.generated_tokens
         self._totals["failed"] += grades.failed
         self._totals["skipped"] += trained.skipped_updates
-        self._report.step(step, self._run.config.training.steps, metrics)
-        self._report.notes(_notes(grades, trained))
+        self._console.line(describe_step(step, self._run.config.training.steps, metrics))
+        self._console.notes(_notes(grades, trained))
         self.boundary = self._take_boundary(step)
-        self._report.notes(
+        self._console.notes(
             check_step(
                 self._run.config.check,
                 self._run.model.policy.flow,
@@ -66,22 +64,12 @@ class RunLog(TrainingLog[EvalResult]):
             )
         )
 
-    def finish(self) -> Summary:
-        """Write the summary and print it."""
-        before, after = self._evaluations[0], self._evaluations[max(self._evaluations)]
-        sets = {
-            name: SetSummary(
-                after[name].problems,
-                before[name].accuracy,
-                after[name].accuracy,
-                before[name].interval,
-                after[name].interval,
-            )
-            for name in before
-        }
+    def finish(self) -> RlSummary:
+        """Write ``summary.json``, print the last lines, and return what the run achieved."""
+        sets = {name: summarise_set(*ends) for name, ends in self._first_and_last().items()}
         first = next(iter(sets.values()), None)
         seconds = self._seconds
-        summary = Summary(
+        summary = RlSummary(
             directory=self.directory.root,
             preset=self._run.config.precision.preset,
             steps=self._run.config.training.steps,
@@ -98,14 +86,15 @@ class RunLog(TrainingLog[EvalResult]):
             rollout_seconds=seconds["rollout"],
             evaluation_seconds=seconds["evaluation"],
             evaluations=sets,
-            gpu_memory=self._run.turns.summary() if self._run.turns else None,
+            gpu_memory=self._run.turns.summary(),
         )
         summary.write(self.directory.summary)
-        self._report.summary(summary)
+        self._console.lines(describe_summary(summary))
         return summary
 
     def _say_evaluation(self, step: int, results: Mapping[str, EvalResult]) -> None:
-        self._report.evaluation(step, results)
+        for name, result in results.items():
+            self._console.line(f"{describe_moment(step)}: {describe_result(name, result)}")
 
     def _result(self, content: Mapping[str, Any]) -> EvalResult:
         return EvalResult.from_json(content)
@@ -118,9 +107,26 @@ class RunLog(TrainingLog[EvalResult]):
         self._comparison = Comparison(**state["comparison"])
 
 
+def describe_step(step: int, steps: int, metrics: Metrics) -> str:
+    """Reward, length, entropy, differing tokens, rates and seconds of one step in one line."""
+    seconds = sum(metrics[f"time/{part}_s"] for part in ("rollout", "grading", "training"))
+    parts = [
+        f"step {step:>{len(str(steps))}}/{steps}",
+        f"reward {metrics['reward/mean']:.3f}",
+        f"length {metrics['response_length/mean']:.1f}",
+        f"entropy {metrics['entropy']:.3f}" if "entropy" in metrics else "no update",
+        f"differing {metrics['log_prob_diff/tokens_differing']:.0f} of "
+        f"{metrics['log_prob_diff/tokens_compared']:.0f}",
+        f"rollout {metrics['tokens_per_s/rollout']:,.0f} tok/s",
+        f"training {metrics['tokens_per_s/training']:,.0f} tok/s",
+        f"{seconds:.1f} s",
+    ]
+    return "  ".join(parts)
+
+
 def _notes(grades: GradeStats, trained: StepMetrics) -> list[str]:
     """What a reader of the line would otherwise not know."""
-    notes = [f"an optimiser step was skipped: {reason}" for reason in trained.skip_reasons]
+    notes = [f"an update was skipped: {reason}" for reason in trained.skip_reasons]
     if grades.failed:
         notes.append(
             f"{grades.failed} rewards failed and are excluded; the first was {grades.first_error}"

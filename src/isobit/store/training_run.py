@@ -1,33 +1,26 @@
-"""What every kind of training has, whatever it learns from: the seam on which checkpoints, the
-manifest and the log are built.
-
-``isobit train`` and ``isobit sft`` each prepare their own parts; those named here are all that has
-to be saved to go on later.
+"""What a run's directory has to know of a training, whatever it learns from: the parts that a
+checkpoint saves and puts back, and what the manifest says of the others.
 """
 
 from typing import Any, Protocol
 
-from isobit.config.schema import RunConfig
-from isobit.config.sft import SftConfig
+from isobit.config.recipe import Recipe
 from isobit.data.sampler import PromptSampler
 from isobit.models.loaded import LoadedModel
 from isobit.training.trainer import Trainer
 
-Recipe = RunConfig | SftConfig
-"""The configuration of a training."""
-
 
 class TrainingRun(Protocol):
-    """The parts of a training, ready to start."""
+    """A training whose parts are ready."""
 
     @property
     def config(self) -> Recipe:
-        """What it was made from."""
+        """The recipe that the training was made from."""
         ...
 
     @property
     def model(self) -> LoadedModel:
-        """The policy that learns."""
+        """The policy that learns, with its folder and tokenizer."""
         ...
 
     @property
@@ -47,4 +40,8 @@ class TrainingRun(Protocol):
 
     def data_figures(self) -> dict[str, Any]:
         """What it learns from and is measured on, in numbers, for the manifest."""
+        ...
+
+    def engine_figures(self) -> dict[str, Any] | None:
+        """The sizes that its engine has, for the manifest; None where nothing is generated."""
         ...

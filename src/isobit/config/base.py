@@ -1,0 +1,26 @@
+"""What every table of a recipe is: a strict pydantic model.  Every default is written once, in its
+table; every number has a range; rules across fields are in ``isobit.config.rules``.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Device = Literal["auto", "cpu", "cuda"]
+"""Where a command computes; ``auto`` takes a Hopper GPU where one is there that computes the
+model.
+"""
+
+
+class Strict(BaseModel):
+    """Base of all configuration: an unknown key is an error, values are checked, nothing changes
+    after loading.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )

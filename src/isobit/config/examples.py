@@ -1,0 +1,48 @@
+"""The table ``data`` of ``isobit sft``: where prompts come from together with the completions to be
+learnt.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from isobit.config.base import Strict
+from isobit.config.data import HfData, JsonlData
+
+
+class JsonlExamples(JsonlData):
+    """A JSONL file of prompts and the completions to be learnt, or of whole conversations."""
+
+    completion: str = "completion"
+    """Column that holds the text to be learnt, or it as chat messages."""
+    messages: str | None = None
+    """Column that holds whole conversations instead; every turn of the assistant is learnt, with
+    all before it as its prompt.
+    """
+
+
+class HfExamples(HfData):
+    """The same columns in a Hugging Face dataset on disk."""
+
+    completion: str = "completion"
+    messages: str | None = None
+
+
+ExampleSource = Annotated[JsonlExamples | HfExamples, Field(discriminator="type")]
+
+
+class SftDataConfig(Strict):
+    """Where examples come from.  A training example whose prompt also stands in an evaluation set
+    is dropped, and counted.
+    """
+
+    train: ExampleSource
+    eval: dict[str, ExampleSource] = Field(default={})
+    """Named held-out sets."""
+    chat: bool = True
+    """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
+    used as it stands.
+    """
+    max_tokens: int = Field(default=2048, gt=0)
+    """Longer examples, prompt and completion together, are refused, by id."""
+    shuffle: bool = True

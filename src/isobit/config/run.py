@@ -1,0 +1,41 @@
+"""The recipe of ``isobit train``: its tables, and the keys of none."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.base import Device, Strict
+from isobit.config.check import CheckConfig
+from isobit.config.checkpoint import CheckpointConfig
+from isobit.config.data import DataConfig
+from isobit.config.evaluation import EvaluationConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.reward import RewardConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.tracking import TrackingConfig
+from isobit.config.training import TrainingConfig
+
+
+class RunConfig(Strict):
+    """One training run."""
+
+    model: str = "starter"
+    """A Hugging Face folder, or ``starter`` for the small model shipped with Isobit."""
+    output: Path
+    """The run's directory; it must be new or empty, or with ``--resume`` the one to go on in."""
+    precision: PrecisionConfig = PrecisionConfig()
+    device: Device = "auto"
+    """``auto`` takes a Hopper GPU where there is one that computes the model."""
+    seed: int = 0
+    threads: int | None = Field(default=None, gt=0)
+    """CPU threads; by default torch's choice.  Gradients repeat bit for bit at a fixed number."""
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    check: CheckConfig = CheckConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()

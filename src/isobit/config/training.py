@@ -1,0 +1,58 @@
+"""The table ``training``: steps, batches and the optimiser.
+
+Two numbers set the batch: prompts a step (``prompts_per_step``) and tokens a micro-batch
+(``tokens_per_microbatch``).
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from isobit.config.base import Strict
+
+Recompute = Literal["none", "mlp", "full"]
+Moments = Literal["fp32", "bf16", "fp8"]
+"""Formats of AdamW's moments, from the largest to the smallest."""
+
+
+class OptimisationConfig(Strict):
+    """Steps, batches and the optimiser: what every kind of training has."""
+
+    steps: int = Field(default=20, gt=0)
+    prompts_per_step: int = Field(default=16, gt=0)
+    tokens_per_microbatch: int = Field(default=4096, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_updates: int = Field(default=0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    moments: Moments = "fp32"
+    """Format of AdamW's moments: 8, 4 or 2 bytes a parameter for the two, for a policy that fills
+    the memory.  The smaller ones are rounded stochastically; ``fp8`` has a scale for 128 elements,
+    and elements far below their group's largest move less than in the others.
+    """
+    offload_moments: bool = False
+    """Keep AdamW's moments in host memory while the engine generates, which leaves a GPU more
+    memory for the KV cache; a CPU ignores it.
+    """
+    recompute: Recompute = "none"
+    """What a GPU's backward computes again, to the same bits, instead of keeping it: nothing, the
+    MLP of each layer, or all of each layer. A CPU ignores it.
+    """
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_skipped_updates: int = Field(default=3, ge=0)
+    """Stop after that many updates in a row were skipped because loss or gradient norm was
+    not finite.
+    """
+
+
+class TrainingConfig(OptimisationConfig):
+    """How the policy learns from its own completions."""
+
+    samples_per_prompt: int = Field(default=16, gt=1)
+    updates_per_batch: int = Field(default=1, gt=0)
+    """Cut a step's batch by prompt into that many parts, one update each."""
+    epochs: int = Field(default=1, gt=0)
+    """Go over a step's batch that often."""

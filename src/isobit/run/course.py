@@ -1,0 +1,176 @@
+"""The course of a training, whatever it learns from: begin or resume, evaluate, take steps, log,
+save, stop where a signal asks for it, finish.
+
+    with course(...) as training:
+        for step in training.steps():
+            ...                              what this kind of training does in a step
+            training.log.step(step, ...)
+            training.end_step(step)          maybe evaluate, maybe save, maybe stop
+        training.save_model()
+        return training.log.finish()
+
+Everything that can be refused is refused by ``begin`` and ``prepare``, and the first evaluation has
+run, before the run's directory is made: a reward that fails on everything leaves nothing behind.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from isobit.clock import Clock
+from isobit.config.recipe import Recipe
+from isobit.config.run import RunConfig
+from isobit.config.sft import SftConfig
+from isobit.files import disk_errors
+from isobit.memory.turns import Turns
+from isobit.models.config import ModelConfig
+from isobit.observe.console import Console
+from isobit.observe.training_log import TrainingLog
+from isobit.records.text import Group
+from isobit.rewards.function import RewardFunction
+from isobit.rewards.grade import GradeStats
+from isobit.run.evaluate import Evaluation, Grading, OnProgress
+from isobit.run.interruption import Interruption
+from isobit.store.checkpoint.keeper import CheckpointKeeper
+from isobit.store.checkpoint.start import Start, begin
+from isobit.store.reward_record import RewardRecord
+from isobit.store.training_run import TrainingRun
+
+
+class Runnable(TrainingRun, Protocol):
+    """A prepared training of either kind, as its course needs it."""
+
+    @property
+    def turns(self) -> Turns:
+        """Who has the device's memory when."""
+        ...
+
+    def describe(self) -> Sequence[str]:
+        """The first lines: the model, the data, the flow, the plan of the memory."""
+        ...
+
+    def evaluate(self, progress: OnProgress, grading: Grading) -> Evaluation[Any]:
+        """Every evaluation set under the current policy."""
+        ...
+
+
+Config = TypeVar("Config", RunConfig, SftConfig)
+Run = TypeVar("Run", bound=Runnable)
+Log = TypeVar("Log", bound=TrainingLog[Any])
+MakeLog = Callable[[Run, Start, Console, Clock], Log]
+
+
+@dataclass(frozen=True, slots=True)
+class Course(Generic[Run, Log]):
+    """A training under way: its run, its log, and what surrounds both."""
+
+    run: Run
+    log: Log
+    steps_done: int
+    """When this process began."""
+    console: Console
+    clock: Clock
+    interruption: Interruption
+    rewards: RewardRecord
+    checkpoints: CheckpointKeeper
+
+    def steps(self) -> range:
+        """The steps still to do, counted from 1."""
+        return range(self.steps_done + 1, self.run.config.training.steps + 1)
+
+    def grade(
+        self, groups: Sequence[Group], reward: RewardFunction, max_failed_fraction: float
+    ) -> GradeStats:
+        """Fill the groups' rewards, those already recorded of this step from the record."""
+        with self.clock("grading"), self.console.busy("grading"):
+            return self.rewards.grade(groups, reward, max_failed_fraction)
+
+    @contextmanager
+    def learning(self, engine_is_next: bool = True) -> Iterator[None]:
+        """A block in which the trainer may take all the memory that it needs; the engine must not
+        be asked for anything in it.  ``engine_is_next`` says whether it has the turn after.
+
+        Raises Interrupted before anything is learnt, where a signal has come.
+        """
+        self.interruption.check()
+        turn = self.run.turns.training(self.clock, engine_is_next)
+        with self.clock("training"), self.console.busy("training"), turn:
+            yield
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows the step."""
+        return evaluation_is_due(self.run.config, step)
+
+    def end_step(self, step: int) -> None:
+        """Evaluate and save, as far as either is due.  Raises Interrupted where a signal has
+        come.
+        """
+        self.interruption.check()
+        if self.evaluates_after(step):
+            self.log.evaluation(
+                step, evaluate(self.run, self.console, self.clock, self.rewards, self.interruption)
+            )
+        self.checkpoints.save_if_due(step)
+        self.interruption.check()
+
+    def save_model(self) -> None:
+        """The policy as a model folder in the run's directory."""
+        self.checkpoints.save_model()
+
+
+@contextmanager
+def course(
+    config: Config,
+    shape: ModelConfig,
+    prepare: Callable[[Config], Run],
+    make_log: MakeLog[Run, Log],
+    console: Console | None = None,
+    resume: bool = False,
+    model_when_interrupted: bool = False,
+) -> Iterator[Course[Run, Log]]:
+    """Begin, or with ``resume`` go on with, the training of a model of ``shape`` that ``prepare``
+    makes from ``config``; entered for all of its steps.
+
+    A signal leaves a checkpoint, and with ``model_when_interrupted`` the model folder too.
+    """
+    console, clock = console or Console(), Clock()
+    with begin(config, shape, resume, console.line) as start:
+        with console.busy("loading"):
+            run = prepare(config)
+            with run.turns.training(clock):
+                start.restore(run)
+        console.lines(run.describe())
+        with Interruption() as interruption, disk_errors(config.output, "the files of the run"):
+            due = evaluation_is_due(config, start.step) and not start.has_evaluated
+            first = evaluate(run, console, clock, start.rewards, interruption) if due else None
+            with (
+                make_log(run, start, console, clock) as log,
+                CheckpointKeeper(run, start, log, console, model_when_interrupted) as checkpoints,
+            ):
+                run.trainer.budget.on_change = log.budget_changed
+                if first is not None:
+                    log.evaluation(start.step, first)
+                yield Course(
+                    run, log, start.step, console, clock, interruption, start.rewards, checkpoints
+                )
+
+
+def evaluate(
+    run: Runnable,
+    console: Console,
+    clock: Clock,
+    rewards: RewardRecord,
+    interruption: Interruption,
+) -> Evaluation[Any]:
+    """Every evaluation set under the current policy.  Raises Interrupted where a signal came."""
+    with clock("evaluation"), console.generating("evaluation") as progress:
+        figures = run.evaluate(interruption.watched(progress), rewards.grade)
+    interruption.check()
+    return figures
+
+
+def evaluation_is_due(config: Recipe, step: int) -> bool:
+    """Before the first step, after every ``evaluation.every`` steps, and after the last."""
+    every = config.evaluation.every
+    return step in (0, config.training.steps) or (every > 0 and step % every == 0)

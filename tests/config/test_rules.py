@@ -1,0 +1,106 @@
+"""Rules across fields: each refusal names the keys, their values and the way out."""
+
+import re
+from typing import Any
+
+import pytest
+
+from isobit.config.evaluation import EvaluationConfig
+from isobit.config.load import build
+from isobit.config.rules import check_has_sets, check_run, check_samples, check_sft, check_shape
+from isobit.config.run import RunConfig
+from isobit.config.sft import SftConfig
+from isobit.config.shape import ModelShape
+from isobit.errors import ConfigError
+
+SUMS = {"type": "jsonl", "path": "sums.jsonl"}
+BEST = "eval/held_out/accuracy"
+
+
+def run_config(**tables: Any) -> RunConfig:
+    values = {"output": "out", "data": {"train": SUMS, "eval": {"held_out": SUMS}}, **tables}
+    return build(RunConfig, values, "test")
+
+
+def sft_config(**tables: Any) -> SftConfig:
+    values = {"output": "out", "data": {"train": SUMS, "eval": {"held_out": SUMS}}, **tables}
+    return build(SftConfig, values, "test")
+
+
+def test_what_contradicts_nothing_passes() -> None:
+    check_run(run_config(checkpoint={"keep_best": BEST}))
+    check_run(run_config(evaluation={"samples": 4, "temperature": 1.0}))
+    check_sft(sft_config(checkpoint={"keep_best": "eval/held_out/loss"}))
+    check_sft(sft_config(reward={}, checkpoint={"keep_best": BEST}))
+    check_samples(EvaluationConfig())
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            {"training": {"updates_per_batch": 3, "prompts_per_step": 2}},
+            "training.updates_per_batch is 3, but a step has 2 prompts",
+        ),
+        ({"rollout": {"temperature": 0}}, "rollout.temperature is 0"),
+        (
+            {"evaluation": {"samples": 2}},
+            "evaluation.samples is 2, but evaluation.temperature is 0",
+        ),
+        (
+            {"checkpoint": {"keep_last": 0, "keep_every": 4}},
+            "checkpoint.keep_last is 0, which writes no checkpoint",
+        ),
+        (
+            {"checkpoint": {"keep_last": 0, "keep_best": BEST}},
+            "checkpoint.keep_last is 0, which writes no checkpoint",
+        ),
+        (
+            {"checkpoint": {"keep_best": "eval/held_out/pass@2"}},
+            f"checkpoint.keep_best is 'eval/held_out/pass@2', which no evaluation gives; "
+            f"name one of {BEST}",
+        ),
+        (
+            {"checkpoint": {"keep_best": BEST}, "data": {"train": SUMS}},
+            "data.eval names no set: add one",
+        ),
+    ],
+)
+def test_a_run_that_contradicts_itself_is_refused(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_run(run_config(**tables))
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"reward": {}, "data": {"train": SUMS}}, "reward is set, but data.eval names no set"),
+        ({"reward": {}, "evaluation": {"samples": 2}}, "evaluation.samples is 2"),
+        ({"checkpoint": {"keep_best": BEST}}, "name one of eval/held_out/loss"),
+        ({"checkpoint": {"keep_last": 0, "keep_every": 4}}, "checkpoint.keep_last is 0"),
+    ],
+)
+def test_a_tuning_that_contradicts_itself_is_refused(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_sft(sft_config(**tables))
+
+
+def test_greedy_samples_do_not_matter_where_nothing_is_graded() -> None:
+    check_sft(sft_config(evaluation={"samples": 2}))
+
+
+def test_passes_at_k_are_figures_of_several_samples() -> None:
+    several = {"samples": 4, "temperature": 1.0}
+    check_run(run_config(evaluation=several, checkpoint={"keep_best": "eval/held_out/pass@4"}))
+
+
+def test_an_evaluation_needs_a_set() -> None:
+    with pytest.raises(ConfigError, match=r"data.eval names no set to evaluate on"):
+        check_has_sets({})
+
+
+def test_heads_have_a_whole_size() -> None:
+    sizes = {"hidden_size": 130, "intermediate_size": 256, "num_layers": 1, "num_heads": 4}
+    with pytest.raises(ConfigError, match="which 4 heads do not divide"):
+        check_shape(ModelShape.model_validate(sizes))
+    check_shape(ModelShape.model_validate({**sizes, "head_dim": 32}))
