@@ -118,7 +118,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
         "layers.1.qkv_proj.input",
         "quantiser",
     ),
-    "GEMM": (hopper_decoder, "gemm_e4m3", 1, itself, "layers.1.o_proj", "GEMM"),
+    "GEMM": (hopper_decoder, "fp8_gemm_nt", 1, itself, "layers.1.o_proj", "GEMM"),
     "quantise": (hopper_decoder, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
     "SwiGLU": (
         hopper_decoder,
@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
     "prefill": (PAIR, "prefill_attention", 0, first, "layers.1.attention", "attention"),
     "head": (
         {"rollout": gemm, "training": token_log_probs},
-        "gemm_bf16",
+        "bf16_gemm_nt",
         0,
         itself,
         "lm_head",

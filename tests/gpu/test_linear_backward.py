@@ -15,13 +15,13 @@ from isobit.precision.quant_tensor import QuantTensor
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.gemm import WGradBackEnd, gemm_e4m3, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import WGradBackEnd, fp8_gemm_nt, why_not_deep_gemm
 from isobit.kernels.hopper.linear_backward import (
+    bf16_gemm_nn,
+    bf16_gemm_tn,
     dgrad,
-    dgrad_bf16,
     transpose_blocks,
     wgrad,
-    wgrad_bf16,
 )
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
@@ -92,7 +92,7 @@ def test_dgrad_against_fp64(kind: ScaleKind, n: int, k: int) -> None:
         assert ours.shape == (m, k) and ours.dtype == torch.bfloat16
         assert relative(ours, rows_fp64(dy) @ blocks_fp64(weight)) < BF16_ROUNDING
         assert torch.equal(ours, dgrad(dy, weight, kind))
-        assert torch.equal(ours, gemm_e4m3(dy, transpose_blocks(weight), kind))
+        assert torch.equal(ours, fp8_gemm_nt(dy, transpose_blocks(weight), kind))
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -152,14 +152,14 @@ def test_wgrad_keeps_a_nan_to_its_row(back_end: WGradBackEnd) -> None:
 def test_bf16() -> None:
     for tokens, n, k in ((1, 128, 256), (77, 40, 72), (300, 896, 384), (1000, 1536, 1024)):
         dy, x, weight = bf16(tokens, n), bf16(tokens, k), bf16(n, k)
-        assert relative(dgrad_bf16(dy, weight), dy.double() @ weight.double()) < BF16_ROUNDING
+        assert relative(bf16_gemm_nn(dy, weight), dy.double() @ weight.double()) < BF16_ROUNDING
         exact = dy.double().t() @ x.double()
         start = torch.randn(n, k, device="cuda")
         gradient = start.clone()
-        wgrad_bf16(dy, x, gradient)
+        bf16_gemm_tn(dy, x, gradient)
         assert relative(gradient, start.double() + exact) < 1e-5
         again = start.clone()
-        wgrad_bf16(dy, x, again)
+        bf16_gemm_tn(dy, x, again)
         assert torch.equal(again, gradient)
 
 

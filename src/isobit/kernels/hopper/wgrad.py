@@ -189,7 +189,7 @@ def _wgrad_kernel(
     )  # fmt: skip
 
 
-def triton_wgrad_e4m3(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> None:
+def triton_fp8_gemm_tn(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> None:
     """Add dY^T X to grad, FP32 [N, K], contiguous, from dY^T [N, Tp] and X^T [K, Tp] in groups of
     128 tokens; N and K are multiples of 128.
     """

@@ -13,7 +13,7 @@ with a plain FP32 GEMM:
 
 import torch
 
-from isobit.kernels.spec.gemm import gemm_snapped
+from isobit.kernels.spec.gemm import grid_gemm_nt
 from isobit.kernels.spec.grid import snap_rows
 from isobit.kernels.spec.log_prob import log_softmax
 from isobit.kernels.trace import observe
@@ -23,7 +23,7 @@ CHUNK = 1 << 22
 
 def head_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """hidden [N, C], published head [V, C] (snapped) -> FP32 logits [N, V]."""
-    return observe(gemm_snapped(snap_rows(hidden), head), "lm_head")
+    return observe(grid_gemm_nt(snap_rows(hidden), head), "lm_head")
 
 
 def token_log_probs(
