@@ -19,9 +19,9 @@ from isobit.kernels.hopper.gemm import WGradBackEnd, fp8_gemm_nt, why_not_deep_g
 from isobit.kernels.hopper.linear_backward import (
     bf16_gemm_nn,
     bf16_gemm_tn,
-    dgrad,
+    fp8_gemm_nn,
+    fp8_gemm_tn,
     transpose_blocks,
-    wgrad,
 )
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
@@ -88,10 +88,10 @@ def test_dgrad_against_fp64(kind: ScaleKind, n: int, k: int) -> None:
     weight = published(n, k, kind)
     for m in (1, 100, 257):
         dy = quantise_rows(bf16(m, n), kind)
-        ours = dgrad(dy, weight, kind)
+        ours = fp8_gemm_nn(dy, weight, kind)
         assert ours.shape == (m, k) and ours.dtype == torch.bfloat16
         assert relative(ours, rows_fp64(dy) @ blocks_fp64(weight)) < BF16_ROUNDING
-        assert torch.equal(ours, dgrad(dy, weight, kind))
+        assert torch.equal(ours, fp8_gemm_nn(dy, weight, kind))
         assert torch.equal(ours, fp8_gemm_nt(dy, transpose_blocks(weight), kind))
 
 
@@ -105,13 +105,13 @@ def test_wgrad_adds_to_the_gradient(
         dy, x = quantise_tokens(bf16(tokens, n), kind), quantise_tokens(bf16(tokens, k), kind)
         exact = rows_fp64(dy) @ rows_fp64(x).t()
         product = torch.zeros(n, k, device="cuda")
-        wgrad(dy, x, product, back_end)
+        fp8_gemm_tn(dy, x, product, back_end)
         assert relative(product, exact) < TENSOR_CORE
         start = torch.randn(n, k, device="cuda")
         gradient = start.clone()
-        wgrad(dy, x, gradient, back_end)
+        fp8_gemm_tn(dy, x, gradient, back_end)
         assert torch.equal(gradient, start + product)  # a finished sum, added once
-        wgrad(dy, x, gradient, back_end)
+        fp8_gemm_tn(dy, x, gradient, back_end)
         assert torch.equal(gradient, start + product + product)
 
 
@@ -119,10 +119,10 @@ def test_wgrad_adds_to_the_gradient(
 def test_wgrad_repeats_at_a_training_shape(back_end: WGradBackEnd) -> None:
     dy, x = quantise_tokens(bf16(8000, 6144)), quantise_tokens(bf16(8000, 4096))
     first = torch.zeros(6144, 4096, device="cuda")
-    wgrad(dy, x, first, back_end)
+    fp8_gemm_tn(dy, x, first, back_end)
     for _ in range(5):
         again = torch.zeros_like(first)
-        wgrad(dy, x, again, back_end)
+        fp8_gemm_tn(dy, x, again, back_end)
         assert torch.equal(again, first)
     assert relative(first, (rows_fp64(dy) @ rows_fp64(x).t())) < TENSOR_CORE
 
@@ -136,7 +136,7 @@ def test_back_ends_of_wgrad_give_the_same_bits(n: int, k: int) -> None:
         dy, x = quantise_tokens(bf16(tokens, n)), quantise_tokens(bf16(tokens, k))
         made = [torch.zeros(n, k, device="cuda") for _ in BACK_ENDS]
         for grad, back_end in zip(made, BACK_ENDS, strict=True):
-            wgrad(dy, x, grad, back_end)
+            fp8_gemm_tn(dy, x, grad, back_end)
         assert torch.equal(*made)
 
 
@@ -145,7 +145,7 @@ def test_wgrad_keeps_a_nan_to_its_row(back_end: WGradBackEnd) -> None:
     dy, x = bf16(300, 384), bf16(300, 256)
     dy[200, 300] = float("nan")
     grad = torch.zeros(384, 256, device="cuda")
-    wgrad(quantise_tokens(dy), quantise_tokens(x), grad, back_end)
+    fp8_gemm_tn(quantise_tokens(dy), quantise_tokens(x), grad, back_end)
     assert grad[300].isnan().all() and grad.isnan().sum() == 256
 
 
@@ -175,11 +175,11 @@ def test_both_gradients_are_those_of_the_cpu(kind: ScaleKind) -> None:
     rows, by_token = quantise_both(dy.cuda(), kind)
     assert (
         relative(
-            dgrad(rows, weight, kind).cpu(),
+            fp8_gemm_nn(rows, weight, kind).cpu(),
             dgrad_on_cpu(dy, LinearWeight.publish(site, master)).double(),
         )
         < BF16_ROUNDING
     )
     gradient = torch.zeros(384, 256, device="cuda")
-    wgrad(by_token, quantise_tokens(x.cuda(), kind), gradient)
+    fp8_gemm_tn(by_token, quantise_tokens(x.cuda(), kind), gradient)
     assert relative(gradient.cpu(), wgrad_on_cpu(dy, x, site).double()) < TENSOR_CORE
