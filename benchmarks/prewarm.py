@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from isobit.kernels.hopper.gemm import gemm_bf16, gemm_e4m3
+from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.models.shapes import model_shape
 from isobit.precision.quant_tensor import QuantTensor
@@ -57,14 +57,14 @@ def multiply(shape: str, part: int, parts: int) -> None:
     work += [("head", m, config.vocab_size, config.hidden_size) for m in graph_sizes(MAX_SEQUENCES)]
     for kind, m, n, k in work[part::parts]:
         if kind == "fp8":
-            gemm_e4m3(
+            fp8_gemm_nt(
                 QuantRows.empty(m, k, device),
                 QuantTensor.empty_blocks(n, k, device),
                 "power_of_two",
             )
         else:
             a, b = (torch.empty(rows, k, dtype=torch.bfloat16, device=device) for rows in (m, n))
-            gemm_bf16(a, b, torch.float32 if kind == "head" else torch.bfloat16)
+            bf16_gemm_nt(a, b, torch.float32 if kind == "head" else torch.bfloat16)
     torch.cuda.synchronize()
 
 

@@ -21,7 +21,7 @@ from benchmarks.comparison.card import measure_card, versions
 from benchmarks.comparison.cases import CASES, MAX_SEQUENCES, Case
 from benchmarks.comparison.rows import RowWriter
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
-from isobit.kernels.hopper.gemm import gemm_bf16, gemm_e4m3
+from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import quantise_rows
 from isobit.models.config import ModelConfig
@@ -102,11 +102,11 @@ def _product(mode: str, rows: int, n: int, k: int) -> Callable[[], torch.Tensor]
     master = torch.randn(n, k, device="cuda") * 0.02
     if mode == "bf16":
         weight = master.bfloat16()
-        return lambda: gemm_bf16(x, weight)
+        return lambda: bf16_gemm_nt(x, weight)
     blocks = QuantTensor.empty_blocks(n, k, x.device)
     publish_blocks(master, blocks)
     quantised = quantise_rows(x)
-    return lambda: gemm_e4m3(quantised, blocks, "power_of_two")
+    return lambda: fp8_gemm_nt(quantised, blocks, "power_of_two")
 
 
 def head_seconds(config: ModelConfig, rows: int) -> float:
@@ -116,7 +116,7 @@ def head_seconds(config: ModelConfig, rows: int) -> float:
         torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device="cuda")
         * 0.02
     )
-    return graph_seconds(lambda: gemm_bf16(x, weight, torch.float32))
+    return graph_seconds(lambda: bf16_gemm_nt(x, weight, torch.float32))
 
 
 def attention_seconds(config: ModelConfig, mode: str, case: Case) -> float:

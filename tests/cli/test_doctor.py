@@ -45,8 +45,8 @@ def test_this_machine_passes(tmp_path, monkeypatch, capsys):
 
 
 def test_a_wrong_gemm_fails_by_name_with_a_fix(no_starter, tmp_path, monkeypatch, capsys):
-    exact = gemm.gemm_e4m3
-    monkeypatch.setattr(gemm, "gemm_e4m3", lambda a, b: exact(a, b).bfloat16().float())
+    exact = gemm.fp8_gemm_nt
+    monkeypatch.setattr(gemm, "fp8_gemm_nt", lambda a, b: exact(a, b).bfloat16().float())
     assert main(["doctor", "--directory", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert lines(shown)["cpu: GEMM in E4M3"].startswith("FAIL")

@@ -125,7 +125,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
         "layers.1.qkv_proj.input",
         "quantiser",
     ),
-    "GEMM": (linear, "gemm_e4m3", 1, itself, "layers.1.o_proj", "GEMM"),
+    "GEMM": (linear, "fp8_gemm_nt", 1, itself, "layers.1.o_proj", "GEMM"),
     "quantise": (linear, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
     "SwiGLU": (
         swiglu,
@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
     "prefill": (PAIR, "prefill_attention", 0, first, "layers.1.attention", "attention"),
     "head": (
         token_log_probs,
-        "gemm_bf16",
+        "bf16_gemm_nt",
         0,
         itself,
         "lm_head",

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from isobit.kernels.spec.gemm import gemm_e4m3 as specification
+from isobit.kernels.spec.gemm import fp8_gemm_nt as specification
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.kernels.spec.quantise import quantise_rows as quantise_rows_on_cpu
 from isobit.precision.formats import ScaleKind
@@ -16,7 +16,7 @@ from isobit.precision.quant_tensor import QuantTensor
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.gemm import BackEnd, gemm_bf16, gemm_e4m3, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import BackEnd, bf16_gemm_nt, fp8_gemm_nt, why_not_deep_gemm
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import quantise_rows
 
@@ -57,9 +57,9 @@ def test_fp8_rows_do_not_depend_on_the_batch(
     back_end: BackEnd, kind: ScaleKind, n: int, k: int
 ) -> None:
     x, w = bf16(1024, k), random_weight(n, k, kind)
-    whole = gemm_e4m3(quantise_rows(x, kind), w, kind, back_end)
+    whole = fp8_gemm_nt(quantise_rows(x, kind), w, kind, back_end)
     for m in ROWS:
-        assert torch.equal(gemm_e4m3(quantise_rows(x[:m], kind), w, kind, back_end), whole[:m]), m
+        assert torch.equal(fp8_gemm_nt(quantise_rows(x[:m], kind), w, kind, back_end), whole[:m]), m
 
 
 @pytest.mark.parametrize("back_end", BF16_BACK_ENDS)
@@ -79,9 +79,9 @@ def test_bf16_rows_do_not_depend_on_the_batch(
 ) -> None:
     rows = 4096 if n < 100_000 else 2048
     x, w = bf16(rows, k), bf16(n, k)
-    whole = gemm_bf16(x, w, dtype, back_end)
+    whole = bf16_gemm_nt(x, w, dtype, back_end)
     for m in (1, 3, 16, 64, 100, 257, rows // 2):
-        assert torch.equal(gemm_bf16(x[:m], w, dtype, back_end), whole[:m]), m
+        assert torch.equal(bf16_gemm_nt(x[:m], w, dtype, back_end), whole[:m]), m
     exact = x[:64].double() @ w.double().t()
     assert (whole[:64] - exact).norm() / exact.norm() < (1e-5 if dtype == torch.float32 else 2.5e-3)
 
@@ -90,9 +90,9 @@ def test_bf16_rows_do_not_depend_on_the_batch(
 def test_every_back_end_gives_the_same_bits(m: int) -> None:
     for n, k in ((1536, 1024), (256, 896), (4096, 12288)):
         a, w = quantise_rows(bf16(m, k)), random_weight(n, k)
-        expected = gemm_e4m3(a, w, "power_of_two", "triton")
+        expected = fp8_gemm_nt(a, w, "power_of_two", "triton")
         for back_end in BACK_ENDS:
-            assert torch.equal(gemm_e4m3(a, w, "power_of_two", back_end), expected), (
+            assert torch.equal(fp8_gemm_nt(a, w, "power_of_two", back_end), expected), (
                 back_end,
                 n,
                 k,
@@ -103,10 +103,10 @@ def test_every_back_end_gives_the_same_bits(m: int) -> None:
 @pytest.mark.parametrize("m", [16, 300])
 def test_triton_and_deep_gemm_agree_with_fp32_scales_and_in_bf16(m: int) -> None:
     a, w = quantise_rows(bf16(m, 4096), "fp32"), random_weight(1536, 4096, "fp32")
-    assert torch.equal(gemm_e4m3(a, w, "fp32", "deep_gemm"), gemm_e4m3(a, w, "fp32", "triton"))
+    assert torch.equal(fp8_gemm_nt(a, w, "fp32", "deep_gemm"), fp8_gemm_nt(a, w, "fp32", "triton"))
     x, y = bf16(m, 4096), bf16(1536, 4096)
     assert torch.equal(
-        gemm_bf16(x, y, torch.float32, "deep_gemm"), gemm_bf16(x, y, torch.float32, "triton")
+        bf16_gemm_nt(x, y, torch.float32, "deep_gemm"), bf16_gemm_nt(x, y, torch.float32, "triton")
     )
 
 
@@ -114,5 +114,5 @@ def test_triton_and_deep_gemm_agree_with_fp32_scales_and_in_bf16(m: int) -> None
 def test_values_against_the_specification(back_end: BackEnd) -> None:
     x, w = torch.randn(200, 896).bfloat16(), quantise_blocks(torch.randn(384, 896).bfloat16())
     exact = specification(quantise_rows_on_cpu(x), w)
-    ours = gemm_e4m3(quantise_rows(x.cuda()), on_gpu(w), "power_of_two", back_end).cpu()
+    ours = fp8_gemm_nt(quantise_rows(x.cuda()), on_gpu(w), "power_of_two", back_end).cpu()
     assert (ours.float() - exact).norm() / exact.norm() < 2.5e-3  # a BF16 rounding is 1.7e-3

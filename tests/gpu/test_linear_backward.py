@@ -15,13 +15,13 @@ from isobit.precision.quant_tensor import QuantTensor
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.gemm import WGradBackEnd, gemm_e4m3, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import WGradBackEnd, fp8_gemm_nt, why_not_deep_gemm
 from isobit.kernels.hopper.linear_backward import (
-    dgrad_bf16,
-    dgrad_e4m3,
+    bf16_gemm_nn,
+    bf16_gemm_tn,
+    fp8_gemm_nn,
+    fp8_gemm_tn,
     transpose_blocks,
-    wgrad_bf16,
-    wgrad_e4m3,
 )
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
@@ -88,11 +88,11 @@ def test_dgrad_against_fp64(kind: ScaleKind, n: int, k: int) -> None:
     weight = published(n, k, kind)
     for m in (1, 100, 257):
         dy = quantise_rows(bf16(m, n), kind)
-        ours = dgrad_e4m3(dy, weight, kind)
+        ours = fp8_gemm_nn(dy, weight, kind)
         assert ours.shape == (m, k) and ours.dtype == torch.bfloat16
         assert relative(ours, rows_fp64(dy) @ blocks_fp64(weight)) < BF16_ROUNDING
-        assert torch.equal(ours, dgrad_e4m3(dy, weight, kind))
-        assert torch.equal(ours, gemm_e4m3(dy, transpose_blocks(weight), kind))
+        assert torch.equal(ours, fp8_gemm_nn(dy, weight, kind))
+        assert torch.equal(ours, fp8_gemm_nt(dy, transpose_blocks(weight), kind))
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -105,13 +105,13 @@ def test_wgrad_adds_to_the_gradient(
         dy, x = quantise_tokens(bf16(tokens, n), kind), quantise_tokens(bf16(tokens, k), kind)
         exact = rows_fp64(dy) @ rows_fp64(x).t()
         product = torch.zeros(n, k, device="cuda")
-        wgrad_e4m3(dy, x, product, back_end)
+        fp8_gemm_tn(dy, x, product, back_end)
         assert relative(product, exact) < TENSOR_CORE
         start = torch.randn(n, k, device="cuda")
         gradient = start.clone()
-        wgrad_e4m3(dy, x, gradient, back_end)
+        fp8_gemm_tn(dy, x, gradient, back_end)
         assert torch.equal(gradient, start + product)  # a finished sum, added once
-        wgrad_e4m3(dy, x, gradient, back_end)
+        fp8_gemm_tn(dy, x, gradient, back_end)
         assert torch.equal(gradient, start + product + product)
 
 
@@ -119,10 +119,10 @@ def test_wgrad_adds_to_the_gradient(
 def test_wgrad_repeats_at_a_training_shape(back_end: WGradBackEnd) -> None:
     dy, x = quantise_tokens(bf16(8000, 6144)), quantise_tokens(bf16(8000, 4096))
     first = torch.zeros(6144, 4096, device="cuda")
-    wgrad_e4m3(dy, x, first, back_end)
+    fp8_gemm_tn(dy, x, first, back_end)
     for _ in range(5):
         again = torch.zeros_like(first)
-        wgrad_e4m3(dy, x, again, back_end)
+        fp8_gemm_tn(dy, x, again, back_end)
         assert torch.equal(again, first)
     assert relative(first, (rows_fp64(dy) @ rows_fp64(x).t())) < TENSOR_CORE
 
@@ -136,7 +136,7 @@ def test_back_ends_of_wgrad_give_the_same_bits(n: int, k: int) -> None:
         dy, x = quantise_tokens(bf16(tokens, n)), quantise_tokens(bf16(tokens, k))
         made = [torch.zeros(n, k, device="cuda") for _ in BACK_ENDS]
         for grad, back_end in zip(made, BACK_ENDS, strict=True):
-            wgrad_e4m3(dy, x, grad, back_end)
+            fp8_gemm_tn(dy, x, grad, back_end)
         assert torch.equal(*made)
 
 
@@ -145,21 +145,21 @@ def test_wgrad_keeps_a_nan_to_its_row(back_end: WGradBackEnd) -> None:
     dy, x = bf16(300, 384), bf16(300, 256)
     dy[200, 300] = float("nan")
     grad = torch.zeros(384, 256, device="cuda")
-    wgrad_e4m3(quantise_tokens(dy), quantise_tokens(x), grad, back_end)
+    fp8_gemm_tn(quantise_tokens(dy), quantise_tokens(x), grad, back_end)
     assert grad[300].isnan().all() and grad.isnan().sum() == 256
 
 
 def test_bf16() -> None:
     for tokens, n, k in ((1, 128, 256), (77, 40, 72), (300, 896, 384), (1000, 1536, 1024)):
         dy, x, weight = bf16(tokens, n), bf16(tokens, k), bf16(n, k)
-        assert relative(dgrad_bf16(dy, weight), dy.double() @ weight.double()) < BF16_ROUNDING
+        assert relative(bf16_gemm_nn(dy, weight), dy.double() @ weight.double()) < BF16_ROUNDING
         exact = dy.double().t() @ x.double()
         start = torch.randn(n, k, device="cuda")
         gradient = start.clone()
-        wgrad_bf16(dy, x, gradient)
+        bf16_gemm_tn(dy, x, gradient)
         assert relative(gradient, start.double() + exact) < 1e-5
         again = start.clone()
-        wgrad_bf16(dy, x, again)
+        bf16_gemm_tn(dy, x, again)
         assert torch.equal(again, gradient)
 
 
@@ -176,8 +176,8 @@ def test_both_gradients_are_those_of_the_cpu(kind: ScaleKind) -> None:
     publish_blocks(master.cuda(), weight, kind)
     rows, by_token = quantise_both(dy.cuda(), kind)
     d_x = specification.dgrad(expected.rows, on_cpu)
-    assert relative(dgrad_e4m3(rows, weight, kind).cpu(), d_x.double()) < BF16_ROUNDING
+    assert relative(fp8_gemm_nn(rows, weight, kind).cpu(), d_x.double()) < BF16_ROUNDING
     gradient, on_host = torch.zeros(384, 256, device="cuda"), torch.zeros(384, 256)
-    wgrad_e4m3(by_token, quantise_tokens(x.cuda(), kind), gradient)
+    fp8_gemm_tn(by_token, quantise_tokens(x.cuda(), kind), gradient)
     specification.wgrad(expected.tokens, saved, on_host)
     assert relative(gradient.cpu(), on_host.double()) < TENSOR_CORE

@@ -9,7 +9,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.kernels.hopper import gemm, sizes, token_log_probs
-from isobit.kernels.hopper.gemm import bf16_back_end, gemm_bf16
+from isobit.kernels.hopper.gemm import bf16_back_end, bf16_gemm_nt
 from isobit.kernels.hopper.log_prob import log_probs_at, log_sum_exp, log_sums_and_entropies
 from isobit.kernels.hopper.sampling import sample_tokens
 
@@ -83,7 +83,7 @@ def test_sampler_and_training_give_the_same_bits(
     for batch in (1, 7, 256, 760):
         part = slice(done, done + batch)
         rows = torch.arange(batch, dtype=torch.int32, device="cuda")
-        logits = gemm_bf16(hidden[part], weight, torch.float32)
+        logits = bf16_gemm_nt(hidden[part], weight, torch.float32)
         tokens[part], sampled[part] = sample_tokens(
             logits, rows, temperatures[part], keys[part], keys[part] & 1023
         )

@@ -139,7 +139,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What the next tokens of N samples are drawn with; all on the host, or on the device of the logits."""
+    """What the next tokens of N samples are drawn with; all on the host or where logits are."""
 
     rows: torch.Tensor
     """int32 [N]: the row of the logits of each sample; every row is used."""

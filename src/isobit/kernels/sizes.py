@@ -88,9 +88,9 @@ class Sizes(Protocol):
         ...
 
     def attention_gradients(self, shape: AttentionShape) -> int:
-        """What attention's backward takes for a token beside dQ, dK, dV and the output's gradient."""
+        """What attention's backward takes for a token beside dQ, dK, dV and dO."""
         ...
 
     def workspaces(self, shape: WorkShape) -> Mapping[str, int]:
-        """What is there for a while, by the moment, beside what layers make; one follows the other."""
+        """What is there for a while, by the moment, beside what layers make; one by one."""
         ...

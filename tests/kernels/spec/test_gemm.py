@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isobit.kernels.operands import LinearWeight
-from isobit.kernels.spec.gemm import gemm_e4m3, gemm_snapped
+from isobit.kernels.spec.gemm import fp8_gemm_nt, grid_gemm_nt
 from isobit.kernels.spec.grid import snap_rows
 from isobit.kernels.spec.linear import dequantise_rows, dequantised
 from isobit.kernels.spec.quantise import quantise_blocks, quantise_rows
@@ -22,19 +22,19 @@ def outliers(rows: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["power_of_two", "fp32"])
 def test_e4m3_rows_do_not_depend_on_the_batch(kind: ScaleKind) -> None:
     x, w = outliers(130, 384).bfloat16(), quantise_blocks(outliers(256, 384).bfloat16(), kind)
-    whole = gemm_e4m3(quantise_rows(x, kind), w)
+    whole = fp8_gemm_nt(quantise_rows(x, kind), w)
     for m in range(1, 131):
-        assert torch.equal(gemm_e4m3(quantise_rows(x[:m], kind), w), whole[:m]), m
-    assert torch.equal(gemm_e4m3(quantise_rows(x[77:], kind), w), whole[77:])
+        assert torch.equal(fp8_gemm_nt(quantise_rows(x[:m], kind), w), whole[:m]), m
+    assert torch.equal(fp8_gemm_nt(quantise_rows(x[77:], kind), w), whole[77:])
 
 
 @pytest.mark.parametrize("columns", [128, 896, 200])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_snapped_rows_do_not_depend_on_the_batch(columns: int, dtype: torch.dtype) -> None:
     x, w = outliers(130, columns).to(dtype), snap_rows(outliers(100, columns).to(dtype))
-    whole = gemm_snapped(snap_rows(x), w)
+    whole = grid_gemm_nt(snap_rows(x), w)
     for m in [*range(1, 20), 31, 33, 64, 65, 129]:
-        assert torch.equal(gemm_snapped(snap_rows(x[:m]), w), whole[:m]), m
+        assert torch.equal(grid_gemm_nt(snap_rows(x[:m]), w), whole[:m]), m
 
 
 def test_block_products_are_exact() -> None:
@@ -47,10 +47,10 @@ def test_block_products_are_exact() -> None:
         quantise_rows(dequantise_rows(x)[:, order]),
         quantise_blocks(_dequantise(w)[:, order]),
     )
-    assert torch.equal(gemm_e4m3(x, w), gemm_e4m3(shuffled_x, shuffled_w))
+    assert torch.equal(fp8_gemm_nt(x, w), fp8_gemm_nt(shuffled_x, shuffled_w))
     a, b = snap_rows(torch.randn(40, 256)), snap_rows(torch.randn(60, 256))
     assert torch.equal(
-        gemm_snapped(a, b), gemm_snapped(a[:, order].contiguous(), b[:, order].contiguous())
+        grid_gemm_nt(a, b), grid_gemm_nt(a[:, order].contiguous(), b[:, order].contiguous())
     )
 
 
@@ -61,12 +61,12 @@ def _dequantise(w: QuantTensor) -> torch.Tensor:
 def test_accuracy_against_fp64_with_torch_as_the_yardstick() -> None:
     x, w = torch.randn(64, 1024), torch.randn(96, 1024)
     exact = x.double() @ w.double().t()
-    ours = (gemm_snapped(snap_rows(x), snap_rows(w)) - exact).norm()
+    ours = (grid_gemm_nt(snap_rows(x), snap_rows(w)) - exact).norm()
     yardstick = (x @ w.t() - exact).norm()
     assert ours <= 2 * yardstick
     q, qw = quantise_rows(x), quantise_blocks(torch.randn(128, 1024))
     exact = dequantise_rows(q).double() @ _dequantise(qw).double().t()
-    assert (gemm_e4m3(q, qw) - exact).norm() <= 2 * (
+    assert (fp8_gemm_nt(q, qw) - exact).norm() <= 2 * (
         dequantise_rows(q) @ _dequantise(qw).t() - exact
     ).norm()
 
@@ -86,8 +86,8 @@ def test_nan_and_infinity_reach_the_output() -> None:
     x[1, 5] = torch.inf
     x[2, 5] = torch.nan
     for y in (
-        gemm_e4m3(quantise_rows(x), quantise_blocks(w)),
-        gemm_snapped(snap_rows(x), snap_rows(w)),
+        fp8_gemm_nt(quantise_rows(x), quantise_blocks(w)),
+        grid_gemm_nt(snap_rows(x), snap_rows(w)),
     ):
         assert y[0].isfinite().all()
         assert not y[1].isfinite().any() and y[2].isnan().all()

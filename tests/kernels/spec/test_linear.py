@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isobit.kernels.operands import LinearWeight, Operand
-from isobit.kernels.spec.gemm import gemm_e4m3, gemm_snapped
+from isobit.kernels.spec.gemm import fp8_gemm_nt, grid_gemm_nt
 from isobit.kernels.spec.grid import snap_rows
 from isobit.kernels.spec.linear import (
     dequantised,
@@ -101,10 +101,10 @@ def test_the_forward_is_the_exact_gemm_of_its_operands() -> None:
     quantised, plain = make("e4m3"), make("fp32")
     assert isinstance(quantised.matrix, QuantTensor) and isinstance(plain.matrix, torch.Tensor)
     read = linear_input(x.bfloat16(), quantised.site).read
-    expected = gemm_e4m3(quantise_rows(x.bfloat16()), quantised.matrix).bfloat16()
+    expected = fp8_gemm_nt(quantise_rows(x.bfloat16()), quantised.matrix).bfloat16()
     assert torch.equal(linear(read, quantised), expected)
     read = linear_input(x, plain.site).read
-    assert torch.equal(linear(read, plain), gemm_snapped(snap_rows(x), plain.matrix))
+    assert torch.equal(linear(read, plain), grid_gemm_nt(snap_rows(x), plain.matrix))
 
 
 @pytest.mark.parametrize("forward", ["e4m3", "bf16", "fp32"])

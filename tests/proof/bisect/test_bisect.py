@@ -125,7 +125,7 @@ def part(
 
 FAULTS = {
     "quantiser": (linear, "quantise_rows", 3, "layers.1.down_proj.input"),
-    "GEMM": (linear, "gemm_e4m3", 1, "layers.1.o_proj"),
+    "GEMM": (linear, "fp8_gemm_nt", 1, "layers.1.o_proj"),
     "norm": (norm, "rms_norm", 0, "layers.1.input_norm"),
     "RoPE": (qkv, "rotate", 0, "layers.1.rope.q"),
     "attention": (
@@ -136,7 +136,7 @@ FAULTS = {
     ),
     "activation": (swiglu, "gated", None, "layers.1.activation"),
     "embedding": (SpecBackend, "embedding", 0, "embed_tokens"),
-    "head": (token_log_probs, "gemm_snapped", 0, "lm_head"),
+    "head": (token_log_probs, "grid_gemm_nt", 0, "lm_head"),
     "log-probability": (
         {"rollout": sampling, "training": token_log_probs},
         "log_softmax",

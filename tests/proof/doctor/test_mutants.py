@@ -106,13 +106,13 @@ def gemm_in_fp32(patch: Patch) -> None:
 
 
 def gemm_of_bf16_by_a_library(patch: Patch) -> None:
-    patch.setattr(gemm, "gemm_snapped", lambda a, b: a.float() @ b.float().t())
+    patch.setattr(gemm, "grid_gemm_nt", lambda a, b: a.float() @ b.float().t())
 
 
 def linear_that_sees_its_batch(patch: Patch) -> None:
-    exact = linear.gemm_e4m3
+    exact = linear.fp8_gemm_nt
     patch.setattr(
-        linear, "gemm_e4m3", lambda a, b: exact(a, b) * (1 + 2.0**-7 * (len(a.values) == 1))
+        linear, "fp8_gemm_nt", lambda a, b: exact(a, b) * (1 + 2.0**-7 * (len(a.values) == 1))
     )
 
 

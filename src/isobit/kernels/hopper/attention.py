@@ -40,8 +40,9 @@ finite beyond a sequence's length, but no NaN.
 Layouts.  Pages of TILE tokens: K [page, G, token, D] E4M3; V [page, G, D, token] E4M3, transposed,
 because an FP8 tile cannot be transposed on its way to the tensor cores; E8M0 scale bytes [page, G,
 token].  Packed: K [T, G, D] E4M3, V [T, G, D] as FP16 copies of the E4M3 values, bytes [T, G].  The
-BF16 form has K and V alike, [page, G, token, D] and [T, G, D], and no bytes. Measured on one H200
-(32 query heads, 8 KV heads of 128): benchmarks/results/attention.json.
+BF16 form has K and V alike, [page, G, token, D] and [T, G, D], and no bytes.
+
+Measured on one H200 (32 query heads, 8 KV heads of 128): benchmarks/results/attention.json.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -141,6 +142,9 @@ def _weigh(
     """A tile's products q . k, of N queries and with the keys along AXIS -> p, the new maximum and
     sum, and what the old ones decay by.
     """
+    # Base-2 exponents s.  log2(s_v) goes into them, so that p carries V's scale and the second
+    # product takes V's values as they are; ``terms`` takes it out of the sum again.  A scale of a
+    # power of two rounds nothing.
     if SCALED:
         k_scale = tl.expand_dims(_power_of_two(k_byte), 1 - AXIS)
         s = tl.math.fma(
@@ -152,6 +156,7 @@ def _weigh(
         s = qk
     if MASKED:
         s = tl.where(seen, s, -float("inf"))
+    # BF16: s is the plain product here, and c comes in with the subtraction of the maximum.
     if SCALED:
         m_new = tl.maximum(m, tl.max(s, AXIS))
         p = tl.math.exp2(s - tl.expand_dims(m_new, AXIS))
@@ -178,6 +183,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """One program a KV head, sequence and part: the H / G query heads that share the KV head,
     padded to N columns.
+
+    Everything is transposed, keys or D down and query heads across: [TILE, D] K times [D, N] Q,
+    then [D, TILE] V^T times [TILE, N] P.  So the side of 64 rows that wgmma needs is full.
     """
     tl.static_assert(TILE == PAGE or not SCALED)
     R: tl.constexpr = H // G
@@ -189,6 +197,9 @@ def _decode_kernel(
     if start >= length:
         return
     end = tl.minimum(length, start + PART)
+
+    # Q of the group's heads is read once.  Columns beyond R repeat addresses, hold zeros and are
+    # not stored.
     n = tl.arange(0, N)
     head = g * R + n % R
     valid = n < R
@@ -201,13 +212,15 @@ def _decode_kernel(
     l = tl.zeros([4, 8, N], tl.float32)
     acc = tl.zeros([D, N], tl.float32)
     q_scale = tl.load(Q_SCALE + row, mask=valid, other=0.0) * c if SCALED else None
+
+    # ``page`` counts slabs [page, G]: one KV head of one page, PAGE tokens.
     if SCALED:
         page = tl.load(table + start // PAGE).to(tl.int64) * G + g
         next_k_byte = tl.load(K_BYTE + page * PAGE + t)
         next_v_byte = tl.load(V_BYTE + page * PAGE + t)
-    for first in tl.range(
-        start, end, TILE, num_stages=STAGES
-    ):  # said here, the pipeline is 5% faster than as a launch option
+    # The pipeline keeps the K and V of STAGES tiles on their way to shared memory.  Said here, it
+    # is 5% faster than as a launch option.
+    for first in tl.range(start, end, TILE, num_stages=STAGES):
         page = tl.load(table + first // PAGE).to(tl.int64) * G + g
         k_byte = next_k_byte if SCALED else None
         v_byte = next_v_byte if SCALED else None
@@ -217,20 +230,24 @@ def _decode_kernel(
             ahead = tl.load(table + tl.minimum(first + TILE, end - 1) // PAGE).to(tl.int64) * G + g
             next_k_byte = tl.load(K_BYTE + ahead * PAGE + t)
             next_v_byte = tl.load(V_BYTE + ahead * PAGE + t)
-        rows = first % PAGE + t
+        rows = first % PAGE + t  # of the page: a BF16 tile is half of one
         k = tl.load(K + page * (PAGE * D) + rows[:, None] * D + d[None, :])
+        # A tile is read whole, also beyond the length: pages hold finite numbers there, and only
+        # the last tile pays for the mask.
         seen = (first + t)[:, None] < end
         p, m, l, decay = _weigh(
             tl.dot(k, q), seen, q_scale, k_byte, v_byte, c, m, l, first + TILE > end, TILE, N, 0,
             SCALED
         )  # fmt: skip
-        if SCALED:
+        if SCALED:  # pages hold V as [D, token] already
             v = tl.load(V + page * (PAGE * D) + d[:, None] * PAGE + t[None, :])
             acc = tl.dot(v.to(tl.float16), p.to(tl.float16), acc * decay[None, :])
         else:
             v = tl.load(V + page * (PAGE * D) + rows[:, None] * D + d[None, :])
             acc = tl.dot(tl.trans(v), p.to(tl.bfloat16), acc * decay[None, :])
     total = _final_sum(l, N, True)
+
+    # One of several parts leaves o, m and l in FP32, [B, parts, H], to ``_join_kernel``.
     if SPLIT:
         part_row = (b.to(tl.int64) * tl.num_programs(2) + part) * H + head
         tl.store(PART_O + part_row[None, :] * D + d[:, None], acc, mask=valid[None, :])
@@ -297,7 +314,11 @@ def _prefill_part(
     G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NQ: tl.constexpr, STAGES: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The keys of one part, for NQ queries: their maximum, sum and accumulator."""
+    """The keys of one part, for NQ queries: their maximum, sum and accumulator.
+
+    K, V and their bytes point at the sequence's first token and the KV head, so token j stands at
+    j (G D), its byte at j G.  K is read transposed: [NQ, D] Q times [D, TILE] K.
+    """
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     m = tl.full([NQ], -float("inf"), tl.float32)
@@ -310,6 +331,8 @@ def _prefill_part(
     if SCALED:
         next_k_byte = tl.load(K_BYTE + tl.minimum(start + t, length - 1) * G)
         next_v_byte = tl.load(V_BYTE + tl.minimum(start + t, length - 1) * G)
+
+    # Whole tiles: no mask, K and V fetched STAGES tiles ahead.
     for first in tl.range(start, unmasked_end, TILE, num_stages=STAGES):
         j = first + t
         k_byte = next_k_byte if SCALED else None
@@ -324,6 +347,9 @@ def _prefill_part(
             tl.dot(q, k), position, q_scale, k_byte, v_byte, c, m, l, False, TILE, NQ, 1, SCALED
         )
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
+
+    # The tiles on the diagonal, and one that the sequence does not fill: three at most, not worth
+    # a pipeline.  V is zero beyond the length because a masked key's weight is multiplied.
     for first in tl.range(unmasked_end, part_end, TILE, num_stages=1):
         j = first + t
         inside = j < length
@@ -361,6 +387,8 @@ def _prefill_kernel(
     if block * NQ >= count:
         return
     length = tl.load(LENGTH + b)
+
+    # Positions count from the sequence's start; keys from ``end`` on are seen by no query here.
     first_position = length - count + block * NQ
     end = tl.minimum(length, first_position + NQ)
     if start >= end:
@@ -370,9 +398,11 @@ def _prefill_kernel(
     valid = query < count
     position = length - count + query
     d = tl.arange(0, D)
-    row = ((tl.load(Q_START + b) + query).to(tl.int64)) * H + h
+    row = ((tl.load(Q_START + b) + query).to(tl.int64)) * H + h  # of [T, H]
     q = tl.load(Q + row[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
     q_scale = tl.load(Q_SCALE + row, mask=valid, other=0.0) * c if SCALED else None
+
+    # This part's keys, from nothing.
     K += (k_start * G + g) * D
     V += (k_start * G + g) * D
     if SCALED:
@@ -384,13 +414,16 @@ def _prefill_kernel(
         G, D, TILE, NQ, STAGES, SCALED,
     )  # fmt: skip
     place = row[:, None] * D + d[None, :]
+
+    # Join it to the parts before it, which earlier launches left; the last part goes on to divide.
     if SPLIT:
         if start > 0:
             before = tl.load(PART_O + place, mask=valid[:, None], other=0.0)
             before_m = tl.load(PART_M + row, mask=valid, other=0.0)
             before_total = tl.load(PART_L + row, mask=valid, other=1.0)
             joined, joined_m, joined_total = _join(before, before_m, before_total, acc, m, total, 1)
-            reached = position >= start  # an earlier query sees none of this part's keys
+            # An earlier query sees none of this part's keys: its m is -inf, its sums NaN.
+            reached = position >= start
             acc = tl.where(reached[:, None], joined, before)
             m = tl.where(reached, joined_m, before_m)
             total = tl.where(reached, joined_total, before_total)
@@ -431,8 +464,8 @@ def decode_attention(
     lengths: torch.Tensor,
     max_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H], or BF16; table int32 [B,
-    pages], lengths int32 [B], at most max_length.
+    """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H], or BF16; table int32
+    [B, pages], lengths int32 [B], at most max_length.
 
     -> output BF16 [B, H, D] and log-sum-exp (base 2) FP32 [B, H].  The launch depends on B and
     max_length alone, so it can be captured.
@@ -441,7 +474,7 @@ def decode_attention(
     kv_heads = pages.keys.shape[1]
     form = _form(queries, query_scales, pages)
     _check_shape(heads, kv_heads, dim)
-    parts = triton.cdiv(max_length, PART)
+    parts = triton.cdiv(max_length, PART)  # beyond a sequence's end, programs return at once
     output = torch.empty((batch, heads, dim), dtype=torch.bfloat16, device=queries.device)
     log_sum_exp = torch.empty((batch, heads), dtype=torch.float32, device=queries.device)
     part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused with one part
@@ -509,6 +542,7 @@ def prefill_attention(
         part_max, part_sum = torch.empty(
             (2, tokens, heads), dtype=torch.float32, device=queries.device
         )
+    # A launch reads what the one before it wrote: the stream keeps them in order.
     for start in range(0, max_length, PART):
         _prefill_kernel[(heads, triton.cdiv(max_count, form.queries), lengths.numel())](
             queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes,
@@ -530,8 +564,7 @@ def _form(
     if missing != {not form.scaled} or keys.keys.dtype != queries.dtype:
         raise ValueError(
             f"queries of {queries.dtype} over keys of {keys.keys.dtype}: attention on Hopper takes "
-            "E4M3 with scales and bytes, or BF16 "
-            "without"
+            "E4M3 with scales and bytes, or BF16 without"
         )
     return form
 

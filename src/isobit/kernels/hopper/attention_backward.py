@@ -22,7 +22,9 @@ A program is two warpgroups that compute, GROUP rows each, and one warp that fet
 ring of buffers: `full` says that a tile has come, `empty` that both groups are done with it.  Roles
 and registers are dealt out by hand, in Gluon: under Triton's own pipeline the keys' kernel spills
 or waits, and the whole reaches 290 TFLOP/s (4 x 4096) instead of 450.  The blocks with the longest
-walk run first. Measured on one H200 (32 query heads, 8 KV heads of 128):
+walk run first.
+
+Measured on one H200 (32 query heads, 8 KV heads of 128):
 benchmarks/results/attention_backward.json.
 """
 
@@ -32,6 +34,8 @@ benchmarks/results/attention_backward.json.
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -63,6 +67,9 @@ def _prepare_kernel(
 ):  # fmt: skip
     """One program GROUP tokens of one head of Q, or of K and V: their padded copies in BF16, and
     the queries' log-sum-exp and delta.
+
+    Copies are [head, padded token, D].  Rows between a sequence's length and the next multiple of
+    BLOCK are written too: zeros, by the masks' ``other``.
     """
     head = tl.program_id(0)
     first = tl.program_id(1) * GROUP
@@ -76,6 +83,7 @@ def _prepare_kernel(
     row = tl.load(START + b).to(tl.int64) + token
     padded_row = tl.load(PADDED_START + b).to(tl.int64) + token
     if head < H:
+        # Q and dO: ``at`` is the row in [T, H], ``to`` the row in [H, padded token].
         at = row * H + head
         to = head * padded_tokens.to(tl.int64) + padded_row
         wide = at[:, None] * D + d[None, :]
@@ -90,12 +98,12 @@ def _prepare_kernel(
         output = tl.load(O + wide, mask=inside[:, None], other=0.0)
         delta = tl.sum(d_output.to(tl.float32) * output.to(tl.float32), 1)
         lse = tl.load(LSE + at, mask=inside, other=float("inf"))
-        stats = (
-            STATS + to // GROUP * BLOCK + to % GROUP
-        )  # of each GROUP rows first the log-sum-exps, then the deltas
+        # Of each GROUP rows first the log-sum-exps, then the deltas: BLOCK numbers, one copy.
+        stats = STATS + to // GROUP * BLOCK + to % GROUP
         tl.store(stats, lse)
         tl.store(stats + GROUP, delta)
     else:
+        # K and V, by the numbers that follow the query heads'.
         at = row * G + head - H
         to = (head - H) * padded_tokens.to(tl.int64) + padded_row
         wide = at[:, None] * D + d[None, :]
@@ -116,7 +124,13 @@ def _prepare_kernel(
 
 @gluon.jit
 def _ring(STAGES: gl.constexpr):
-    """The barriers of a ring of buffers, and one for what is fetched once -> full, empty, ready."""
+    """The barriers of a ring of buffers, and one for what is fetched once -> full, empty, ready.
+
+    `full` and `ready` take one arrival, the producer's ``expect``, and turn when its bytes have
+    come; `empty` takes one from each of the two warpgroups.  At step i, buffer i % STAGES is used
+    for the (i // STAGES)th time, and that number's parity is the phase that a consumer waits for.
+    The producer waits for the other one, which a fresh barrier passes at once.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -131,7 +145,12 @@ def _ring(STAGES: gl.constexpr):
 def _keys_tile(
     k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, MASKED: gl.constexpr
 ):
-    """Add GROUP queries' part to the dK and dV of GROUP keys; MASKED: the tile on the diagonal."""
+    """Add GROUP queries' part to the dK and dV of GROUP keys; MASKED: the tile on the diagonal.
+
+    Transposed, keys down and queries across: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T
+    are already the left operands of dV = P^T dO and dK = dS^T Q.  All four products read their
+    right operand, Q or dO, in shared memory; P^T and dS^T stay in registers.
+    """
     STAGES: gl.constexpr = q_smem.shape[0]
     D: gl.constexpr = q_smem.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP, 16])
@@ -142,27 +161,32 @@ def _keys_tile(
     q = q_smem.index(stage)
     do = do_smem.index(stage)
     stats = stats_smem.index(stage)
+
+    # Both first products are in flight while the vectors are read; dP^T starts from -delta.
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     zeros = gl.zeros([GROUP, GROUP], gl.float32, s_layout)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     delta = stats.slice(GROUP, GROUP).load(column)
-    dp = warpgroup_mma(
-        v, do.permute((1, 0)), zeros - delta[None, :], is_async=True
-    )  # dO V^T - delta
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros - delta[None, :], is_async=True)
     lse = stats.slice(0, GROUP).load(column)
-    s = warpgroup_mma_wait(1, deps=[s])
+
+    # P^T behind the first product, beside the second one.
+    s = warpgroup_mma_wait(1, deps=[s])  # all but the last product issued
     p = gl.exp2(s * c - lse[None, :])
     if MASKED:
         key = gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
         query = gl.arange(0, GROUP, column)
         p = gl.where(key[:, None] <= query[None, :], p, 0.0)
     dv = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), a_layout), do, dv, is_async=True)
+
+    # dS^T behind the second, beside dV's.
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = gl.convert_layout((p * dp).to(gl.bfloat16), a_layout)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
-    dk, dv = warpgroup_mma_wait(
-        0, deps=[dk, dv]
-    )  # in flight across tiles, they cost registers and 2% of the time
+
+    # In flight across tiles, these two would cost registers and 2% of the time.  After them nobody
+    # here reads the buffer.
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     mbarrier.arrive(empty.index(stage))
     return dk, dv
 
@@ -173,7 +197,11 @@ def _keys_consumer(
     scale,
     R: gl.constexpr, G: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup of a program of `_keys_kernel`."""
+    """One warpgroup of a program of `_keys_kernel`: keys WHICH * GROUP to GROUP more of its BLOCK.
+
+    Queries' tiles count from the block's own first token, so tile WHICH is on the diagonal.  dK and
+    dV are FP32 in registers throughout.
+    """
     D: gl.constexpr = q_smem.shape[2]
     STAGES: gl.constexpr = q_smem.shape[0]
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -182,13 +210,15 @@ def _keys_consumer(
     dk = gl.zeros([GROUP, D], gl.float32, d_layout)
     dv = gl.zeros([GROUP, D], gl.float32, d_layout)
     mbarrier.wait(ready, 0)
-    step = 0
+    step = 0  # of the ring: tiles of all heads, end to end
     for _ in range(R):
-        if WHICH == 1:  # no query of the first tile sees a key of the second group
+        # No query of the first tile sees a key of the second group, which gives the buffer back
+        # unread, since `empty` counts both groups.
+        if WHICH == 1:
             mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
             mbarrier.arrive(empty.index(step % STAGES))
             step += 1
-        if tiles > WHICH:
+        if tiles > WHICH:  # else the sequence ends before this group's keys
             dk, dv = _keys_tile(
                 k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, True
             )
@@ -198,6 +228,8 @@ def _keys_consumer(
                     k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, False
                 )
                 step += 1
+
+    # dS^T Q lacks the 1 / sqrt(D) of the scores.  DK and DV, [T, G, D], point at the KV head.
     key = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, d_layout))
     at = (row + key)[:, None] * (G * D) + gl.arange(0, D, gl.SliceLayout(0, d_layout))[None, :]
     inside = (key < keys)[:, None]
@@ -214,7 +246,7 @@ def _keys_producer(
     """The warp that fetches K and V once, and the queries' tiles of all heads in order."""
     D: gl.constexpr = q_smem.shape[2]
     STAGES: gl.constexpr = q_smem.shape[0]
-    mbarrier.expect(ready, 4 * BLOCK * D)
+    mbarrier.expect(ready, 4 * BLOCK * D)  # bytes: two BF16 tiles
     for group in gl.static_range(2):
         tma.async_copy_global_to_shared(
             k_desc, [kv_row + group * GROUP, 0], ready, k_smem.index(group)
@@ -226,9 +258,9 @@ def _keys_producer(
     for r in range(R):
         for i in range(tiles):
             stage = step % STAGES
-            row = q_row + r * padded_tokens + i * GROUP
+            row = q_row + r * padded_tokens + i * GROUP  # of [H, padded token]
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), 4 * GROUP * D + 4 * BLOCK)
+            mbarrier.expect(full.index(stage), 4 * GROUP * D + 4 * BLOCK)  # Q, dO and stats
             tma.async_copy_global_to_shared(
                 q_desc, [row, 0], full.index(stage), q_smem.index(stage)
             )
@@ -249,6 +281,9 @@ def _keys_kernel(
 ):  # fmt: skip
     """dK and dV of BLOCK keys of one KV head, GROUP a warpgroup, which walks the queries that see
     them; all heads of the group in order.
+
+    Shared memory: K and V of the block once, a half for each warpgroup, and the ring of Q, dO and
+    stats.  Registers: dK and dV, and a tile's S and dP.
     """
     g = gl.program_id(0)
     b = gl.program_id(1)
@@ -257,8 +292,8 @@ def _keys_kernel(
     if first >= length:
         return
     R: gl.constexpr = H // G
-    start = gl.load(PADDED_START + b) + first
-    tiles = (length - first + GROUP - 1) // GROUP
+    start = gl.load(PADDED_START + b) + first  # row of a head's padded copy
+    tiles = (length - first + GROUP - 1) // GROUP  # of queries, to the sequence's end
     row = (gl.load(START + b) + first).to(gl.int64)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP, D], v_desc.layout)
@@ -269,6 +304,7 @@ def _keys_kernel(
     keys = length - first
     DK += g * D
     DV += g * D
+    # Three roles: the program's own 4 warps, 4 more, and one that only issues copies.
     gl.warp_specialize(
         [
             (
@@ -303,8 +339,9 @@ def _queries_tile(
 ):  # fmt: skip
     """Add BLOCK keys' part to the dQ of GROUP queries; MASKED: the first tile, on the diagonal.
 
-    The last product is in flight when this returns, and the tile's buffer is given back by the next
-    call.
+    S = Q K^T and dP = dO V^T have queries down and keys across; dS stays in registers as the left
+    operand of dQ = dS K.  The last product is in flight when this returns, and the tile's buffer is
+    given back by the next call.
     """
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
@@ -317,18 +354,20 @@ def _queries_tile(
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     zeros = gl.zeros([GROUP, BLOCK], gl.float32, s_layout)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    # All but the product just issued: dQ's of the tile before, the last reader of its K.
     if not MASKED:
         dq = warpgroup_mma_wait(1, deps=[dq])
         mbarrier.arrive(empty.index((step - 1) % STAGES))
-    dp = warpgroup_mma(
-        do, v.permute((1, 0)), zeros - delta[:, None], is_async=True
-    )  # dO V^T - delta
+    dp = warpgroup_mma(do, v.permute((1, 0)), zeros - delta[:, None], is_async=True)
+
+    # P behind the first product, beside dP's, which starts from -delta.
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * c - lse[:, None])
     if MASKED:
         query = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
         key = gl.arange(0, BLOCK, gl.SliceLayout(0, s_layout))
         p = gl.where(key[None, :] <= query[:, None], p, 0.0)
+
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = gl.convert_layout((p * dp).to(gl.bfloat16), a_layout)
     return warpgroup_mma(ds, k, dq, is_async=True)
@@ -340,10 +379,13 @@ def _queries_consumer(
     c, scale,
     H: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup of a program of `_queries_kernel`."""
+    """One warpgroup of a program of `_queries_kernel`: queries WHICH * GROUP to GROUP more of its
+    BLOCK.  Their dQ, log-sum-exp and delta are in registers throughout.
+    """
     D: gl.constexpr = k_smem.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    # [H, padded token] in groups: GROUP log-sum-exps, then GROUP deltas, hence twice the row.
     stats = (
         STATS
         + (stats_row + WHICH * GROUP).to(gl.int64) * 2
@@ -354,13 +396,15 @@ def _queries_consumer(
     q = q_smem.index(WHICH)
     do = do_smem.index(WHICH)
     dq = gl.zeros([GROUP, D], gl.float32, d_layout)
-    mbarrier.wait(ready, 0)
+    mbarrier.wait(ready, 0)  # Q and dO have come
     dq = _queries_tile(q, do, k_smem, v_smem, full, empty, 0, dq, lse, delta, c, WHICH, True)
     for step in range(1, tiles):
         dq = _queries_tile(
             q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH, False
         )
-    dq = warpgroup_mma_wait(0, deps=[dq])
+    dq = warpgroup_mma_wait(0, deps=[dq])  # the last tile's
+
+    # dS K lacks the 1 / sqrt(D) of the scores.  DQ, [T, H, D], points at the head.
     query = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, d_layout))
     at = (row + query)[:, None] * (H * D) + gl.arange(0, D, gl.SliceLayout(0, d_layout))[None, :]
     gl.store(DQ + at, (dq * scale).to(gl.bfloat16), mask=(query < queries)[:, None])
@@ -374,7 +418,7 @@ def _queries_producer(
     """The warp that fetches Q and dO once, and the tiles of keys from the diagonal down."""
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
-    mbarrier.expect(ready, 4 * BLOCK * D)
+    mbarrier.expect(ready, 4 * BLOCK * D)  # bytes: two BF16 tiles
     for group in gl.static_range(2):
         tma.async_copy_global_to_shared(
             q_desc, [q_row + group * GROUP, 0], ready, q_smem.index(group)
@@ -384,7 +428,7 @@ def _queries_producer(
         )
     for step in range(tiles):
         stage = step % STAGES
-        row = kv_row + (tiles - 1 - step) * BLOCK
+        row = kv_row + (tiles - 1 - step) * BLOCK  # of [G, padded token]
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
         mbarrier.expect(full.index(stage), 4 * BLOCK * D)
         tma.async_copy_global_to_shared(k_desc, [row, 0], full.index(stage), k_smem.index(stage))
@@ -399,15 +443,17 @@ def _queries_kernel(
 ):  # fmt: skip
     """dQ of BLOCK queries of one head, GROUP a warpgroup, which walks the keys that they see from
     the diagonal down.
+
+    Shared memory: Q and dO of the block once, a half for each warpgroup, and the ring of K and V.
     """
     h = gl.program_id(0)
     b = gl.program_id(1)
-    first = (gl.num_programs(2) - 1 - gl.program_id(2)) * BLOCK
+    first = (gl.num_programs(2) - 1 - gl.program_id(2)) * BLOCK  # the longest walk first
     length = gl.load(LENGTH + b)
     if first >= length:
         return
     start = gl.load(PADDED_START + b)
-    tiles = first // BLOCK + 1
+    tiles = first // BLOCK + 1  # of keys, the one on the diagonal included
     row = (gl.load(START + b) + first).to(gl.int64)
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP, D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP, D], do_desc.layout)
@@ -418,6 +464,7 @@ def _queries_kernel(
     DQ += h * D
     q_row = h * padded_tokens + start + first
     kv_row = h // (H // G) * padded_tokens + start
+    # Roles as in `_keys_kernel`.
     gl.warp_specialize(
         [
             (
@@ -455,72 +502,118 @@ def attention_backward(
     """Gradients of ``prefill_attention`` over whole sequences, with respect to the dequantised Q, K
     and V.
 
-    queries E4M3 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output BF16 [T, H,
-    D]; log_sum_exp FP32 [T, H], base 2; sequence b is rows starts[b] to starts[b] + lengths[b]
-    (int32 [B], at most max_length, disjoint). -> dq BF16 [T, H, D], dk and dv BF16 [T, G, D]; rows
-    of no sequence are undefined.  ValueError for shapes and formats that attention on Hopper does
-    not take, and for tensors that are not contiguous.
+    queries E4M3 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output BF16
+    [T, H, D]; log_sum_exp FP32 [T, H], base 2; sequence b is rows starts[b] to starts[b] +
+    lengths[b] (int32 [B], at most max_length, disjoint).
+
+    -> dq BF16 [T, H, D], dk and dv BF16 [T, G, D]; rows of no sequence are undefined.  ValueError
+    for shapes and formats that attention on Hopper does not take, and for tensors that are not
+    contiguous.
     """
     tokens, heads, dim = queries.shape
-    kv_heads, batch, device = keys.keys.shape[1], lengths.numel(), queries.device
+    kv_heads, device = keys.keys.shape[1], queries.device
     _form(queries, query_scales, keys)
     _check_shape(heads, kv_heads, dim)
     encoded = queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes
     if not all(x is None or x.is_contiguous() for x in (*encoded, output, log_sum_exp, d_output)):
         raise ValueError("the backward of attention takes contiguous tensors")
-    padded_lengths = (lengths + (BLOCK.value - 1)) // BLOCK.value * BLOCK.value
-    padded_starts = (padded_lengths.cumsum(0) - padded_lengths).int()
-    padded_tokens = (
-        triton.cdiv(tokens + batch * (BLOCK.value - 1), BLOCK.value) * BLOCK.value
-    )  # or fewer: the host need not know
+    places = _places(tokens, starts, lengths)
     blocks = triton.cdiv(max_length, BLOCK.value)
+    copies = _prepare(queries, query_scales, keys, output, log_sum_exp, d_output, places, blocks)
+    dq = torch.empty((tokens, heads, dim), dtype=torch.bfloat16, device=device)
+    dk, dv = torch.empty((2, tokens, kv_heads, dim), dtype=torch.bfloat16, device=device)
+    _launch_keys(copies, places, blocks, dk, dv)
+    _launch_queries(copies, places, blocks, dq)
+    return dq, dk, dv
+
+
+class _Places(NamedTuple):
+    """Where sequences stand, in the packed tensors and in the padded copies: int32 [B], and the
+    rows of a head in the copies.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    padded_starts: torch.Tensor
+    padded_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """BF16 q and d_output [H * padded tokens, D], k and v [G * padded tokens, D]; stats FP32, two a
+    row of q.
+    """
+
+    heads: int
+    kv_heads: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_output: torch.Tensor
+    stats: torch.Tensor
+
+
+def _places(tokens: int, starts: torch.Tensor, lengths: torch.Tensor) -> _Places:
+    """Every sequence on whole blocks.  The rows are a bound: the host does not know the lengths."""
+    block = BLOCK.value
+    padded_lengths = (lengths + (block - 1)) // block * block
+    padded_starts = (padded_lengths.cumsum(0) - padded_lengths).int()
+    padded_tokens = triton.cdiv(tokens + lengths.numel() * (block - 1), block) * block
+    return _Places(starts, lengths, padded_starts, padded_tokens)
+
+
+def _prepare(
+    queries: torch.Tensor,
+    query_scales: torch.Tensor | None,
+    keys: PackedKeys,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    d_output: torch.Tensor,
+    places: _Places,
+    blocks: int,
+) -> _Copies:
+    """The padded copies of Q, K, V and dO, and the stats."""
+    (_, heads, dim), kv_heads, device = queries.shape, keys.keys.shape[1], queries.device
+    padded_tokens = places.padded_tokens
     q, do = torch.empty((2, heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
     k, v = torch.empty((2, kv_heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
     stats = torch.empty(heads * padded_tokens * 2, dtype=torch.float32, device=device)
-    _prepare_kernel[(heads + kv_heads, blocks * 2, batch)](
-        *encoded, output, log_sum_exp, d_output,
-        starts, lengths, padded_starts, q, k, v, do, stats, padded_tokens, heads, kv_heads, dim,
-        num_warps=4,
+    _prepare_kernel[(heads + kv_heads, blocks * 2, places.lengths.numel())](
+        queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes, output,
+        log_sum_exp, d_output,
+        places.starts, places.lengths, places.padded_starts, q, k, v, do, stats, padded_tokens,
+        heads, kv_heads, dim, num_warps=4,
     )  # fmt: skip
-    dq = torch.empty((tokens, heads, dim), dtype=torch.bfloat16, device=device)
-    dk, dv = torch.empty((2, tokens, kv_heads, dim), dtype=torch.bfloat16, device=device)
-    q_groups, do_groups, k_groups, v_groups = (_tiles(x, GROUP.value) for x in (q, do, k, v))
-    k_blocks, v_blocks = _tiles(k, BLOCK.value), _tiles(v, BLOCK.value)
-    stats_groups = TensorDescriptor.from_tensor(stats, [BLOCK.value], FLAT)
-    places = starts, lengths, padded_starts, padded_tokens
-    factors = math.log2(math.e) / dim**0.5, dim**-0.5
-    _keys_kernel[(kv_heads, batch, blocks)](
-        q_groups,
-        k_groups,
-        v_groups,
-        do_groups,
-        stats_groups,
-        dk,
-        dv,
-        *places,
-        *factors,
-        heads,
-        kv_heads,
-        dim,
-        KEY_STAGES,
-        num_warps=4,
-    )
-    _queries_kernel[(heads, batch, blocks)](
-        q_groups,
-        k_blocks,
-        v_blocks,
-        do_groups,
-        stats,
-        dq,
-        *places,
-        *factors,
-        heads,
-        kv_heads,
-        dim,
-        QUERY_STAGES,
-        num_warps=4,
-    )
-    return dq, dk, dv
+    return _Copies(heads, kv_heads, q, k, v, do, stats)
+
+
+def _launch_keys(
+    copies: _Copies, places: _Places, blocks: int, dk: torch.Tensor, dv: torch.Tensor
+) -> None:
+    """dK and dV; the copy engine reads GROUP rows of each operand at once, as a warpgroup does."""
+    _, kv_heads, dim = dk.shape
+    group = GROUP.value
+    _keys_kernel[(kv_heads, places.lengths.numel(), blocks)](
+        _tiles(copies.q, group), _tiles(copies.k, group), _tiles(copies.v, group),
+        _tiles(copies.d_output, group),
+        TensorDescriptor.from_tensor(copies.stats, [BLOCK.value], FLAT),
+        dk, dv, *places, *_factors(dim), copies.heads, kv_heads, dim, KEY_STAGES, num_warps=4,
+    )  # fmt: skip
+
+
+def _launch_queries(copies: _Copies, places: _Places, blocks: int, dq: torch.Tensor) -> None:
+    """dQ; K and V are read BLOCK rows at once, for both warpgroups."""
+    _, heads, dim = dq.shape
+    _queries_kernel[(heads, places.lengths.numel(), blocks)](
+        _tiles(copies.q, GROUP.value), _tiles(copies.k, BLOCK.value),
+        _tiles(copies.v, BLOCK.value), _tiles(copies.d_output, GROUP.value), copies.stats,
+        dq, *places, *_factors(dim), heads, copies.kv_heads, dim, QUERY_STAGES, num_warps=4,
+    )  # fmt: skip
+
+
+def _factors(dim: int) -> tuple[float, float]:
+    """Of the scores, as exponents of 2, and of dK and dQ."""
+    return math.log2(math.e) / dim**0.5, dim**-0.5
 
 
 def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -51,8 +51,8 @@ def columns_of_program(columns: int) -> int:
 
 
 def embedding_backward(d_hidden: torch.Tensor, token_ids: torch.Tensor, grad: torch.Tensor) -> None:
-    """d_hidden BF16 [T, C] and token_ids int64 [T], contiguous -> added to the rows of FP32 [V, C], in
-    place.  No host synchronisation.
+    """d_hidden BF16 [T, C] and token_ids int64 [T], contiguous -> added to the rows of FP32 [V, C],
+    in place.  No host synchronisation.
     """
     tokens, columns = d_hidden.shape
     if not tokens:

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.kernels.hopper.triton_gemm import triton_gemm_bf16, triton_gemm_e4m3
+from isobit.kernels.hopper.triton_gemm import triton_bf16_gemm_nt, triton_fp8_gemm_nt
 from isobit.precision.formats import ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -106,16 +106,16 @@ def describe_back_ends() -> dict[str, str]:
     }
 
 
-def gemm_e4m3(
+def fp8_gemm_nt(
     a: QuantRows, b: QuantTensor, scales: ScaleKind, back_end: BackEnd | None = None
 ) -> torch.Tensor:
-    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks, scales of one kind -> A B^T, BF16 [M,
-    N].
+    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks, scales of one kind -> A B^T, BF16
+    [M, N].
     """
     assert b.granularity == "128x128"
     back_end = back_end or gemm_back_end(scales)
     if back_end == "triton":
-        return triton_gemm_e4m3(a, b)
+        return triton_fp8_gemm_nt(a, b)
     if back_end == "scaled_mm":
         assert scales == "power_of_two", "cuBLASLt's rows would depend on the batch"
         return _scaled_mm(a, b)
@@ -128,7 +128,7 @@ def gemm_e4m3(
     return out
 
 
-def gemm_bf16(
+def bf16_gemm_nt(
     a: torch.Tensor,
     b: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
@@ -139,7 +139,7 @@ def gemm_bf16(
     assert all(x.is_contiguous() for x in (a, b))
     n, k = b.shape
     if (back_end or bf16_back_end()) == "triton" or n % _WHOLE or k % _WHOLE:
-        return triton_gemm_bf16(a, b, dtype)
+        return triton_bf16_gemm_nt(a, b, dtype)
     import deep_gemm  # pyright: ignore[reportMissingImports]
 
     out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)

@@ -9,8 +9,13 @@ that stay in BF16).  Where both copies of an operand are wanted, one kernel read
 
 import torch
 
-from isobit.kernels.hopper.gemm import gemm_bf16, gemm_e4m3
-from isobit.kernels.hopper.linear_backward import dgrad_bf16, dgrad_e4m3, wgrad_bf16, wgrad_e4m3
+from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
+from isobit.kernels.hopper.linear_backward import (
+    bf16_gemm_nn,
+    bf16_gemm_tn,
+    fp8_gemm_nn,
+    fp8_gemm_tn,
+)
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
 from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens
 from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
@@ -35,10 +40,10 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
     """[T, K] -> BF16 [T, N]."""
     if isinstance(x, QuantRows):
         assert isinstance(weight.matrix, QuantTensor)
-        return gemm_e4m3(x, weight.matrix, weight.site.scales)
+        return fp8_gemm_nt(x, weight.matrix, weight.site.scales)
     assert isinstance(x, torch.Tensor)
     assert isinstance(weight.matrix, torch.Tensor)
-    return gemm_bf16(x, weight.matrix)
+    return bf16_gemm_nt(x, weight.matrix)
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
@@ -54,18 +59,18 @@ def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:
     """dX = dY W, BF16 [T, K]."""
     if isinstance(weight.matrix, QuantTensor):
         assert isinstance(dy, QuantRows)
-        return dgrad_e4m3(dy, weight.matrix, weight.site.scales)
+        return fp8_gemm_nn(dy, weight.matrix, weight.site.scales)
     assert isinstance(dy, torch.Tensor)
     assert isinstance(weight.matrix, torch.Tensor)
-    return dgrad_bf16(dy, weight.matrix)
+    return bf16_gemm_nn(dy, weight.matrix)
 
 
 def wgrad(dy: Operand, x: Operand, grad: torch.Tensor) -> None:
     """grad, FP32 [N, K], += dY^T X."""
     if isinstance(x, QuantRows):
         assert isinstance(dy, QuantRows)
-        wgrad_e4m3(dy, x, grad)
+        fp8_gemm_tn(dy, x, grad)
         return
     assert isinstance(dy, torch.Tensor)
     assert isinstance(x, torch.Tensor)
-    wgrad_bf16(dy, x, grad)
+    bf16_gemm_tn(dy, x, grad)

@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.gemm import WGradBackEnd, gemm_e4m3, wgrad_back_end
+from isobit.kernels.hopper.gemm import WGradBackEnd, fp8_gemm_nt, wgrad_back_end
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.kernels.hopper.wgrad import triton_wgrad_e4m3
+from isobit.kernels.hopper.wgrad import triton_fp8_gemm_tn
 from isobit.precision.formats import BLOCK, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -63,19 +63,19 @@ def transpose_blocks(weight: QuantTensor) -> QuantTensor:
     return out
 
 
-def dgrad_e4m3(dy: QuantRows, weight: QuantTensor, scales: ScaleKind) -> torch.Tensor:
+def fp8_gemm_nn(dy: QuantRows, weight: QuantTensor, scales: ScaleKind) -> torch.Tensor:
     """dY [M, N] in 1x128 groups, W [N, K] in 128x128 blocks, scales of one kind -> dX = dY W, BF16
     [M, K].
     """
-    return gemm_e4m3(dy, transpose_blocks(weight), scales)
+    return fp8_gemm_nt(dy, transpose_blocks(weight), scales)
 
 
-def dgrad_bf16(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def bf16_gemm_nn(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """dY [M, N], W [N, K], both BF16 -> dX = dY W, BF16 [M, K]."""
     return torch.mm(dy, weight)
 
 
-def wgrad_e4m3(
+def fp8_gemm_tn(
     dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: WGradBackEnd | None = None
 ) -> None:
     """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens: grad, FP32 [N, K], contiguous, += dY^T
@@ -85,7 +85,7 @@ def wgrad_e4m3(
     assert grad.is_contiguous()
     assert grad.shape == (dy_t.values.shape[0], x_t.values.shape[0])
     if (back_end or wgrad_back_end()) == "triton":
-        triton_wgrad_e4m3(dy_t, x_t, grad)
+        triton_fp8_gemm_tn(dy_t, x_t, grad)
         return
     import deep_gemm  # pyright: ignore[reportMissingImports]
 
@@ -93,7 +93,7 @@ def wgrad_e4m3(
     deep_gemm.fp8_gemm_nt(left, right, grad, c=grad, recipe=(1, 1, BLOCK))
 
 
-def wgrad_bf16(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
+def bf16_gemm_tn(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
     """dY [T, N] and X [T, K], BF16: grad, FP32 [N, K], += dY^T X, added up in FP32 and never
     rounded to BF16.
     """

@@ -71,6 +71,10 @@ def _sum(terms):
 def combine(STATS, n, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
     """-> m and s of the chunks [PADDED] (-inf and 0 in the padding), and the row's L and entropy in
     FP32.
+
+    A chunk's terms move from its own maximum m to the row's M, by the weight exp(m - M):
+
+        sum exp(x - M) = s exp(m - M)    sum exp(x - M) (x - M) = (t + (m - M) s) exp(m - M)
     """
     chunk = tl.arange(0, PADDED)
     inside = chunk < CHUNKS
@@ -111,24 +115,16 @@ def chunk_stats(
     vocab_size = logits.shape[1]
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
-    assert (
-        logits.data_ptr() % 16 == 0
-    )  # another alignment would give the kernel another layout, and its sums another order
+    # Another alignment would give the kernel another layout, and its sums another order.
+    assert logits.data_ptr() % 16 == 0
     assert vocab_size <= _LARGEST_VOCABULARY
     chunks = triton.cdiv(vocab_size, CHUNK)
     stats = torch.empty((rows.numel(), 3, chunks), dtype=torch.float32, device=logits.device)
     grid = (rows.numel() * chunks,)
     _chunk_kernel[grid](
-        logits,
-        rows,
-        temperatures,
-        stats,
-        vocab_size,
-        CHUNK,
-        chunks,
-        num_warps=4,
+        logits, rows, temperatures, stats, vocab_size, CHUNK, chunks, num_warps=4,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return stats
 
 

@@ -61,7 +61,7 @@ class _Chunks:
 
 
 class PagedAttention:
-    """A attention (``Attend``) for a ragged batch; the same object serves all layers of one forward."""
+    """Attention (``Attend``) for a ragged batch; one object serves all layers of one forward."""
 
     def __init__(self, cache: HopperKvCache, batch: PagedBatch, positions: torch.Tensor) -> None:
         """``batch`` on the host, ``positions`` int64 [T] on the GPU."""

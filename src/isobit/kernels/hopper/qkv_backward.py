@@ -1,8 +1,7 @@
 """The backward of ``isobit.kernels.hopper.qkv``, from attention's gradients to the qkv GEMM's, in
 one kernel.
 
-    g = BF16(dq1 cos + dq2 sin | dq2 cos - dq1 sin)         Q and K: the rotation by the negative
-                                                            angle
+    g = BF16(dq1 cos + dq2 sin | dq2 cos - dq1 sin)         Q and K: rotated by minus the angle
     n = x / sqrt(mean(x^2) + eps),  x = BF16(qkv + bias)    Q and K, in models that have these norms
     s = g w
     d = BF16((s - n mean(s n)) / rms)                       dw += sum over tokens and heads of g n
@@ -11,7 +10,9 @@ one kernel.
 
 Straight-through: the quantisation passes gradients on as they are.  Rounding is that of
 ``isobit.kernels.spec.rope``, ``rms_norm`` and ``linear``; without norms the bits of d are theirs,
-with norms they differ where a sum of D numbers rounds to another number. One program takes N tokens
+with norms they differ where a sum of D numbers rounds to another number.
+
+One program takes N tokens
 and up to HEADS heads of one kind, so a token's rows depend on no other token.  It leaves its sums
 over tokens to ``add_block_sums``: no atomics, and one order for every number of tokens.
 """
@@ -35,19 +36,9 @@ WARPS = 8
 
 @triton.jit
 def _back_through_norm(
-    QKV,
-    BIAS,
-    NORM,
-    g1,
-    g2,
-    t,
-    inside,
-    first,
-    epsilon,
-    WIDTH: tl.constexpr,
-    N: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    QKV, BIAS, NORM, g1, g2, t, inside, first, epsilon,
+    WIDTH: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     """Gradients behind the norm of the head that begins at column ``first`` -> before it, in FP32,
     and the terms of the weight's.
     """
@@ -79,7 +70,10 @@ def _rotated_heads(
     COUNT: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Up to HEADS of the COUNT heads of Q or of K, which stand in qkv from ``first_head`` on."""
+    """Up to HEADS of the COUNT heads of Q or of K, which stand in qkv from ``first_head`` on.
+
+    A head is two halves [N, HALF] in registers, since the rotation pairs j with HALF + j.
+    """
     block = tl.program_id(0).to(tl.int64)
     t = block * N + tl.arange(0, N)
     inside = t < tokens
@@ -87,38 +81,36 @@ def _rotated_heads(
     angle = tl.load(POSITION + t, mask=inside, other=0)[:, None] * HALF + j[None, :]
     cos = tl.load(COS + angle)
     sin = tl.load(SIN + angle)
+
+    # Terms of the norm's gradient, over the heads; the sum over tokens comes once, at the end.
     sum1 = tl.zeros([N, HALF], tl.float32)
     sum2 = tl.zeros([N, HALF], tl.float32)
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, COUNT), num_stages=1):
+        # Back through the rotation: D_HEADS is [T, COUNT, D].
         at = D_HEADS + (t * COUNT + head)[:, None] * (2 * HALF) + j[None, :]
         y1 = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
         y2 = tl.load(at + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
         d1 = (y1 * cos + y2 * sin).to(tl.bfloat16)
         d2 = (y2 * cos - y1 * sin).to(tl.bfloat16)
         column = (first_head + head) * (2 * HALF) + j
+
+        # Back through the norm, whose input is read and normed again.
         if NORM is not None:
             g1 = d1.to(tl.float32)
             g2 = d2.to(tl.float32)
             x1, x2, term1, term2 = _back_through_norm(
-                QKV,
-                BIAS,
-                NORM,
-                g1,
-                g2,
-                t,
-                inside,
-                (first_head + head) * (2 * HALF),
-                epsilon,
-                WIDTH,
-                N,
-                HALF,
-            )
+                QKV, BIAS, NORM, g1, g2, t, inside, (first_head + head) * (2 * HALF), epsilon,
+                WIDTH, N, HALF,
+            )  # fmt: skip
             d1 = x1.to(tl.bfloat16)
             d2 = x2.to(tl.bfloat16)
             sum1 += term1
             sum2 += term2
+
         _store_half(D_QKV, BIAS_SUMS, block, t, inside, column, d1, WIDTH)
         _store_half(D_QKV, BIAS_SUMS, block, t, inside, column + HALF, d2, WIDTH)
+
+    # This program's row of [blocks * units, D], for ``add_block_sums``.
     if NORM is not None:
         sums = NORM_SUMS + (block * units + unit) * (2 * HALF) + j
         tl.store(sums, tl.sum(sum1, 0))
@@ -167,18 +159,9 @@ def _qkv_kernel(
         )  # fmt: skip
     else:
         _value_heads(
-            DV,
-            D_QKV,
-            BIAS_SUMS,
-            tokens,
-            unit - QUERY_UNITS - KEY_UNITS,
-            H + G,
-            G,
-            WIDTH,
-            D,
-            N,
-            HEADS,
-        )
+            DV, D_QKV, BIAS_SUMS, tokens, unit - QUERY_UNITS - KEY_UNITS, H + G,
+            G, WIDTH, D, N, HEADS,
+        )  # fmt: skip
 
 
 def qkv_backward(
@@ -209,6 +192,7 @@ def qkv_backward(
         triton.cdiv(n, unit) for n, unit in ((tokens, N), (heads, HEADS), (kv_heads, HEADS))
     )
 
+    # FP32 sums of each block of tokens; of the norms, of each unit of heads too, which share them.
     def sums(grad: torch.Tensor | None, units: int) -> torch.Tensor | None:
         return (
             None
@@ -227,6 +211,7 @@ def qkv_backward(
         *(part for _, part in parts), tokens, transform.epsilon, heads, kv_heads, dim, N, HEADS,
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
+    # One order of adding, whatever the order in which programs ran.
     for grad, part in parts:
         if grad is not None and part is not None:
             add_block_sums(part, grad)

@@ -10,7 +10,7 @@ gives v with probability exp(S_c - L) exp(x_v - S_c) = p_v.  So noise is made fo
 one chunk's entries, not for the vocabulary.  g_i comes from output i of the sample's generator at
 that position (``isobit.kernels.spec.noise``), in FP32: with u the uniform of 53 bits, -log(u) is
 -log1p(-(1 - u)), which keeps its relative precision where it is small, and there alone a draw is
-decided. Temperature 0 takes the largest logit, the lowest id among equals.
+decided.  Temperature 0 takes the largest logit, the lowest id among equals.
 
 Chunks, L and log-probabilities are those of ``isobit.kernels.hopper.log_prob``.
 """
@@ -59,24 +59,30 @@ def _draw_kernel(
     LOGITS, ROW, TEMPERATURE, KEY, POSITION, STATS, TOKEN, LOG_PROB,
     V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program a sample: its chunk, then its token."""
+    """One program a sample: its chunk, then its token.
+
+    ``argmax`` takes the lowest index among equals.
+    """
     n = tl.program_id(0).to(tl.int64)
     temperature = tl.load(TEMPERATURE + n)
     inverse = inverse_temperature(temperature)
     logits = LOGITS + tl.load(ROW + n).to(tl.int64) * V
     seed = splitmix64(tl.load(KEY + n).to(tl.uint64), tl.load(POSITION + n).to(tl.uint64))
+
+    # The chunk: S_c = m + log s.  Padding has m = -inf and s = 0, and loses.
     m, s, log_sum, _ = combine(STATS, n, CHUNKS, PADDED)
     score = m
     if temperature > 0:
         score += tl.log(s) + _gumbel(seed, V + tl.arange(0, PADDED))
+
+    # The token: the chosen chunk's logits alone are read again.
     column = tl.argmax(score, 0) * CHUNK + tl.arange(0, CHUNK)
     score = tl.load(logits + column, mask=column < V, other=-float("inf")) * inverse
     if temperature > 0:
         score += _gumbel(seed, column)
     token = tl.argmax(score, 0) + tl.min(column, 0)
-    token = tl.where(
-        log_sum == log_sum, token, 0
-    )  # no comparison says where a row with a NaN would end up
+    # No comparison says where a row with a NaN would end up.
+    token = tl.where(log_sum == log_sum, token, 0)
     tl.store(TOKEN + n, token.to(tl.int64))
     tl.store(LOG_PROB + n, tl.load(logits + token) * inverse - log_sum)
 
@@ -139,13 +145,16 @@ def sample_truncated(
         Tokens int64 [N], log-probabilities over the full vocabulary and under the truncated
         distribution, FP32 [N].
     """
+    # Every sample is drawn both ways: which of them truncates is known on the device alone.
     tokens, log_probs = sample_tokens(logits, rows, temperatures, keys, positions)
     log_sums, _ = log_sums_and_entropies(logits, temperatures, rows)
+
+    # Blocks of always as many rows; the last is filled up from the first samples.
     samples = rows.numel()
     order = (
         torch.arange(-(-samples // _TRUNCATED_ROWS) * _TRUNCATED_ROWS, device=logits.device)
         % samples
-    )  # the last block is filled up
+    )
     blocks = [
         _draw_truncated(
             logits,
@@ -157,6 +166,7 @@ def sample_truncated(
         for block in order.split(_TRUNCATED_ROWS)
     ]
     drawn, full, truncated = (torch.cat(parts)[:samples] for parts in zip(*blocks, strict=True))
+
     truncates = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
     return (
         torch.where(truncates, drawn, tokens),

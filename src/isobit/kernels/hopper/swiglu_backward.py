@@ -73,10 +73,15 @@ def _swiglu_backward_quantise_kernel(
     DY, GATE_UP, ROW_VALUES, ROW_SCALES, scale_stride, TOKEN_VALUES, TOKEN_SCALES, tokens,
     C: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """One program a tile of d gate and the same one of d up."""
+    """One program a tile of d gate and the same one of d up.
+
+    The gradient is [tokens, 2 C]: column c of d gate is its column c, of d up its column C + c.
+    """
     gates = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
     ups = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
-    group = gl.program_id(0)
+    group = gl.program_id(0)  # of columns; axis 1 counts groups of tokens
+
+    # Strips of 32 tokens: both gradients to row groups, and in BF16 to the tiles.
     for strip in gl.static_range(128 // STRIP):
         row = (
             gl.program_id(1).to(gl.int64) * 128
@@ -94,16 +99,11 @@ def _swiglu_backward_quantise_kernel(
             d_gate, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, 2 * C, POWER_OF_TWO
         )
         store_rows(
-            d_up,
-            ROW_VALUES,
-            ROW_SCALES,
-            scale_stride,
-            row,
-            inside,
-            C // 128 + group,
-            2 * C,
+            d_up, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, C // 128 + group, 2 * C,
             POWER_OF_TWO,
-        )
+        )  # fmt: skip
+
+    # Strips of 32 columns, from the tiles across.  The compiler puts the barrier between.
     store_tokens(gates, TOKEN_VALUES, TOKEN_SCALES, group * 128, 2 * C, POWER_OF_TWO)
     store_tokens(ups, TOKEN_VALUES, TOKEN_SCALES, C + group * 128, 2 * C, POWER_OF_TWO)
 

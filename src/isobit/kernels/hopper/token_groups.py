@@ -35,6 +35,9 @@ from isobit.precision.formats import BLOCK, ScaleKind
 
 WARPS = 8
 STRIP = gl.constexpr(32)
+
+# Layouts of a strip over 8 warps, 16 numbers a thread.  BY_ROW, [32, 128]: twice 8 neighbours of a
+# row, 4 rows a warp.  BY_COLUMN, [128, 32]: 16 tokens of a column, 4 columns a warp.
 BY_ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 BY_COLUMN = gl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
 PADDED = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[16 * 128, 8]], [128, 128], [1, 0]))
@@ -67,16 +70,9 @@ def load_rows(X, row, inside, first, ROW: gl.constexpr):
 
 @gluon.jit
 def store_rows(
-    strip,
-    VALUES,
-    SCALES,
-    scale_stride,
-    row,
-    inside,
-    group,
-    C: gl.constexpr,
-    POWER_OF_TWO: gl.constexpr,
-):
+    strip, VALUES, SCALES, scale_stride, row, inside, group,
+    C: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+):  # fmt: skip
     """BF16 strip, one group of 128 columns -> values [tokens, C] and scales [C/128, tokens]."""
     x = widen(strip)
     values, scales = _to_e4m3(x, _amax_bits(x, 1)[:, None], POWER_OF_TWO)
@@ -107,11 +103,14 @@ def _quantise_kernel(
     X, ROW_VALUES, ROW_SCALES, scale_stride, TOKEN_VALUES, TOKEN_SCALES, tokens,
     C: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """One program a tile of X [tokens, C]; or where GATED, of y: gate [row, column] and up [row, C
-    + column] of X [tokens, 2 C].
+    """One program a tile of X [tokens, C]; or where GATED, of y: X is [tokens, 2 C], gate before
+    up.
     """
     tile = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
-    group = gl.program_id(0)
+    group = gl.program_id(0)  # of columns; axis 1 counts groups of tokens
+
+    # Strips of 32 tokens: from memory to row groups, and to the tile for the way across.  Tokens
+    # beyond the last are zeros in the tile, and so in the token groups.
     for strip in gl.static_range(128 // STRIP):
         row = (
             gl.program_id(1).to(gl.int64) * 128
@@ -128,6 +127,8 @@ def _quantise_kernel(
         tile.slice(strip * STRIP, STRIP, 0).store(x)
         if ROWS:
             store_rows(x, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, C, POWER_OF_TWO)
+
+    # Strips of 32 columns, in the other layout.  The compiler puts the barrier between.
     store_tokens(tile, TOKEN_VALUES, TOKEN_SCALES, group * 128, C, POWER_OF_TWO)
 
 
@@ -150,8 +151,8 @@ def quantise_both(
 
 
 def swiglu_tokens(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
-    """[T, 2 C] BF16, contiguous, gate before up, C a multiple of 128 -> y^T in token groups, [C,
-    Tp]; y = silu(gate) * up.
+    """[T, 2 C] BF16, contiguous, gate before up, C a multiple of 128 -> y^T in token groups,
+    [C, Tp]; y = silu(gate) * up.
     """
     tokens = empty_tokens(gate_up, gate_up.shape[1] // 2)
     _quantise(gate_up, None, tokens, scales, gated=True)
@@ -183,9 +184,7 @@ def _quantise(
 
 
 def empty_tokens(source: torch.Tensor, columns: int) -> QuantRows:
-    """Unwritten storage for a matrix [T, columns] in token groups, made from ``source`` [T,
-    ...].
-    """
+    """Unwritten storage for a matrix [T, columns] in token groups, made from ``source``, T rows."""
     assert source.dtype == torch.bfloat16
     assert source.is_contiguous()
     assert columns % BLOCK == 0

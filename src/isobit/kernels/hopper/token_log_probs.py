@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.gemm import gemm_bf16
-from isobit.kernels.hopper.linear_backward import wgrad_bf16
+from isobit.kernels.hopper.gemm import bf16_gemm_nt
+from isobit.kernels.hopper.linear_backward import bf16_gemm_tn
 from isobit.kernels.hopper.log_prob import (
     inverse_temperature,
     log_probs_at,
@@ -40,7 +40,7 @@ _WIDTH = 2048
 
 def head_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """hidden BF16 [N, C], head BF16 [V, C] -> FP32 logits [N, V]."""
-    return observe(gemm_bf16(hidden, head, torch.float32), "lm_head")
+    return observe(bf16_gemm_nt(hidden, head, torch.float32), "lm_head")
 
 
 def token_log_probs(
@@ -91,10 +91,10 @@ def token_log_probs_backward(
         d_logits = _part_gradients(
             hidden[part], head, targets[part], temperatures[part], d_log_probs[part]
         )
-        # FP32 out: cuBLAS may cut so long a sum in pieces, and would add those of a BF16 product in
-        # BF16
+        # FP32 out: cuBLAS may cut so long a sum, over the vocabulary, in pieces, and would add
+        # those of a BF16 product in BF16.
         d_hidden[part] = torch.mm(d_logits, head, out_dtype=torch.float32)
-        wgrad_bf16(d_logits, hidden[part], grad)
+        bf16_gemm_tn(d_logits, hidden[part], grad)
         del d_logits  # before the next part's are made
     return d_hidden
 
@@ -107,7 +107,7 @@ def _part_gradients(
     d_log_probs: torch.Tensor,
 ) -> torch.Tensor:
     """-> d logits BF16 [N, V]; the FP32 logits are gone when this returns."""
-    logits = gemm_bf16(hidden, head, torch.float32)
+    logits = bf16_gemm_nt(hidden, head, torch.float32)
     return logit_gradients(
         logits, targets, temperatures, log_sum_exp(logits, temperatures), d_log_probs
     )
@@ -138,7 +138,10 @@ def logit_gradients(
 def _gradient_kernel(
     LOGITS, TARGET, TEMPERATURE, LOG_SUM, D_LOG_PROB, OUT, V: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """One program WIDTH entries of a row."""
+    """One program WIDTH entries of a row; a row has ``pieces`` programs, which follow each other.
+
+    The scaled logit x has the forward's own bits, and so has L: p is what was sampled from.
+    """
     pieces: tl.constexpr = (V + WIDTH - 1) // WIDTH
     n = (tl.program_id(0) // pieces).to(tl.int64)
     column = tl.program_id(0) % pieces * WIDTH + tl.arange(0, WIDTH)

@@ -71,12 +71,12 @@ def _gemm_kernel(
     tl.store(place, acc.to(OUT.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
 
 
-def triton_gemm_e4m3(a: QuantRows, b: QuantTensor) -> torch.Tensor:
+def triton_fp8_gemm_nt(a: QuantRows, b: QuantTensor) -> torch.Tensor:
     """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks -> A B^T, BF16 [M, N]."""
     return _launch(a.values, b.values, torch.bfloat16, a.scales, b.scales)
 
 
-def triton_gemm_bf16(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def triton_bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A BF16 [M, K], B BF16 [N, K] -> A B^T, BF16 or FP32 [M, N]; any sizes."""
     return _launch(a, b, dtype)
 

@@ -1,14 +1,13 @@
 """WGrad's GEMM in E4M3 where DeepGEMM is missing, with its bits where scales are powers of two:
 summed in FP32, added to the gradient.
 
-    grad[n, k] += sum over token groups t of  (sum_j A[n, 128 t + j] B[k, 128 t + j]) * a[n, t] *
-                                              b[k, t]
+    grad[n, k] += sum over t of  (sum_j A[n, 128 t + j] B[k, 128 t + j]) * a[n, t] * b[k, t]
 
-A = dY^T [N, Tp] and B = X^T [K, Tp] are what ``isobit.kernels.hopper.token_groups`` writes, a and b
-their scales.  Tensor cores hold the product of a group in 14 bits, so each is scaled and added up
-in FP32, in the order of the groups.  Unlike in the other GEMMs both operands have a scale a row and
-group: that is two operations an element, and they, not the tensor cores, are what the kernel waits
-for.
+over token groups t.  A = dY^T [N, Tp] and B = X^T [K, Tp] are what
+``isobit.kernels.hopper.token_groups`` writes, a and b their scales.  Tensor cores hold the product
+of a group in 14 bits, so each is scaled and added up in FP32, in the order of the groups.  Unlike
+in the other GEMMs both operands have a scale a row and group: that is two operations an element,
+and they, not the tensor cores, are what the kernel waits for.
 
 A program holds 256 x 128 sums in two warpgroups of 128 rows, which is all that the registers have
 room for; a third role, one warp, fetches the tiles of a token group into a ring of buffers with the
@@ -51,7 +50,7 @@ def _add_product(sums, a, b, a_scale, b_scale):
     """sums += A B^T of one token group and PART rows, times the scales."""
     product = gl.zeros([PART, BLOCK], gl.float32, SUMS)
     product = warpgroup_mma(a, b.permute((1, 0)), product, use_acc=False, is_async=True)
-    row = a_scale.load(gl.SliceLayout(1, SUMS))
+    row = a_scale.load(gl.SliceLayout(1, SUMS))  # while the product is made
     product = warpgroup_mma_wait(0, deps=[product])
     column = b_scale.load(gl.SliceLayout(0, SUMS))  # not before: 32 registers
     return sums + product * row[:, None] * column[None, :]
@@ -59,25 +58,19 @@ def _add_product(sums, a, b, a_scale, b_scale):
 
 @gluon.jit
 def _consumer(
-    a_smem,
-    b_smem,
-    a_scales,
-    b_scales,
-    full,
-    empty,
-    GRAD,
-    first_row,
-    first_column,
-    rows,
-    groups,
-    K,
+    a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, rows, groups, K,
     WHICH: gl.constexpr,
-):
-    """One warpgroup: 2 PART rows."""
+):  # fmt: skip
+    """One warpgroup: rows 2 WHICH PART to 2 PART more of the program's, and all of its columns.
+
+    Its FP32 sums are in registers, one matrix for each PART of rows, and the product of one PART at
+    a time beside them.
+    """
     STAGES: gl.constexpr = b_smem.shape[0]
     upper = gl.zeros([PART, BLOCK], gl.float32, SUMS)
     lower = gl.zeros([PART, BLOCK], gl.float32, SUMS)
     for group in range(groups):
+        # Each buffer's phases alternate: the parity of how often it was filled before.
         stage = group % STAGES
         mbarrier.wait(full.index(stage), group // STAGES & 1)
         b = b_smem.index(stage)
@@ -97,7 +90,10 @@ def _consumer(
             a_scale.slice((2 * WHICH + 1) * PART, PART),
             b_scale,
         )
+        # Both products are done and both scales are in registers: the buffer may be overwritten.
         mbarrier.arrive(empty.index(stage))
+
+    # No other program has these elements of grad [N, K].
     column = first_column + gl.arange(0, BLOCK, gl.SliceLayout(0, SUMS))
     row = first_row + 2 * WHICH * PART + gl.arange(0, PART, gl.SliceLayout(1, SUMS))
     at = row.to(gl.int64)[:, None] * K + column[None, :]
@@ -109,29 +105,20 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    a_desc,
-    b_desc,
-    a_scale_desc,
-    b_scale_desc,
-    a_smem,
-    b_smem,
-    a_scales,
-    b_scales,
-    full,
-    empty,
-    first_row,
-    first_column,
-    rows,
-    K,
-    groups,
-):
-    """The warp that fetches both operands and their scales, a token group at a time."""
+    a_desc, b_desc, a_scale_desc, b_scale_desc, a_smem, b_smem, a_scales, b_scales, full, empty,
+    first_row, first_column, rows, K, groups,
+):  # fmt: skip
+    """The warp that fetches both operands and their scales, a token group at a time.
+
+    Scales are read as vectors [groups * rows].  Where the last tile hangs over, the rows beyond the
+    matrix are zeros and their scales another group's or zeros: they are computed and not stored.
+    """
     STAGES: gl.constexpr = b_smem.shape[0]
     for group in range(groups):
         stage = group % STAGES
-        mbarrier.wait(empty.index(stage), (group // STAGES & 1) ^ 1)
+        mbarrier.wait(empty.index(stage), (group // STAGES & 1) ^ 1)  # at once in the first round
         bar = full.index(stage)
-        mbarrier.expect(bar, (ROWS + BLOCK) * (BLOCK + 4))
+        mbarrier.expect(bar, (ROWS + BLOCK) * (BLOCK + 4))  # bytes: rows of E4M3 and an FP32 scale
         for part in gl.static_range(4):
             tma.async_copy_global_to_shared(
                 a_desc,
@@ -152,17 +139,16 @@ def _producer(
 
 @gluon.jit(do_not_specialize=["groups"])
 def _wgrad_kernel(
-    a_desc,
-    b_desc,
-    a_scale_desc,
-    b_scale_desc,
-    GRAD,
-    groups,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """One program ROWS x BLOCK numbers of grad."""
+    a_desc, b_desc, a_scale_desc, b_scale_desc, GRAD, groups,
+    N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One program ROWS x BLOCK numbers of grad.
+
+    Shared memory: the ring, of A in parts of PART rows (part p of buffer s is s * 4 + p), of B, and
+    of both scales.
+    """
+    # Tiles are taken in bands of NEIGHBOURS tile rows, column by column: who follows each other
+    # shares B's columns in the L2 cache.  The last band may be lower.
     tiles: gl.constexpr = (N + ROWS - 1) // ROWS
     pid = gl.program_id(0)
     first_tile = pid // (NEIGHBOURS * (K // BLOCK)) * NEIGHBOURS
@@ -174,11 +160,15 @@ def _wgrad_kernel(
     b_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, BLOCK], b_desc.layout)
     a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], a_scale_desc.layout)
     b_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], b_scale_desc.layout)
+
+    # `full` takes the producer's arrival and its bytes, `empty` one arrival from each warpgroup.
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+
+    # Three roles: the program's own 4 warps, 4 more, and one that only issues copies.
     gl.warp_specialize(
         [
             (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row,
@@ -199,9 +189,9 @@ def _wgrad_kernel(
     )  # fmt: skip
 
 
-def triton_wgrad_e4m3(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> None:
-    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens, N and K multiples of 128: grad, FP32
-    [N, K], contiguous, += dY^T X.
+def triton_fp8_gemm_tn(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> None:
+    """Add dY^T X to grad, FP32 [N, K], contiguous, from dY^T [N, Tp] and X^T [K, Tp] in groups of
+    128 tokens; N and K are multiples of 128.
     """
     (n, tokens), k = dy_t.values.shape, x_t.values.shape[0]
     assert grad.dtype == torch.float32

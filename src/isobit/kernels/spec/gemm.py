@@ -5,8 +5,8 @@ the grid of ``isobit.kernels.spec.grid``.  A block product is therefore the same
 batch, tile, library or thread count.  It is rounded once to FP32 and scaled, and blocks are added
 in FP32 in ascending order of K:
 
-    Y[m, n] = sum over blocks k of   FP32(sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128,
-                                     k]
+    Y[m, n] = sum over blocks k of  FP32(sum_j A[m, kj] B[n, kj]) * scale_a[m, k]
+                                                                  * scale_b[n/128, k]
 
 Shapes: A [M, K], B [N, K] (K-major, as FP8 tensor cores want it), Y [M, N] FP32.
 """
@@ -18,7 +18,7 @@ from isobit.precision.formats import BLOCK
 from isobit.precision.quant_tensor import QuantTensor
 
 
-def gemm_e4m3(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
+def fp8_gemm_nt(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
     """A in 1x128 groups, B in 128x128 blocks -> A B^T in FP32."""
     assert (a.granularity, b.granularity) == ("1x128", "128x128"), (a.granularity, b.granularity)
     left, right = shifted_e4m3(a.values).double(), shifted_e4m3(b.values).double()
@@ -33,7 +33,7 @@ def gemm_e4m3(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
     return total
 
 
-def gemm_snapped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def grid_gemm_nt(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A [M, K] and B [N, K], BF16 or FP32 and snapped to the grid by rows (``snap_rows``) -> A B^T
     in FP32.
     """

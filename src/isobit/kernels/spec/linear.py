@@ -15,7 +15,7 @@ import torch
 
 from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
 from isobit.kernels.spec.e4m3 import decode_e4m3
-from isobit.kernels.spec.gemm import gemm_e4m3, gemm_snapped
+from isobit.kernels.spec.gemm import fp8_gemm_nt, grid_gemm_nt
 from isobit.kernels.spec.grid import snap_rows
 from isobit.kernels.spec.quantise import quantise_rows, quantise_tokens
 from isobit.precision.flow import Site
@@ -38,10 +38,10 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
     """[T, K] -> [T, N]; the bits of a row depend on that row alone."""
     if isinstance(weight.matrix, QuantTensor):
         assert isinstance(x, QuantTensor)
-        return gemm_e4m3(x, weight.matrix).bfloat16()
+        return fp8_gemm_nt(x, weight.matrix).bfloat16()
     assert isinstance(x, torch.Tensor)
     assert isinstance(weight.matrix, torch.Tensor)
-    return gemm_snapped(x, weight.matrix).to(x.dtype)
+    return grid_gemm_nt(x, weight.matrix).to(x.dtype)
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:

@@ -3,9 +3,8 @@
 A moment of N elements is N codes and ceil(N / 128) scales, of groups of 128 elements that follow
 one another in memory:
 
-    m          = (-1)^sign * E4M3 * 2^(scale - 127)         3 bits of mantissa, largest 448,
-                                                            smallest 2^-9
-    sqrt(v)    =             E4M4 * 2^(scale - 127)         4 bits of mantissa, largest 496, smallest 2^-10
+    m          = (-1)^sign * E4M3 * 2^(scale - 127)         3 bits of mantissa, 2^-9 to 448
+    sqrt(v)    =             E4M4 * 2^(scale - 127)         4 bits of mantissa, 2^-10 to 496
 
 The scale is the exponent of a power of two, the least that holds the group's largest element.  A
 finer scale would move by a hair in every step and round every element of the group anew; this one

@@ -33,7 +33,7 @@ class _Group:
 
 
 class PagedAttention:
-    """Attention (``Attend``) over the pages of a cache; the same object serves all layers of one forward."""
+    """Attention (``Attend``) over the pages of a cache; one object serves a forward's layers."""
 
     def __init__(self, cache: SpecKvCache, batch: PagedBatch, positions: torch.Tensor) -> None:
         """``positions`` int64 [T], of the new tokens."""

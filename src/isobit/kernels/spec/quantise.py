@@ -1,6 +1,6 @@
 """Quantisers to E4M3: FP32 or BF16 in, bytes and scales out, the same bytes on every back end.
 
-    scale = max(amax, 2^-60) / 448, rounded up to a power of two or kept in FP32       (one amax a group)
+    scale = max(amax, 2^-60) / 448, rounded up to a power of two or kept in FP32    (of a group)
     value = round-to-nearest-even(clamp(x / scale, -448, 448))
 
 The power of two is found in the bits of amax: with amax = m 2^k and 448 = 1.75 2^8, the exponent is

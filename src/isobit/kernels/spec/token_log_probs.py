@@ -1,16 +1,19 @@
 """lm_head and log-probability as one operation: the logits of a batch never exist all at once.
 
-    logits = H W^T (exact GEMM, FP32)      log p = log_softmax(logits / temperature) at the target tokens      entropy = -sum p log p
+    logits  = H W^T                                   exact GEMM, FP32
+    log p   = log_softmax(logits / temperature)       at the target tokens
+    entropy = -sum p log p
 
 Rows are taken in chunks of at most ``CHUNK`` logits.  The backward recomputes a chunk's logits
 with a plain FP32 GEMM:
 
-    d logits = g (onehot(target) - p) / temperature      dH = d logits W      dW = d logits^T H
+    d logits = g (onehot(target) - p) / temperature
+    dH = d logits W      dW = d logits^T H
 """
 
 import torch
 
-from isobit.kernels.spec.gemm import gemm_snapped
+from isobit.kernels.spec.gemm import grid_gemm_nt
 from isobit.kernels.spec.grid import snap_rows
 from isobit.kernels.spec.log_prob import log_softmax
 from isobit.kernels.trace import observe
@@ -20,7 +23,7 @@ CHUNK = 1 << 22
 
 def head_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """hidden [N, C], published head [V, C] (snapped) -> FP32 logits [N, V]."""
-    return observe(gemm_snapped(snap_rows(hidden), head), "lm_head")
+    return observe(grid_gemm_nt(snap_rows(hidden), head), "lm_head")
 
 
 def token_log_probs(

@@ -35,8 +35,8 @@ def kernel_checks(threads: Sequence[int]) -> list[Check]:
     formats: tuple[Format, ...] = ("e4m3", "bf16")
     outcomes: dict[str, Outcome] = {
         "cpu: exp, log and rsqrt": operations.check_elementwise,
-        "cpu: GEMM in E4M3": operations.check_gemm_e4m3,
-        "cpu: GEMM in BF16": operations.check_gemm_snapped,
+        "cpu: GEMM in E4M3": operations.check_fp8_gemm_nt,
+        "cpu: GEMM in BF16": operations.check_grid_gemm_nt,
         **{
             f"cpu: linear in {format.upper()}": lambda format=format: operations.check_linear(
                 format

@@ -64,11 +64,11 @@ def check_elementwise() -> torch.Tensor:
     return torch.cat(results)
 
 
-def check_gemm_e4m3() -> torch.Tensor:
+def check_fp8_gemm_nt() -> torch.Tensor:
     """The exact GEMM over E4M3, against 64-bit integers."""
     b = quantise_blocks(_random(2 * BLOCK, 3 * BLOCK, seed=1))
     x = _random(_ROWS, 3 * BLOCK)
-    whole = rows_alone(lambda rows: gemm.gemm_e4m3(quantise_rows(rows), b), x)
+    whole = rows_alone(lambda rows: gemm.fp8_gemm_nt(quantise_rows(rows), b), x)
     a = quantise_rows(x)
     table = torch.tensor([int(e4m3_value(byte) * _INTEGER) for byte in range(256)])
     left, right = (table[q.values.view(torch.uint8).long()] for q in (a, b))
@@ -81,11 +81,11 @@ def check_gemm_e4m3() -> torch.Tensor:
     return whole
 
 
-def check_gemm_snapped() -> torch.Tensor:
+def check_grid_gemm_nt() -> torch.Tensor:
     """The exact GEMM over numbers on the grid."""
     b = snap_rows(_random(150, 200, seed=1).bfloat16())
     x = _random(_ROWS, 200).bfloat16()
-    whole = rows_alone(lambda rows: gemm.gemm_snapped(snap_rows(rows), b), x)
+    whole = rows_alone(lambda rows: gemm.grid_gemm_nt(snap_rows(rows), b), x)
     require_close("the GEMM", whole, snap_rows(x).double() @ b.double().t(), 1e-6)
     return whole
 
