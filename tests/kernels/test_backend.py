@@ -12,7 +12,7 @@ import torch
 from isobit.config.base import Device
 from isobit.errors import ConfigError
 from isobit.kernels import backend, operands, sizes
-from isobit.kernels.backend import DeviceChoice, backend_of, choose_device, support
+from isobit.kernels.backend import DeviceChoice, ModelNeeds, backend_of, choose_device, support
 from isobit.kernels.hopper import support as hopper_support
 from isobit.kernels.spec import backend as spec_backend
 
@@ -148,7 +148,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> 
 def choose(
     wanted: Device, heads: tuple[int, int, int] = (8, 2, 64), preset: str = "fp8"
 ) -> DeviceChoice:
-    return choose_device(wanted, *heads, preset)
+    return choose_device(wanted, ModelNeeds(*heads, preset))
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,9 @@ def test_what_a_device_does_not_compute_goes_to_the_next(
     ],
 )
 def test_heads_that_hopper_computes(heads: tuple[int, int, int], fits: bool) -> None:
-    assert (hopper_support.model_problem(*heads, "fp8") is None) is fits
-    assert support("cpu").model_problem(*heads, "fp8") is None
+    needs = ModelNeeds(*heads, "fp8")
+    assert (hopper_support.model_problem(needs) is None) is fits
+    assert support("cpu").model_problem(needs) is None
 
 
 def test_a_captured_step_on_hopper_reaches_the_next_doubling_of_parts() -> None:

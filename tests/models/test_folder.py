@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from isobit.config.precision import PrecisionConfig
+from isobit.config.shape import Family
 from isobit.errors import ModelError
 from isobit.kernels.spec.packed_attention import PackedAttention
-from isobit.models.config import Family, ModelConfig, RopeScaling
+from isobit.models.config import ModelConfig, RopeScaling
 from isobit.models.folder import INDEX_FILE, WEIGHTS_FILE, load_policy, save_policy
 from isobit.models.policy import random_policy
 

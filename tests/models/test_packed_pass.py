@@ -2,18 +2,24 @@
 very pass that a GPU runs.
 """
 
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch.nn import functional
 
 from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.shape import Family
 from isobit.config.training import Recompute
-from isobit.models.config import Family, ModelConfig, inverse_frequencies
+from isobit.models.config import ModelConfig, inverse_frequencies
+from isobit.models.decoder import Layer
+from isobit.models.layers.mlp import Mlp
+from isobit.models.layers.unit import Gradient
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass, Scorer
+from isobit.models.weights import Weights
 from isobit.records.batch import PackedBatch
 
 LENGTHS = (5, 17, 1, 40, 131)
@@ -227,6 +233,34 @@ def test_a_sequence_has_no_say_in_the_forward_of_another(preset: Preset) -> None
     ):
         alone = PackedPass(policy, ids, torch.arange(n), (n,), "none").forward()
         assert torch.equal(alone, part)
+
+
+class OtherMlp(Mlp):
+    """An MLP that saves something of its own."""
+
+    def saving_forward(self, weights: Weights, h: Any, x: Any) -> Any:
+        h, x, saved = super().saving_forward(weights, h, x)
+        return h, x, {"saved": saved}
+
+    def again(self, weights: Weights, h: Any, x: Any) -> Any:
+        return {"saved": super().again(weights, h, x)}
+
+    def backward(self, weights: Weights, gradient: Gradient, saved: Any, d: Any) -> Any:
+        return super().backward(weights, gradient, saved["saved"], d)
+
+
+@pytest.mark.parametrize("recompute", LEVELS)
+def test_what_an_mlp_saves_is_its_own_matter(recompute: Recompute) -> None:
+    """A pass gives back to a unit what that has saved, whatever it is."""
+    policy = make("qwen3", FLOWS["bf16"])
+    expected = gradients(policy)
+    layers = tuple(
+        Layer(layer.attention, OtherMlp(policy.config, index))
+        for index, layer in enumerate(policy.decoder.layers)
+    )
+    policy.decoder = replace(policy.decoder, layers=layers)
+    found = gradients(policy, recompute)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_pass_is_taken_back_once_and_holds_nothing_then() -> None:

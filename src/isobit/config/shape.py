@@ -6,13 +6,15 @@ from pydantic import Field
 
 from isobit.config.base import Strict
 
+Family = Literal["llama", "qwen2", "qwen3"]
+
 
 class ModelShape(Strict):
     """A decoder to be trained from random weights; the names are those of a Hugging Face
     ``config.json``.
     """
 
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    family: Family = "qwen3"
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
     num_layers: int = Field(gt=0)

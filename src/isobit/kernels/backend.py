@@ -372,6 +372,16 @@ class Arriving(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What a model in a flow asks of a back end, as far as one may not have it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    preset: str
+
+
 class Support(Protocol):
     """What a back end says of itself before anything of it is made (its ``support.py``): it loads
     on every machine.
@@ -420,8 +430,8 @@ class Support(Protocol):
         """Why this machine cannot use it, or None."""
         ...
 
-    def model_problem(self, heads: int, kv_heads: int, head_dim: int, preset: str) -> str | None:
-        """Why it does not compute a model with attention of that shape in a flow, or None."""
+    def model_problem(self, needs: ModelNeeds) -> str | None:
+        """Why it does not compute such a model, or None."""
         ...
 
 
@@ -460,11 +470,8 @@ class DeviceChoice:
     """Why each device that the machine has was not taken."""
 
 
-def choose_device(
-    wanted: Device, heads: int, kv_heads: int, head_dim: int, preset: str
-) -> DeviceChoice:
-    """``auto`` is the first device of this machine that computes a model with attention of that
-    shape in a flow.
+def choose_device(wanted: Device, needs: ModelNeeds) -> DeviceChoice:
+    """``auto`` is the first device of this machine that computes a model with these needs.
 
     Raises ConfigError for a device asked for by name that cannot be used, or not for this.
     """
@@ -472,7 +479,7 @@ def choose_device(
     for kind, why_not in usable_devices().items():
         if wanted not in ("auto", kind):
             continue
-        problem = why_not or support(kind).model_problem(heads, kv_heads, head_dim, preset)
+        problem = why_not or support(kind).model_problem(needs)
         if problem is None:
             return DeviceChoice(torch.device(kind), tuple(passed_over))
         if wanted == kind:

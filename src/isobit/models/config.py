@@ -8,14 +8,14 @@ tied or untied heads, and Llama 3's scaled rotary frequencies.
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from isobit.config.shape import Family
 from isobit.errors import ModelError
 from isobit.precision.flow import DecoderShape, LinearShape
 
-Family = Literal["llama", "qwen2", "qwen3"]
 MAX_HEAD_DIM = 128
 
 ARCHITECTURES: dict[str, Family] = {

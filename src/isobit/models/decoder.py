@@ -23,7 +23,7 @@ from isobit.models.layers.embedding import Embedding
 from isobit.models.layers.head import Head
 from isobit.models.layers.mlp import Mlp
 from isobit.models.layers.norm import Norm
-from isobit.models.layers.unit import Master
+from isobit.models.layers.unit import Master, MlpUnit
 from isobit.models.weights import Weights
 
 
@@ -32,7 +32,7 @@ class Layer:
     """The two halves of a layer."""
 
     attention: Attention
-    mlp: Mlp
+    mlp: MlpUnit
 
     def forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: Attend

@@ -18,8 +18,12 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
 
     Raises ConfigError for a device asked for by name that cannot be used, or not for this.
     """
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
-    choice = backend.choose_device(wanted, *heads, precision.preset)
+    choice = backend.choose_device(wanted, model_needs(config, precision.preset))
     for problem in choice.passed_over:
         print(f"isobit: computing on {choice.device}, because {problem}", file=sys.stderr)
     return choice.device
+
+
+def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
+    """What a model in a flow asks of a back end."""
+    return backend.ModelNeeds(config.num_heads, config.num_kv_heads, config.head_dim, preset)

@@ -15,16 +15,18 @@ the residual stream; ``full`` keeps the residual stream alone and computes the l
 will be computed again is made at first as rollout makes it, without WGrad's copies.
 """
 
+from typing import Any
+
 import torch
 
 from isobit.config.training import Recompute
 from isobit.models.decoder import Layer
 from isobit.models.layers.attention import SavedAttention
-from isobit.models.layers.mlp import SavedMlp
 from isobit.models.policy import Policy
 
-Saved = torch.Tensor | tuple[SavedAttention, torch.Tensor | SavedMlp]
-"""Of a layer; the residual stream alone in the place of what is computed again."""
+Saved = torch.Tensor | tuple[SavedAttention, Any]
+"""Of a layer: what its halves save, or the residual stream in the place of what is computed again.
+"""
 
 
 class PackedPass:
@@ -98,11 +100,13 @@ class PackedPass:
         attend, positions = self._attend, self._positions
         return layer.attention.backward(weights, gradient, attend, positions, attention, d)
 
-    def _take(self, layer: Layer) -> tuple[SavedAttention, SavedMlp]:
+    def _take(self, layer: Layer) -> tuple[SavedAttention, Any]:
         """What the backward of a layer reads, computed again where it was not saved."""
         saved, weights = self._saved.pop(), self._weights
         if isinstance(saved, torch.Tensor):
             h, x, attention = layer.attention.saving_forward(weights, saved, None, self._attend)
             return attention, layer.mlp.again(weights, h, x)
         attention, mlp = saved
-        return attention, mlp if isinstance(mlp, SavedMlp) else layer.mlp.again(weights, mlp, None)
+        if isinstance(mlp, torch.Tensor):
+            mlp = layer.mlp.again(weights, mlp, None)
+        return attention, mlp

@@ -57,7 +57,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.sizes import page_tokens as PAGE_TOKENS
-from isobit.kernels.hopper.support import MOST_QUERY_HEADS, model_problem
+from isobit.kernels.hopper.support import MOST_QUERY_HEADS, heads_problem
 
 TILE = PAGE_TOKENS
 PART = 8192
@@ -570,6 +570,6 @@ def _form(
 
 
 def _check_shape(heads: int, kv_heads: int, dim: int) -> None:
-    problem = model_problem(heads, kv_heads, dim, "bf16")
+    problem = heads_problem(heads, kv_heads, dim)
     if problem is not None:
         raise ValueError(problem)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.hopper import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
 
 has_own_memory = True
@@ -71,12 +72,15 @@ def problem() -> str | None:
     return None
 
 
-def model_problem(heads: int, kv_heads: int, head_dim: int, preset: str) -> str | None:
-    """Why the kernels do not compute a model with so many query and KV heads of that size in a
-    flow, or None.
-    """
-    if preset == "fp32":
+def model_problem(needs: ModelNeeds) -> str | None:
+    """Why the kernels do not compute such a model, or None."""
+    if needs.preset == "fp32":
         return "precision 'fp32' is the CPU's reference"
+    return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim)
+
+
+def heads_problem(heads: int, kv_heads: int, head_dim: int) -> str | None:
+    """Why attention does not take so many query and KV heads of that size, or None."""
     repeat, rest = divmod(heads, kv_heads)
     if head_dim in (64, 128) and not rest and repeat <= MOST_QUERY_HEADS:
         return None

@@ -2,6 +2,7 @@
 
 import torch
 
+from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.spec import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
 
 has_own_memory = False
@@ -30,6 +31,6 @@ def problem() -> str | None:
     return None
 
 
-def model_problem(heads: int, kv_heads: int, head_dim: int, preset: str) -> str | None:
+def model_problem(needs: ModelNeeds) -> str | None:
     """See ``Support``."""
     return None

@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
+
+from isobit.kernels.sizes import Sizes
+from isobit.models.weights import Weights
+from isobit.precision.flow import Graph
 
 Gradient = Callable[[str], torch.Tensor]
 """A master's FP32 gradient by name, to be added to; zeros where it has none yet."""
@@ -45,6 +49,42 @@ class UnitBytes:
     """What the backward makes beside what was saved, and beside the residual stream's gradient."""
     once: int
     """The largest matrix that the backward makes for itself, whatever the tokens."""
+
+
+class MlpUnit(Protocol):
+    """The second half of a layer, of whatever kind.  What it saves is its own, and no tensor: that
+    is how a pass knows what it has to ask for again.
+    """
+
+    def masters(self) -> Masters:
+        """In the order of the forward."""
+        ...
+
+    def forward(
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h and x [T, C] -> the residual stream, and what there is to add to it."""
+        ...
+
+    def saving_forward(
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """The same bits, and what the backward reads."""
+        ...
+
+    def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> Any:
+        """What ``saving_forward`` saves, from the residual stream h + x."""
+        ...
+
+    def backward(
+        self, weights: Weights, gradient: Gradient, saved: Any, d: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of the residual stream behind this unit [T, C] -> before it."""
+        ...
+
+    def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
+        """Of a token of the training forward."""
+        ...
 
 
 def norm_master(width: int, name: str) -> Master:

@@ -24,6 +24,7 @@ from isobit.errors import ConfigError
 from isobit.kernels import backend as back_ends
 from isobit.kernels.backend import Backend, Captured
 from isobit.kernels.operands import Drawn, Draws
+from isobit.models.device import model_needs
 from isobit.models.policy import Policy
 from isobit.rollout.native.batch import build_batch
 from isobit.rollout.native.device_state import DeviceState
@@ -94,8 +95,8 @@ class GraphRunner:
 
     def __init__(self, policy: Policy, num_pages: int, max_sequences: int) -> None:
         config, backend = policy.config, policy.backend
-        heads = config.num_heads, config.num_kv_heads, config.head_dim
-        problem = back_ends.support(policy.device.type).model_problem(*heads, policy.flow.preset)
+        needs = model_needs(config, policy.flow.preset)
+        problem = back_ends.support(policy.device.type).model_problem(needs)
         if problem is not None:
             raise ConfigError(f"{problem}; use device 'cpu'")
         _name_fallbacks(backend)
