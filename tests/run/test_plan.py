@@ -24,14 +24,14 @@ from isobit.models import policy
 from isobit.run import model_source, outline
 from isobit.run import plan as planning
 from isobit.run.plan import TrainingPlan, plan_training
-from isobit.run.rl.setup import prepare_rl, rl_outline
+from isobit.run.rl.setup import prepare_rl, read_rl
 
 MakeConfig = Callable[..., RunConfig]
 PLENTY = Memory(total=1 << 40, available=1 << 40)
 
 
 def plan_run(config: RunConfig, resume: bool = False) -> TrainingPlan:
-    return plan_training(config, rl_outline, resume)
+    return plan_training(config, read_rl, resume)
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -43,9 +43,9 @@ def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
     plan, run = plan_run(config), prepare_rl(config)
     assert plan.flow == run.model.policy.flow
     assert plan.outline.model.config == run.model.policy.config
-    assert plan.outline.longest == max(len(prompt.token_ids) + 8 for prompt in run.data.prompts), (
-        "a prompt and the longest completion"
-    )
+    assert plan.outline.longest == max(
+        len(prompt.token_ids) + 8 for prompt in read_rl(config).data.prompts
+    ), "a prompt and the longest completion"
     assert plan.outline.updates == run.trainer.total_updates
     assert isinstance(plan.memory, MemoryEstimate)
     assert plan.memory.size("masters") == sum(

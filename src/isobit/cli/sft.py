@@ -32,9 +32,9 @@ def _plan(config: "SftConfig", resume: bool) -> list[str]:
     with starting():
         from isobit.memory.machine import read_memory
         from isobit.run.plan import plan_training
-        from isobit.run.sft.setup import sft_outline
+        from isobit.run.sft.setup import read_sft
 
-    return plan_training(config, sft_outline, resume).describe(read_memory())
+    return plan_training(config, read_sft, resume).describe(read_memory())
 
 
 def _start(config: "SftConfig", resume: bool) -> None:

@@ -32,9 +32,9 @@ def _plan(config: "RunConfig", resume: bool) -> list[str]:
     with starting():
         from isobit.memory.machine import read_memory
         from isobit.run.plan import plan_training
-        from isobit.run.rl.setup import rl_outline
+        from isobit.run.rl.setup import read_rl
 
-    return plan_training(config, rl_outline, resume).describe(read_memory())
+    return plan_training(config, read_rl, resume).describe(read_memory())
 
 
 def _start(config: "RunConfig", resume: bool) -> None:

@@ -18,7 +18,8 @@ key is an error that suggests the right one. `precision = "fp8"` is short for th
 preset. Relative paths are relative to the directory in which the command runs. NAME is yours to
 choose.
 
-An editor with Even Better TOML or taplo completes and checks a recipe whose first line names the schema:
+An editor with Even Better TOML or taplo completes and checks a recipe whose first line names the
+schema:
 
 ```toml
 #:schema ../docs/run.schema.json

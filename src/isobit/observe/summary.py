@@ -33,8 +33,8 @@ class RunSummary:
     def describe_memory(self) -> list[str]:
         """A line a phase; none on a CPU."""
         return [
-            f"device memory in {phase}: {memory.peak_gib:.1f} GiB at most, {memory.planned_gib:.1f} "
-            "planned"
+            f"device memory in {phase}: {memory.peak_gib:.1f} GiB at most, "
+            f"{memory.planned_gib:.1f} planned"
             for phase, memory in (self.gpu_memory or {}).items()
         ]
 

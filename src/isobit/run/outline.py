@@ -6,6 +6,7 @@ Each kind of training makes its own outline; from there on all is the same.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -30,8 +31,6 @@ class Outline:
     """Of the whole run: the length of the learning rate's schedule."""
     longest: int
     """Tokens of the longest sequence that training can meet."""
-    requests: Sequence[Sequence[Request]]
-    """All that the engine may be asked for, in sets of which no two are asked for together."""
     learning: Sequence[str]
     """Lines on the data and the steps."""
 
@@ -49,11 +48,28 @@ class Outline:
         """Whether there is an engine: completions are wanted where a reward grades them."""
         return self.config.reward is not None
 
-    def check_requests(self, check: Callable[[Sequence[Request]], None]) -> None:
-        """Refuse prompts that the engine, by its ``check``, or the model's context cannot take."""
-        for requests in self.requests:
-            check(requests)
-            check_context(requests, self.model.config.max_positions)
+
+class Material(Protocol):
+    """What a kind of training is made from, as far as it is known without the weights."""
+
+    @property
+    def outline(self) -> Outline:
+        """What it asks of the model and of the machine."""
+        ...
+
+    @property
+    def requests(self) -> Sequence[Sequence[Request]]:
+        """All that its engine may be asked for, in sets of which no two are asked for together."""
+        ...
+
+
+def check_requests(
+    requests: Sequence[Sequence[Request]], check: Callable[[Sequence[Request]], None], context: int
+) -> None:
+    """Refuse prompts that the engine, by its ``check``, or the model's context cannot take."""
+    for asked_together in requests:
+        check(asked_together)
+        check_context(asked_together, context)
 
 
 def check_context(requests: Sequence[Request], context: int) -> None:

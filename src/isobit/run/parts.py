@@ -35,8 +35,8 @@ class Parts:
 def build_parts(outline: Outline) -> Parts:
     """Load the policy and build around it what the outline asks for.
 
-    Raises an ``IsobitError`` for weights that cannot be used, a plan that does not fit the device,
-    and requests that the engine could never serve.
+    Raises an ``IsobitError`` for weights that cannot be used, and for a plan that does not fit the
+    device.
     """
     config, rollout = outline.config, outline.config.rollout
     if config.threads is not None:
@@ -51,7 +51,6 @@ def build_parts(outline: Outline) -> Parts:
     engine = None
     if outline.generates:
         engine = NativeEngine(model.policy, rollout, model.tokenizer, config.seed)
-        outline.check_requests(engine.check)
     trainer = Trainer(model.policy, outline.training, outline.updates, config.seed)
     turns = NoTurns() if plan is None else DeviceTurns(plan, engine, trainer)
     return Parts(model, engine, trainer, turns)

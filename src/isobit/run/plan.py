@@ -29,7 +29,7 @@ from isobit.models.decoder import master_shapes
 from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.rollout.native.limits import Limits, check_limits
-from isobit.run.outline import Outline
+from isobit.run.outline import Material, Outline, check_requests
 from isobit.store.checkpoint.format import folders_by_step
 from isobit.store.checkpoint.space import DiskPlan, plan_disk
 from isobit.store.directory import RunDirectory, check_unused
@@ -76,15 +76,17 @@ class TrainingPlan:
 
 
 def plan_training(
-    config: Config, outline_of: Callable[[Config], Outline], resume: bool = False
+    config: Config, read: Callable[[Config], Material], resume: bool = False
 ) -> TrainingPlan:
-    """Check a training and work out what it takes; with ``resume`` its directory may be in use.
+    """Check a training, whose material ``read`` makes, and work out what it takes; with ``resume``
+    its directory may be in use.
 
     Raises an ``IsobitError`` that names what cannot be used.
     """
     if not resume:
         check_unused(config.output)
-    outline = outline_of(config)
+    material = read(config)
+    outline = material.outline
     model = outline.model.config
     weight_bytes = outline.source.weight_bytes
     flow = build_flow(config.precision, model.shape)
@@ -97,7 +99,8 @@ def plan_training(
         memory = _plan_main_memory(outline, flow, sizes)
         pages = num_pages_for(model, flow, config.rollout, sizes)
     limits = Limits(model.max_positions, model.vocab_size, pages, sizes.page_tokens, True)
-    outline.check_requests(partial(check_limits, limits=limits))
+    check = partial(check_limits, limits=limits)
+    check_requests(material.requests, check, model.max_positions)
     disk = plan_disk(
         config.output,
         model,

@@ -34,7 +34,7 @@ from isobit.records.batch import PackedBatch
 from isobit.run import model_source, outline, parts, plan
 from isobit.run.plan import TrainingPlan, plan_training
 from isobit.run.sft.loop import sft
-from isobit.run.sft.setup import pack_examples, prepare_sft, sft_outline
+from isobit.run.sft.setup import pack_examples, prepare_sft, read_sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer
 
@@ -47,7 +47,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def plan_sft(config: SftConfig) -> TrainingPlan:
-    return plan_training(config, sft_outline)
+    return plan_training(config, read_sft)
 
 
 def write_rows(path: Path, held_out: bool, count: int) -> Path:

@@ -25,7 +25,7 @@ from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.request import Request
 from isobit.run.evaluate import Evaluation, Evaluator, Grading, OnProgress, evaluation_requests
 from isobit.run.model_source import describe_source
-from isobit.run.outline import Outline
+from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
 from isobit.run.rl.data import RlData, load_prompts
 
@@ -41,6 +41,13 @@ class RlMaterial:
     sampling: SamplingParams
     evaluation: Mapping[str, Sequence[Request]]
     """What the engine is asked for on each evaluation set."""
+    training: Sequence[Request]
+    """A sample of each training prompt."""
+
+    @property
+    def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
+        """What the engine may be asked for: all of an evaluation, or prompts to learn from."""
+        return [one for asked in self.evaluation.values() for one in asked], self.training
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,10 @@ class RlRun(PreparedRun):
     """The parts of a run, ready to start."""
 
     config: RunConfig
-    data: RlData
+    figures: Mapping[str, Any]
+    """How many prompts there are to learn from and to be measured on."""
+    about_data: str
+    """The same in a line."""
     algorithm: Algorithm
     reward: RewardFunction
     sampling: SamplingParams
@@ -67,14 +77,14 @@ class RlRun(PreparedRun):
 
     def data_figures(self) -> dict[str, Any]:
         """How many training prompts and evaluation problems there are, for the manifest."""
-        return self.data.figures()
+        return dict(self.figures)
 
     def describe(self) -> list[str]:
         """The first lines: the model, the data, the flow, the plan of the memory."""
         policy = self.model.policy
         return [
             describe_policy(self.config.model, policy),
-            self.data.describe(),
+            self.about_data,
             *(f"  {line}" for line in describe_flow(policy.flow)),
             *self.turns.describe(),
         ]
@@ -99,24 +109,21 @@ def prepare_rl(config: RunConfig) -> RlRun:
     made = read_rl(config)
     parts = build_parts(made.outline)
     assert parts.engine is not None, "reinforcement learning always generates"
+    check_requests(made.requests, parts.engine.check, parts.model.context)
     return RlRun(
         parts,
         PromptSampler(
             made.data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle
         ),
         config,
-        made.data,
+        made.data.figures(),
+        made.data.describe(),
         made.algorithm,
         made.reward,
         made.sampling,
         parts.engine,
         Evaluator(parts.engine, made.evaluation, made.reward, config.reward.max_failed_fraction),
     )
-
-
-def rl_outline(config: RunConfig) -> Outline:
-    """The outline of a run; raises as ``prepare_rl`` does for what is known without the weights."""
-    return read_rl(config).outline
 
 
 def read_rl(config: RunConfig) -> RlMaterial:
@@ -139,7 +146,6 @@ def read_rl(config: RunConfig) -> RlMaterial:
         training,
         training.steps * updates,
         longest,
-        requests=([one for name in evaluation for one in evaluation[name]], samples),
         learning=(
             data.describe(),
             f"steps: {training.steps} of "
@@ -147,4 +153,4 @@ def read_rl(config: RunConfig) -> RlMaterial:
             f"each; sequences of at most {longest} tokens",
         ),
     )
-    return RlMaterial(outline, data, algorithm, reward, sampling, evaluation)
+    return RlMaterial(outline, data, algorithm, reward, sampling, evaluation, samples)

@@ -25,7 +25,7 @@ from isobit.rewards.grade import grade
 from isobit.rollout.request import Request
 from isobit.run.evaluate import Evaluation, Evaluator, Grading, OnProgress, evaluation_requests
 from isobit.run.model_source import describe_source
-from isobit.run.outline import Outline
+from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
 from isobit.run.sft.data import SftData, load_examples
 from isobit.run.sft.held_out import HeldOut
@@ -45,6 +45,11 @@ class SftMaterial:
     reward: RewardFunction | None
     evaluation: Mapping[str, Sequence[Request]]
     """What the engine is asked for on each held-out set, where a reward grades it."""
+
+    @property
+    def requests(self) -> tuple[Sequence[Request]]:
+        """What the engine may be asked for: all of an evaluation."""
+        return ([one for asked in self.evaluation.values() for one in asked],)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +136,11 @@ def prepare_sft(config: SftConfig) -> SftRun:
     )
     evaluator = None
     if made.reward is not None and parts.engine is not None and config.reward is not None:
+        check_requests(made.requests, parts.engine.check, parts.model.context)
         evaluator = Evaluator(
             parts.engine, made.evaluation, made.reward, config.reward.max_failed_fraction
         )
     return SftRun(parts, sampler, config, made.data, evaluator)
-
-
-def sft_outline(config: SftConfig) -> Outline:
-    """The outline of a run; raises as ``prepare_sft`` does for what is known without the
-    weights.
-    """
-    return read_sft(config).outline
 
 
 def read_sft(config: SftConfig) -> SftMaterial:
@@ -163,7 +162,6 @@ def read_sft(config: SftConfig) -> SftMaterial:
         trainer_config(training, generates=reward is not None),
         training.steps,
         data.longest,
-        requests=([one for name in evaluation for one in evaluation[name]],),
         learning=(
             data.describe(training),
             f"steps: {training.steps} of {training.prompts_per_step} examples; sequences of at "
