@@ -51,7 +51,7 @@ def test_the_pass_of_a_real_model_takes_what_is_planned(
         passing = passing_bytes(config, policy.flow, sizes, recompute, tokens, max(lengths))
         beside = 4 * tokens * config.hidden_size  # the last residual stream, and lm_head's input
         assert saved + beside == pytest.approx(measured["saved"], rel=0.005)
-        assert -0.01 < (saved + max(passing.values())) / measured["peak"] - 1 < 0.03
+        assert -0.005 < (saved + max(passing.values())) / measured["peak"] - 1 < 0.02
         over = (saved + passing["a layer, forward"]) / measured["forward"] - 1
         assert over > -0.01
         if recompute == "full":  # both halves, which follow one another: never what decides

@@ -11,8 +11,9 @@ T tokens, C hidden size; attention and MLP are the halves of a layer.
     what passes, the largest of:
       what the back end's workspaces take (lm_head's logits, for example)
       layer, forward    T (3 streams + a norm as read + what the layer makes and does not save)
-      layer, backward   T (2 streams + what is computed again + the larger of the MLP's gradients,
-                        and attention's less the MLP's, which is done), and a matrix once
+      layer, backward   T (a stream + what is computed again + the larger of the MLP's gradients,
+                        and a stream and attention's less the MLP's, which is done); and of the
+                        matrix once what is more than a stream, which comes after it
 
 Sizes are those of the operations' own tensors; the tests run the real passes over tensors without
 storage and count.
@@ -60,7 +61,8 @@ def passing_bytes(
     return {
         **sizes.workspaces(work),
         "a layer, forward": tokens * max(layer.forward(recompute) for layer in layers),
-        "a layer, backward": tokens * max(layer.backward(recompute) for layer in layers) + once,
+        "a layer, backward": tokens * max(layer.backward(recompute) for layer in layers)
+        + max(0, once - tokens * layers[0].mlp.input),
     }
 
 
@@ -94,8 +96,10 @@ class _Layer:
     def backward(self, recompute: Recompute) -> int:
         """Beside what it saved."""
         again = self.saved("none") - self.saved(recompute)
-        gradients = max(self.mlp.gradients, self.attention.gradients - self.mlp.saved)
-        return 2 * self.mlp.input + again + gradients
+        stream = self.mlp.input
+        # the MLP is done where attention's turn comes, and its gradient of the stream is there too
+        attention = stream + self.attention.gradients - self.mlp.saved
+        return stream + again + max(self.mlp.gradients, attention)
 
 
 @cache

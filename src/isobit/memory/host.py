@@ -92,13 +92,15 @@ class MemoryEstimate:
         advice += (
             f": lower {key}" if key != _MODEL else f", and {_MODEL} sets it; {self._next_advice()}"
         )
-        return f"warning: the run may take {gib(MARGIN * self.total)}, but {gib(available)} are free; {advice}"
+        needed, free = gib(MARGIN * self.total), gib(available)
+        return f"warning: the run may take {needed}, but {free} are free; {advice}"
 
     def _next_advice(self) -> str:
         item = max(
             (item for item in self.items if item.lowered_by != _MODEL), key=lambda item: item.size
         )
-        return f"the largest that another key lowers is {item.name} ({gib(item.size)}): {item.lowered_by}"
+        largest = f"{item.name} ({gib(item.size)}): {item.lowered_by}"
+        return f"the largest that another key lowers is {largest}"
 
 
 def estimate_memory(
