@@ -79,7 +79,8 @@ def disk_errors(path: Path, what: str, needed: int | None = None) -> Iterator[No
         raise
     except OSError as error:
         need = f"; needed: {needed:,} bytes" if needed is not None else ""
-        advice = f"{'free some space' if error.errno in _FULL else 'make it writable'}, then go on with --resume"
+        remedy = "free some space" if error.errno in _FULL else "make it writable"
+        advice = f"{remedy}, then go on with --resume"
         reason = error.strerror or str(error)
         raise StorageError(
             f"{what} could not be written in {path}: {reason}{need}, free: {_free_text(path)}; "

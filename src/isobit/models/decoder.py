@@ -2,8 +2,8 @@
 training.
 
     h, x = embed(ids), 0
-    each layer:  h, x = attention(h, x)      h = h + x,  x = o_proj(attend(qkv_proj(norm(h))))
-                 h, x = mlp(h, x)            h = h + x,  x = down_proj(swiglu(gate_up_proj(norm(h))))
+    each layer:  h, x = attention(h, x)   h = h + x,  x = o_proj(attend(qkv_proj(norm(h))))
+                 h, x = mlp(h, x)         h = h + x,  x = down_proj(swiglu(gate_up_proj(norm(h))))
     return norm(h + x)
 
 The residual stream and everything between operators is BF16 (FP32 in the ``fp32`` flow).  T tokens

@@ -1,4 +1,4 @@
-"""The scorer: log-probabilities and entropies of given sequences under a policy's published weights.
+"""The scorer: log-probabilities and entropies of given sequences under published weights.
 
 It is what training, ``isobit verify`` and ``isobit verify --bisect`` compute with; it needs no
 masters and no optimiser.  With ``ScoredPass`` the same forward can be taken back.

@@ -1,7 +1,8 @@
 """The trainer: one update from micro-batches, and the weights it publishes.
 
     for each micro-batch   forward, objective, backward       gradients add up in the FP32 masters
-    then                   norm, clip, AdamW, publish         or nothing at all, if loss or norm is not finite
+    then                   norm, clip, AdamW, publish         or nothing at all, if loss or norm
+                                                              is not finite
 
 An update that is not finite leaves masters, optimiser state and published weights as they were.
 

@@ -1,4 +1,4 @@
-"""RMSNorm at the beginning of a unit: h = h + x, y = RMSNorm(h), as the linear behind it reads y."""
+"""RMSNorm at the start of a unit: h = h + x, y = RMSNorm(h), as the linear behind it reads y."""
 
 from dataclasses import dataclass
 

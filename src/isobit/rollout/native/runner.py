@@ -3,8 +3,8 @@
 ``ModelRunner`` gives back what it computes: hidden states, logits.  ``PipelineRunner`` draws tokens
 itself and goes on from them, so that the host learns of them while the device computes the next.
 ``PolicyRunner`` is the policy's rollout side as a ModelRunner;
-``isobit.rollout.native.graph_runner`` is the other one, for an asynchronous device.  The tests' models stand in the
-same places.
+``isobit.rollout.native.graph_runner`` is the other one, for an asynchronous device.  The tests'
+models stand in the same places.
 """
 
 from collections.abc import Iterable, Sequence
