@@ -27,5 +27,6 @@ def test_a_kl_penalty_is_refused_by_name() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.name is 'ppo'; known are grpo"):
+    known = ", ".join(sorted(ALGORITHMS))
+    with pytest.raises(ConfigError, match=rf"algorithm\.name is 'ppo'; known are {known}"):
         build_algorithm(AlgorithmConfig.model_construct(name="ppo", kl_coefficient=0.0))
