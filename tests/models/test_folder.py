@@ -2,6 +2,7 @@
 
 import json
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,18 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.shape import Family
 from isobit.errors import ModelError
 from isobit.kernels.spec.packed_attention import PackedAttention
+from isobit.models import folder as folder_module
 from isobit.models.config import ModelConfig, RopeScaling
-from isobit.models.folder import INDEX_FILE, WEIGHTS_FILE, load_policy, save_policy
+from isobit.models.decoder import build_decoder
+from isobit.models.folder import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    checkpoint_shapes,
+    load_policy,
+    read_config,
+    read_masters,
+    save_policy,
+)
 from isobit.models.policy import random_policy
 
 FP32 = PrecisionConfig(preset="fp32")
@@ -175,3 +186,27 @@ def test_a_nan_weight_is_refused_by_name(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS_FILE)
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds a NaN"):
         load_policy(folder, FP32)
+
+
+def test_one_tensor_and_one_master_are_in_memory_at_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint need not fit the host's memory once more beside the masters."""
+    read: list[weakref.ref[torch.Tensor]] = []
+    exact = folder_module._read_tensor
+
+    def counted(file: Path, name: str) -> torch.Tensor:
+        assert not any(tensor() is not None for tensor in read), "an earlier tensor is still held"
+        tensor = exact(file, name)
+        read.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(folder_module, "_read_tensor", counted)
+    config, masters = read_config(folder), list[weakref.ref[torch.Tensor]]()
+    for _, master in read_masters(folder, config):
+        assert not any(earlier() is not None for earlier in masters), "two masters at once"
+        masters.append(weakref.ref(master))
+        del master
+    assert len(read) == len(checkpoint_shapes(config)) and len(masters) == len(
+        build_decoder(config).masters()
+    )

@@ -5,11 +5,10 @@ A publication rounds every master to BF16 once and quantises it once, in place: 
 trainer hold the same tensors, so new weights need no copy and no message.  Where rollout and
 training have the same formats at a site, its weight exists once.
 
-The masters are those of the units (``isobit.models.layers``), by name:
-``embed_tokens.weight``, ``layers.N.{input_norm, post_attention_norm, q_norm, k_norm}.weight``,
-``layers.N.{qkv_proj, o_proj, gate_up_proj, down_proj}.weight`` (q, k, v and gate, up are fused
-along their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, and ``lm_head.weight`` where it is not
-tied.
+The masters are those of the units (``isobit.models.layers``), by name: ``embed_tokens.weight``,
+``layers.N.{input_norm, post_attention_norm, q_norm, k_norm}.weight``, ``layers.N.{qkv_proj, o_proj,
+gate_up_proj, down_proj}.weight`` (q, k, v and gate, up are fused along their outputs),
+``layers.N.qkv_proj.bias``, ``norm.weight``, and ``lm_head.weight`` where it is not tied.
 """
 
 from collections.abc import Iterator, Mapping
