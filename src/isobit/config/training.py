@@ -38,8 +38,8 @@ class OptimisationConfig(Strict):
     memory for the KV cache; a CPU ignores it.
     """
     recompute: Recompute = "none"
-    """What the backward computes again, to the same bits, instead of keeping it: nothing, the MLP of
-    each layer, or all of each layer.
+    """What the backward computes again, to the same bits, instead of keeping it: nothing, the MLP
+    of each layer, or all of each layer.
     """
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_updates: int = Field(default=3, ge=0)
