@@ -2,6 +2,7 @@
 random small configurations.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from isobit.config.precision import PrecisionConfig
 from isobit.models.config import ModelConfig
-from isobit.models.folder import fuse_tensors
+from isobit.models.decoder import build_decoder
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
 
@@ -22,6 +23,19 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+
+def fuse_tensors(
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors under the checkpoint's names -> under the masters' names, with q, k, v and gate, up
+    put together.
+    """
+    masters = build_decoder(config).masters()
+    return {
+        name: torch.cat([tensors[part] for part in master.parts])
+        for name, master in masters.items()
+    }
 
 
 @st.composite

@@ -34,7 +34,6 @@ from isobit.kernels.operands import (
     DecodeBatch,
     Drawn,
     Draws,
-    Heads,
     KvCache,
     KvShape,
     LinearInput,
@@ -315,10 +314,6 @@ class Backend(Protocol):
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
         """[M, K] in 1x128 groups, in the specification's layout: bytes are the same everywhere."""
-        ...
-
-    def cached_heads(self, cache: KvCache, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
-        """K and V at slots int64 [T]: [T, G, D] each."""
         ...
 
 

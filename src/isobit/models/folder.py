@@ -9,7 +9,7 @@ checkpoint's own names, which transformers and every engine load.
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,19 +97,6 @@ def read_masters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
         for part, rows in zip(master.parts, values.split(list(master.parts.values())), strict=True):
             rows.copy_(_read_tensor(files[part], part))
         yield name, values
-
-
-def fuse_tensors(
-    config: ModelConfig, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Tensors under the checkpoint's names -> under the masters' names, with q, k, v and gate, up
-    put together.
-    """
-    masters = build_decoder(config).masters()
-    return {
-        name: torch.cat([tensors[part] for part in master.parts])
-        for name, master in masters.items()
-    }
 
 
 def save_policy(policy: Policy, folder: Path, tokenizer_from: Path | None = None) -> None:

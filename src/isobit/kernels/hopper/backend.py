@@ -34,7 +34,6 @@ from isobit.kernels.hopper.token_log_probs import (
 )
 from isobit.kernels.operands import (
     DecodeBatch,
-    Heads,
     KvCache,
     KvShape,
     PagedBatch,
@@ -139,11 +138,6 @@ class HopperBackend:
         """Rows of scales lie along the tokens; their view is the specification's."""
         made = quantise_rows(x, scales)
         return QuantTensor(made.values, made.scales, "1x128")
-
-    def cached_heads(self, cache: KvCache, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
-        """K and V at slots int64 [T]."""
-        assert isinstance(cache, HopperKvCache)
-        return cache.read(layer, slots)
 
 
 def make(device: torch.device) -> Backend:

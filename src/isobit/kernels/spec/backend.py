@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from isobit.kernels.backend import Backend, Captured
-from isobit.kernels.operands import DecodeBatch, Heads, KvCache, KvShape, PagedBatch
+from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.adamw import adamw_step
 from isobit.kernels.spec.embedding import embedding, embedding_backward
@@ -116,11 +116,6 @@ class SpecBackend:
     def fallbacks(self) -> Sequence[str]:
         """None."""
         return ()
-
-    def cached_heads(self, cache: KvCache, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
-        """K and V at slots int64 [T]."""
-        assert isinstance(cache, SpecKvCache)
-        return cache.read(layer, slots)
 
 
 @dataclass(frozen=True, slots=True)
