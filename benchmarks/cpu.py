@@ -98,13 +98,14 @@ def rollout_work(policy: Policy, sequences: int) -> Callable[[], object]:
 def training_work(policy: Policy, sequences: int) -> Callable[[], object]:
     algorithm = build_algorithm(AlgorithmConfig())
     batch = make_batch(sequences)
-    (weights,) = algorithm.weights([batch.sequence])
+    (shares,) = algorithm.shares([batch])
 
     def work() -> None:
         scored = ScoredPass(policy, batch, "none")
-        log_probs = scored.forward().log_probs.requires_grad_()
+        scores = scored.forward()
+        log_probs = scores.log_probs.requires_grad_()
         on_policy = replace(batch, old_log_probs=log_probs.detach())
-        loss = algorithm.loss(log_probs, on_policy, weights).loss
+        loss = algorithm.loss(scores, on_policy, shares).loss
         scored.backward(*torch.autograd.grad(loss, log_probs))
         for master in policy.parameters():
             master.grad = None

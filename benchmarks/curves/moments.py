@@ -15,16 +15,15 @@ from statistics import fmean, stdev
 from time import perf_counter
 from typing import Any, get_args
 
-import torch
-
 from benchmarks.comparison.rows import Row, read_rows
 from benchmarks.curves.quadratic import LAST, LEARNING_RATE, SIZE, descend
 from benchmarks.curves.setting import make_writer
 from benchmarks.curves.supervised import WARM_UP, held_out_loss, make_trainer, steps_of
 from benchmarks.curves.table import markdown
-from isobit.algorithms.objective import LossOutputs
+from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.config.training import Moments, TrainingConfig
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 
 BETAS = (0.999, 0.95)
@@ -50,13 +49,9 @@ class ScaledObjective(SupervisedObjective):
 
     scale: float
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
-    ) -> LossOutputs:
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
         """See ``SupervisedObjective``."""
-        return LossOutputs(
-            self.scale * SupervisedObjective.loss(self, log_probs, batch, weights).loss
-        )
+        return LossOutputs(self.scale * SupervisedObjective.loss(self, scores, batch, shares).loss)
 
 
 def run_quadratics(seeds: int, out: Path) -> None:

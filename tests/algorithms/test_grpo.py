@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from isobit.algorithms.grpo import Grpo
+from isobit.algorithms.objective import Credit, Judged, JudgedGroup, Shares
 from isobit.config.algorithm import AlgorithmConfig
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 Answer = tuple[list[float], list[float], float]  # log-probabilities, old ones, advantage
@@ -46,7 +48,13 @@ def log_probs_of(answers: list[Answer]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-def batch_of(old: torch.Tensor, advantages: torch.Tensor) -> PackedBatch:
+def scores_of(log_probs: torch.Tensor) -> TokenScores:
+    return TokenScores(log_probs, torch.zeros_like(log_probs))
+
+
+def batch_of(
+    old: torch.Tensor, advantages: torch.Tensor, sequence: torch.Tensor | None = None
+) -> PackedBatch:
     """A batch that knows of its tokens what the loss reads, and nothing else."""
     unread = torch.empty(0)
     return PackedBatch(
@@ -55,7 +63,7 @@ def batch_of(old: torch.Tensor, advantages: torch.Tensor) -> PackedBatch:
         lengths=(),
         rows=unread,
         targets=unread,
-        sequence=unread,
+        sequence=unread if sequence is None else sequence,
         temperatures=unread,
         recorded_log_probs=unread,
         old_log_probs=old,
@@ -67,7 +75,9 @@ def batch_of_answers(answers: list[Answer]) -> PackedBatch:
     old = [x for _, values, _ in answers for x in values]
     advantages = [advantage for new, _, advantage in answers for _ in new]
     return batch_of(
-        torch.tensor(old, dtype=torch.float64), torch.tensor(advantages, dtype=torch.float64)
+        torch.tensor(old, dtype=torch.float64),
+        torch.tensor(advantages, dtype=torch.float64),
+        sequence_of(answers),
     )
 
 
@@ -89,9 +99,10 @@ def grpo(mean: str = "token") -> Grpo:
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_and_gradient_against_the_reference(mean: str, seed: int) -> None:
     answers = random_answers(seed)
-    (weights,) = grpo(mean).weights([sequence_of(answers)])
+    batch = batch_of_answers(answers)
+    (shares,) = grpo(mean).shares([batch])
     log_probs = log_probs_of(answers)
-    loss = grpo(mean).loss(log_probs, batch_of_answers(answers), weights.double()).loss
+    loss = grpo(mean).loss(scores_of(log_probs), batch, Shares(shares.mean.double())).loss
     loss.backward()
     expected_loss, expected_gradient = reference(answers, mean)
     assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)  # weights are float32
@@ -111,10 +122,10 @@ def test_any_cut_into_microbatches_adds_up(mean: str, cuts: tuple[int, ...]) -> 
     parts = [
         answers[first:last] for first, last in zip((0, *cuts), (*cuts, len(answers)), strict=True)
     ]
-    weights = grpo(mean).weights([sequence_of(part) for part in parts])
+    batches = [batch_of_answers(part) for part in parts]
     outputs = [
-        grpo(mean).loss(log_probs_of(part), batch_of_answers(part), weight.double())
-        for part, weight in zip(parts, weights, strict=True)
+        grpo(mean).loss(scores_of(log_probs_of(part)), batch, Shares(shares.mean.double()))
+        for part, batch, shares in zip(parts, batches, grpo(mean).shares(batches), strict=True)
     ]
     assert sum(float(output.loss.detach()) for output in outputs) == pytest.approx(
         reference(answers, mean)[0], rel=1e-6
@@ -126,7 +137,7 @@ def test_on_policy_the_gradient_is_that_of_the_advantage_weighted_log_probabilit
     advantages = torch.tensor([0.5, -1.5, 2.0])
     weights = torch.full([3], 0.25)
     batch = batch_of(log_probs.detach().clone(), advantages)
-    outputs = grpo().loss(log_probs, batch, weights)
+    outputs = grpo().loss(scores_of(log_probs), batch, Shares(weights))
     outputs.loss.backward()
     assert log_probs.grad is not None
     assert torch.equal(log_probs.grad, -advantages * weights)
@@ -140,7 +151,7 @@ def test_clip_fractions_count_the_tokens_without_gradient() -> None:
     log_probs = ratios.log().requires_grad_()
     zeros = torch.zeros(6, dtype=torch.float64)
     weights = torch.full_like(zeros, 1 / 6)
-    outputs = grpo().loss(log_probs, batch_of(zeros, advantages), weights)
+    outputs = grpo().loss(scores_of(log_probs), batch_of(zeros, advantages), Shares(weights))
     outputs.loss.backward()
     assert log_probs.grad is not None
     assert (log_probs.grad == 0).tolist() == [True, False, False, False, True, False]
@@ -151,5 +162,8 @@ def test_clip_fractions_count_the_tokens_without_gradient() -> None:
 
 def test_normalise_by_std_reaches_the_advantages() -> None:
     plain = Grpo(AlgorithmConfig(normalise_by_std=False))
-    assert plain.advantages([0.0, 1.0]) == [-0.5, 0.5]
-    assert grpo().advantages([0.0, 1.0]) == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+    group = JudgedGroup([Judged(0.0, 3), Judged(1.0, 3)])
+    assert plain.credit([group]) == [[Credit(-0.5), Credit(0.5)]]
+    (found,) = grpo().credit([group])
+    advantages = [credit.advantages for credit in found if credit is not None]
+    assert advantages == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)

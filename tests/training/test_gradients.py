@@ -18,6 +18,7 @@ from random import Random
 import pytest
 import torch
 
+from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.objective import Objective
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import AlgorithmConfig
@@ -78,7 +79,7 @@ def sampled_batches() -> list[PackedBatch]:
         [correct_answer(group.prompt, completion) for completion in group.completions]
         for group in groups
     ]
-    return pack(sequences_of(groups, [GRPO.advantages(group) for group in rewards]), 4096)
+    return pack(sequences_of(groups, [group_advantages(group, True) for group in rewards]), 4096)
 
 
 def starter(preset: Preset) -> Policy:

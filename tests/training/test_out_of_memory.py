@@ -13,8 +13,9 @@ import torch
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import AlgorithmConfig
 from isobit.errors import OutOfMemoryError
-from isobit.models.scorer import ScoredPass, Scorer, Scores
+from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 from isobit.records.text import Group
 from isobit.training.budget import BudgetChange
 from isobit.training.step import train_on_groups
@@ -40,7 +41,9 @@ class Memory:
     def of(self, trainer: Trainer) -> Iterator[None]:
         score, forward, backward = Scorer.score, ScoredPass.forward, ScoredPass.backward
 
-        def limited(self_: Any, run: Callable[[], Scores], batch: PackedBatch, fails: bool) -> Any:
+        def limited(
+            self_: Any, run: Callable[[], TokenScores], batch: PackedBatch, fails: bool
+        ) -> Any:
             assert self.held is None or self.held() is None, (
                 "the failed attempt's tensors are still alive"
             )
@@ -59,10 +62,10 @@ class Memory:
             fails = self.fails_in == "forward"
             return limited(self_, lambda: forward(self_), self_.batch, fails)
 
-        def limited_backward(self_: ScoredPass, d_log_probs: torch.Tensor) -> None:
+        def limited_backward(self_: ScoredPass, *gradients: torch.Tensor | None) -> None:
             if self_.batch.token_ids.numel() > self.tokens:
                 raise torch.OutOfMemoryError(MESSAGE)
-            backward(self_, d_log_probs)
+            backward(self_, *gradients)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Scorer, "score", limited_score)

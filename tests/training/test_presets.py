@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import AlgorithmConfig
 from isobit.config.precision import Preset
@@ -61,7 +62,7 @@ def test_reinforcement_learning_raises_what_is_rewarded(
             advantage * sum(completion.log_probs) / len(completion.log_probs)
             for group in groups
             for completion, advantage in zip(
-                group.completions, algorithm.advantages(group.rewards), strict=True
+                group.completions, group_advantages(group.rewards, True), strict=True
             )
             if advantage is not None
         )

@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.algorithms.objective import LossOutputs
+from isobit.algorithms.objective import Credit, JudgedGroup, LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import AlgorithmConfig
 from isobit.errors import ConfigError
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 from isobit.records.text import Completion, Group
 from isobit.training.comparison import Comparison
 from isobit.training.step import cut_by_prompt, train_on_groups
@@ -31,17 +32,18 @@ class Recorder:
     def __init__(self) -> None:
         self.old: list[torch.Tensor] = []
 
-    def advantages(self, rewards: Sequence[float | None]) -> list[float | None]:
-        return GRPO.advantages(rewards)
+    needs_values = False
+    needs_greedy = False
 
-    def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return GRPO.weights(sequences)
+    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+        return GRPO.credit(groups)
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
-    ) -> LossOutputs:
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
+        return GRPO.shares(batches)
+
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
         self.old.append(batch.old_log_probs)
-        return GRPO.loss(log_probs, batch, weights)
+        return GRPO.loss(scores, batch, shares)
 
 
 def with_log_probs(completion: Completion, log_probs: Sequence[float]) -> Completion:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from isobit.records.scores import TokenScores
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
 from isobit.training.trainer import Trainer
 
@@ -12,11 +13,10 @@ from isobit.training.trainer import Trainer
 def test_loss_is_the_mean_negative_log_probability_over_all_microbatches() -> None:
     parts = [torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([-3.0])]
     objective = SupervisedObjective()
-    weights = objective.weights([torch.zeros(len(part), dtype=torch.int64) for part in parts])
     batches = [pack_pairs([([1], [2] * len(part))], 8)[0] for part in parts]
     losses = [
-        objective.loss(x, batch, w).loss
-        for x, batch, w in zip(parts, batches, weights, strict=True)
+        objective.loss(TokenScores(x, x), batch, shares).loss
+        for x, batch, shares in zip(parts, batches, objective.shares(batches), strict=True)
     ]
     assert float(sum(losses)) == pytest.approx(2.5)
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.algorithms.objective import LossOutputs
+from isobit.algorithms.advantages import group_advantages
+from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import AlgorithmConfig
 from isobit.errors import NonFiniteError
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 from isobit.records.text import Group
 from isobit.training.packing import pack, sequences_of
 from isobit.training.supervised import SupervisedObjective
@@ -26,7 +28,9 @@ Snapshot = Callable[[Policy], dict[str, torch.Tensor]]
 
 
 def batches_of(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
-    return pack(sequences_of(groups, [GRPO.advantages(group.rewards) for group in groups]), budget)
+    return pack(
+        sequences_of(groups, [group_advantages(group.rewards, True) for group in groups]), budget
+    )
 
 
 class ScaledLoss:
@@ -37,28 +41,24 @@ class ScaledLoss:
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
-    def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return SupervisedObjective().weights(sequences)
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
+        return SupervisedObjective().shares(batches)
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
-    ) -> LossOutputs:
-        return LossOutputs(SupervisedObjective().loss(log_probs, batch, weights).loss * self.factor)
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
+        return LossOutputs(SupervisedObjective().loss(scores, batch, shares).loss * self.factor)
 
 
-class WholeStepWeights:
-    """GRPO on one micro-batch with the weights it has in a step of several."""
+class WholeStepShares:
+    """GRPO on one micro-batch with the shares it has in a step of several."""
 
-    def __init__(self, weights: torch.Tensor) -> None:
-        self._weights = weights
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
 
-    def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [self._weights]
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
+        return [self._shares]
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
-    ) -> LossOutputs:
-        return GRPO.loss(log_probs, batch, weights)
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
+        return GRPO.loss(scores, batch, shares)
 
 
 @pytest.mark.parametrize(("preset", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-4)])
@@ -79,10 +79,9 @@ def test_gradients_do_not_depend_on_the_cut(
     trainer = make_trainer(preset)
     groups = make_groups(trainer)
     singles = batches_of(groups, 1)
-    weights = GRPO.weights([batch.sequence for batch in singles])
     parts = [
-        gradients_of(trainer, [batch], WholeStepWeights(w))
-        for batch, w in zip(singles, weights, strict=True)
+        gradients_of(trainer, [batch], WholeStepShares(shares))
+        for batch, shares in zip(singles, GRPO.shares(singles), strict=True)
     ]
     for budget in (64, 128, 4096):
         gradients = gradients_of(trainer, batches_of(groups, budget), GRPO)

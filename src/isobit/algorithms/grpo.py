@@ -18,9 +18,10 @@ import torch
 
 from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.mean import mean_weights
-from isobit.algorithms.objective import LossOutputs
+from isobit.algorithms.objective import Credit, JudgedGroup, LossOutputs, Shares
 from isobit.config.algorithm import AlgorithmConfig
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +30,29 @@ class Grpo:
 
     config: AlgorithmConfig
 
-    def advantages(self, rewards: Sequence[float | None]) -> list[float | None]:
+    needs_values = False
+    needs_greedy = False
+
+    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
         """See ``group_advantages``."""
-        return group_advantages(rewards, self.config.normalise_by_std)
+        advantages = [
+            group_advantages([one.reward for one in group.samples], self.config.normalise_by_std)
+            for group in groups
+        ]
+        return [[None if a is None else Credit(a) for a in group] for group in advantages]
 
-    def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
         """See ``mean_weights``."""
-        return mean_weights(self.config.loss_mean, sequences)
+        sequences = [batch.sequence for batch in batches]
+        return [Shares(mean) for mean in mean_weights(self.config.loss_mean, sequences)]
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
-    ) -> LossOutputs:
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
         """The weighted sum of the clipped surrogate over the N tokens, with clip fractions and
         ratios to report.
         """
-        ratio = torch.exp(log_probs - batch.old_log_probs)
+        ratio = torch.exp(scores.log_probs - batch.old_log_probs)
         loss = (
-            weights
+            shares.mean
             * clipped_surrogate(
                 ratio, batch.advantages, self.config.clip_low, self.config.clip_high
             )

@@ -1,11 +1,14 @@
 """What an objective takes and gives: the seam between the trainer and the family of algorithms.
 
 An update is cut into micro-batches by a token budget, and the loss must not depend on the
-cut.  So an objective is asked twice: once for the weight of every response token, with the whole
-step in view, and then for the weighted **sum** of one micro-batch.  Sums over the micro-batches of
-a step add up to the step's loss, and so do their gradients:
+cut.  So an objective is asked twice: once for the share of every response token, with the whole
+update in view, and then for the weighted **sum** of one micro-batch.  Sums over the micro-batches
+of an update add up to its loss, and so do their gradients:
 
     loss = sum over micro-batches m, sum over tokens i of m:   w[i] * l[i]
+
+An algorithm of reinforcement learning also says what each completion of a step was worth
+(``credit``), with all groups of the step in view.
 
 Shapes: N response tokens of one micro-batch.
 """
@@ -17,6 +20,18 @@ from typing import Protocol
 import torch
 
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of the N response tokens of one micro-batch, made with the whole update in view."""
+
+    mean: torch.Tensor
+    """float32 [N], each token's weight in the mean over the update."""
+    selected: torch.Tensor | None = None
+    """bool [N], the tokens that a method picked out of the whole update; None where it picks none.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,41 +39,79 @@ class LossOutputs:
     """The micro-batch's part of the loss, and what to report about it.
 
     ``sums`` are added over the micro-batches and divided by the number of tokens, ``maxima`` are
-    joined by ``max``.
+    joined by ``max``, and ``minima`` by ``min``.
     """
 
     loss: torch.Tensor  # float32 scalar
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    minima: dict[str, float] = field(default_factory=dict)
 
 
 class Objective(Protocol):
     """What the trainer minimises."""
 
-    def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """``PackedBatch.sequence`` of every micro-batch of a step (int64 [N] each) -> the weight of
-        every response token in the mean over the step (float32 [N] each).
-        """
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
+        """All micro-batches of an update -> the share of every response token of each."""
         ...
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
-    ) -> LossOutputs:
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
         """The weighted sum over the response tokens of one micro-batch.
 
-        ``log_probs`` float32 [N] are of the policy being trained and carry the gradient; ``batch``
-        has what else is known of the tokens, and ``weights`` float32 [N] their shares.
+        ``scores`` are of the policy being trained, and all of them carry gradients; ``batch`` has
+        what else is known of the tokens.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One completion, as its advantage is made from it: n response tokens."""
+
+    reward: float | None
+    """None excludes it: it takes no part in anything."""
+    length: int
+    """n"""
+    kl: Sequence[float] | None = None
+    """n penalties to be taken from the reward, token by token: the coefficient times an estimate of
+    the divergence from the reference.
+    """
+    values: Sequence[float] | None = None
+    """n, by the value head: of the state before each response token."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedGroup:
+    """The completions of one prompt."""
+
+    samples: Sequence[Judged]
+    baseline: float | None = None
+    """The reward of the prompt's greedy completion, where the algorithm asks for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What is learnt from one completion of n response tokens."""
+
+    advantages: float | tuple[float, ...]
+    """One number for all of its response tokens, or n."""
+    returns: tuple[float, ...] | None = None
+    """n, what the value head is to learn."""
 
 
 class Algorithm(Objective, Protocol):
-    """An objective of reinforcement learning: it also turns the rewards of a group into
-    advantages.
-    """
+    """An objective of reinforcement learning."""
 
-    def advantages(self, rewards: Sequence[float | None]) -> list[float | None]:
-        """Rewards of the samples of one prompt -> one advantage each; None leaves the sample out of
-        training.
-        """
+    @property
+    def needs_values(self) -> bool:
+        """Whether the policy has a value head, which this trains and reads."""
+        ...
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether each prompt is also completed greedily, for a baseline."""
+        ...
+
+    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+        """The groups of a step -> what is learnt from each completion; None leaves it out."""
         ...

@@ -4,8 +4,6 @@ It is what training, ``isobit verify`` and ``isobit verify --bisect`` compute wi
 masters and no optimiser.  With ``ScoredPass`` the same forward can be taken back.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from isobit.config.training import Recompute
@@ -13,15 +11,7 @@ from isobit.errors import NonFiniteError
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Of the N targets of a batch, FP32 [N] each, on the host."""
-
-    log_probs: torch.Tensor
-    entropies: torch.Tensor
-    """Of the distribution that each target was drawn from, nats."""
+from isobit.records.scores import TokenScores
 
 
 class Scorer:
@@ -31,7 +21,7 @@ class Scorer:
         self.policy = policy
 
     @torch.no_grad()
-    def score(self, batch: PackedBatch) -> Scores:
+    def score(self, batch: PackedBatch) -> TokenScores:
         """The targets of a batch; raises NonFiniteError where a log-probability is not finite."""
         policy, weights = self.policy, self.policy.weights("training")
         to_device = policy.backend.to_device
@@ -58,7 +48,7 @@ class ScoredPass:
         self._hidden: torch.Tensor | None = None
 
     @torch.no_grad()
-    def forward(self) -> Scores:
+    def forward(self) -> TokenScores:
         """The bits of ``Scorer.score``; raises as it does."""
         weights = self._policy.weights("training")
         self._hidden = self._pass.forward().index_select(0, self._rows)
@@ -68,10 +58,18 @@ class ScoredPass:
         return _finite(found)
 
     @torch.no_grad()
-    def backward(self, d_log_probs: torch.Tensor) -> None:
-        """Add the gradients to the masters' ``grad``: FP32 [N], the loss's gradient by each
-        log-probability.  The pass is used up.
+    def backward(
+        self,
+        d_log_probs: torch.Tensor | None,
+        d_entropies: torch.Tensor | None = None,
+        d_values: torch.Tensor | None = None,
+    ) -> None:
+        """Add the gradients to the masters' ``grad``: FP32 [N] each, the loss's gradient by each
+        score, None where it does not depend on it.  The pass is used up.
         """
+        assert d_log_probs is not None
+        assert d_entropies is None
+        assert d_values is None
         self._pass.backward(self._d_hidden(d_log_probs))
 
     def _d_hidden(self, d_log_probs: torch.Tensor) -> torch.Tensor:
@@ -92,10 +90,10 @@ class ScoredPass:
         return d_rows.new_zeros((tokens, hidden.shape[1])).index_copy_(0, self._rows, d_rows)
 
 
-def _finite(found: tuple[torch.Tensor, torch.Tensor]) -> Scores:
+def _finite(found: tuple[torch.Tensor, torch.Tensor]) -> TokenScores:
     log_probs, entropies = (values.cpu() for values in found)
     if not torch.isfinite(log_probs).all():
         raise NonFiniteError(
             "training forward: the log-probability of a sampled token is not finite"
         )
-    return Scores(log_probs, entropies)
+    return TokenScores(log_probs, entropies)

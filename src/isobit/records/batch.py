@@ -37,3 +37,11 @@ class PackedBatch:
     """
     advantages: torch.Tensor
     """float32 [N]"""
+    reference_log_probs: torch.Tensor | None = None
+    """float32 [N], of the targets, by the reference model."""
+    values: torch.Tensor | None = None
+    """float32 [N], by the value head before the first update of the batch."""
+    returns: torch.Tensor | None = None
+    """float32 [N], what the value head is to learn."""
+    importance: torch.Tensor | None = None
+    """float32 [N], the weights of the corrections; None is 1 everywhere."""

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import torch
 
-from isobit.algorithms.objective import Algorithm
+from isobit.algorithms.objective import Algorithm, Judged, JudgedGroup
 from isobit.config.training import TrainingConfig
 from isobit.errors import ConfigError
 from isobit.records.sequence import TokenSequence
@@ -55,15 +56,13 @@ class StepMetrics:
         return tuple(update.skipped for update in self.updates if update.skipped is not None)
 
     def scalars(self) -> dict[str, float]:
-        """Loss, gradient norm and the like by name: means over the updates taken, maxima where a
-        name ends in ``_max``.
+        """Loss, gradient norm and the like by name: means over the updates taken, maxima and minima
+        where a name ends in ``_max`` or ``_min``.
         """
         rows = [update.scalars() for update in self.updates if update.skipped is None]
         names = rows[0] if rows else ()
-        return {
-            name: (max if name.endswith("_max") else fmean)([row[name] for row in rows])
-            for name in names
-        }
+        joined = {"_max": max, "_min": min}
+        return {name: joined.get(name[-4:], fmean)([row[name] for row in rows]) for name in names}
 
 
 def train_on_groups(
@@ -80,7 +79,11 @@ def train_on_groups(
     are fewer groups than parts.
     """
     config = trainer.config
-    advantages = [algorithm.advantages(group.rewards) for group in groups]
+    judged = [JudgedGroup([Judged(reward, 0) for reward in group.rewards]) for group in groups]
+    advantages = [
+        [None if credit is None else credit.advantages for credit in group]
+        for group in algorithm.credit(judged)
+    ]
     parts, comparison = _cut(groups, advantages, config), Comparison()
     if not exact:
         parts, comparison = _with_old_log_probs(trainer, parts)
@@ -109,7 +112,7 @@ def cut_by_prompt(num_groups: int, num_parts: int) -> list[range]:
 
 
 def _cut(
-    groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], config: TrainingConfig
+    groups: Sequence[Group], advantages: Sequence[Sequence[Any]], config: TrainingConfig
 ) -> list[list[TokenSequence]]:
     """The sequences of each part that has any."""
     if config.updates_per_batch > len(groups):
@@ -175,6 +178,6 @@ def _forward(
     return found
 
 
-def _is_level(advantages: Sequence[float | None]) -> bool:
+def _is_level(advantages: Sequence[Any]) -> bool:
     valid = [advantage for advantage in advantages if advantage is not None]
     return bool(valid) and not any(valid)

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
 
-import torch
-
 from isobit.algorithms.mean import token_mean_weights
-from isobit.algorithms.objective import LossOutputs
+from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 from isobit.records.sequence import TokenSequence
 from isobit.training.packing import pack
 from isobit.training.trainer import Trainer
@@ -24,15 +23,13 @@ class SupervisedObjective:
     play no part.
     """
 
-    def weights(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
         """See ``token_mean_weights``."""
-        return token_mean_weights(sequences)
+        return [Shares(mean) for mean in token_mean_weights([one.sequence for one in batches])]
 
-    def loss(
-        self, log_probs: torch.Tensor, batch: PackedBatch, weights: torch.Tensor
-    ) -> LossOutputs:
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
         """Weighted negative log-probabilities of the N tokens, summed."""
-        return LossOutputs(-(weights * log_probs).sum())
+        return LossOutputs(-(shares.mean * scores.log_probs).sum())
 
 
 def pack_pairs(

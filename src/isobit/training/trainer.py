@@ -24,6 +24,7 @@ from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 from isobit.training.budget import MicrobatchBudget
 from isobit.training.comparison import Comparison
 from isobit.training.optimiser import (
@@ -52,14 +53,14 @@ class UpdateMetrics:
     learning_rate: float
     tokens: int  # response tokens
     entropy: float  # mean over those tokens, nats
-    objective: dict[str, float]  # the objective's own metrics: means and maxima over the tokens
+    objective: dict[str, float]  # its own: means, maxima, minima over the tokens
     comparison: Comparison
     # share of the linears' published bytes that are others now; of numbers where they are BF16
     weight_bytes_changed: float
     skipped: str | None = None
 
     def scalars(self) -> dict[str, float]:
-        """The figures by name, flat; names that end in ``_max`` are maxima."""
+        """The figures by name, flat; names that end in ``_max`` are maxima, in ``_min`` minima."""
         return {
             "loss": self.loss,
             "grad_norm": self.grad_norm,
@@ -83,29 +84,27 @@ class _Totals:
     entropy: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    minima: dict[str, float] = field(default_factory=dict)
     comparison: Comparison = field(default_factory=Comparison)
 
-    def add(
-        self,
-        batch: PackedBatch,
-        log_probs: torch.Tensor,
-        entropies: torch.Tensor,
-        outputs: LossOutputs,
-    ) -> None:
+    def add(self, batch: PackedBatch, scores: TokenScores, outputs: LossOutputs) -> None:
         self.loss += float(outputs.loss.detach())
-        self.tokens += entropies.numel()
-        self.entropy += float(entropies.double().sum())
+        self.tokens += batch.targets.numel()
+        self.entropy += float(scores.entropies.detach().double().sum())
         for name, value in outputs.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in outputs.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
+        for name, value in outputs.minima.items():
+            self.minima[name] = min(self.minima.get(name, value), value)
         if self.compare:
-            self.comparison += Comparison.of(batch.recorded_log_probs, log_probs.detach())
+            self.comparison += Comparison.of(batch.recorded_log_probs, scores.log_probs.detach())
 
     def metrics(
         self, norm: float, rate: float, changed: float, skipped: str | None
     ) -> UpdateMetrics:
-        objective = {name: value / self.tokens for name, value in self.sums.items()} | self.maxima
+        means = {name: value / self.tokens for name, value in self.sums.items()}
+        objective = means | self.maxima | self.minima
         return UpdateMetrics(
             self.loss,
             norm,
@@ -222,18 +221,16 @@ class Trainer:
         """Leave the update's gradients in the masters; -> their norm, and what is not finite, if
         anything is.
         """
-        weights = objective.weights([batch.sequence for batch in batches])
-        for batch, weight in zip(batches, weights, strict=True):
+        for batch, shares in zip(batches, objective.shares(batches), strict=True):
             scored = ScoredPass(self.policy, batch, self.config.recompute)
             with self._timing("forward"):
                 scores = scored.forward()
-            log_probs = scores.log_probs.requires_grad_()
-            outputs = objective.loss(log_probs, batch, weight)
-            totals.add(batch, log_probs, scores.entropies, outputs)
+            leaves = _leaves(scores)
+            outputs = objective.loss(scores, batch, shares)
+            totals.add(batch, scores, outputs)
             if not torch.isfinite(outputs.loss):
                 return math.nan, f"the loss is {float(outputs.loss.detach())}"
-            (d_log_probs,) = torch.autograd.grad(outputs.loss, log_probs)
-            scored.backward(d_log_probs)
+            scored.backward(*torch.autograd.grad(outputs.loss, leaves, allow_unused=True))
         norm = gradient_norm(self.policy.masters.values(), self.policy.backend)
         return norm, None if norm <= _LARGEST_NORM else self._what_is_not_finite(norm)
 
@@ -265,3 +262,9 @@ class Trainer:
                 "are those of the last good one: "
                 "lower the learning rate, or look for what is not finite in rewards or weights"
             )
+
+
+def _leaves(scores: TokenScores) -> list[torch.Tensor]:
+    """The scores that a loss may depend on, in the order of ``ScoredPass.backward``."""
+    found = (scores.log_probs, scores.entropies, scores.values)
+    return [one.requires_grad_() for one in found if one is not None]
