@@ -11,7 +11,9 @@ import torch
 
 from benchmarks.curves import moments
 from benchmarks.curves.quadratic import descend
+from isobit.algorithms.objective import Shares
 from isobit.kernels.spec import adamw
+from isobit.records.scores import TokenScores
 
 
 def to_nearest(key: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +67,8 @@ def test_runs_of_the_decoder_differ_in_their_moments_alone(text: Path, tmp_path:
 def test_gradients_fall_and_the_loss_that_is_told_does_not() -> None:
     objective = moments.ScaledObjective(0.1)
     batch: Any = None  # it is not looked at
-    outputs = objective.loss(torch.tensor([-1.0, -3.0]), batch, torch.tensor([0.5, 0.5]))
+    scores = TokenScores(torch.tensor([-1.0, -3.0]), torch.zeros(2))
+    outputs = objective.loss(scores, batch, Shares(torch.tensor([0.5, 0.5])))
     assert float(outputs.loss) == pytest.approx(0.2)
 
 

@@ -89,7 +89,7 @@ class _Totals:
 
     def add(self, batch: PackedBatch, scores: TokenScores, outputs: LossOutputs) -> None:
         self.loss += float(outputs.loss.detach())
-        self.tokens += batch.targets.numel()
+        self.tokens += batch.rows.numel()
         self.entropy += float(scores.entropies.detach().double().sum())
         for name, value in outputs.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
