@@ -35,7 +35,7 @@ def test_the_response_is_what_the_mask_says() -> None:
     assert turns.response_ids == (2, 4, 5)
     assert turns.of_response(turns.log_probs) == (-2.0, -4.0, -5.0)
     assert turns.spread((0.1, 0.2, 0.3)) == (0.0, 0.1, 0.0, 0.2, 0.3)
-    assert turns.with_advantage(1.5).advantages == (0.0, 1.5, 0.0, 1.5, 1.5)
+    assert turns.with_advantages(1.5).advantages == (0.0, 1.5, 0.0, 1.5, 1.5)
     completion = Completion(turns, "", "stop")
     assert completion.token_ids == (2, 4, 5)
     assert completion.weights_versions == (1, 1, 2)

@@ -11,6 +11,7 @@ from pydantic import Field
 from isobit.config.base import Strict
 
 Recompute = Literal["none", "mlp", "full"]
+OldLogProbs = Literal["auto", "recorded", "recomputed"]
 Moments = Literal["fp32", "bf16", "fp8"]
 """Formats of AdamW's moments, from the largest to the smallest."""
 
@@ -56,3 +57,8 @@ class TrainingConfig(OptimisationConfig):
     """Cut a step's batch by prompt into that many parts, one update each."""
     epochs: int = Field(default=1, gt=0)
     """Go over a step's batch that often."""
+    old_log_probs: OldLogProbs = "auto"
+    """Which log-probabilities the loss's ratio is taken to: those recorded while sampling; those of
+    the trainer's forward before its first update of a step, with ``corrections`` for the distance
+    between the two; or by default the recorded ones in an exact flow and the trainer's elsewhere.
+    """

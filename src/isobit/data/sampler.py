@@ -34,10 +34,10 @@ class PromptSampler:
         self._shuffle = shuffle
         self._go_to(epoch=0, cursor=0)
 
-    def next(self) -> list[tuple[Prompt, int]]:
-        """The next ``prompts_per_step`` pairs (prompt, visit)."""
+    def next(self, count: int | None = None) -> list[tuple[Prompt, int]]:
+        """The next ``count`` pairs (prompt, visit), by default ``prompts_per_step``."""
         batch = []
-        for _ in range(self._prompts_per_step):
+        for _ in range(self._prompts_per_step if count is None else count):
             if self._cursor == len(self._order):
                 self._go_to(self._epoch + 1, cursor=0)
             batch.append((self._prompts[self._order[self._cursor]], self._epoch))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
+from isobit.training.comparison import Mismatch
 from isobit.training.step import StepMetrics
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _TRAINING_NAMES = {
     "weight_bytes_changed": "weight_bytes_changed",
     "ratio_mean": "ratio/mean",
     "ratio_max": "ratio/max",
+    "ratio_min": "ratio/min",
     "clip_fraction_low": "clip_fraction/low",
     "clip_fraction_high": "clip_fraction/high",
 }
@@ -57,15 +59,14 @@ def step_metrics(
     engine: EngineStats,
     trained: StepMetrics,
     seconds: Mapping[str, float],
-    epochs: int,
 ) -> Metrics:
     """All figures of one step; ``seconds`` holds those of rollout, grading and training."""
     scalars = trained.scalars()
-    tokens = trained_tokens(groups) * epochs
     return {
         **reward_metrics(groups),
         "reward/failed": grades.failed,
         "reward/level_groups": trained.level_groups,
+        "reward/level_share": trained.level_groups / trained.groups,
         **length_metrics(groups),
         **{name: scalars[key] for key, name in _TRAINING_NAMES.items() if key in scalars},
         "updates/taken": len(trained.updates) - trained.skipped_updates,
@@ -74,12 +75,16 @@ def step_metrics(
         "log_prob_diff/max": trained.comparison.max_abs_diff,
         "log_prob_diff/tokens_compared": trained.comparison.tokens_compared,
         "log_prob_diff/tokens_differing": trained.comparison.tokens_differing,
+        **mismatch_metrics(trained.mismatch),
+        **{f"correction/{name}": value for name, value in trained.corrections.items()},
+        "replay/samples": trained.replayed_samples,
+        "staleness/mean": trained.staleness,
         "rollout/preemptions": engine.preemptions,
         "rollout/shared_pages": engine.shared_pages,
         "rollout/chunks": engine.chunks,
         **{f"time/{name}_s": value for name, value in seconds.items()},
         "tokens_per_s/rollout": engine.generated_tokens / seconds["rollout"],
-        "tokens_per_s/training": tokens / seconds["training"],
+        "tokens_per_s/training": trained.tokens / seconds["training"],
     }
 
 
@@ -102,14 +107,15 @@ def length_metrics(groups: Sequence[Group]) -> Metrics:
     }
 
 
-def trained_tokens(groups: Sequence[Group]) -> int:
-    """Tokens of prompts and responses of the samples with a reward."""
-    return sum(
-        len(group.prompt.token_ids) + len(completion.token_ids)
-        for group in groups
-        for completion, reward in zip(group.completions, group.rewards, strict=True)
-        if reward is not None
-    )
+def mismatch_metrics(mismatch: Mismatch | None) -> Metrics:
+    """How far trainer and sampler are apart; nothing where no token was compared."""
+    if mismatch is None:
+        return {}
+    figures = mismatch.figures()
+    return {
+        "log_prob_diff/p99": figures.pop("p99_abs_diff"),
+        **{f"mismatch/{name}": value for name, value in figures.items()},
+    }
 
 
 class MetricsWriter:

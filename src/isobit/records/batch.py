@@ -37,6 +37,8 @@ class PackedBatch:
     """
     advantages: torch.Tensor
     """float32 [N]"""
+    weights_versions: torch.Tensor | None = None
+    """int64 [N], of the weights that each target was drawn from; None where nobody asks."""
     reference_log_probs: torch.Tensor | None = None
     """float32 [N], of the targets, by the reference model."""
     values: torch.Tensor | None = None

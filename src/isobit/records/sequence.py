@@ -7,6 +7,7 @@
 
 Every column has an entry for every token, so that masking tokens, moving a half-done sample to
 newer weights, another turn, or an advantage for each token changes entries, never the container.
+Sampling fills the columns above, the judgement of a step the others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +26,7 @@ class TokenSequence:
     """L tokens and L entries of each column.
 
     The *response* is the tokens in the loss mask.  The first token is never among them: nothing
-    predicts it.  Entries of ``log_probs``, ``old_log_probs``, ``truncated_log_probs`` and
-    ``advantages`` at other tokens mean nothing and are 0.
+    predicts it.  Entries of a column of numbers at other tokens mean nothing and are 0.
     """
 
     token_ids: tuple[int, ...]
@@ -46,14 +46,30 @@ class TokenSequence:
     """By the trainer's forward before it learnt from the sequence; None where the recorded ones are
     those of the same function.
     """
+    reference_log_probs: tuple[float, ...] | None = None
+    """By the reference model; None without one."""
+    values: tuple[float, ...] | None = None
+    """By the value head, of the state before each token, before it learnt from the sequence."""
+    returns: tuple[float, ...] | None = None
+    """What the value head is to learn."""
+    importance: tuple[float, ...] | None = None
+    """The weights of the corrections; None is 1 everywhere."""
 
     def __post_init__(self) -> None:
+        optional = (
+            self.truncated_log_probs,
+            self.old_log_probs,
+            self.reference_log_probs,
+            self.values,
+            self.returns,
+            self.importance,
+        )
         columns = (
             self.loss_mask,
             self.log_probs,
             self.weights_versions,
             self.advantages,
-            *(c for c in (self.truncated_log_probs, self.old_log_probs) if c is not None),
+            *(column for column in optional if column is not None),
         )
         assert all(len(column) == len(self.token_ids) for column in columns), "one entry a token"
         assert not any(self.loss_mask[:1]), "no row would predict the first token"
@@ -106,8 +122,9 @@ class TokenSequence:
         following = iter(given)
         return tuple([next(following) if learnt else 0.0 for learnt in self.loss_mask])
 
-    def with_advantage(self, advantage: float) -> Self:
-        """The sequence with the same advantage at every token of its response."""
-        return replace(
-            self, advantages=tuple([advantage if learnt else 0.0 for learnt in self.loss_mask])
-        )
+    def with_advantages(self, advantages: float | Sequence[float]) -> Self:
+        """The sequence with the same advantage at every token of its response, or with one each."""
+        if isinstance(advantages, Sequence):
+            return replace(self, advantages=self.spread(advantages))
+        same = tuple([advantages if learnt else 0.0 for learnt in self.loss_mask])
+        return replace(self, advantages=same)

@@ -95,3 +95,11 @@ class Group:
     visit: int
     completions: list[Completion]
     rewards: list[float | None] = field(default_factory=list)
+    baseline: float | None = None
+    """The reward of the prompt's greedy completion, where the algorithm asks for one."""
+
+    @property
+    def is_level(self) -> bool:
+        """Whether no two of its valid rewards differ: then the group teaches nothing."""
+        valid = [reward for reward in self.rewards if reward is not None]
+        return not valid or min(valid) == max(valid)

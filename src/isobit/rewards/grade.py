@@ -36,6 +36,15 @@ class GradeStats:
         """Share of all completions whose reward failed."""
         return self.failed / max(1, self.graded + self.failed)
 
+    def __add__(self, other: "GradeStats") -> "GradeStats":
+        """Of two gradings together."""
+        return GradeStats(
+            self.graded + other.graded,
+            self.failed + other.failed,
+            dict(Counter(self.failures) + Counter(other.failures)),
+            self.first_error or other.first_error,
+        )
+
 
 class _FailedError(Exception):
     """A reward that is no usable number: its kind and its message."""

@@ -2,7 +2,7 @@
 metrics and tests.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
@@ -33,6 +33,11 @@ class EngineStats:
     """
     forwards: int = 0
     seconds: float = 0.0
+
+    def __add__(self, other: "EngineStats") -> "EngineStats":
+        """Of two calls together."""
+        names = [field.name for field in fields(self)]
+        return EngineStats(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclass(frozen=True, slots=True)

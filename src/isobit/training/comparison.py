@@ -2,12 +2,25 @@
 
 Bits are compared, not values within a tolerance: a NaN equals itself here, and 0.0 differs from
 -0.0.
+
+With d = trained - recorded of a token, r = exp(d) the probability ratio of trainer and sampler:
+
+    k1      mean of -d                      estimates KL(sampler || trainer), of either sign
+    k3      mean of exp(d) - 1 - d          the same, never negative
+    error   mean of exp(|d|)                NeMo RL's token multiplicative probability error
+    ess     (sum r)^2 / (n sum r^2)         effective sample size, as a share of the n tokens
+
+(k1 and k3: J. Schulman, joschu.net/blog/kl-approx.html.)
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Self
 
 import torch
+
+_LARGEST_LOG_RATIO = 20.0
+"""Beyond it exp would drown everything else in the means; verl clamps there, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +53,81 @@ class Comparison:
             max(self.max_abs_diff, other.max_abs_diff),
             self.sum_abs_diff + other.sum_abs_diff,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The distance of sampler and trainer over the tokens of one step; the formulas are above."""
+
+    k1: float
+    k3: float
+    p99_abs_diff: float
+    """The 99th percentile of |d|, nats."""
+    mult_prob_error: float
+    ratio_mean: float
+    ratio_min: float
+    ratio_max: float
+    effective_sample_size: float
+
+    @classmethod
+    def of(cls, recorded: torch.Tensor, trained: torch.Tensor) -> Self | None:
+        """Of two float32 [N] of log-probabilities; None without a token."""
+        if not recorded.numel():
+            return None
+        difference = trained.double() - recorded.double()
+        clamped = difference.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+        ratio = clamped.exp()
+        rank = max(1, -(-99 * recorded.numel() // 100))  # of the smallest value that 99% reach
+        return cls(
+            k1=float(-difference.mean()),
+            k3=float((torch.expm1(clamped) - clamped).mean()),
+            p99_abs_diff=float(difference.abs().kthvalue(rank).values),
+            mult_prob_error=float(clamped.abs().exp().mean()),
+            ratio_mean=float(ratio.mean()),
+            ratio_min=float(ratio.min()),
+            ratio_max=float(ratio.max()),
+            effective_sample_size=effective_sample_size(ratio),
+        )
+
+    def figures(self) -> dict[str, float]:
+        """By name."""
+        return asdict(self)
+
+
+def effective_sample_size(weights: torch.Tensor) -> float:
+    """(sum w)^2 / (n sum w^2) of weights [n], in (0, 1]: 1 where all are equal, 1/n where one has
+    everything; 0 where all are 0.
+    """
+    wide = weights.double()
+    squares = float((wide * wide).sum())
+    return float(wide.sum()) ** 2 / (wide.numel() * squares) if squares else 0.0
+
+
+@dataclass(slots=True)
+class ComparedTokens:
+    """Log-probabilities to be compared, as they come by micro-batch."""
+
+    _recorded: list[torch.Tensor]
+    _trained: list[torch.Tensor]
+
+    @classmethod
+    def none(cls) -> Self:
+        """Nothing yet."""
+        return cls([], [])
+
+    def add(self, recorded: torch.Tensor, trained: torch.Tensor) -> None:
+        """Two float32 [N]."""
+        self._recorded.append(recorded)
+        self._trained.append(trained)
+
+    def comparison(self) -> Comparison:
+        """Bit for bit."""
+        return Comparison.of(_joined(self._recorded), _joined(self._trained))
+
+    def mismatch(self) -> Mismatch | None:
+        """By distance; None without a token."""
+        return Mismatch.of(_joined(self._recorded), _joined(self._trained))
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.empty(0), *parts])

@@ -29,7 +29,7 @@ def sequences_of(
     so does an empty response.
     """
     return [
-        completion.sequence.with_advantage(advantage)
+        completion.sequence.with_advantages(advantage)
         for group, group_advantages in zip(groups, advantages, strict=True)
         for completion, advantage in zip(group.completions, group_advantages, strict=True)
         if advantage is not None and any(completion.sequence.loss_mask)
@@ -61,16 +61,26 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 
 
 def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
-    """One micro-batch of the sequences in their order."""
+    """One micro-batch of the sequences in their order; a column that none of them has is None, and
+    all of them have it or none.
+    """
     lengths = [sequence.length for sequence in sequences]
     token_ids = torch.tensor([token for sequence in sequences for token in sequence.token_ids])
     mask = torch.tensor([learnt for sequence in sequences for learnt in sequence.loss_mask])
     learnt = mask.nonzero().squeeze(1)
     owner = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))[learnt]
 
-    def of_response(columns: Iterable[Sequence[float]]) -> torch.Tensor:
+    def of_response(columns: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
         values = [value for column in columns for value in column]
-        return torch.tensor(values, dtype=torch.float32)[learnt]
+        return torch.tensor(values, dtype=dtype)[learnt]
+
+    def numbers(columns: Iterable[Sequence[float]]) -> torch.Tensor:
+        return of_response(columns, torch.float32)
+
+    def optional(columns: Iterable[Sequence[float] | None]) -> torch.Tensor | None:
+        given = [column for column in columns if column is not None]
+        assert len(given) in (0, len(sequences)), "all sequences have a column, or none"
+        return numbers(given) if given else None
 
     temperatures = torch.tensor([sequence.temperature for sequence in sequences])
     return PackedBatch(
@@ -81,10 +91,17 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
         targets=token_ids[learnt],
         sequence=owner,
         temperatures=temperatures[owner],
-        recorded_log_probs=of_response(sequence.log_probs for sequence in sequences),
-        old_log_probs=of_response(
+        recorded_log_probs=numbers(sequence.log_probs for sequence in sequences),
+        old_log_probs=numbers(
             sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
             for sequence in sequences
         ),
-        advantages=of_response(sequence.advantages for sequence in sequences),
+        weights_versions=of_response(
+            (sequence.weights_versions for sequence in sequences), torch.int64
+        ),
+        advantages=numbers(sequence.advantages for sequence in sequences),
+        reference_log_probs=optional(sequence.reference_log_probs for sequence in sequences),
+        values=optional(sequence.values for sequence in sequences),
+        returns=optional(sequence.returns for sequence in sequences),
+        importance=optional(sequence.importance for sequence in sequences),
     )

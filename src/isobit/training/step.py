@@ -1,36 +1,42 @@
 """One step of reinforcement learning: graded groups in, new weights out.
 
-    advantages      each group's rewards compared among themselves
+    judge           every column that the loss reads (``isobit.training.judge``)
     parts           the groups cut into ``updates_per_batch`` parts, so that the samples of one
-                    prompt stay together
-    old             log-probabilities of the policy that sampled: the recorded ones where engine and
-                    trainer are exact, one function; elsewhere the trainer's own, taken with its
-                    forward before the first update, since those recorded are another function's
+                    prompt stay together; replayed samples are shared out among them
     updates         ``epochs`` times over the parts, one update each; one that runs out of
                     memory is packed and done again (``isobit.training.out_of_memory``)
+    remember        what was judged, for later steps, where there is a replay buffer
 
 Only the first update of a batch is on-policy: with more than one, every later part is learnt from
 with weights that have moved since it was sampled, which is what the ratio and its clip are for.
 For the same reason recorded and trained log-probabilities are compared before any weight has
-changed: over the first part where they are exact, over the whole batch where they are recomputed.
+changed, and only for tokens that the present weights drew: over the first part where they are
+exact, over the whole batch where they are recomputed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
 
 import torch
 
-from isobit.algorithms.objective import Algorithm, Judged, JudgedGroup
+from isobit.algorithms.objective import Algorithm, Credit
+from isobit.config.algorithm import StepConfig
 from isobit.config.training import TrainingConfig
 from isobit.errors import ConfigError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
-from isobit.training.comparison import Comparison
+from isobit.training.comparison import (
+    ComparedTokens,
+    Comparison,
+    Mismatch,
+    effective_sample_size,
+)
+from isobit.training.judge import Judge, Sample
 from isobit.training.out_of_memory import within_memory
-from isobit.training.packing import first_fit_decreasing, lay_end_to_end, pack, sequences_of
+from isobit.training.packing import pack
+from isobit.training.replay import ReplayBuffer
 from isobit.training.trainer import Trainer, UpdateMetrics
 
 
@@ -40,10 +46,15 @@ class StepMetrics:
 
     updates: tuple[UpdateMetrics, ...]
     comparison: Comparison
-    samples: int  # trained on
-    excluded_samples: int  # without a valid reward, alone in their group, or empty
+    mismatch: Mismatch | None  # of the tokens compared
+    samples: int  # fresh ones that were trained on
+    excluded_samples: int  # without a valid reward, alone in their group, masked, or empty
     groups: int
-    level_groups: int  # all valid rewards equal: every advantage is 0
+    level_groups: int  # no two valid rewards differ
+    replayed_samples: int
+    staleness: float  # mean over the response tokens of the batch, updates
+    tokens: int  # of prompts and responses that were put through the updates
+    corrections: dict[str, float]  # of the corrections' weights, empty without any
 
     @property
     def skipped_updates(self) -> int:
@@ -65,44 +76,145 @@ class StepMetrics:
         return {name: joined.get(name[-4:], fmean)([row[name] for row in rows]) for name in names}
 
 
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """Learns from the graded completions of each step."""
+
+    judge: Judge
+    replay: ReplayBuffer | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        """It says into how many updates a step is cut, and how often they are gone through."""
+        return self.judge.trainer
+
+    def learn(self, groups: Sequence[Group]) -> StepMetrics:
+        """Learn from one step's groups.
+
+        Groups that leave nothing to train on (no two valid rewards in any group of a part) make no
+        update.  Raises what ``Trainer.update`` and ``within_memory`` raise, and ConfigError if
+        there are fewer groups than parts.
+        """
+        _check_parts(len(groups), self.trainer.config)
+        version = self.trainer.policy.version
+        fresh, replayed = self._judged(groups)
+        parts = self._parts(fresh, replayed)
+        compared = self._recomputed(parts, version)
+        updates = self._update(parts)
+        if not self.judge.recomputes and updates:
+            comparison, mismatch = updates[0].comparison, updates[0].mismatch
+        else:
+            comparison, mismatch = compared.comparison(), compared.mismatch()
+        learnt = sum(sequence is not None for group in fresh for sequence in group)
+        return StepMetrics(
+            updates=tuple(updates),
+            comparison=comparison,
+            mismatch=mismatch,
+            samples=learnt,
+            excluded_samples=sum(map(len, fresh)) - learnt,
+            groups=len(groups),
+            level_groups=sum(group.is_level for group in groups),
+            replayed_samples=len(replayed),
+            staleness=_staleness(parts, version),
+            tokens=self.trainer.config.epochs * sum(one.length for part in parts for one in part),
+            corrections=_correction_figures(parts),
+        )
+
+    def _judged(
+        self, groups: Sequence[Group]
+    ) -> tuple[list[list[TokenSequence | None]], list[TokenSequence]]:
+        """The sequences of every group and of what is replayed, as they are learnt from."""
+        judge, trainer = self.judge, self.trainer
+        cut = judge.samples_of(groups)
+        old = [] if self.replay is None else self.replay.draw(sum(map(len, cut)), trainer.updates)
+        scored = judge.score([*(sample for group in cut for sample in group), *old])
+        fresh, old = _regroup(scored, cut), scored[len(scored) - len(old) :]
+        baselines = [group.baseline for group in groups]
+        credits, again = judge.credit(fresh, baselines, old)
+        if self.replay is not None:
+            self._remember(cut, credits)
+        judged = [
+            [judge.learnt_from(s, c) for s, c in zip(samples, given, strict=True)]
+            for samples, given in zip(fresh, credits, strict=True)
+        ]
+        replayed = [judge.learnt_from(s, c) for s, c in zip(old, again, strict=True)]
+        kept = iter(
+            judge.corrected(
+                [
+                    *(one for group in judged for one in group if one is not None),
+                    *(one for one in replayed if one is not None),
+                ]
+            )
+        )
+        return (
+            [[None if one is None else next(kept) for one in group] for group in judged],
+            list(kept),
+        )
+
+    def _remember(
+        self, cut: Sequence[Sequence[Sample]], credits: Sequence[Sequence[Credit | None]]
+    ) -> None:
+        """Keep what was judged as it was sampled, with the advantage that it had."""
+        assert self.replay is not None
+        for samples, given in zip(cut, credits, strict=True):
+            for sample, credit in zip(samples, given, strict=True):
+                if credit is not None and self.judge.learnt_from(sample, credit) is not None:
+                    self.replay.add(replace(sample, advantage=_mean_advantage(credit)))
+
+    def _parts(
+        self,
+        fresh: Sequence[Sequence[TokenSequence | None]],
+        replayed: Sequence[TokenSequence],
+    ) -> list[list[TokenSequence]]:
+        """The sequences of each part that has any."""
+        count = self.trainer.config.updates_per_batch
+        ours, theirs = cut_by_prompt(len(fresh), count), cut_by_prompt(len(replayed), count)
+        parts = [
+            [
+                *(one for g in part for one in fresh[g] if one is not None),
+                *(replayed[index] for index in again),
+            ]
+            for part, again in zip(ours, theirs, strict=True)
+        ]
+        return [part for part in parts if part]
+
+    def _recomputed(
+        self, parts: Sequence[Sequence[TokenSequence]], version: int
+    ) -> ComparedTokens:
+        """Recorded beside recomputed log-probabilities of what the present weights drew."""
+        compared = ComparedTokens.none()
+        if self.judge.recomputes:
+            for sequence in (one for part in parts for one in part):
+                assert sequence.old_log_probs is not None
+                current = [v == version for v in sequence.of_response(sequence.weights_versions)]
+                recorded, old = (
+                    torch.tensor(sequence.of_response(column))[current]
+                    for column in (sequence.log_probs, sequence.old_log_probs)
+                )
+                compared.add(recorded, old)
+        return compared
+
+    def _update(self, parts: Sequence[Sequence[TokenSequence]]) -> list[UpdateMetrics]:
+        """All updates of the step."""
+        trainer, updates = self.trainer, list[UpdateMetrics]()
+        for _ in range(trainer.config.epochs):
+            for sequences in parts:
+                compare = not self.judge.recomputes and not updates
+                updates.append(_update(trainer, sequences, self.judge.algorithm, compare))
+        return updates
+
+
 def train_on_groups(
     trainer: Trainer, groups: Sequence[Group], algorithm: Algorithm, exact: bool
 ) -> StepMetrics:
-    """Learn from the graded completions of one step; ``trainer.config`` says into how many updates,
-    and how often.
+    """Learn from the graded completions of one step, with nothing around the algorithm: no
+    reference model, no corrections, no replay.
 
     ``exact``: whether the recorded log-probabilities are those of the trainer's own function, as
-    ``isobit.models.function.is_one_function`` says of an engine and a trainer.
-
-    Groups that leave nothing to train on (no two valid rewards in any group of a part) make no
-    update.  Raises what ``Trainer.update`` and ``within_memory`` raise, and ConfigError if there
-    are fewer groups than parts.
+    ``isobit.models.function.is_one_function`` says of an engine and a trainer.  Raises as
+    ``Learner.learn`` does.
     """
-    config = trainer.config
-    judged = [JudgedGroup([Judged(reward, 0) for reward in group.rewards]) for group in groups]
-    advantages = [
-        [None if credit is None else credit.advantages for credit in group]
-        for group in algorithm.credit(judged)
-    ]
-    parts, comparison = _cut(groups, advantages, config), Comparison()
-    if not exact:
-        parts, comparison = _with_old_log_probs(trainer, parts)
-    updates: list[UpdateMetrics] = []
-    for _ in range(config.epochs):
-        for sequences in parts:
-            compare = exact and not updates
-            updates.append(_update(trainer, sequences, algorithm, compare))
-    if exact and updates:
-        comparison = updates[0].comparison
-    num_samples = sum(map(len, parts))
-    return StepMetrics(
-        updates=tuple(updates),
-        comparison=comparison,
-        samples=num_samples,
-        excluded_samples=sum(len(group.completions) for group in groups) - num_samples,
-        groups=len(groups),
-        level_groups=sum(_is_level(group) for group in advantages),
-    )
+    return Learner(Judge(trainer, algorithm, StepConfig(), exact)).learn(groups)
 
 
 def cut_by_prompt(num_groups: int, num_parts: int) -> list[range]:
@@ -111,21 +223,19 @@ def cut_by_prompt(num_groups: int, num_parts: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
-def _cut(
-    groups: Sequence[Group], advantages: Sequence[Sequence[Any]], config: TrainingConfig
-) -> list[list[TokenSequence]]:
-    """The sequences of each part that has any."""
-    if config.updates_per_batch > len(groups):
+def _check_parts(num_groups: int, config: TrainingConfig) -> None:
+    if config.updates_per_batch > num_groups:
         raise ConfigError(
             f"training.updates_per_batch is {config.updates_per_batch}, but a step has "
-            f"{len(groups)} prompts; a part needs at least one: "
+            f"{num_groups} prompts; a part needs at least one: "
             "lower it, or raise training.prompts_per_step"
         )
-    parts = [
-        sequences_of([groups[g] for g in part], [advantages[g] for g in part])
-        for part in cut_by_prompt(len(groups), config.updates_per_batch)
-    ]
-    return [sequences for sequences in parts if sequences]
+
+
+def _regroup(scored: Sequence[Sample], cut: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+    """The first of ``scored``, in groups as ``cut`` has them."""
+    following = iter(scored)
+    return [[next(following) for _ in group] for group in cut]
 
 
 def _update(
@@ -139,45 +249,35 @@ def _update(
     )
 
 
-def _with_old_log_probs(
-    trainer: Trainer, parts: Sequence[Sequence[TokenSequence]]
-) -> tuple[list[list[TokenSequence]], Comparison]:
-    """The sequences with old log-probabilities by the trainer's forward, and how those differ from
-    the recorded ones.
-    """
-    found: list[list[TokenSequence]] = []
-    comparison = Comparison()
-    for sequences in parts:
-        lengths = [sequence.length for sequence in sequences]
-        found.append(
-            within_memory(
-                trainer,
-                lengths,
-                lambda tokens, sequences=sequences: _forward(trainer, sequences, tokens),
-            )
-        )
-        batch = lay_end_to_end(found[-1])
-        comparison += Comparison.of(batch.recorded_log_probs, batch.old_log_probs)
-    return found, comparison
+def _mean_advantage(credit: Credit) -> float:
+    given = credit.advantages
+    return given if isinstance(given, float) else fmean(given)
 
 
-def _forward(
-    trainer: Trainer, sequences: Sequence[TokenSequence], tokens: int
-) -> list[TokenSequence]:
-    """The sequences with the trainer's log-probabilities, which do not depend on how they are
-    packed.
-    """
-    found = list(sequences)
-    for members in first_fit_decreasing([sequence.length for sequence in sequences], tokens):
-        batch = lay_end_to_end([sequences[index] for index in members])
-        counts = torch.bincount(batch.sequence, minlength=len(members)).tolist()
-        log_probs = trainer.scorer.score(batch).log_probs.split(counts)
-        for index, values in zip(members, log_probs, strict=True):
-            column = sequences[index].spread(values.tolist())
-            found[index] = replace(sequences[index], old_log_probs=column)
-    return found
+def _staleness(parts: Sequence[Sequence[TokenSequence]], version: int) -> float:
+    """How many updates the weights that drew a response token are behind; the mean."""
+    behind = [
+        version - drawn
+        for part in parts
+        for sequence in part
+        for drawn in sequence.of_response(sequence.weights_versions)
+    ]
+    return fmean(behind) if behind else 0.0
 
 
-def _is_level(advantages: Sequence[Any]) -> bool:
-    valid = [advantage for advantage in advantages if advantage is not None]
-    return bool(valid) and not any(valid)
+def _correction_figures(parts: Sequence[Sequence[TokenSequence]]) -> dict[str, float]:
+    """Effective sample size and the share of zeros of the weights, over all response tokens."""
+    columns = [
+        sequence.of_response(sequence.importance)
+        for part in parts
+        for sequence in part
+        if sequence.importance is not None
+    ]
+    if not columns:
+        return {}
+    weights = torch.tensor([weight for column in columns for weight in column])
+    return {
+        "mean": float(weights.double().mean()),
+        "ess": effective_sample_size(weights),
+        "rejected": float((weights == 0).double().mean()),
+    }

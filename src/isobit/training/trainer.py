@@ -26,7 +26,7 @@ from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
 from isobit.training.budget import MicrobatchBudget
-from isobit.training.comparison import Comparison
+from isobit.training.comparison import ComparedTokens, Comparison, Mismatch
 from isobit.training.optimiser import (
     build_optimiser,
     clip_gradients,
@@ -55,6 +55,7 @@ class UpdateMetrics:
     entropy: float  # mean over those tokens, nats
     objective: dict[str, float]  # its own: means, maxima, minima over the tokens
     comparison: Comparison
+    mismatch: Mismatch | None  # of the tokens compared; None where none were
     # share of the linears' published bytes that are others now; of numbers where they are BF16
     weight_bytes_changed: float
     skipped: str | None = None
@@ -74,18 +75,19 @@ class UpdateMetrics:
 
 @dataclass(slots=True)
 class _Totals:
-    """Sums over the micro-batches of one update; ``compare`` adds the comparison with the recorded
-    log-probabilities.
+    """Sums over the micro-batches of one update; with ``compare``, also what was recorded from the
+    weights of that version.
     """
 
     compare: bool
+    version: int
     loss: float = 0.0
     tokens: int = 0
     entropy: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     minima: dict[str, float] = field(default_factory=dict)
-    comparison: Comparison = field(default_factory=Comparison)
+    compared: ComparedTokens = field(default_factory=ComparedTokens.none)
 
     def add(self, batch: PackedBatch, scores: TokenScores, outputs: LossOutputs) -> None:
         self.loss += float(outputs.loss.detach())
@@ -98,7 +100,15 @@ class _Totals:
         for name, value in outputs.minima.items():
             self.minima[name] = min(self.minima.get(name, value), value)
         if self.compare:
-            self.comparison += Comparison.of(batch.recorded_log_probs, scores.log_probs.detach())
+            self._compare(batch, scores.log_probs.detach())
+
+    def _compare(self, batch: PackedBatch, log_probs: torch.Tensor) -> None:
+        """Tokens that other weights drew, of a sequence that is learnt from again or was put off,
+        have other log-probabilities by right.
+        """
+        assert batch.weights_versions is not None, "a packed sequence has versions"
+        current = batch.weights_versions == self.version
+        self.compared.add(batch.recorded_log_probs[current], log_probs[current])
 
     def metrics(
         self, norm: float, rate: float, changed: float, skipped: str | None
@@ -112,7 +122,8 @@ class _Totals:
             self.tokens,
             self.entropy / self.tokens,
             objective,
-            self.comparison,
+            self.compared.comparison(),
+            self.compared.mismatch(),
             changed,
             skipped,
         )
@@ -193,13 +204,14 @@ class Trainer:
     ) -> UpdateMetrics:
         """One update over all micro-batches together.
 
-        ``compare`` counts recorded log-probabilities that differ from this forward's.  Raises
+        ``compare`` counts log-probabilities, recorded from the present weights, that differ from
+        this forward's.  Raises
         NonFiniteError if a log-probability is not finite, or if too many updates in a row had to be
         skipped.
         """
         assert batches, "an update needs at least one micro-batch"
         rate = learning_rate(self.updates, self.config, self.total_updates)
-        totals = _Totals(compare)
+        totals = _Totals(compare, self.policy.version)
         try:
             with self._timing("backward"):
                 norm, problem = self._gradients(batches, objective, totals)

@@ -14,6 +14,7 @@ from isobit.observe.training_log import TrainingLog
 from isobit.proof.check import check_step
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
+from isobit.run.rl.collect import Collected
 from isobit.run.rl.setup import RlRun
 from isobit.run.rl.summary import RlSummary, describe_summary, summarise_set
 from isobit.store.checkpoint.start import Start
@@ -32,24 +33,17 @@ class RlLog(TrainingLog[EvalResult]):
         self._comparison = Comparison()
         super().__init__(run, start, console, clock)
 
-    def step(
-        self, step: int, groups: Sequence[Group], grades: GradeStats, trained: StepMetrics
-    ) -> None:
+    def step(self, step: int, collected: Collected, trained: StepMetrics) -> None:
         """The figures of one step: a line of metrics, a line on the console, a few completions."""
         seconds = self._take_seconds()
-        metrics = step_metrics(
-            groups,
-            grades,
-            self._run.engine.stats,
-            trained,
-            seconds,
-            self._run.config.training.epochs,
-        )
+        groups, grades, engine = collected.groups, collected.grades, collected.engine
+        metrics = step_metrics(groups, grades, engine, trained, seconds)
+        metrics |= self._optional_figures(collected)
         metrics |= self._run.turns.figures()
         self._metrics.write(step, metrics)
         self._write_completions(step, "train", groups)
         self._comparison += trained.comparison
-        self._totals["tokens"] += self._run.engine.stats.generated_tokens
+        self._totals["tokens"] += engine.generated_tokens
         self._totals["failed"] += grades.failed
         self._totals["skipped"] += trained.skipped_updates
         self._console.line(describe_step(step, self._run.config.training.steps, metrics))
@@ -63,6 +57,17 @@ class RlLog(TrainingLog[EvalResult]):
                 self.directory.model,
             )
         )
+
+    def _optional_figures(self, collected: Collected) -> Metrics:
+        """Of what a run may do without."""
+        figures: Metrics = {}
+        if self._run.config.algorithm.dynamic_sampling:
+            figures["rollout/refills"] = collected.refills
+            figures["rollout/dropped_groups"] = collected.dropped_groups
+        if self._run.replay is not None:
+            figures["replay/size"] = len(self._run.replay)
+            figures["replay/mib"] = self._run.replay.num_bytes / (1 << 20)
+        return figures
 
     def finish(self) -> RlSummary:
         """Write ``summary.json``, print the last lines, and return what the run achieved."""

@@ -8,13 +8,11 @@ from isobit.config.run import RunConfig
 from isobit.models.folder import read_config
 from isobit.models.loaded import model_folder
 from isobit.observe.console import Console
-from isobit.records.text import Group
-from isobit.rollout.engine import generate
-from isobit.run.course import Course, course
+from isobit.run.course import course
+from isobit.run.rl.collect import collect
 from isobit.run.rl.log import RlLog
-from isobit.run.rl.setup import RlRun, prepare_rl
+from isobit.run.rl.setup import prepare_rl
 from isobit.run.rl.summary import RlSummary
-from isobit.training.step import train_on_groups
 
 
 def train(config: RunConfig, console: Console | None = None, resume: bool = False) -> RlSummary:
@@ -33,23 +31,11 @@ def train(config: RunConfig, console: Console | None = None, resume: bool = Fals
     with course(config, shape, prepare_rl, RlLog, console, resume) as training:
         run = training.run
         for step in training.steps():
-            groups = next_groups(training)
-            grades = training.grade(groups, run.reward, config.reward.max_failed_fraction)
+            collected = collect(training)
             with training.learning():
-                trained = train_on_groups(run.trainer, groups, run.algorithm, run.exact)
-            training.log.step(step, groups, grades, trained)
+                trained = run.learner.learn(collected.groups)
+                run.refresh_reference(step)
+            training.log.step(step, collected, trained)
             training.end_step(step)
         training.save_model()
         return training.log.finish()
-
-
-def next_groups(training: Course[RlRun, RlLog]) -> list[Group]:
-    """The next prompts, each with its completions from the current policy."""
-    with training.clock("rollout"), training.console.generating("rollout") as progress:
-        requests = training.run.next_requests()
-        watched = training.interruption.watched(progress)
-        completions = generate(training.run.engine, requests, watched)
-    return [
-        Group(request.prompt, request.visit, samples)
-        for request, samples in zip(requests, completions, strict=True)
-    ]

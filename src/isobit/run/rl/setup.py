@@ -14,6 +14,7 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.rules import check_run
 from isobit.config.run import RunConfig
 from isobit.data.sampler import PromptSampler
+from isobit.models.frozen import FrozenPolicy
 from isobit.models.function import is_one_function
 from isobit.observe.console import describe_policy
 from isobit.observe.eval_result import EvalResult
@@ -28,6 +29,9 @@ from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
 from isobit.run.rl.data import RlData, load_prompts
+from isobit.training.judge import Judge
+from isobit.training.replay import ReplayBuffer
+from isobit.training.step import Learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,10 @@ class RlRun(PreparedRun):
     sampling: SamplingParams
     engine: RolloutEngine
     evaluator: Evaluator
+    reference: FrozenPolicy | None
+    """What the policy is held close to; None without a penalty."""
+    replay: ReplayBuffer | None
+    """None where nothing is learnt from again."""
 
     @property
     def exact(self) -> bool:
@@ -89,12 +97,34 @@ class RlRun(PreparedRun):
             *self.turns.describe(),
         ]
 
-    def next_requests(self) -> list[Request]:
-        """The prompts of the next step, as the engine takes them."""
+    def next_requests(self, count: int) -> list[Request]:
+        """The next ``count`` prompts, as the engine takes them."""
         samples = self.config.training.samples_per_prompt
         return [
-            Request(prompt, visit, samples, self.sampling) for prompt, visit in self.sampler.next()
+            Request(prompt, visit, samples, self.sampling)
+            for prompt, visit in self.sampler.next(count)
         ]
+
+    @property
+    def learner(self) -> Learner:
+        """What learns from each step's groups."""
+        config = self.config
+        judge = Judge(
+            self.trainer,
+            self.algorithm,
+            config.algorithm,
+            self.exact,
+            config.training.old_log_probs,
+            config.corrections,
+            self.reference,
+        )
+        return Learner(judge, self.replay)
+
+    def refresh_reference(self, step: int) -> None:
+        """Let the reference model catch up with the policy after every so many steps."""
+        every = self.config.reference.refresh_every
+        if self.reference is not None and every and step % every == 0:
+            self.reference.take(self.model.policy)
 
     def evaluate(self, progress: OnProgress, grading: Grading) -> Evaluation[EvalResult]:
         """Every evaluation set under the current policy."""

@@ -1,0 +1,90 @@
+"""The graded groups of a step: prompts taken, completed, graded, and replaced where they teach
+nothing.
+
+With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group whose rewards are all equal,
+which has no gradient, makes room for a group of a further prompt, until the step has as many groups
+as it should or has refilled often enough; then level groups fill the rest.
+
+Where the algorithm wants a baseline from it (ReMax), each prompt is also completed once greedily,
+beside its samples; that completion is graded, and not learnt from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from isobit.records.text import Group
+from isobit.rewards.grade import GradeStats
+from isobit.rollout.engine import generate
+from isobit.rollout.progress import EngineStats
+from isobit.rollout.request import Request
+from isobit.run.course import Course
+from isobit.run.rl.setup import RlRun
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a step learns from, and what it took to get it."""
+
+    groups: list[Group]
+    grades: GradeStats
+    engine: EngineStats
+    refills: int = 0
+    """How often further prompts were taken."""
+    dropped_groups: int = 0
+    """Level groups that others replaced."""
+
+
+def collect(training: Course[RlRun, Any]) -> Collected:
+    """The groups of the next step, graded."""
+    run = training.run
+    settings, wanted = run.config.algorithm, run.config.training.prompts_per_step
+    made = _sample(training, wanted)
+    if not settings.dynamic_sampling:
+        return made
+    refills = 0
+    while refills < settings.max_refills and (missing := wanted - _num_telling(made.groups)) > 0:
+        made = _joined(made, _sample(training, missing))
+        refills += 1
+    telling = [group for group in made.groups if not group.is_level]
+    level = [group for group in made.groups if group.is_level]
+    kept = [*telling, *level][:wanted]
+    return replace(
+        made, groups=kept, refills=refills, dropped_groups=len(made.groups) - len(kept)
+    )
+
+
+def _sample(training: Course[RlRun, Any], count: int) -> Collected:
+    """The groups of the next ``count`` prompts."""
+    run = training.run
+    requests = run.next_requests(count)
+    greedy = [_greedy(request) for request in requests] if run.algorithm.needs_greedy else []
+    with training.clock("rollout"), training.console.generating("rollout") as progress:
+        watched = training.interruption.watched(progress)
+        completions = generate(run.engine, [*requests, *greedy], watched)
+    groups = [
+        Group(request.prompt, request.visit, samples)
+        for request, samples in zip([*requests, *greedy], completions, strict=True)
+    ]
+    grades = training.grade(groups, run.reward, run.config.reward.max_failed_fraction)
+    for group, alone in zip(groups[:count], groups[count:], strict=False):
+        group.baseline = alone.rewards[0]
+    return Collected(groups[:count], grades, run.engine.stats)
+
+
+def _greedy(request: Request) -> Request:
+    """The same prompt completed greedily; the visit, which keys no noise here, is another name."""
+    sampling = replace(request.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    return Request(request.prompt, ~request.visit, 1, sampling)
+
+
+def _num_telling(groups: Sequence[Group]) -> int:
+    return sum(not group.is_level for group in groups)
+
+
+def _joined(first: Collected, second: Collected) -> Collected:
+    return Collected(
+        [*first.groups, *second.groups],
+        first.grades + second.grades,
+        first.engine + second.engine,
+    )

@@ -1,0 +1,241 @@
+"""What a step makes of its completions before it learns from them: sequences with every column
+that a loss reads.
+
+    old          log-probabilities of the policy that sampled: the recorded ones where those are the
+                 trainer's own function; elsewhere the trainer's forward, since the recorded ones
+                 are another function's.  ``training.old_log_probs`` can ask for either
+    values       by the policy's value head, where the algorithm has one: the same forward
+    reference    log-probabilities of the reference model, over the same batches; while its bytes
+                 are the policy's, the policy's own stand in
+    advantages   the algorithm's ``credit``, over all groups of the step at once
+    importance   the corrections' weights, from old and recorded log-probabilities
+
+A completion that the length limit cut is learnt from, judged but not learnt from, or neither
+(``algorithm.truncated``).  One that is replayed keeps the advantage that it had, since the rest of
+its group is gone; only where a value head is the baseline is it judged again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from isobit.algorithms.corrections import correction_weights
+from isobit.algorithms.kl import token_kl
+from isobit.algorithms.objective import Algorithm, Credit, Judged, JudgedGroup
+from isobit.config.algorithm import StepConfig
+from isobit.config.correction import CorrectionConfig
+from isobit.config.training import OldLogProbs
+from isobit.models.frozen import FrozenPolicy
+from isobit.models.scorer import Scorer
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Group
+from isobit.training.out_of_memory import measured_within_memory, within_memory
+from isobit.training.scoring import SequenceScores, score_sequences
+from isobit.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion with its reward, as a step learns from it."""
+
+    sequence: TokenSequence
+    reward: float | None
+    """None excludes it."""
+    truncated: bool = False
+    """Whether the length limit ended it."""
+    advantage: float | None = None
+    """That it was given when it was fresh; None of a fresh one."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it to learn from."""
+        return not any(self.sequence.loss_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Judges the completions of each step, under one configuration."""
+
+    trainer: Trainer
+    algorithm: Algorithm
+    config: StepConfig
+    exact: bool
+    """Whether recorded log-probabilities are those of the trainer's own function."""
+    old_log_probs: OldLogProbs = "auto"
+    corrections: Sequence[CorrectionConfig] = ()
+    reference: FrozenPolicy | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether old log-probabilities are the trainer's, taken before it learns."""
+        if self.old_log_probs == "auto":
+            return not self.exact
+        return self.old_log_probs == "recomputed"
+
+    def samples_of(self, groups: Sequence[Group]) -> list[list[Sample]]:
+        """The completions of graded groups; what the length limit cut is without a reward where
+        that excludes it.
+        """
+        return [
+            [
+                self._sample(completion.sequence, reward, completion.finish_reason == "length")
+                for completion, reward in zip(group.completions, group.rewards, strict=True)
+            ]
+            for group in groups
+        ]
+
+    def score(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with the columns that a forward gives; those without a reward or a response
+        as they were.
+        """
+        wanted = [
+            index
+            for index, sample in enumerate(samples)
+            if sample.reward is not None and not sample.is_empty
+        ]
+        found = list(samples)
+        sequences = self._scored([samples[index].sequence for index in wanted])
+        for index, sequence in zip(wanted, sequences, strict=True):
+            found[index] = replace(samples[index], sequence=sequence)
+        return found
+
+    def credit(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        baselines: Sequence[float | None],
+        replayed: Sequence[Sample],
+    ) -> tuple[list[list[Credit | None]], list[Credit | None]]:
+        """What is learnt from each scored completion, and from each replayed one."""
+        judged = [
+            JudgedGroup([self._judged(sample) for sample in group], baseline)
+            for group, baseline in zip(groups, baselines, strict=True)
+        ]
+        if not self.algorithm.needs_values:
+            kept = [None if s.advantage is None else Credit(s.advantage) for s in replayed]
+            return self.algorithm.credit(judged), kept
+        again = [JudgedGroup([self._judged(sample)]) for sample in replayed]
+        credits = self.algorithm.credit([*judged, *again])
+        return credits[: len(judged)], [one for (one,) in credits[len(judged) :]]
+
+    def learnt_from(self, sample: Sample, credit: Credit | None) -> TokenSequence | None:
+        """The sequence with its advantages; None for what is not learnt from."""
+        masked = sample.truncated and self.config.truncated == "mask"
+        if credit is None or sample.is_empty or masked:
+            return None
+        sequence = sample.sequence.with_advantages(credit.advantages)
+        if credit.returns is None:
+            return sequence
+        return replace(sequence, returns=sequence.spread(credit.returns))
+
+    def corrected(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+        """The sequences of a step with the weights of the corrections, if there are any."""
+        if not self.corrections or not sequences:
+            return list(sequences)
+        lengths = torch.tensor([sum(sequence.loss_mask) for sequence in sequences])
+        log_ratio = torch.tensor(
+            [value for sequence in sequences for value in _log_ratio(sequence)],
+            dtype=torch.float32,
+        )
+        owner = torch.arange(len(sequences)).repeat_interleave(lengths)
+        weights = correction_weights(self.corrections, log_ratio, owner)
+        columns = weights.split(lengths.tolist())
+        return [
+            replace(sequence, importance=sequence.spread(column.tolist()))
+            for sequence, column in zip(sequences, columns, strict=True)
+        ]
+
+    def _sample(self, sequence: TokenSequence, reward: float | None, truncated: bool) -> Sample:
+        excluded = truncated and self.config.truncated == "exclude"
+        return Sample(sequence, None if excluded else reward, truncated)
+
+    def _scored(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+        found = list(sequences)
+        if not found:
+            return found
+        if self.recomputes or self.algorithm.needs_values:
+            found = [
+                self._with_policy_scores(sequence, scores)
+                for sequence, scores in zip(found, self._by_policy(found), strict=True)
+            ]
+        if self.reference is None:
+            return found
+        return self._with_reference(self.reference, found)
+
+    def _with_policy_scores(self, sequence: TokenSequence, scores: SequenceScores) -> TokenSequence:
+        old = scores.log_probs if self.recomputes else sequence.old_log_probs
+        return replace(sequence, old_log_probs=old, values=scores.values)
+
+    def _by_policy(self, sequences: Sequence[TokenSequence]) -> list[SequenceScores]:
+        trainer = self.trainer
+        return within_memory(
+            trainer,
+            [sequence.length for sequence in sequences],
+            lambda tokens: score_sequences(trainer.scorer, sequences, tokens),
+        )
+
+    def _with_reference(
+        self, reference: FrozenPolicy, sequences: Sequence[TokenSequence]
+    ) -> list[TokenSequence]:
+        """The policy's own are known for tokens that it has just drawn in an exact flow, and for
+        all where they were recomputed.
+        """
+        policy = self.trainer.policy
+        if reference.is_equal_to(policy) and all(
+            sequence.old_log_probs is not None or _is_of(sequence, policy.version)
+            for sequence in sequences
+        ):
+            columns = [
+                sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
+                for sequence in sequences
+            ]
+        else:
+            with reference.on_device():
+                columns = [one.log_probs for one in self._by_reference(reference, sequences)]
+        return [
+            replace(sequence, reference_log_probs=column)
+            for sequence, column in zip(sequences, columns, strict=True)
+        ]
+
+    def _by_reference(
+        self, reference: FrozenPolicy, sequences: Sequence[TokenSequence]
+    ) -> list[SequenceScores]:
+        scorer, trainer = Scorer(reference), self.trainer
+        return measured_within_memory(
+            trainer,
+            [sequence.length for sequence in sequences],
+            trainer.budget.at(trainer.updates),
+            lambda tokens: score_sequences(scorer, sequences, tokens),
+            "the reference model's forward",
+            "lower rollout.max_new_tokens or data.max_prompt_tokens",
+        )
+
+    def _judged(self, sample: Sample) -> Judged:
+        sequence, kl = sample.sequence, None
+        if sample.reward is not None and self.config.kl_in == "reward":
+            kl = self._penalties(sequence)
+        values = None if sequence.values is None else sequence.of_response(sequence.values)
+        return Judged(sample.reward, sum(sequence.loss_mask), kl, values)
+
+    def _penalties(self, sequence: TokenSequence) -> list[float] | None:
+        """The coefficient times the divergence at each response token; None without a reference."""
+        if sequence.reference_log_probs is None:
+            return None
+        old = sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
+        log_probs = torch.tensor(sequence.of_response(old), dtype=torch.float32)
+        reference = torch.tensor(sequence.of_response(sequence.reference_log_probs))
+        kl = token_kl(self.config.kl_estimator, log_probs, reference)
+        return (self.config.kl_coefficient * kl).tolist()
+
+
+def _log_ratio(sequence: TokenSequence) -> list[float]:
+    """log (old / recorded) at each response token."""
+    if sequence.old_log_probs is None:
+        return [0.0] * sum(sequence.loss_mask)
+    old, recorded = map(sequence.of_response, (sequence.old_log_probs, sequence.log_probs))
+    return [a - b for a, b in zip(old, recorded, strict=True)]
+
+
+def _is_of(sequence: TokenSequence, version: int) -> bool:
+    """Whether all of its response was drawn from these weights."""
+    return all(one == version for one in sequence.of_response(sequence.weights_versions))

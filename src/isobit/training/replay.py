@@ -1,0 +1,202 @@
+"""Experience replay: completions of earlier steps that are learnt from again.
+
+A completion is kept as it was sampled: its tokens, and for each response token the log-probability
+that was recorded, which in an exact flow is exact for the weights of its version, and that version.
+The loss's ratio to the recorded log-probabilities corrects for the weights having moved on.
+
+    kept of L tokens, N of them responses:   4 L bytes of token ids, 8 N of log-probabilities (FP32)
+                                             and versions, and a constant
+
+What is too old goes (``max_staleness``, in updates), and the oldest where the bytes are too many.
+
+A draw is without replacement: those with the largest u^(1/w), where u in (0, 1) is a hash of (run
+seed, draw, completion).  That draws in proportion to w (Efraimidis and Spirakis, "Weighted random
+sampling with a reservoir", 2006), which is 1 for all, or |A|.  So a draw is a function of the seed
+and of what is kept, and a resumed run makes the same ones.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+
+import torch
+
+from isobit.config.replay import ReplayConfig
+from isobit.records.sequence import GIVEN, TokenSequence
+from isobit.training.judge import Sample
+
+_CONSTANT_BYTES = 256
+"""Of a completion, whatever its length: generously, the record and its three tensors' headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """One completion, compact."""
+
+    number: int
+    """Of its kind in the run; the name that draws know it by."""
+    token_ids: torch.Tensor  # int32 [L]
+    spans: tuple[tuple[int, int], ...]  # first token and number of tokens, of the response
+    log_probs: torch.Tensor  # float32 [N]
+    versions: torch.Tensor  # int32 [N]
+    temperature: float
+    reward: float
+    advantage: float
+    truncated: bool
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.token_ids, self.log_probs, self.versions)
+        return sum(tensor.nbytes for tensor in tensors) + _CONSTANT_BYTES
+
+    @property
+    def oldest(self) -> int:
+        """The oldest weights that drew of it."""
+        return int(self.versions.min())
+
+    @classmethod
+    def of(cls, number: int, sample: Sample) -> "_Kept":
+        sequence = sample.sequence
+        assert sample.reward is not None
+        assert sample.advantage is not None
+        return cls(
+            number,
+            torch.tensor(sequence.token_ids, dtype=torch.int32),
+            _spans(sequence.loss_mask),
+            torch.tensor(sequence.of_response(sequence.log_probs), dtype=torch.float32),
+            torch.tensor(sequence.of_response(sequence.weights_versions), dtype=torch.int32),
+            sequence.temperature,
+            sample.reward,
+            sample.advantage,
+            sample.truncated,
+        )
+
+    def sample(self) -> Sample:
+        mask = [False] * len(self.token_ids)
+        for first, count in self.spans:
+            mask[first : first + count] = [True] * count
+        log_probs, versions = iter(self.log_probs.tolist()), iter(self.versions.tolist())
+        sequence = TokenSequence(
+            token_ids=tuple(self.token_ids.tolist()),
+            loss_mask=tuple(mask),
+            log_probs=tuple([next(log_probs) if learnt else 0.0 for learnt in mask]),
+            weights_versions=tuple([next(versions) if learnt else GIVEN for learnt in mask]),
+            advantages=(0.0,) * len(mask),
+            temperature=self.temperature,
+        )
+        return Sample(sequence, self.reward, self.truncated, self.advantage)
+
+
+class ReplayBuffer:
+    """The completions that may be learnt from again."""
+
+    def __init__(self, config: ReplayConfig, seed: int) -> None:
+        self.config, self._seed = config, seed
+        self._kept: deque[_Kept] = deque()
+        self._bytes = 0
+        self._added = self._draws = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is kept."""
+        return self._bytes
+
+    def add(self, sample: Sample) -> None:
+        """Keep a completion that was judged; the oldest go where the bytes are too many."""
+        kept = _Kept.of(self._added, sample)
+        self._added += 1
+        self._kept.append(kept)
+        self._bytes += kept.num_bytes
+        while self._bytes > self.config.max_mib * (1 << 20):
+            self._bytes -= self._kept.popleft().num_bytes
+
+    def draw(self, fresh: int, version: int) -> list[Sample]:
+        """Completions to go with ``fresh`` others, as many as ``fraction`` asks for or as there
+        are, in the order in which they were kept; ``version`` is that of the present weights.
+        """
+        self._drop_stale(version)
+        fraction = self.config.fraction
+        wanted = round(fresh * fraction / (1 - fraction))
+        self._draws += 1
+        candidates = [one for one in self._kept if self._weight(one) > 0]
+        drawn = sorted(candidates, key=self._rank, reverse=True)[:wanted]
+        return [one.sample() for one in sorted(drawn, key=lambda one: one.number)]
+
+    def state(self) -> dict[str, int]:
+        """Its counters, for ``restore``."""
+        return {"added": self._added, "draws": self._draws}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is kept, as a checkpoint holds it: tensors of all completions end to end."""
+        kept = list(self._kept)
+        spans = [span for one in kept for span in one.spans]
+        return {
+            "numbers": torch.tensor([one.number for one in kept], dtype=torch.int64),
+            "lengths": torch.tensor([len(one.token_ids) for one in kept], dtype=torch.int64),
+            "span_counts": torch.tensor([len(one.spans) for one in kept], dtype=torch.int64),
+            "spans": torch.tensor(spans, dtype=torch.int64).view(-1, 2),
+            "token_ids": _joined([one.token_ids for one in kept], torch.int32),
+            "log_probs": _joined([one.log_probs for one in kept], torch.float32),
+            "versions": _joined([one.versions for one in kept], torch.int32),
+            "temperatures": torch.tensor([one.temperature for one in kept], dtype=torch.float64),
+            "rewards": torch.tensor([one.reward for one in kept], dtype=torch.float64),
+            "advantages": torch.tensor([one.advantage for one in kept], dtype=torch.float64),
+            "truncated": torch.tensor([one.truncated for one in kept], dtype=torch.bool),
+        }
+
+    def restore(self, state: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on where ``state`` and ``tensors`` were taken."""
+        self._added, self._draws = state["added"], state["draws"]
+        counts = tensors["span_counts"].tolist()
+        spans = [
+            tuple((int(first), int(count)) for first, count in part.tolist())
+            for part in tensors["spans"].split(counts)
+        ]
+        responses = [sum(count for _, count in one) for one in spans]
+        scalars = ("numbers", "temperatures", "rewards", "advantages", "truncated")
+        rows = zip(
+            tensors["token_ids"].split(tensors["lengths"].tolist()),
+            spans,
+            tensors["log_probs"].split(responses),
+            tensors["versions"].split(responses),
+            *(tensors[name].tolist() for name in scalars),
+            strict=True,
+        )
+        self._kept = deque(
+            _Kept(number, ids.clone(), where, log_probs.clone(), versions.clone(), *numbers)
+            for ids, where, log_probs, versions, number, *numbers in rows
+        )
+        self._bytes = sum(one.num_bytes for one in self._kept)
+
+    def _drop_stale(self, version: int) -> None:
+        oldest = version - self.config.max_staleness
+        self._kept = deque(one for one in self._kept if one.oldest >= oldest)
+        self._bytes = sum(one.num_bytes for one in self._kept)
+
+    def _weight(self, kept: _Kept) -> float:
+        return 1.0 if self.config.sampling == "uniform" else abs(kept.advantage)
+
+    def _rank(self, kept: _Kept) -> float:
+        """log u / w, which orders as u^(1/w) does, and underflows for no weight."""
+        name = f"{self._seed}/{self._draws}/{kept.number}".encode()
+        bits = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+        return math.log((bits + 0.5) / (1 << 64)) / self._weight(kept)
+
+
+def _spans(mask: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+    """First index and length of every run of True."""
+    runs = [(learnt, len(list(run))) for learnt, run in groupby(mask)]
+    starts = [sum(count for _, count in runs[:place]) for place in range(len(runs))]
+    return tuple(
+        (first, count) for first, (learnt, count) in zip(starts, runs, strict=True) if learnt
+    )
+
+
+def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=dtype), *parts])
