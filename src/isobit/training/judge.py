@@ -31,26 +31,9 @@ from isobit.models.scorer import Scorer
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.out_of_memory import measured_within_memory, within_memory
+from isobit.training.sample import Sample
 from isobit.training.scoring import SequenceScores, score_sequences
 from isobit.training.trainer import Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion with its reward, as a step learns from it."""
-
-    sequence: TokenSequence
-    reward: float | None
-    """None excludes it."""
-    truncated: bool = False
-    """Whether the length limit ended it."""
-    advantage: float | None = None
-    """That it was given when it was fresh; None of a fresh one."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing in it to learn from."""
-        return not any(self.sequence.loss_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +173,7 @@ class Judge:
                 for sequence in sequences
             ]
         else:
-            with reference.on_device():
+            with self.trainer.timing("reference"), reference.on_device():
                 columns = [one.log_probs for one in self._by_reference(reference, sequences)]
         return [
             replace(sequence, reference_log_probs=column)

@@ -17,7 +17,7 @@ and of what is kept, and a resumed run makes the same ones.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
@@ -26,7 +26,7 @@ import torch
 
 from isobit.config.replay import ReplayConfig
 from isobit.records.sequence import GIVEN, TokenSequence
-from isobit.training.judge import Sample
+from isobit.training.sample import Sample
 
 _CONSTANT_BYTES = 256
 """Of a completion, whatever its length: generously, the record and its three tensors' headers."""
@@ -107,26 +107,29 @@ class ReplayBuffer:
         """Of all that is kept."""
         return self._bytes
 
-    def add(self, sample: Sample) -> None:
-        """Keep a completion that was judged; the oldest go where the bytes are too many."""
-        kept = _Kept.of(self._added, sample)
-        self._added += 1
-        self._kept.append(kept)
-        self._bytes += kept.num_bytes
-        while self._bytes > self.config.max_mib * (1 << 20):
-            self._bytes -= self._kept.popleft().num_bytes
-
     def draw(self, fresh: int, version: int) -> list[Sample]:
         """Completions to go with ``fresh`` others, as many as ``fraction`` asks for or as there
         are, in the order in which they were kept; ``version`` is that of the present weights.
+        Nothing changes: until ``keep`` it is the same draw.
         """
-        self._drop_stale(version)
         fraction = self.config.fraction
         wanted = round(fresh * fraction / (1 - fraction))
-        self._draws += 1
-        candidates = [one for one in self._kept if self._weight(one) > 0]
+        oldest = self._oldest(version)
+        candidates = [one for one in self._kept if one.oldest >= oldest and self._weight(one) > 0]
         drawn = sorted(candidates, key=self._rank, reverse=True)[:wanted]
         return [one.sample() for one in sorted(drawn, key=lambda one: one.number)]
+
+    def keep(self, samples: Sequence[Sample], version: int) -> None:
+        """Keep the completions of a step that has been learnt from, with the advantages that they
+        had; the stale go, and the oldest where the bytes are too many.
+        """
+        self._draws += 1
+        oldest = self._oldest(version)
+        made = [_Kept.of(self._added + place, sample) for place, sample in enumerate(samples)]
+        self._added += len(made)
+        self._hold(one for one in (*self._kept, *made) if one.oldest >= oldest)
+        while self._bytes > self.config.max_mib * (1 << 20):
+            self._bytes -= self._kept.popleft().num_bytes
 
     def state(self) -> dict[str, int]:
         """Its counters, for ``restore``."""
@@ -168,16 +171,18 @@ class ReplayBuffer:
             *(tensors[name].tolist() for name in scalars),
             strict=True,
         )
-        self._kept = deque(
+        self._hold(
             _Kept(number, ids.clone(), where, log_probs.clone(), versions.clone(), *numbers)
             for ids, where, log_probs, versions, number, *numbers in rows
         )
+
+    def _hold(self, kept: Iterable[_Kept]) -> None:
+        self._kept = deque(kept)
         self._bytes = sum(one.num_bytes for one in self._kept)
 
-    def _drop_stale(self, version: int) -> None:
-        oldest = version - self.config.max_staleness
-        self._kept = deque(one for one in self._kept if one.oldest >= oldest)
-        self._bytes = sum(one.num_bytes for one in self._kept)
+    def _oldest(self, version: int) -> int:
+        """The oldest weights from which a completion may come."""
+        return version - self.config.max_staleness
 
     def _weight(self, kept: _Kept) -> float:
         return 1.0 if self.config.sampling == "uniform" else abs(kept.advantage)

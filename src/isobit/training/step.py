@@ -5,7 +5,7 @@
                     prompt stay together; replayed samples are shared out among them
     updates         ``epochs`` times over the parts, one update each; one that runs out of
                     memory is packed and done again (``isobit.training.out_of_memory``)
-    remember        what was judged, for later steps, where there is a replay buffer
+    keep            what was judged, for later steps, where there is a replay buffer
 
 Only the first update of a batch is on-policy: with more than one, every later part is learnt from
 with weights that have moved since it was sampled, which is what the ratio and its clip are for.
@@ -33,10 +33,11 @@ from isobit.training.comparison import (
     Mismatch,
     effective_sample_size,
 )
-from isobit.training.judge import Judge, Sample
+from isobit.training.judge import Judge
 from isobit.training.out_of_memory import within_memory
 from isobit.training.packing import pack
 from isobit.training.replay import ReplayBuffer
+from isobit.training.sample import Sample
 from isobit.training.trainer import Trainer, UpdateMetrics
 
 
@@ -97,10 +98,12 @@ class Learner:
         """
         _check_parts(len(groups), self.trainer.config)
         version = self.trainer.policy.version
-        fresh, replayed = self._judged(groups)
+        fresh, replayed, kept = self._judged(groups)
         parts = self._parts(fresh, replayed)
         compared = self._recomputed(parts, version)
         updates = self._update(parts)
+        if self.replay is not None:
+            self.replay.keep(kept, self.trainer.policy.version)
         if not self.judge.recomputes and updates:
             comparison, mismatch = updates[0].comparison, updates[0].mismatch
         else:
@@ -122,44 +125,29 @@ class Learner:
 
     def _judged(
         self, groups: Sequence[Group]
-    ) -> tuple[list[list[TokenSequence | None]], list[TokenSequence]]:
-        """The sequences of every group and of what is replayed, as they are learnt from."""
-        judge, trainer = self.judge, self.trainer
+    ) -> tuple[list[list[TokenSequence | None]], list[TokenSequence], list[Sample]]:
+        """The sequences of every group and of what is replayed, as they are learnt from; and what
+        may be replayed later.
+        """
+        judge, version = self.judge, self.trainer.policy.version
         cut = judge.samples_of(groups)
-        old = [] if self.replay is None else self.replay.draw(sum(map(len, cut)), trainer.updates)
+        old = [] if self.replay is None else self.replay.draw(sum(map(len, cut)), version)
         scored = judge.score([*(sample for group in cut for sample in group), *old])
         fresh, old = _regroup(scored, cut), scored[len(scored) - len(old) :]
         baselines = [group.baseline for group in groups]
         credits, again = judge.credit(fresh, baselines, old)
-        if self.replay is not None:
-            self._remember(cut, credits)
         judged = [
             [judge.learnt_from(s, c) for s, c in zip(samples, given, strict=True)]
             for samples, given in zip(fresh, credits, strict=True)
         ]
         replayed = [judge.learnt_from(s, c) for s, c in zip(old, again, strict=True)]
-        kept = iter(
-            judge.corrected(
-                [
-                    *(one for group in judged for one in group if one is not None),
-                    *(one for one in replayed if one is not None),
-                ]
-            )
-        )
+        flat = [one for one in (*(x for group in judged for x in group), *replayed) if one]
+        corrected = iter(judge.corrected(flat))
         return (
-            [[None if one is None else next(kept) for one in group] for group in judged],
-            list(kept),
+            [[None if one is None else next(corrected) for one in group] for group in judged],
+            list(corrected),
+            _to_keep(cut, credits, judged),
         )
-
-    def _remember(
-        self, cut: Sequence[Sequence[Sample]], credits: Sequence[Sequence[Credit | None]]
-    ) -> None:
-        """Keep what was judged as it was sampled, with the advantage that it had."""
-        assert self.replay is not None
-        for samples, given in zip(cut, credits, strict=True):
-            for sample, credit in zip(samples, given, strict=True):
-                if credit is not None and self.judge.learnt_from(sample, credit) is not None:
-                    self.replay.add(replace(sample, advantage=_mean_advantage(credit)))
 
     def _parts(
         self,
@@ -178,9 +166,7 @@ class Learner:
         ]
         return [part for part in parts if part]
 
-    def _recomputed(
-        self, parts: Sequence[Sequence[TokenSequence]], version: int
-    ) -> ComparedTokens:
+    def _recomputed(self, parts: Sequence[Sequence[TokenSequence]], version: int) -> ComparedTokens:
         """Recorded beside recomputed log-probabilities of what the present weights drew."""
         compared = ComparedTokens.none()
         if self.judge.recomputes:
@@ -247,6 +233,20 @@ def _update(
         [sequence.length for sequence in sequences],
         lambda tokens: trainer.update(pack(sequences, tokens), algorithm, compare),
     )
+
+
+def _to_keep(
+    cut: Sequence[Sequence[Sample]],
+    credits: Sequence[Sequence[Credit | None]],
+    judged: Sequence[Sequence[TokenSequence | None]],
+) -> list[Sample]:
+    """What is learnt from, as it was sampled, with the advantage that it was given."""
+    return [
+        replace(sample, advantage=_mean_advantage(credit))
+        for samples, given, learnt in zip(cut, credits, judged, strict=True)
+        for sample, credit, sequence in zip(samples, given, learnt, strict=True)
+        if credit is not None and sequence is not None
+    ]
 
 
 def _mean_advantage(credit: Credit) -> float:

@@ -146,7 +146,7 @@ class Trainer:
         schedule; ``seed`` is the run's.  ``timing`` is told of an update's phases: backward (with
         the loss, and interrupted by each forward), optimiser, and publish within it.
         """
-        self._timing = timing
+        self.timing = timing
         self.policy = policy
         self.scorer = Scorer(policy)
         """Log-probabilities by the training forward, without learning from them."""
@@ -213,10 +213,10 @@ class Trainer:
         rate = learning_rate(self.updates, self.config, self.total_updates)
         totals = _Totals(compare, self.policy.version)
         try:
-            with self._timing("backward"):
+            with self.timing("backward"):
                 norm, problem = self._gradients(batches, objective, totals)
             if problem is None:
-                with self._timing("optimiser"):
+                with self.timing("optimiser"):
                     self._step(norm, rate)
         finally:
             self._optimiser.zero_grad()
@@ -235,7 +235,7 @@ class Trainer:
         """
         for batch, shares in zip(batches, objective.shares(batches), strict=True):
             scored = ScoredPass(self.policy, batch, self.config.recompute)
-            with self._timing("forward"):
+            with self.timing("forward"):
                 scores = scored.forward()
             leaves = _leaves(scores)
             outputs = objective.loss(scores, batch, shares)
@@ -260,7 +260,7 @@ class Trainer:
         set_learning_rate(self._optimiser, rate)
         self.is_whole = False
         self._optimiser.step()
-        with self._timing("publish"):
+        with self.timing("publish"):
             self.policy.publish()
         self.is_whole = True
 

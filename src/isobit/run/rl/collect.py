@@ -49,9 +49,7 @@ def collect(training: Course[RlRun, Any]) -> Collected:
     telling = [group for group in made.groups if not group.is_level]
     level = [group for group in made.groups if group.is_level]
     kept = [*telling, *level][:wanted]
-    return replace(
-        made, groups=kept, refills=refills, dropped_groups=len(made.groups) - len(kept)
-    )
+    return replace(made, groups=kept, refills=refills, dropped_groups=len(made.groups) - len(kept))
 
 
 def _sample(training: Course[RlRun, Any], count: int) -> Collected:

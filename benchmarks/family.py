@@ -1,0 +1,179 @@
+"""The quickstart under every algorithm, under the corrections of an off-policy rollout, with a KL
+penalty and with replay: does each learn, and what do its figures say?
+
+    python -m benchmarks.family run algorithms corrections stages --out DIR [--seeds 3] [--jobs 1]
+    python -m benchmarks.family table DIR
+
+Each run is ``recipes/quickstart.toml`` with the changes of ``RUNS``, in a process of its own, two
+threads each, ``--jobs`` side by side; 20 steps of 256 completions.  A row is a file of its own, so
+that a suite which was cut off goes on where it was: what is there is not run again.  ``before`` and
+``after`` are the greedy accuracy on 500 held-out problems; ``figures`` are means over all steps of
+what ``metrics.jsonl`` holds, ``last`` over the last five.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from isobit.memory.machine import processor_name
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
+THREADS = 2
+LAST = 5
+
+Changes = Mapping[str, str]
+
+_ALGORITHMS: dict[str, Changes] = {
+    "grpo": {},
+    "dr_grpo": {},
+    "dapo": {},
+    "rloo": {},
+    "reinforce_pp": {},
+    "reinforce_pp_baseline": {},
+    "gspo": {"training.updates_per_batch": "2"},
+    "cispo": {"training.updates_per_batch": "2"},
+    "remax": {},
+    "ppo": {"training.updates_per_batch": "2"},
+}
+_TIS = '{type = "tis", level = "token", max = 2.0}'
+_MIS = '{type = "mis", level = "geometric", low = 0.99, high = 1.001}'
+_ICEPOP = '{type = "icepop", low = 0.5, high = 5.0}'
+
+RUNS: dict[str, dict[str, Changes]] = {
+    "algorithms": {
+        name: {"algorithm.name": name, **changes} for name, changes in _ALGORITHMS.items()
+    },
+    "corrections": {
+        "bf16": {"precision": "bf16"},
+        "fp8": {"precision": "fp8"},
+        "fp8-rollout, trainer's": {"precision": "fp8-rollout"},
+        "fp8-rollout, recorded": {
+            "precision": "fp8-rollout",
+            "training.old_log_probs": "recorded",
+        },
+        "fp8-rollout, TIS": {"precision": "fp8-rollout", "corrections": f"[{_TIS}]"},
+        "fp8-rollout, MIS": {"precision": "fp8-rollout", "corrections": f"[{_MIS}]"},
+        "fp8-rollout, IcePop": {"precision": "fp8-rollout", "corrections": f"[{_ICEPOP}]"},
+    },
+    "stages": {
+        "kl 0.05": {"algorithm.kl_coefficient": "0.05"},
+        "kl measured": {"algorithm.kl_coefficient": "1e-12"},
+        "entropy bonus": {"algorithm.entropy_coefficient": "0.01"},
+        "replay 0.5": {"replay.fraction": "0.5", "replay.max_staleness": "4"},
+        "replay 0.5, by advantage": {
+            "replay.fraction": "0.5",
+            "replay.max_staleness": "4",
+            "replay.sampling": "advantage",
+        },
+    },
+}
+
+
+def run(suite: str, name: str, seed: int) -> dict[str, Any]:
+    """One training -> its row."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "run"
+        settings = {"seed": str(seed), "output": str(output), "device": "cpu"}
+        settings |= {"threads": str(THREADS), "checkpoint.keep_last": "0"} | RUNS[suite][name]
+        overrides = [word for key, value in settings.items() for word in (f"--{key}", value)]
+        command = [sys.executable, "-m", "isobit.cli.main", "train", str(RECIPE), *overrides]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)  # noqa: S603
+        summary = json.loads((output / "summary.json").read_text())
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").open(encoding="utf-8")]
+    steps = [line for line in lines if "loss" in line]
+    return {
+        "suite": suite,
+        "name": name,
+        "seed": seed,
+        "changes": dict(RUNS[suite][name]),
+        "device": processor_name(),
+        "before": summary["accuracy_before"],
+        "after": summary["accuracy_after"],
+        "tokens_compared": summary["tokens_compared"],
+        "tokens_differing": summary["tokens_differing"],
+        "train_seconds": summary["train_seconds"],
+        "figures": _means(steps),
+        "last": _means(steps[-LAST:]),
+        "first": _means(steps[:1]),
+    }
+
+
+def _means(steps: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Of every figure, over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step if name != "step")
+    columns = {name: [v for step in steps if (v := step.get(name)) is not None] for name in names}
+    return {name: fmean(column) for name, column in columns.items() if column}
+
+
+def run_all(suites: Sequence[str], seeds: int, jobs: int, out: Path) -> None:
+    """Every row of the suites that is not there yet."""
+    out.mkdir(parents=True, exist_ok=True)
+
+    def make(suite: str, name: str, seed: int) -> None:
+        file = out / f"{suite}-{name.replace(' ', '_').replace(',', '')}-{seed}.json"
+        if not file.exists():
+            row = run(suite, name, seed)
+            file.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+            print(json.dumps({key: row[key] for key in ("suite", "name", "seed", "after")}))
+            sys.stdout.flush()
+
+    wanted = [(s, name, seed) for s in suites for seed in range(seeds) for name in RUNS[s]]
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(make, *one) for one in wanted]:
+            done.result()
+
+
+def table(out: Path) -> Iterator[str]:
+    """A line of Markdown for each kind of run, its seeds side by side."""
+    rows = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
+    for suite, runs in RUNS.items():
+        yield f"| {suite} | before | after, by seed | gain | differing | seconds |"
+        yield "|---|---|---|---|---|---|"
+        for name in runs:
+            ours = [row for row in rows if (row["suite"], row["name"]) == (suite, name)]
+            if ours:
+                yield _line(name, sorted(ours, key=lambda row: row["seed"]))
+        yield ""
+
+
+def _line(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    before, after = fmean(row["before"] for row in rows), [row["after"] for row in rows]
+    differing = sum(row["tokens_differing"] for row in rows)
+    cells = [
+        name,
+        f"{before:.1%}",
+        ", ".join(f"{value:.1%}" for value in after),
+        f"{100 * (fmean(after) - before):+.1f}",
+        f"{differing:,} of {sum(row['tokens_compared'] for row in rows):,}",
+        f"{fmean(row['train_seconds'] for row in rows):.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run")
+    runs.add_argument("suites", nargs="+", choices=list(RUNS))
+    runs.add_argument("--seeds", type=int, default=3)
+    runs.add_argument("--jobs", type=int, default=1)
+    runs.add_argument("--out", type=Path, required=True)
+    commands.add_parser("table").add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "table":
+        print("\n".join(table(arguments.out)))
+    else:
+        run_all(arguments.suites, arguments.seeds, arguments.jobs, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
