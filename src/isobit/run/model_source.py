@@ -2,7 +2,7 @@
 recipe's own with a folder's tokenizer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,6 +26,11 @@ class ModelSource:
     from_scratch: bool
     """Whether its weights are drawn; the folder then gives the tokenizer alone."""
 
+    def with_value_head(self) -> "ModelSource":
+        """The same, with a value head to be trained on top."""
+        config = replace(self.described.config, value_head=True)
+        return replace(self, described=replace(self.described, config=config))
+
     @property
     def weight_bytes(self) -> int:
         """Of the model's files; 0 where it starts from random weights."""
@@ -40,7 +45,8 @@ class ModelSource:
         if self.from_scratch:
             policy = random_policy(described.config, precision, seed, device)
         else:
-            policy = load_policy(described.folder, precision, device)
+            value_head = described.config.value_head
+            policy = load_policy(described.folder, precision, device, value_head=value_head)
         return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
 
 

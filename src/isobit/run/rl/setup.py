@@ -29,6 +29,7 @@ from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
 from isobit.run.rl.data import RlData, load_prompts
+from isobit.run.rl.reference import load_reference, plan_reference
 from isobit.training.judge import Judge
 from isobit.training.replay import ReplayBuffer
 from isobit.training.step import Learner
@@ -153,15 +154,19 @@ def prepare_rl(config: RunConfig) -> RlRun:
         made.sampling,
         parts.engine,
         Evaluator(parts.engine, made.evaluation, made.reward, config.reward.max_failed_fraction),
+        load_reference(config, parts.model),
+        ReplayBuffer(config.replay, config.seed) if config.replay.fraction > 0 else None,
     )
 
 
 def read_rl(config: RunConfig) -> RlMaterial:
     """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
     check_run(config)
-    algorithm = build_algorithm(config.algorithm)
+    algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
     reward = load_reward(config.reward.function)
     source = describe_source(config.model)
+    if algorithm.needs_values:
+        source = source.with_value_head()
     model = source.described
     data = load_prompts(config.data, model)
     sampling = model.sampling(config.rollout)
@@ -170,6 +175,7 @@ def read_rl(config: RunConfig) -> RlMaterial:
     longest = max(request.max_length(model.config.max_positions) for request in samples)
     training = config.training
     updates = training.updates_per_batch * training.epochs
+    reference = plan_reference(config, model, longest)
     outline = Outline(
         config,
         source,
@@ -182,5 +188,7 @@ def read_rl(config: RunConfig) -> RlMaterial:
             f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "
             f"each; sequences of at most {longest} tokens",
         ),
+        frozen=reference,
+        extra_bytes=extra_bytes(config, reference),
     )
     return RlMaterial(outline, data, algorithm, reward, sampling, evaluation, samples)
