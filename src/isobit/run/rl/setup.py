@@ -129,7 +129,7 @@ def prepare_rl(config: RunConfig) -> RlRun:
 def read_rl(config: RunConfig) -> RlMaterial:
     """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
     check_run(config)
-    algorithm = build_algorithm(config.algorithm)
+    algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
     reward = load_reward(config.reward.function)
     source = describe_source(config.model)
     model = source.described
