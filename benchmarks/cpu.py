@@ -28,7 +28,7 @@ import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.models.config import ModelConfig
@@ -96,7 +96,7 @@ def rollout_work(policy: Policy, sequences: int) -> Callable[[], object]:
 
 
 def training_work(policy: Policy, sequences: int) -> Callable[[], object]:
-    algorithm = build_algorithm(AlgorithmConfig())
+    algorithm = build_algorithm(GrpoConfig())
     batch = make_batch(sequences)
     (shares,) = algorithm.shares([batch])
 

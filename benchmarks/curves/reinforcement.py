@@ -13,7 +13,7 @@ from time import perf_counter
 
 from benchmarks.curves.setting import device, make_writer, peak_gib, shape_named
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
@@ -78,7 +78,7 @@ def run(shape: str, precision: str, steps: int, learning_rate: float | None, out
     config = size.training.model_copy(
         update={"steps": steps, "learning_rate": learning_rate or LEARNING_RATE}
     )
-    trainer, algorithm = Trainer(policy, config, steps, SEED), build_algorithm(AlgorithmConfig())
+    trainer, algorithm = Trainer(policy, config, steps, SEED), build_algorithm(GrpoConfig())
     for step in range(1, steps + 1):
         started_at = perf_counter()
         requests = [

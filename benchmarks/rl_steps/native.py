@@ -25,7 +25,7 @@ from benchmarks.passes.phases import Phases
 from benchmarks.passes.timing import measured
 from benchmarks.rl_steps.cases import CASES, WARM_UP_TOKENS, Case
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
@@ -92,7 +92,7 @@ class Loop:
         self._phases = Phases(on_gpu=device != "cpu")
         self._trainer = Trainer(self._policy, training, total_updates=1000, timing=self._phases)
         self._turns = None if plan is None else DeviceTurns(plan, self._engine, self._trainer)
-        self._algorithm = build_algorithm(AlgorithmConfig())
+        self._algorithm = build_algorithm(GrpoConfig())
         self._random = Random(0)  # noqa: S311 (no secret)
         self._visit = 0
 

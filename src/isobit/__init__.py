@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.api import sft as sft
     from isobit.api import train as train
     from isobit.api import verify as verify
-    from isobit.config.algorithm import AlgorithmConfig as AlgorithmConfig
+    from isobit.config.algorithm import GrpoConfig as GrpoConfig
     from isobit.config.load import load_config as load_config
     from isobit.config.precision import PrecisionConfig as PrecisionConfig
     from isobit.config.rollout import RolloutConfig as RolloutConfig
@@ -73,7 +73,7 @@ _HOMES = {
     "algorithms.objective": ("LossOutputs",),
     "api": ("evaluate", "generate", "sft", "train", "verify"),
     "config.load": ("load_config",),
-    "config.algorithm": ("AlgorithmConfig",),
+    "config.algorithm": ("GrpoConfig",),
     "config.precision": ("PrecisionConfig",),
     "config.rollout": ("RolloutConfig",),
     "config.run": ("RunConfig",),

@@ -10,7 +10,7 @@ import torch
 
 from isobit.algorithms.grpo import Grpo
 from isobit.algorithms.objective import Credit, Judged, JudgedGroup, Shares
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
 
@@ -89,9 +89,7 @@ def sequence_of(answers: list[Answer]) -> torch.Tensor:
 
 def grpo(mean: str = "token") -> Grpo:
     return Grpo(
-        AlgorithmConfig.model_validate(
-            {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "loss_mean": mean}
-        )
+        GrpoConfig.model_validate({"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "loss_mean": mean})
     )
 
 
@@ -143,6 +141,7 @@ def test_on_policy_the_gradient_is_that_of_the_advantage_weighted_log_probabilit
     assert torch.equal(log_probs.grad, -advantages * weights)
     assert outputs.sums == {"ratio_mean": 3.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0}
     assert outputs.maxima == {"ratio_max": 1.0}
+    assert outputs.minima == {"ratio_min": 1.0}
 
 
 def test_clip_fractions_count_the_tokens_without_gradient() -> None:
@@ -158,10 +157,11 @@ def test_clip_fractions_count_the_tokens_without_gradient() -> None:
     assert outputs.sums["clip_fraction_low"] == outputs.sums["clip_fraction_high"] == 1.0
     assert outputs.sums["ratio_mean"] == pytest.approx(6.25)
     assert outputs.maxima["ratio_max"] == pytest.approx(1.4)
+    assert outputs.minima["ratio_min"] == pytest.approx(0.7)
 
 
 def test_normalise_by_std_reaches_the_advantages() -> None:
-    plain = Grpo(AlgorithmConfig(normalise_by_std=False))
+    plain = Grpo(GrpoConfig(normalise_by_std=False))
     group = JudgedGroup([Judged(0.0, 3), Judged(1.0, 3)])
     assert plain.credit([group]) == [[Credit(-0.5), Credit(0.5)]]
     (found,) = grpo().credit([group])

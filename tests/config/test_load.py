@@ -71,8 +71,7 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
     [
         (
             "[data.eval.b]\npath = 'x'",
-            "data.eval.b.type: missing; it says which kind of source this is (reasoning_gym, "
-            "jsonl or hf)",
+            "data.eval.b.type: missing; it says which kind this is (reasoning_gym, jsonl or hf)",
         ),
         (
             "[data.eval.b]\ntype = 'csv'",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.training import TrainingConfig
 
@@ -30,7 +30,7 @@ from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
 
 SHAPE = ModelConfig("qwen3", 1000, 512, 768, 3, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
-GRPO = build_algorithm(AlgorithmConfig())
+GRPO = build_algorithm(GrpoConfig())
 LARGE, SMALL = 16384, 4096
 """Tokens a micro-batch: all of a step's sequences together, and a quarter of them."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
@@ -48,7 +48,7 @@ def learn(
             )
             for r, samples in zip(requests, completions, strict=True)
         ]
-        algorithm = build_algorithm(AlgorithmConfig())
+        algorithm = build_algorithm(GrpoConfig())
         found.append(train_on_groups(trainer, groups, algorithm, policy.flow.exact))
     return trainer, found
 
@@ -94,7 +94,7 @@ def test_what_was_recorded_before_an_update_differs_after_it(make_policy: MakePo
             [share_of_even(completion.token_ids) for completion in samples],
         )
     ]
-    algorithm = build_algorithm(AlgorithmConfig())
+    algorithm = build_algorithm(GrpoConfig())
     first, second = (train_on_groups(trainer, groups, algorithm, True) for _ in range(2))
     assert first.comparison.tokens_differing == 0
     assert second.comparison.tokens_differing > 0
@@ -146,7 +146,7 @@ def test_a_restored_trainer_goes_on_with_the_same_bytes(
             samples,
             [share_of_even(completion.token_ids) for completion in samples],
         )
-        train_on_groups(trainer, [group], build_algorithm(AlgorithmConfig()), True)
+        train_on_groups(trainer, [group], build_algorithm(GrpoConfig()), True)
     assert all(
         torch.equal(master, resumed.policy.masters[name])
         for name, master in whole.policy.masters.items()

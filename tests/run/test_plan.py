@@ -85,7 +85,11 @@ def test_nothing_is_touched(
 @pytest.mark.parametrize(
     ("sections", "kind", "match"),
     [
-        ({"algorithm": {"kl_coefficient": 0.1}}, ConfigError, "algorithm.kl_coefficient is 0.1"),
+        (
+            {"algorithm": {"kl_coefficient": 0.1, "kl_estimator": "k1"}},
+            ConfigError,
+            "algorithm.kl_coefficient is 0.1",
+        ),
         ({"rollout": {"temperature": 0.0}}, ConfigError, "rollout.temperature is 0"),
         (
             {"rollout": {"max_new_tokens": 250}},

@@ -21,7 +21,7 @@ import torch
 from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.objective import Objective
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
@@ -42,7 +42,7 @@ from tools.starter.tokenizer import EOS_ID
 
 GradientsOf = Callable[..., dict[str, torch.Tensor]]
 SMALLEST_COSINE = 0.998
-GRPO = build_algorithm(AlgorithmConfig())
+GRPO = build_algorithm(GrpoConfig())
 
 
 def pretraining_batches() -> list[PackedBatch]:

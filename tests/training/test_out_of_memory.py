@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.errors import OutOfMemoryError
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
@@ -21,7 +21,7 @@ from isobit.training.budget import BudgetChange
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
 
-GRPO = build_algorithm(AlgorithmConfig())
+GRPO = build_algorithm(GrpoConfig())
 MakeTrainer = Callable[..., Trainer]
 MakeGroups = Callable[..., list[Group]]
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB"

@@ -11,7 +11,7 @@ import pytest
 
 from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import Preset
 from isobit.records.text import Group
 from isobit.training.step import train_on_groups
@@ -39,7 +39,7 @@ def test_reinforcement_learning_raises_what_is_rewarded(
     """The reward is the share of even tokens; the same completions are learnt from several times,
     re-recorded each time.
     """
-    algorithm = build_algorithm(AlgorithmConfig())
+    algorithm = build_algorithm(GrpoConfig())
     trainer = make_trainer(preset)
 
     def graded() -> list[Group]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from isobit.algorithms.objective import Credit, JudgedGroup, LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.errors import ConfigError
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch
@@ -20,7 +20,7 @@ from isobit.training.comparison import Comparison
 from isobit.training.step import cut_by_prompt, train_on_groups
 from isobit.training.trainer import Trainer
 
-GRPO = build_algorithm(AlgorithmConfig())
+GRPO = build_algorithm(GrpoConfig())
 MakeTrainer = Callable[..., Trainer]
 MakeGroups = Callable[..., list[Group]]
 Snapshot = Callable[[Policy], dict[str, torch.Tensor]]

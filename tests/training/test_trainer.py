@@ -10,7 +10,7 @@ import torch
 from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import GrpoConfig
 from isobit.errors import NonFiniteError
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch
@@ -20,7 +20,7 @@ from isobit.training.packing import pack, sequences_of
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 
-GRPO = build_algorithm(AlgorithmConfig())
+GRPO = build_algorithm(GrpoConfig())
 MakeTrainer = Callable[..., Trainer]
 MakeGroups = Callable[..., list[Group]]
 GradientsOf = Callable[..., dict[str, torch.Tensor]]

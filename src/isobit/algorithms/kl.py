@@ -21,6 +21,8 @@ log pi for k3.
 
 import torch
 
+from isobit.config.algorithm import KlEstimator
+
 
 def k1(log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tensor:
     """``log pi - log reference`` of each token, [N]: unbiased, of either sign."""
@@ -40,3 +42,10 @@ def k3(log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tens
     """
     log_ratio = reference_log_probs - log_probs
     return torch.expm1(log_ratio) - log_ratio
+
+
+def token_kl(
+    estimator: KlEstimator, log_probs: torch.Tensor, reference_log_probs: torch.Tensor
+) -> torch.Tensor:
+    """The named estimate of each token, [N]: see the functions above."""
+    return {"k1": k1, "k2": k2, "k3": k3}[estimator](log_probs, reference_log_probs)

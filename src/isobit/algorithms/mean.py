@@ -4,12 +4,18 @@ Token mean, DAPO's (arXiv 2503.14476, section 3.3): with N tokens in the step, e
 ``1 / N``, so that a long answer counts for more than a short one.  Sequence mean, GRPO's own (arXiv
 2402.03300, equation 3): with S answers in the step, a token of an answer of n tokens weighs ``1 /
 (S * n)``.  Either way the weights of a step sum to one.
+
+Constant, Dr. GRPO's (arXiv 2503.20783, section 3.1): ``1 / (S * C)`` with C tokens, the same for
+every length, so that a long wrong answer is not punished less a token than a short one.  The
+weights sum to the answers' mean length over C.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
+
+from isobit.config.algorithm import LossMean
+from isobit.errors import ConfigError
 
 
 def token_mean_weights(sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -35,8 +41,26 @@ def sequence_mean_weights(sequences: Sequence[torch.Tensor]) -> list[torch.Tenso
     ]
 
 
+def constant_mean_weights(sequences: Sequence[torch.Tensor], constant: int) -> list[torch.Tensor]:
+    """``1 / (S * constant)`` for every token."""
+    total = sum(int((torch.bincount(sequence) > 0).sum()) for sequence in sequences)
+    return [
+        torch.full(sequence.shape, 1.0 / (max(total, 1) * constant), device=sequence.device)
+        for sequence in sequences
+    ]
+
+
 def mean_weights(
-    mean: Literal["token", "sequence"], sequences: Sequence[torch.Tensor]
+    mean: LossMean, sequences: Sequence[torch.Tensor], constant: int | None = None
 ) -> list[torch.Tensor]:
-    """The weights of the named mean: see the two functions above."""
+    """The weights of the named mean: see the functions above.  Raises ConfigError for the mean by a
+    constant without one.
+    """
+    if mean == "constant":
+        if constant is None:
+            raise ConfigError(
+                "algorithm.loss_mean is 'constant', but algorithm.loss_constant is not set; set it "
+                "to the longest completion, in tokens"
+            )
+        return constant_mean_weights(sequences, constant)
     return token_mean_weights(sequences) if mean == "token" else sequence_mean_weights(sequences)

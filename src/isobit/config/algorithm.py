@@ -1,24 +1,223 @@
-"""The table ``algorithm``: what reinforcement learning optimises."""
+"""The table ``algorithm``: what reinforcement learning optimises.
 
-from typing import Literal
+Which algorithm it is says ``name``, and each has only the keys that it reads, with the defaults of
+its paper.  ``algorithm = "dapo"`` names one alone, ``algorithm = "file.py:Class"`` one's own
+objective; a table without a name is GRPO's.  Formulas are in ``docs/algorithms.md``.
+"""
 
-from pydantic import Field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from isobit.config.base import Strict
 
+LossMean = Literal["token", "sequence", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
-class AlgorithmConfig(Strict):
-    """The objective.  The family grows here; GRPO's switches cover clip-higher, Dr. GRPO's
-    normalisation and both means.
+
+class StepConfig(Strict):
+    """What every algorithm is told of a step: which completions count, and for how much."""
+
+    truncated: Literal["keep", "mask", "exclude"] = "keep"
+    """Completions that the length limit cut off: learnt from; judged, but not learnt from; or
+    neither.
+    """
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal, which teach nothing, by groups of further prompts
+    (DAPO).
+    """
+    max_refills: int = Field(default=10, ge=0)
+    """With ``dynamic_sampling``, how often a step samples further prompts before it makes do with
+    the groups it has.
+    """
+    overlong_buffer: int | None = Field(default=None, gt=0)
+    """DAPO's soft punishment: over the last so many tokens before ``rollout.max_new_tokens`` a
+    penalty grows from 0 to ``overlong_penalty``.  Off by default.
+    """
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """Taken from the reward of a completion of full length, with ``overlong_buffer``."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the reference model; 0 needs none."""
+    kl_estimator: KlEstimator = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: a term of it, differentiated; reward: taken from it, as a number."""
+
+
+class LossConfig(StepConfig):
+    """What the losses of the family share."""
+
+    loss_mean: LossMean = "token"
+    """Mean over all response tokens of an update; over sequences of each one's mean; or over
+    sequences of each one's sum divided by ``loss_constant`` (Dr. GRPO).
+    """
+    loss_constant: int | None = Field(default=None, gt=0)
+    """Tokens; by default ``rollout.max_new_tokens``."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+
+
+class ClipConfig(LossConfig):
+    """A loss that clips the ratio."""
+
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
+    """Above ``clip_low`` is DAPO's clip-higher."""
+
+
+class TokenClipConfig(ClipConfig):
+    """PPO's clipped surrogate, token by token."""
+
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Where the advantage is negative, the ratio counts for no more than this (arXiv 1912.09729,
+    which takes 3).  Off by default.
+    """
+    covariance: Literal["clip_cov", "kl_cov"] | None = None
+    """Against the collapse of entropy (arXiv 2505.22617), for the tokens whose log-probability and
+    advantage covary most: clip_cov learns nothing from some of them, kl_cov holds them to the old
+    policy and clips nothing.  Off by default.
+    """
+    covariance_fraction: float = Field(default=2e-4, gt=0, le=1)
+    """Share of an update's tokens that are picked."""
+    covariance_low: float = Field(default=1.0, ge=0)
+    """clip_cov picks among the covariances between this one and ``covariance_high``."""
+    covariance_high: float = Field(default=5.0, gt=0)
+    covariance_kl: float = Field(default=1.0, ge=0)
+    """kl_cov's penalty on abs(log ratio) of the tokens picked."""
+    calibrate_every: int = Field(default=0, ge=0)
+    """Steps after which the clip's bounds are set anew, so that they cut off as much as they would
+    in BF16 (arXiv 2609.22870, which takes 20); 0 is off.
     """
 
+
+class GrpoConfig(TokenClipConfig):
+    """Group relative policy optimisation (arXiv 2402.03300), with DAPO's mean and clip-higher."""
+
     name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(default=0.2, ge=0)
     clip_high: float = Field(default=0.28, ge=0)
     """Above ``clip_low`` is DAPO's clip-higher."""
-    loss_mean: Literal["token", "sequence"] = "token"
-    """Mean over all response tokens of an update, or over sequences of each one's mean."""
     normalise_by_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (GRPO); false is Dr. GRPO."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of a KL penalty to a reference model; not available yet: anything but 0 is refused."""
+    """Divide a group's centred rewards by their standard deviation."""
+
+
+class DrGrpoConfig(TokenClipConfig):
+    """GRPO without its two biases (arXiv 2503.20783)."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    loss_mean: LossMean = "constant"
+
+
+class DapoConfig(TokenClipConfig):
+    """Decoupled clip and dynamic sampling (arXiv 2503.14476)."""
+
+    name: Literal["dapo"] = "dapo"
+    clip_high: float = Field(default=0.28, ge=0)
+    """Above ``clip_low`` is DAPO's clip-higher."""
+    dynamic_sampling: bool = True
+
+
+class RlooConfig(TokenClipConfig):
+    """REINFORCE with the other samples' mean as baseline (arXiv 2402.14740)."""
+
+    name: Literal["rloo"] = "rloo"
+    kl_estimator: KlEstimator = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+
+
+class ReinforcePpConfig(TokenClipConfig):
+    """REINFORCE++ (arXiv 2501.03262): returns normalised over all tokens of a step."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of later rewards, token by token."""
+    kl_estimator: KlEstimator = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+
+
+class ReinforcePpBaselineConfig(TokenClipConfig):
+    """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262)."""
+
+    name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+    kl_estimator: KlEstimator = "k2"
+
+
+class GspoConfig(ClipConfig):
+    """Ratios and clips of whole sequences (arXiv 2507.18071)."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, ge=0)
+    clip_high: float = Field(default=4e-4, ge=0)
+    """Above ``clip_low`` is DAPO's clip-higher."""
+    loss_mean: LossMean = "sequence"
+
+
+class CispoConfig(ClipConfig):
+    """The ratio as a clipped weight of log pi (arXiv 2506.13585)."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=1.0, ge=0)
+    clip_high: float = Field(default=4.0, ge=0)
+    """Above ``clip_low`` is DAPO's clip-higher."""
+
+
+class ReMaxConfig(TokenClipConfig):
+    """REINFORCE with the greedy completion's reward as baseline (arXiv 2310.10505)."""
+
+    name: Literal["remax"] = "remax"
+    kl_estimator: KlEstimator = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+
+
+class PpoConfig(TokenClipConfig):
+    """Proximal policy optimisation (arXiv 1707.06347) with a value head."""
+
+    name: Literal["ppo"] = "ppo"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of later rewards, token by token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """Of generalised advantage estimation (arXiv 1506.02438): 0 trusts the next value, 1 the
+    rewards.
+    """
+    value_coefficient: float = Field(default=0.1, ge=0)
+    """Weight of the value loss beside the policy's."""
+    value_clip: float = Field(default=0.2, gt=0)
+    """How far a value may move from the one of before the step and still be taught."""
+    kl_estimator: KlEstimator = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+
+
+class CustomConfig(StepConfig):
+    """One's own objective."""
+
+    name: Literal["custom"] = "custom"
+    source: str
+    """``path/to/file.py:Class`` or ``module:Class``, an ``Algorithm`` (docs/algorithms.md)."""
+    options: dict[str, Any] = Field(default={})
+    """What the class is called with."""
+
+
+def algorithm_table(name: str) -> dict[str, Any]:
+    """The table that a name alone stands for."""
+    return {"name": "custom", "source": name} if ":" in name else {"name": name}
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, str):
+        return algorithm_table(value)
+    return {"name": "grpo", **value} if isinstance(value, dict) else value
+
+
+AlgorithmConfig = Annotated[
+    GrpoConfig
+    | DrGrpoConfig
+    | DapoConfig
+    | RlooConfig
+    | ReinforcePpConfig
+    | ReinforcePpBaselineConfig
+    | GspoConfig
+    | CispoConfig
+    | ReMaxConfig
+    | PpoConfig
+    | CustomConfig,
+    Field(discriminator="name"),
+    BeforeValidator(_named),
+]

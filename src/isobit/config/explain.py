@@ -2,13 +2,14 @@
 dotted path and what to do.
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from isobit.config.keys import all_keys, locate
+from isobit.config.keys import all_keys, choices, locate
 from isobit.errors import ConfigError
 
 _LONGEST_VALUE = 60
@@ -35,26 +36,33 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
     path, siblings = locate(model, detail["loc"])
     context = detail.get("ctx", {})
+    key = context.get("discriminator", "").strip("'")
     match detail["type"]:
         case "extra_forbidden":
             return f"{path}: unknown key{_suggest(path, siblings, model)}"
         case "missing":
             return f"{path}: missing; set it in the file or with --{path} VALUE"
         case "union_tag_not_found":
-            kinds = "reasoning_gym, jsonl or hf"
-            return f"{path}.type: missing; it says which kind of source this is ({kinds})"
+            *kinds, last = choices(model, detail["loc"])
+            return (
+                f"{path}.{key}: missing; it says which kind this is ({', '.join(kinds)} or {last})"
+            )
         case "union_tag_invalid":
             tags = context["expected_tags"].replace(", ", " or ")
-            return f"{path}.type: should be {tags}, but it is {context['tag']!r}"
+            near = did_you_mean(str(context["tag"]), choices(model, detail["loc"]))
+            return f"{path}.{key}: should be {tags}, but it is {context['tag']!r}{near}"
     message = detail["msg"][0].lower() + detail["msg"][1:]
     return f"{path}: {message.removeprefix('input ')}, but it is {_shorten(detail['input'])}"
 
 
 def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
-    """A near key of the same table; else the key of that name in another table; else what the table
-    holds.
+    """Whose key it is, if another table of a choice has it; else a near key of the same table; else
+    the key of that name in another table; else what the table holds.
     """
     table, _, name = path.rpartition(".")
+    known = {key.path: key for key in all_keys(model)}.get(re.sub(r"\.\d+\b", "[]", path))
+    if known is not None and known.users:
+        return f"; only {' and '.join(known.users)} {'has' if len(known.users) == 1 else 'have'} it"
     hint = did_you_mean(name, siblings)
     if hint:
         return hint.replace("did you mean ", f"did you mean {table}." if table else "did you mean ")

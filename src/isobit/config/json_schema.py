@@ -10,10 +10,15 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from isobit.config.algorithm import GrpoConfig
 from isobit.config.base import Strict
+from isobit.config.keys import TAGS
 from isobit.config.precision import Preset
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
+
+_UNNAMED = GrpoConfig().name
+"""What a table is that gives no name."""
 
 RECIPES: dict[str, type[Strict]] = {"train": RunConfig, "sft": SftConfig}
 """The commands that take a recipe, and what it holds."""
@@ -29,11 +34,18 @@ def json_schema(model: type[BaseModel]) -> dict[str, Any]:
         preset,
         {"$ref": precision.pop("$ref")},
     ]  # a name stands for the table with that preset
+    if "algorithm" in schema["properties"]:
+        algorithm = schema["properties"]["algorithm"]
+        algorithm.pop("discriminator")
+        algorithm["anyOf"] = [
+            {"type": "string", "description": "An algorithm's name alone, or FILE.py:CLASS."},
+            {"oneOf": algorithm.pop("oneOf")},
+        ]
     for definition in schema["definitions"].values():
-        if "type" in definition.get(
-            "properties", {}
-        ):  # it chooses between tables, so it has to be written
-            definition["required"] = sorted({*definition.get("required", []), "type"})
+        for tag in TAGS:  # it chooses between tables, so it has to be written, unless left out for
+            value = definition.get("properties", {}).get(tag, {}).get("const")  # the default
+            if value is not None and value != _UNNAMED:
+                definition["required"] = sorted({*definition.get("required", []), tag})
     return {"$schema": "http://json-schema.org/draft-07/schema#", **_plain_text(schema)}
 
 

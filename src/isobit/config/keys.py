@@ -2,18 +2,22 @@
 lies.
 
 A key is the path through the tables of a TOML file: ``training.steps``.  Where a table's keys are
-free, the path shows ``NAME`` (``data.eval.NAME.task``).  Where a table's ``type`` chooses between
-models, all their keys are listed, and pydantic's path to an error holds the type as an extra part,
-which ``locate`` leaves out.
+free, the path shows ``NAME`` (``data.eval.NAME.task``), and where there is a list of tables,
+``corrections[]``.  Where a table's ``type`` or ``name`` chooses between models, all their keys are
+listed, with those that have a key where not all do, and pydantic's path to an error holds the
+choice as an extra part, which ``locate`` leaves out.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+TAGS = ("type", "name")
+"""Keys that choose between tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,8 @@ class Key:
     default: str
     """Empty where the key has none: it is required then, or off."""
     description: str
+    users: tuple[str, ...] = ()
+    """Which tables of a choice have it, if not all do."""
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
@@ -38,22 +44,71 @@ def _keys_of(annotation: Any, field: FieldInfo, path: str) -> Iterator[Key]:
     annotation = _plain(annotation)
     models = _models(annotation)
     if models:
-        yield from _merge(key for model in models for key in all_keys(model, f"{path}."))
+        yield from _merge({tag_of(model): list(all_keys(model, f"{path}.")) for model in models})
     elif get_origin(annotation) is dict and _models(_plain(get_args(annotation)[1])):
         yield from _keys_of(get_args(annotation)[1], field, f"{path}.NAME")
+    elif get_origin(annotation) is tuple and _models(_plain(get_args(annotation)[0])):
+        yield from _keys_of(get_args(annotation)[0], field, f"{path}[]")
     else:
         description = " ".join((field.description or "").split()).replace("``", "")
         yield Key(path, _kind_text(annotation), _default_text(field), description)
 
 
-def _merge(keys: Iterable[Key]) -> Iterator[Key]:
-    """One key a path, with every kind that the models of a choice give it."""
-    by_path: dict[str, Key] = {}
-    for key in keys:
-        known = by_path.setdefault(key.path, key)
-        if key.kind != known.kind:
-            by_path[key.path] = replace(known, kind=f"{known.kind} | {key.kind}", default="")
-    yield from by_path.values()
+def tag_of(model: type[BaseModel]) -> str:
+    """The value of ``type`` or ``name`` that chooses this model; empty for one that nothing
+    chooses.
+    """
+    for name in TAGS:
+        field = model.model_fields.get(name)
+        if field is not None and get_origin(field.annotation) is Literal:
+            return str(field.default)
+    return ""
+
+
+def _merge(members: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
+    """One key a path from the keys of each member of a choice, what chooses first: every kind that
+    they give it, the usual default and those that differ, and who has the key if not all do.
+    """
+    by_path: dict[str, dict[str, Key]] = {}
+    for tag, keys in members.items():
+        for key in keys:
+            by_path.setdefault(key.path, {})[tag] = key
+    for path in sorted(by_path, key=lambda path: path.rpartition(".")[2] not in TAGS):
+        found = by_path[path]
+        first = next(iter(found.values()))
+        kinds = dict.fromkeys(kind for key in found.values() for kind in key.kind.split(" | "))
+        yield replace(
+            first,
+            kind=" | ".join(kinds),
+            default="" if path.rpartition(".")[2] in TAGS else _defaults(found),
+            description=f"{first.description} {_users(list(found), list(members))}".strip(),
+            users=tuple(found) if len(found) < len(members) else (),
+        )
+
+
+def _defaults(found: Mapping[str, Key]) -> str:
+    """``0.2; dapo: 0.28``: the commonest, and whose differ."""
+    tags: dict[str, list[str]] = {}
+    for tag, key in found.items():
+        tags.setdefault(key.default, []).append(tag)
+    (usual, _), *others = sorted(tags.items(), key=lambda item: -len(item[1]))
+    return "; ".join([usual, *(f"{', '.join(names)}: {value}" for value, names in others)])
+
+
+def _users(found: Sequence[str], members: Sequence[str]) -> str:
+    missing = [tag for tag in members if tag not in found]
+    if not missing:
+        return ""
+    return f"({', '.join(found)})" if len(missing) >= len(found) else f"(not {', '.join(missing)})"
+
+
+def choices(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """The values that ``type`` or ``name`` may have in the table at a pydantic error's location."""
+    annotation: Any = model
+    for part in location:
+        models = _models(_plain(annotation))
+        annotation = _below(_plain(annotation), models, part)
+    return [tag_of(candidate) for candidate in _models(_plain(annotation))]
 
 
 def locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, list[str]]:
@@ -66,9 +121,7 @@ def locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, 
     for part in location:
         models = _models(_plain(annotation))
         tagged = [
-            candidate
-            for candidate in models
-            if len(models) > 1 and candidate.model_fields["type"].default == part
+            candidate for candidate in models if len(models) > 1 and tag_of(candidate) == part
         ]
         if tagged:
             annotation = tagged[0]
@@ -83,6 +136,8 @@ def _below(annotation: Any, models: list[type[BaseModel]], part: str | int) -> A
     if len(models) == 1:
         field = models[0].model_fields.get(str(part))
         return field.annotation if field else None
+    if get_origin(annotation) is tuple and _models(_plain(get_args(annotation)[0])):
+        return get_args(annotation)[0]
     return get_args(annotation)[-1] if get_origin(annotation) is dict else None
 
 

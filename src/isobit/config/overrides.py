@@ -8,13 +8,20 @@ afterwards, exactly like a value from the file.
 
 import copy
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from isobit.config.algorithm import algorithm_table
 from isobit.errors import ConfigError
 
 Override: TypeAlias = tuple[tuple[str, ...], Any]
 """The parts of a dotted key, and its value."""
+
+_NAMED: dict[str, Callable[[str], dict[str, Any]]] = {
+    "precision": lambda preset: {"preset": preset},
+    "algorithm": algorithm_table,
+}
+"""Tables that may be given as a name, and what the name stands for."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
@@ -59,8 +66,9 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[Override]) ->
     """A copy of ``values`` with the overrides set, tables made where they are missing; the last
     override of a key wins.
 
-    A list is replaced as a whole.  ``--precision NAME`` changes the preset and keeps the table's
-    other choices.  Raises ConfigError where a key lies below something that is no table.
+    A list is replaced as a whole.  ``--precision NAME`` and ``--algorithm NAME`` change the name
+    and keep the table's other choices.  Raises ConfigError where a key lies below something that
+    is no table.
     """
     result: dict[str, Any] = {}
     for name, value in values.items():
@@ -71,8 +79,10 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[Override]) ->
 
 
 def _set(table: dict[str, Any], parts: tuple[str, ...], value: Any) -> None:
-    if parts == ("precision",) and isinstance(value, str):
-        parts = ("precision", "preset")
+    if len(parts) == 1 and parts[0] in _NAMED and isinstance(value, str):
+        for key, choice in _NAMED[parts[0]](value).items():
+            _set(table, (*parts, key), choice)
+        return
     for depth, part in enumerate(parts[:-1], start=1):
         table = table.setdefault(part, {})
         if not isinstance(table, dict):

@@ -15,8 +15,9 @@ _HEAD = """# Configuration
 A recipe is a TOML file. `isobit train RECIPE.toml --training.steps 5` overrides any key of it;
 `--print-config` prints what comes out, and `--dry-run` what the run would use and take. An unknown
 key is an error that suggests the right one. `precision = "fp8"` is short for the table with that
-preset. Relative paths are relative to the directory in which the command runs. NAME is yours to
-choose.
+preset, and `algorithm = "dapo"` for the one with that name ([algorithms](algorithms.md)). Where not
+all kinds of a table have a key or a default, those are named. Relative paths are relative to the
+directory in which the command runs. NAME is yours to choose.
 
 An editor with Even Better TOML or taplo completes and checks a recipe whose first line names the
 schema:
@@ -45,14 +46,15 @@ def _tables(model: type[BaseModel]) -> str:
     ) -> tuple[
         bool, int, int
     ]:  # keys of no table come first, and a table before those inside it, as in TOML
-        parts = key.path.split(".")
+        parts = key.path.replace("[]", "").split(".")
         return len(parts) > 1, places[parts[0]] if len(parts) > 1 else 0, len(parts)
 
     sections = []
     for table, members in groupby(
         sorted(all_keys(model), key=order), key=lambda key: key.path.rpartition(".")[0]
     ):
-        head = f"\n### [{table}]\n" if table else ""
+        title = f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]"
+        head = f"\n### {title}\n" if table else ""
         sections.append(
             "\n".join([head, "| key | takes | default | |", "|---|---|---|---|", *_rows(members)])
             + "\n"

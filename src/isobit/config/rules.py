@@ -5,9 +5,11 @@ context, the tokenizer, the memory) is refused where that is known.  Every funct
 ConfigError with the keys, their values and the way out.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from isobit.config.algorithm import LossConfig, StepConfig, TokenClipConfig
 from isobit.config.checkpoint import CheckpointConfig
+from isobit.config.correction import Correction
 from isobit.config.evaluation import EvaluationConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.run import RunConfig
@@ -21,6 +23,8 @@ def check_run(config: RunConfig) -> None:
     """Every rule of a recipe of ``isobit train``."""
     sets = config.data.eval
     check_batch(config.training, config.rollout)
+    check_algorithm(config.algorithm, config.rollout)
+    check_corrections(config.corrections)
     check_samples(config.evaluation)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
@@ -53,6 +57,51 @@ def check_batch(training: TrainingConfig, rollout: RolloutConfig) -> None:
         raise ConfigError(
             "rollout.temperature is 0: greedy samples are all the same, and a group of equals "
             "teaches nothing; set it above 0"
+        )
+
+
+def check_algorithm(config: StepConfig, rollout: RolloutConfig) -> None:
+    """Refuse penalties that penalise nothing, and keys that contradict one another."""
+    if config.kl_coefficient > 0 and config.kl_in == "loss" and config.kl_estimator == "k1":
+        raise ConfigError(
+            f"algorithm.kl_coefficient is {config.kl_coefficient:g} with kl_estimator 'k1' in the "
+            "loss, where its gradient is zero in the mean and it penalises nothing; take 'k2' or "
+            "'k3', or algorithm.kl_in = 'reward'"
+        )
+    if config.overlong_buffer is not None and config.overlong_buffer > rollout.max_new_tokens:
+        raise ConfigError(
+            f"algorithm.overlong_buffer is {config.overlong_buffer}, but a completion has at most "
+            f"{rollout.max_new_tokens} tokens (rollout.max_new_tokens); set it below"
+        )
+    if isinstance(config, LossConfig) and config.loss_mean != "constant" and config.loss_constant:
+        raise ConfigError(
+            f"algorithm.loss_constant is {config.loss_constant}, but algorithm.loss_mean is "
+            f"{config.loss_mean!r}, which has none; leave it out, or set loss_mean to 'constant'"
+        )
+    if isinstance(config, TokenClipConfig):
+        _check_clip(config)
+
+
+def _check_clip(config: TokenClipConfig) -> None:
+    if config.covariance == "clip_cov" and config.covariance_low >= config.covariance_high:
+        raise ConfigError(
+            f"algorithm.covariance_low is {config.covariance_low:g} and covariance_high "
+            f"{config.covariance_high:g}, which leaves no token to pick; set low below high"
+        )
+    if config.covariance == "kl_cov" and (config.dual_clip is not None or config.calibrate_every):
+        key = "calibrate_every" if config.dual_clip is None else "dual_clip"
+        raise ConfigError(
+            f"algorithm.{key} is set, but covariance 'kl_cov' takes the place of every clip; leave "
+            "one of them out"
+        )
+
+
+def check_corrections(corrections: Sequence[Correction]) -> None:
+    """Refuse a normalisation that others would undo."""
+    if any(correction.type == "normalise" for correction in corrections[:-1]):
+        raise ConfigError(
+            "corrections of type 'normalise' come last, once: those behind it would undo its mean "
+            "of 1; put it at the end of the list"
         )
 
 

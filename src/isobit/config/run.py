@@ -4,10 +4,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from isobit.config.algorithm import AlgorithmConfig
+from isobit.config.algorithm import AlgorithmConfig, GrpoConfig
 from isobit.config.base import Device, Strict
 from isobit.config.check import CheckConfig
 from isobit.config.checkpoint import CheckpointConfig
+from isobit.config.correction import Correction
 from isobit.config.data import DataConfig
 from isobit.config.evaluation import EvaluationConfig
 from isobit.config.precision import PrecisionConfig
@@ -34,7 +35,8 @@ class RunConfig(Strict):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = GrpoConfig()
+    corrections: tuple[Correction, ...] = ()
     replay: ReplayConfig = ReplayConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -1,0 +1,112 @@
+"""The clipped surrogate of PPO, token by token.
+
+For a token with ratio r = pi(token) / pi_old(token) and advantage A (PPO, arXiv 1707.06347,
+equation 7; two clip bounds: DAPO, arXiv 2503.14476, section 3.1):
+
+    l = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+
+The gradient vanishes where the clip is active: r above the upper bound with A > 0, r below the
+lower bound with A < 0.  Where the policy that sampled is the one being trained, bit for bit, r is
+exactly 1 and l has the gradient of -A * log pi: REINFORCE's.
+
+Dual clip (arXiv 1912.09729, equation 5) bounds what r * A can do where A < 0 and r is large, which
+the minimum does not:
+
+    l = -max(min(r * A, clip(r) * A), dual_clip * A)        where A < 0
+
+Clip-Cov and KL-Cov (arXiv 2505.22617, section 4) treat the tokens that
+``isobit.algorithms.covariance`` picks: Clip-Cov's give nothing (l = 0), and KL-Cov, which has no
+clip, has
+
+    l = -r * A + covariance_kl * |log r|  of those,   l = -r * A  of the others
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from isobit.algorithms.covariance import select
+from isobit.algorithms.objective import Shares
+from isobit.algorithms.policy_gradient import PolicyGradient, Terms
+from isobit.config.algorithm import TokenClipConfig
+from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
+
+
+@dataclass(frozen=True, slots=True)
+class ClipBounds:
+    """How far below and above 1 a ratio still has a gradient."""
+
+    clip_low: float
+    clip_high: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedPolicyGradient(PolicyGradient):
+    """A ``PolicyGradient`` with this surrogate; a subclass gives ``credit``."""
+
+    config: TokenClipConfig
+
+    def with_clip(self, bounds: ClipBounds) -> Self:
+        """The same algorithm with other bounds."""
+        update = {"clip_low": bounds.clip_low, "clip_high": bounds.clip_high}
+        return replace(self, config=self.config.model_copy(update=update))
+
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
+        """See ``mean_weights`` and ``select``."""
+        means = self._means(batches)
+        if self.config.covariance is None:
+            return [Shares(mean) for mean in means]
+        picks = select(self.config, batches)
+        return [Shares(mean, picked) for mean, picked in zip(means, picks, strict=True)]
+
+    def surrogate(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> Terms:
+        """See the top of this file."""
+        config = self.config
+        log_ratio = scores.log_probs - batch.old_log_probs
+        ratio = torch.exp(log_ratio)
+        if config.covariance == "kl_cov":
+            assert shares.selected is not None, "the shares are of another configuration"
+            penalty = config.covariance_kl * log_ratio.abs()
+            loss = -ratio * batch.advantages + torch.where(shares.selected, penalty, 0.0)
+            return Terms(loss, *ratio_metrics(ratio.detach(), batch.advantages))
+        bounds = ClipBounds(config.clip_low, config.clip_high)
+        loss = clipped_surrogate(ratio, batch.advantages, bounds.clip_low, bounds.clip_high)
+        sums, maxima, minima = ratio_metrics(ratio.detach(), batch.advantages, bounds)
+        if config.dual_clip is not None:
+            bound = -config.dual_clip * batch.advantages
+            beyond = (batch.advantages < 0) & (loss > bound)
+            loss = torch.where(beyond, bound, loss)
+            sums["clip_fraction_dual"] = float(beyond.sum())
+        if config.covariance == "clip_cov":
+            assert shares.selected is not None, "the shares are of another configuration"
+            loss = torch.where(shares.selected, 0.0, loss)
+        return Terms(loss, sums, maxima, minima)
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> torch.Tensor:
+    """The loss of each token, [N], from ratios [N] and advantages [N]; the formula is at the top of
+    this file.
+    """
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def ratio_metrics(
+    ratio: torch.Tensor, advantages: torch.Tensor, bounds: ClipBounds | None = None
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Sums, maxima and minima over the tokens: ratios, and the tokens whose gradient a clip at
+    ``bounds`` removes, below and above.
+    """
+    if not ratio.numel():
+        return {}, {}, {}
+    sums = {"ratio_mean": float(ratio.double().sum())}
+    if bounds is not None:
+        below, above = ratio < 1.0 - bounds.clip_low, ratio > 1.0 + bounds.clip_high
+        sums["clip_fraction_low"] = float((below & (advantages < 0)).sum())
+        sums["clip_fraction_high"] = float((above & (advantages > 0)).sum())
+    return sums, {"ratio_max": float(ratio.max())}, {"ratio_min": float(ratio.min())}

@@ -1,0 +1,126 @@
+"""One's own objective, by name: ``algorithm = "path/to/file.py:Class"`` or ``"module:Class"``.
+
+The class is called with the configuration's ``options`` as keywords, and what it makes must be an
+``Algorithm`` (``isobit.algorithms.objective``): three methods and two attributes.  Loading runs the
+user's own module and nothing else.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from isobit.algorithms.objective import Algorithm
+from isobit.config.algorithm import CustomConfig
+from isobit.errors import ConfigError
+
+_METHODS = {
+    "credit": ("groups",),
+    "shares": ("batches",),
+    "loss": ("scores", "batch", "shares"),
+}
+_ATTRIBUTES = ("needs_values", "needs_greedy")
+
+
+def load_algorithm(config: CustomConfig) -> Algorithm:
+    """The algorithm that ``config.source`` names, made with its options.
+
+    Raises ConfigError for a name of another form, a module or file that is missing or fails on
+    import, a class that does not exist (with those that do), options that it does not take, and an
+    object that is no ``Algorithm``, with what it lacks.
+    """
+    module_name, separator, class_name = config.source.rpartition(":")
+    if not (separator and module_name and class_name):
+        raise ConfigError(
+            f"algorithm.source is {config.source!r}; expected 'path/to/file.py:Class' or "
+            "'module:Class'"
+        )
+    load = _from_file if module_name.endswith(".py") else importlib.import_module
+    try:
+        module = load(module_name)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's module raises is theirs to see, in one line
+        raise ConfigError(
+            f"the algorithm's {module_name} fails on import: {type(error).__name__}: {error}"
+        ) from error
+    return _checked(_made(_class(module, module_name, class_name), config), config.source)
+
+
+def _from_file(name: str) -> ModuleType:
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no file {path} for the algorithm (looked in {path.absolute().parent})"
+        )
+    spec = importlib.util.spec_from_file_location(f"isobit_algorithm_{path.stem}", path)
+    assert spec is not None, "a .py file always has a loader"
+    assert spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and typing look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+def _class(module: ModuleType, module_name: str, class_name: str) -> Callable[..., Any]:
+    found = getattr(module, class_name, None)
+    if inspect.isclass(found):
+        return found
+    classes = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    near = get_close_matches(class_name, classes, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"{module_name} has no class {class_name!r}; its classes are "
+        f"{', '.join(classes) or 'none'}{hint}"
+    )
+
+
+def _made(kind: Callable[..., Any], config: CustomConfig) -> Any:
+    try:
+        return kind(**config.options)
+    except Exception as error:  # likewise
+        raise ConfigError(
+            f"{config.source} cannot be made with algorithm.options = {config.options}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _checked(found: Any, name: str) -> Algorithm:
+    problems = [
+        problem
+        for method, arguments in _METHODS.items()
+        if (problem := _problem(found, method, arguments))
+    ]
+    problems += [
+        f"{attribute} is missing; set it to True or False"
+        for attribute in _ATTRIBUTES
+        if not isinstance(getattr(found, attribute, None), bool)
+    ]
+    if problems:
+        raise ConfigError(f"{name} is no algorithm: {'; '.join(problems)} (docs/algorithms.md)")
+    return cast(Algorithm, found)
+
+
+def _problem(found: Any, method: str, arguments: tuple[str, ...]) -> str | None:
+    wanted = f"{method}({', '.join(arguments)})"
+    bound = getattr(found, method, None)
+    if not callable(bound):
+        return f"{wanted} is missing"
+    try:
+        inspect.signature(bound).bind(*arguments)
+    except TypeError:
+        return f"{wanted} is called, but it is {method}{inspect.signature(bound)}"
+    return None

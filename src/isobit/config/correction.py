@@ -1,0 +1,71 @@
+"""The list ``corrections``: weights for tokens that another policy drew than the one that learns.
+
+    [[corrections]]
+    type = "tis"
+    max = 2.0
+
+rho = pi_old / mu, token by token: the trainer's probability over the recorded one.  The weights of
+all that are listed are multiplied; formulas are in ``docs/algorithms.md``.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from isobit.config.base import Strict
+
+
+class TisCorrection(Strict):
+    """Truncated importance sampling: min(rho, max)."""
+
+    type: Literal["tis"] = "tis"
+    level: Literal["token", "sequence"] = "token"
+    """Each token's rho, or the product over its sequence."""
+    max: float = Field(default=2.0, ge=1)
+    min: float = Field(default=0.0, ge=0, le=1)
+
+
+class MisCorrection(Strict):
+    """Masked importance sampling: what lies outside the bounds gets no weight.
+
+    token and sequence: rho, where it lies within the bounds.  geometric: 1 for every token of a
+    sequence whose geometric mean of rho does.
+    """
+
+    type: Literal["mis"] = "mis"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    max: float = Field(default=2.0, ge=1)
+    """The usual one of ``geometric`` is 1.001."""
+    min: float = Field(default=0.0, ge=0, le=1)
+    """The usual one of ``geometric`` is 0.99."""
+
+
+class IcePopCorrection(Strict):
+    """IcePop: rho of a token where it lies in [min, max], else 0."""
+
+    type: Literal["icepop"] = "icepop"
+    max: float = Field(default=5.0, ge=1)
+    min: float = Field(default=0.5, ge=0, le=1)
+
+
+class K3Correction(Strict):
+    """Rejection: no weight where the K3 divergence of a token, or a sequence's mean, is above
+    ``max``.
+    """
+
+    type: Literal["k3"] = "k3"
+    level: Literal["token", "sequence"] = "sequence"
+    max: float = Field(default=0.01, gt=0)
+    """Nats."""
+
+
+class NormaliseCorrection(Strict):
+    """Scale the weights to a mean of 1 over the batch; comes last."""
+
+    type: Literal["normalise"] = "normalise"
+
+
+Correction = Annotated[
+    TisCorrection | MisCorrection | IcePopCorrection | K3Correction | NormaliseCorrection,
+    Field(discriminator="type"),
+]
