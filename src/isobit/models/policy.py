@@ -39,7 +39,7 @@ class Policy:
     def __init__(
         self,
         config: ModelConfig,
-        precision: PrecisionConfig,
+        precision: PrecisionConfig | PrecisionFlow,
         masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, torch.Tensor]],
         device: torch.device | str = "cpu",
         trainable: bool = True,
@@ -51,7 +51,11 @@ class Policy:
         self.decoder = build_decoder(config)
         self.device = torch.device(device)
         self.backend = backend_of(self.device)
-        self.flow: PrecisionFlow = build_flow(precision, config.shape)
+        self.flow = (
+            precision
+            if isinstance(precision, PrecisionFlow)
+            else build_flow(precision, config.shape)
+        )
         self.masters: dict[str, torch.nn.Parameter] = {}
         self.change = PublishedChange()
         """What the last publication changed."""

@@ -4,20 +4,26 @@ It is what training, ``isobit verify`` and ``isobit verify --bisect`` compute wi
 masters and no optimiser.  With ``ScoredPass`` the same forward can be taken back.
 """
 
+from typing import Generic, TypeVar
+
 import torch
 
 from isobit.config.training import Recompute
 from isobit.errors import NonFiniteError
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
+from isobit.models.scorable import Scorable
 from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
 
 
-class Scorer:
-    """Scores packed sequences with the training side of a policy."""
+Model = TypeVar("Model", bound=Scorable)
 
-    def __init__(self, policy: Policy) -> None:
+
+class Scorer(Generic[Model]):
+    """Scores packed sequences with the training side of a policy, or with a frozen model."""
+
+    def __init__(self, policy: Model) -> None:
         self.policy = policy
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ along the contraction, W has 128x128 blocks, and WGrad's two operands have group
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from isobit.config.precision import PrecisionConfig
@@ -120,6 +120,12 @@ class PrecisionFlow:
     def graph(self, side: Side) -> Graph:
         """The sites of one side, ``rollout`` or ``training``."""
         return self.rollout if side == "rollout" else self.training
+
+    def one_sided(self, side: Side) -> "PrecisionFlow":
+        """The flow of a model that only one side ever reads: its weights exist in that side's
+        formats alone.
+        """
+        return replace(self, rollout=self.graph(side), training=self.graph(side))
 
 
 # Formats of (linears, KV cache and attention) on each side.

@@ -1,0 +1,289 @@
+"""A model that only scores: a reference model or a reward model.
+
+Its weights are what the training side of a policy reads, in that side's formats and nothing else: a
+byte a linear weight in FP8, no masters, and no second form where the sides of the flow differ.  On
+its weights the scorer computes the policy's own forward, so that equal bytes give equal bits.
+
+    take             the policy's published bytes, in place            (a reference that moves on)
+    is_equal_to      whether they are the policy's bytes: then its log-probabilities are the
+                     policy's own, and need not be computed
+    offload          on a device with memory of its own: they lie in one page-locked buffer of main
+                     memory, and on the device only within ``on_device``.  They are never written
+                     there, so the way back is to drop them
+"""
+
+import hashlib
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from isobit.config.precision import PrecisionConfig
+from isobit.errors import CheckpointError
+from isobit.kernels.backend import Backend
+from isobit.kernels.operands import LinearWeight, Operand
+from isobit.kernels.rope import RopeTable
+from isobit.models.config import ModelConfig
+from isobit.models.decoder import Decoder, build_decoder
+from isobit.models.folder import read_config, read_masters
+from isobit.models.layers.head import PUBLISHED
+from isobit.models.policy import Policy
+from isobit.models.weights import Weights
+from isobit.precision.flow import PrecisionFlow, build_flow
+from isobit.precision.formats import Side
+from isobit.precision.quant_tensor import QuantTensor
+
+SIDE: Side = "training"
+"""The side that scores."""
+
+
+class FrozenPolicy:
+    """The published weights of one side, on a device; nothing trains them."""
+
+    def __init__(
+        self, config: ModelConfig, flow: PrecisionFlow, backend: Backend, weights: Weights
+    ) -> None:
+        """``weights`` becomes its own; ``flow`` has their formats on both sides."""
+        self.config, self.flow, self.backend = config, flow, backend
+        self.decoder: Decoder = build_decoder(config)
+        self._weights = weights
+        self._places: list[torch.Tensor] | None = None
+        """In main memory, of an offloaded one."""
+        self._visits = False
+        """Whether an offloaded one is on the device."""
+        self._compared: tuple[weakref.ref[Policy], int, bool] | None = None
+        """With which policy, at which of its versions, and whether the bytes were equal."""
+        self._digest: str | None = None
+
+    @classmethod
+    def publish(
+        cls,
+        config: ModelConfig,
+        precision: PrecisionConfig,
+        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, torch.Tensor]],
+        device: torch.device | str = "cpu",
+    ) -> "FrozenPolicy":
+        """Publish masters, one by one and as a ``Policy`` does; none of them is kept."""
+        flow = build_flow(precision, config.shape).one_sided(SIDE)
+        made = Policy(config, flow, masters, device, trainable=False)
+        return cls(config, flow, made.backend, made.weights(SIDE))
+
+    @classmethod
+    def load(
+        cls, folder: Path, precision: PrecisionConfig, device: torch.device | str = "cpu"
+    ) -> "FrozenPolicy":
+        """From a Hugging Face folder, of which one master at a time is in memory.  Raises
+        ModelError as ``load_policy`` does.
+        """
+        config = read_config(folder)
+        return cls.publish(config, precision, read_masters(folder, config), device)
+
+    @classmethod
+    def of(cls, policy: Policy) -> "FrozenPolicy":
+        """What a policy's training side reads now, as tensors of its own."""
+        flow, weights = policy.flow.one_sided(SIDE), _copy(policy.weights(SIDE))
+        made = cls(policy.config, flow, policy.backend, weights)
+        made._remember(policy, True)
+        return made
+
+    def weights(self, side: Side) -> Weights:
+        """What it scores with."""
+        assert side == SIDE, "a frozen model only scores"
+        return self._weights
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that it holds, the rotary table included."""
+        return sum(tensor.nbytes for tensor in _held(self._weights))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name what a checkpoint needs to hold: ``LINEAR.weight`` as it is published, in FP8
+        with ``LINEAR.weight.scales``, and all other masters' publications by their names.  Another
+        form of lm_head and the rotary table are functions of the rest.
+        """
+        return _named(self._weights)
+
+    def digest(self) -> str:
+        """The SHA-256 of ``tensors``, names, formats and shapes included; computed once."""
+        if self._digest is None:
+            sha256 = hashlib.sha256()
+            for name, tensor in self.tensors().items():
+                sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                sha256.update(_bytes(tensor.cpu()).numpy().data)
+            self._digest = sha256.hexdigest()
+        return self._digest
+
+    @torch.no_grad()
+    def take(self, policy: Policy) -> None:
+        """Copy the published bytes of a policy of the same configuration and flow, in place;
+        outside of ``on_device``.
+        """
+        assert self._fits(policy), "only the weights of the same model can be taken"
+        assert not self._visits, "what is on the device for a while would stay as it was"
+        theirs = _held(policy.weights(SIDE))
+        for mine, tensor in zip(self._lasting(), theirs, strict=True):
+            _bytes(mine).copy_(_bytes(tensor), non_blocking=True)
+        self.backend.synchronize()
+        self._digest = None
+        self._remember(policy, True)
+
+    @torch.no_grad()
+    def is_equal_to(self, policy: Policy) -> bool:
+        """Whether its log-probabilities are those of the policy's training side bit for bit, since
+        all published bytes are the same.  They are compared once a version of the policy.
+        """
+        if self._compared is not None:
+            known, version, equal = self._compared
+            if known() is policy and version == policy.version:
+                return equal
+        equal = self._fits(policy) and _same_bytes(self.tensors(), _named(policy.weights(SIDE)))
+        self._remember(policy, equal)
+        return equal
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take ``tensors`` of another frozen model of the same configuration and flow, one by one.
+        Raises CheckpointError for a name, format or shape that is not its own.
+        """
+        mine = dict(zip(map(id, _held(self._weights)), self._lasting(), strict=True))
+        own = self.tensors()
+        for name in sorted(own.keys() | tensors.keys()):
+            if name not in own or name not in tensors:
+                where = "the model" if name in own else "the checkpoint"
+                raise CheckpointError(f"{name} is only in {where}: it is of another model")
+        for name, tensor in own.items():
+            found = tensors[name]
+            if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+                raise CheckpointError(
+                    f"{name} is {found.dtype} of {tuple(found.shape)}, and the model has "
+                    f"{tensor.dtype} of {tuple(tensor.shape)}: it is of another model or flow"
+                )
+            _bytes(mine[id(tensor)]).copy_(_bytes(found))
+        self._derive_head(mine)
+        self._digest = self._compared = None
+
+    def _derive_head(self, lasting: Mapping[int, torch.Tensor]) -> None:
+        """Make lm_head's other form again, where its back end has one."""
+        head = self._weights.plain.get(PUBLISHED)
+        table = self._weights.plain.get(self.decoder.head.master)
+        if head is not None and table is not None and head is not table:
+            lasting[id(head)].copy_(self.backend.publish_head(lasting[id(table)]))
+
+    @torch.no_grad()
+    def offload(self) -> None:
+        """From now on its weights are on the device only within ``on_device``.  Where the device
+        has no memory of its own, as a CPU, nothing changes.
+        """
+        memory = self.backend.memory
+        if memory is None or self._places is not None:
+            return
+        held = _held(self._weights)
+        buffer = memory.host_buffer(sum(tensor.nbytes for tensor in held))
+        widest_first = sorted(held, key=lambda tensor: -tensor.element_size())  # so that all align
+        parts = buffer.split([tensor.nbytes for tensor in widest_first])
+        by_tensor = {
+            id(tensor): part.view(tensor.dtype).view(tensor.shape)
+            for tensor, part in zip(widest_first, parts, strict=True)
+        }
+        self._places = [by_tensor[id(tensor)] for tensor in held]
+        for place, tensor in zip(self._places, held, strict=True):
+            place.copy_(tensor, non_blocking=True)
+        self.backend.synchronize()
+        self._point_to(self._places)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """A block in which it can score."""
+        if self._places is None or self._visits:
+            yield
+            return
+        device = self.backend.device
+        self._point_to(
+            [
+                torch.empty_like(place, device=device).copy_(place, non_blocking=True)
+                for place in self._places
+            ]
+        )
+        self._visits = True
+        try:
+            yield
+        finally:
+            self._visits = False
+            self._point_to(self._places)
+
+    def _point_to(self, values: list[torch.Tensor]) -> None:
+        """Give the tensors that the weights hold the storage of others."""
+        for tensor, value in zip(_held(self._weights), values, strict=True):
+            tensor.data = value
+
+    def _lasting(self) -> list[torch.Tensor]:
+        """What keeps the weights, in the order of ``_held``: main memory, or the device."""
+        return _held(self._weights) if self._places is None else self._places
+
+    def _fits(self, policy: Policy) -> bool:
+        return self.config == policy.config and self.flow.training == policy.flow.graph(SIDE)
+
+    def _remember(self, policy: Policy, equal: bool) -> None:
+        self._compared = weakref.ref(policy), policy.version, equal
+
+
+def _named(weights: Weights) -> dict[str, torch.Tensor]:
+    """What is published from masters, once, by name."""
+    named: dict[str, torch.Tensor] = {}
+    for path, linear in weights.linears.items():
+        if isinstance(linear.matrix, torch.Tensor):
+            named[f"{path}.weight"] = linear.matrix
+        else:
+            named[f"{path}.weight"] = linear.matrix.values
+            named[f"{path}.weight.scales"] = linear.matrix.scales
+        if linear.bias is not None:
+            named[f"{path}.bias"] = linear.bias
+    return named | {name: x for name, x in weights.plain.items() if name != PUBLISHED}
+
+
+def _held(weights: Weights) -> list[torch.Tensor]:
+    """Every tensor once, in a fixed order."""
+    tensors = [*_named(weights).values(), weights.rope.cos, weights.rope.sin]
+    head = weights.plain.get(PUBLISHED)
+    if head is not None and not any(head is tensor for tensor in tensors):
+        tensors.append(head)
+    return tensors
+
+
+def _copy(weights: Weights) -> Weights:
+    """The same with tensors of its own; what is one tensor stays one."""
+    copies = {id(tensor): tensor.clone() for tensor in _held(weights)}
+
+    def copied(matrix: Operand) -> Operand:
+        if isinstance(matrix, torch.Tensor):
+            return copies[id(matrix)]
+        assert isinstance(matrix, QuantTensor), "a weight is in blocks"
+        values, scales = copies[id(matrix.values)], copies[id(matrix.scales)]
+        return QuantTensor(values, scales, matrix.granularity)
+
+    linears = {
+        path: LinearWeight(
+            one.site, copied(one.matrix), None if one.bias is None else copies[id(one.bias)]
+        )
+        for path, one in weights.linears.items()
+    }
+    plain = {name: copies[id(tensor)] for name, tensor in weights.plain.items()}
+    rope = RopeTable(copies[id(weights.rope.cos)], copies[id(weights.rope.sin)])
+    return Weights(weights.backend, rope, linears, plain)
+
+
+def _same_bytes(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two models hold the same; the largest tensors, which change most easily, first."""
+    for name in sorted(theirs, key=lambda name: -theirs[name].nbytes):
+        other = theirs[name]
+        if not torch.equal(_bytes(mine[name].to(other.device)), _bytes(other)):
+            return False
+    return True
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [bytes] of the same storage."""
+    assert tensor.is_contiguous()
+    return tensor.view(-1).view(torch.uint8)
