@@ -15,7 +15,8 @@ from isobit.kernels.spec import sizes
 from isobit.kernels.spec.kv_cache import SpecKvCache
 from isobit.memory import host as memory
 from isobit.memory.cache_size import num_pages_for
-from isobit.memory.host import MemoryEstimate, estimate_memory, published_bytes
+from isobit.memory.host import MemoryEstimate, estimate_memory
+from isobit.memory.published import published_bytes
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass

@@ -41,7 +41,7 @@ PLAN = DevicePlan(
     pages=40,
     page_tokens=128,
     tokens=4096,
-    host=0,
+    host={},
 )
 
 

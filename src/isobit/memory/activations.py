@@ -50,7 +50,28 @@ def passing_bytes(
     """
     layers = _layers(shape, flow, sizes)
     once = max(layer.once for layer in layers)
-    work = WorkShape(
+    return {
+        **sizes.workspaces(_work(shape, tokens, longest)),
+        "a layer, forward": tokens * max(layer.forward(recompute) for layer in layers),
+        "a layer, backward": tokens * max(layer.backward(recompute) for layer in layers)
+        + max(0, once - tokens * layers[0].mlp.input),
+    }
+
+
+def scoring_bytes(
+    shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, tokens: int, longest: int
+) -> int:
+    """The most that a forward without a backward takes beside the weights: a layer that saves
+    nothing, or lm_head.
+    """
+    workspaces = sizes.workspaces(_work(shape, tokens, longest))
+    head = (size for moment, size in workspaces.items() if not moment.endswith("backward"))
+    layer = max(layer.scoring for layer in _layers(shape, flow, sizes))
+    return max(tokens * layer, *head)
+
+
+def _work(shape: ModelConfig, tokens: int, longest: int) -> WorkShape:
+    return WorkShape(
         AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim),
         tuple(shape.shape.linears.values()),
         shape.hidden_size,
@@ -58,12 +79,6 @@ def passing_bytes(
         tokens,
         longest,
     )
-    return {
-        **sizes.workspaces(work),
-        "a layer, forward": tokens * max(layer.forward(recompute) for layer in layers),
-        "a layer, backward": tokens * max(layer.backward(recompute) for layer in layers)
-        + max(0, once - tokens * layers[0].mlp.input),
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +92,13 @@ class _Layer:
     def once(self) -> int:
         """The largest matrix that the backward makes for itself."""
         return max(self.attention.once, self.mlp.once)
+
+    @property
+    def scoring(self) -> int:
+        """All of it in a forward that has no backward."""
+        # each half has what came into it, what it adds to and what it adds
+        streams = 3 * self.mlp.input
+        return streams + max(streams, self.attention.made) + self.mlp.made
 
     def saved(self, recompute: Recompute) -> int:
         """For the backward."""

@@ -7,12 +7,20 @@ Weights stay; the engine's KV cache and the trainer's gradients and activations 
     rollout     masters + published weights + moments + KV pages + forward
     training    masters + published weights + moments + gradients + saved activations + what passes
 
+Models that only score, a reference model and reward models, stay in both phases.  With ``offload``
+one is in page-locked main memory instead, and on the device only while it scores, which is before
+the first backward: training then takes the larger of two moments,
+
+    scoring     masters + published weights + moments + the frozen weights + a forward
+    backward    as above
+
 P parameters.  A sequence is never cut, so the largest micro-batch holds at least the longest.
 
     masters, gradients  4 P each: FP32; gradients from the first backward of a step to its end
     moments             8 P in FP32, 4 P in BF16, P (2 + 1/64) in 8 bits; in training alone with
                         ``training.offload_moments``
-    published weights   the matrices in each side's format, the rest, the rotary table
+    published weights   the matrices in each side's format, the rest, the rotary table; of frozen
+                        models those of one side (``isobit.memory.frozen``)
     KV pages            what is left, as far as ``rollout.max_sequences`` can need it
     forward             ``isobit.memory.cache_size.forward_bytes``
     activations         what the layers save, and the most that passes beside it
@@ -25,7 +33,7 @@ for each thread and stream: nearly all of what a tiny model takes.
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import get_args
@@ -36,7 +44,9 @@ from isobit.errors import ConfigError
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
-from isobit.memory.host import microbatch_tokens, published_bytes
+from isobit.memory.frozen import FrozenModel, added_up, page_locked, page_locked_bytes
+from isobit.memory.host import microbatch_tokens
+from isobit.memory.published import published_bytes
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.precision.flow import PrecisionFlow
@@ -47,6 +57,7 @@ _MOST_TOKENS = 1 << 24
 _ROUND = 128  # tokens: the step of what is advised
 
 Bytes = Mapping[str, int]
+MOMENTS = "optimiser moments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +76,10 @@ class DevicePlan:
     page_tokens: int
     tokens: int
     """Of the largest micro-batch."""
-    host: int
-    """Bytes of page-locked main memory; torch rounds a block of it up to a power of two."""
+    host: Bytes
+    """Bytes of page-locked main memory by what lies there; torch rounds a block of it up to a power
+    of two.
+    """
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -95,8 +108,9 @@ class DevicePlan:
             f"  {cache if self.rollout else ''}micro-batches of up to {self.tokens:,} tokens in "
             "training"
         )
-        if self.host:
-            lines.append(f"  {gib(self.host)} of main memory hold the moments during rollout")
+        for name, size in self.host.items():
+            when = "during rollout" if name == MOMENTS else "except while they score"
+            lines.append(f"  {gib(size)} of main memory hold the {name} {when}")
         return lines
 
 
@@ -110,6 +124,8 @@ class DevicePlanner:
     flow: PrecisionFlow
     sizes: Sizes
     total: int
+    frozen: tuple[FrozenModel, ...] = ()
+    """Models that only score."""
 
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
@@ -124,11 +140,12 @@ class DevicePlanner:
         if sum(needed.values()) + RESERVE > self.total:
             raise ConfigError(self._too_much_training(training, longest, sum(needed.values())))
         page_tokens = self.sizes.page_tokens
+        host = page_locked_bytes(self.frozen, self.sizes)
         if rollout is None:
-            return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host=0)
-        standing, host = self.weight_bytes(training), 0
+            return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host)
+        standing = self.standing_bytes(training)
         if training.offload_moments:
-            host = 1 << (standing.pop("optimiser moments") - 1).bit_length()
+            host[MOMENTS] = page_locked(standing.pop(MOMENTS))
         standing["forward and logits"] = forward_bytes(self.shape, rollout, self.sizes)
         room = self.total - RESERVE - sum(standing.values())
         pages = self._num_pages(rollout, training, longest, room)
@@ -141,12 +158,31 @@ class DevicePlanner:
         return {
             "masters": 4 * sum(masters),
             "published weights": published_bytes(self.shape, self.flow, self.sizes),
-            "optimiser moments": moment_bytes(masters, training.moments),
+            MOMENTS: moment_bytes(masters, training.moments),
         }
+
+    def standing_bytes(self, training: TrainingConfig) -> dict[str, int]:
+        """The same, and the frozen models that stay on the device."""
+        stay = [model for model in self.frozen if not model.offload]
+        return self.weight_bytes(training) | added_up(stay, self.sizes)
 
     def training_bytes(self, training: TrainingConfig, tokens: int, longest: int) -> dict[str, int]:
         """The training phase at its peak, with ``tokens`` in the largest micro-batch."""
-        weights = self.weight_bytes(training)
+        moments = [self._backward(training, tokens, longest)]
+        moments += (self._scoring(model, training, tokens, longest) for model in self.frozen)
+        return max(moments, key=lambda moment: sum(moment.values()))
+
+    def _scoring(
+        self, model: FrozenModel, training: TrainingConfig, tokens: int, longest: int
+    ) -> dict[str, int]:
+        """While a frozen model scores, before the first backward."""
+        own = added_up([model], self.sizes) if model.offload else {}
+        passing = model.scoring_bytes(self.sizes, tokens, longest)
+        return self.standing_bytes(training) | own | {"a forward that scores": passing}
+
+    def _backward(self, training: TrainingConfig, tokens: int, longest: int) -> dict[str, int]:
+        """In the backward of a micro-batch."""
+        weights = self.standing_bytes(training)
         model = self.shape, self.flow, self.sizes, training.recompute
         passing = passing_bytes(*model, tokens, longest)
         largest = max(passing, key=lambda name: passing[name])
@@ -174,7 +210,8 @@ class DevicePlanner:
         if rollout.kv_pages is None and rollout.kv_memory_gib is not None:
             wanted = int(rollout.kv_memory_gib * (1 << 30))
         if wanted > room:
-            raise ConfigError(_too_large_a_cache(rollout, training, longest, wanted, room, size))
+            advice = _cache_advice(training, self.frozen)
+            raise ConfigError(_too_large_a_cache(rollout, longest, wanted, room, size) + advice)
         if rollout.kv_pages is not None:
             return rollout.kv_pages
         memory = wanted if rollout.kv_memory_gib is not None else room
@@ -206,9 +243,13 @@ class DevicePlanner:
         )
 
     def _alternative(self, training: TrainingConfig, tokens: int, longest: int) -> str:
-        """The least change of recompute or moments that makes so many tokens fit, or what the
-        greatest one would hold.
+        """The least change of recompute or moments, or of where frozen models are, that makes so
+        many tokens fit, or what the greatest one would hold.
         """
+        away = replace(self, frozen=tuple(model.with_offload() for model in self.frozen))
+        offload = _offload_keys(self.frozen)
+        if offload and away.largest_microbatch(training, longest) >= tokens:
+            return f"{tokens:,} fit with {offload}"
         levels: Sequence[Recompute] = get_args(Recompute)
         changes = [
             {"recompute": level, "moments": moments}
@@ -222,6 +263,8 @@ class DevicePlanner:
             most = self.largest_microbatch(training.model_copy(update=change), longest)
             if most >= tokens:
                 return f"{tokens:,} fit with {_settings(change, training)}"
+        if offload:
+            return f"with {offload}, {away._alternative(training, tokens, longest)}"
         if most > 0:
             return (
                 f"the most that any setting holds are {most:,}, with "
@@ -231,25 +274,34 @@ class DevicePlanner:
 
 
 def _too_large_a_cache(
-    rollout: RolloutConfig,
-    training: TrainingConfig,
-    longest: int,
-    wanted: int,
-    room: int,
-    page: int,
+    rollout: RolloutConfig, longest: int, wanted: int, room: int, page: int
 ) -> str:
     left = max(room, 0)
     if rollout.kv_pages is None:
         key, most = "rollout.kv_memory_gib", f"{left / (1 << 30):.3g} GiB"
     else:
         key, most = "rollout.kv_pages", f"{left // page:,} pages"
-    advice = "; training.offload_moments = true leaves the moments' part to it as well"
     return (
         f"the KV cache would take {gib(wanted)} of the device's memory, and beside the weights, a "
         f"forward and {gib(RESERVE)} of reserve there is room for {gib(left)} (of sequences of up "
         f"to {longest:,} tokens): the largest {key} that fits is {most}"
-        f"{'' if training.offload_moments else advice}; or lower rollout.max_batched_tokens"
     )
+
+
+def _cache_advice(training: TrainingConfig, frozen: Sequence[FrozenModel]) -> str:
+    """What else leaves the cache more room."""
+    advice = ""
+    if not training.offload_moments:
+        advice += "; training.offload_moments = true leaves the moments' part to it as well"
+    if offload := _offload_keys(frozen):
+        advice += f"; {offload} leaves it that of the frozen weights"
+    return f"{advice}; or lower rollout.max_batched_tokens"
+
+
+def _offload_keys(frozen: Sequence[FrozenModel]) -> str:
+    """What takes the frozen models off the device that are on it; empty where none is."""
+    tables = dict.fromkeys(model.table for model in frozen if not model.offload)
+    return " and ".join(f"{table}.offload = true" for table in tables)
 
 
 def _settings(change: Mapping[str, str], training: TrainingConfig) -> str:

@@ -10,19 +10,23 @@ micro-batch.
     published weights   the matrices in each side's format, once where the sides agree; the rest,
                         and lm_head on its grid once more, in the activations' format; the rotary
                         table
+    reference model,    the published weights of one side (``isobit.memory.frozen``)
+    reward models
     KV pages            pages * bytes of a page        ``isobit.kernels.sizes``
     activations         what the layers save (``isobit.memory.activations``), and T (2 a C + 4 D)
                         once: last residual stream, hidden states, rows of the rotary table
     workspace           the largest of what passes, which follow one another
 
-Masters, gradients, moments, published weights and pages are exact (the tests compare them with the
-tensors), activations come within a few per cent, the workspaces are upper estimates of short-lived
-tensors.  Python, torch, the data, the allocator's gaps and the copies that exist while a model is
-loaded (less than training takes) are not counted.  Rollout needs neither gradients nor activations.
-A step of 27 million parameters with 4096 tokens peaked at 1.2 times the estimate, since malloc
-keeps pages of freed workspaces: the warning comes with that margin.
+Masters, gradients, moments, published and frozen weights and pages are exact (the tests compare
+them with the tensors), activations come within a few per cent, the workspaces are upper estimates
+of short-lived tensors.  Python, torch, the data, the allocator's gaps and the copies that exist
+while a model is loaded (less than training takes) are not counted.  Rollout needs neither gradients
+nor activations, and nor does a frozen model that scores. A step of 27 million parameters with 4096
+tokens peaked at 1.2 times the estimate, since malloc keeps pages of freed workspaces: the warning
+comes with that margin.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -31,8 +35,10 @@ from isobit.config.training import TrainingConfig
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import batched_tokens, num_pages_for
+from isobit.memory.frozen import FrozenModel, added_up
+from isobit.memory.published import published_bytes
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder, master_shapes
+from isobit.models.decoder import master_shapes
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.formats import DTYPES
 from isobit.training.optimiser import moment_bytes
@@ -89,15 +95,13 @@ class MemoryEstimate:
             return None
         key = self.largest.lowered_by
         advice = f"{self.largest.name} is the largest item ({gib(self.largest.size)})"
-        advice += (
-            f": lower {key}" if key != _MODEL else f", and {_MODEL} sets it; {self._next_advice()}"
-        )
+        advice += f", and {key} sets it; {self._next_advice()}" if _sets(key) else f": lower {key}"
         needed, free = gib(MARGIN * self.total), gib(available)
         return f"warning: the run may take {needed}, but {free} are free; {advice}"
 
     def _next_advice(self) -> str:
         item = max(
-            (item for item in self.items if item.lowered_by != _MODEL), key=lambda item: item.size
+            (item for item in self.items if not _sets(item.lowered_by)), key=lambda item: item.size
         )
         largest = f"{item.name} ({gib(item.size)}): {item.lowered_by}"
         return f"the largest that another key lowers is {largest}"
@@ -110,9 +114,10 @@ def estimate_memory(
     training: TrainingConfig,
     longest: int,
     sizes: Sizes,
+    frozen: Sequence[FrozenModel] = (),
 ) -> MemoryEstimate:
-    """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes.
-    Raises ConfigError where ``rollout`` gives the cache no page.
+    """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes, beside
+    ``frozen`` models.  Raises ConfigError where ``rollout`` gives the cache no page.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     parameters = sum(masters)
@@ -138,7 +143,9 @@ def estimate_memory(
         MemoryItem(name, size, _LOWERED_BY.get(name, _MICROBATCH), passing=True)
         for name, size in passing.items()
     )
-    return MemoryEstimate((*stays, *passes))
+    keys = {model.name: f"{model.table}.model" for model in frozen}
+    scores = (MemoryItem(name, size, keys[name]) for name, size in added_up(frozen, sizes).items())
+    return MemoryEstimate((*stays, *scores, *passes))
 
 
 def microbatch_tokens(training: TrainingConfig, longest: int) -> int:
@@ -147,19 +154,9 @@ def microbatch_tokens(training: TrainingConfig, longest: int) -> int:
     return min(max(training.tokens_per_microbatch, longest), step)
 
 
-def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
-    """What both sides read, matrices that they share counted once, and the rotary table."""
-    width = DTYPES[flow.training.activations].itemsize
-    total = 4 * shape.max_positions * shape.head_dim
-    total += sizes.head_copy(shape.vocab_size * shape.hidden_size, width)
-    for name, master in build_decoder(shape).masters().items():
-        numbers, path = prod(master.shape), name.rpartition(".")[0]
-        if master.kind == "matrix":
-            sites = {flow.rollout.site(path), flow.training.site(path)}
-            total += sum(sizes.matrix(site, numbers) for site in sites)
-        else:
-            total += width * numbers
-    return total
+def _sets(key: str) -> bool:
+    """Whether a key names a model: there is no lower value of it."""
+    return key.rpartition(".")[2] == _MODEL
 
 
 def _hidden_bytes(shape: ModelConfig, flow: PrecisionFlow) -> int:

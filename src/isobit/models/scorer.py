@@ -16,7 +16,6 @@ from isobit.models.scorable import Scorable
 from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
 
-
 Model = TypeVar("Model", bound=Scorable)
 
 

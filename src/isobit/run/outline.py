@@ -13,6 +13,7 @@ import torch
 from isobit.config.recipe import Recipe
 from isobit.config.training import TrainingConfig
 from isobit.errors import DataError
+from isobit.memory.frozen import FrozenModel
 from isobit.models.device import choose_device
 from isobit.models.loaded import DescribedModel
 from isobit.rollout.request import Request
@@ -33,6 +34,10 @@ class Outline:
     """Tokens of the longest sequence that training can meet."""
     learning: Sequence[str]
     """Lines on the data and the steps."""
+    frozen: tuple[FrozenModel, ...] = ()
+    """Models that only score: a reference model, reward models."""
+    extra_bytes: int = 0
+    """Of a checkpoint, beside policy and optimiser."""
 
     @property
     def model(self) -> DescribedModel:

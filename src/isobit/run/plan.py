@@ -7,7 +7,7 @@ which would be called up over the network.  Nothing is written, and no memory is
 would take.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -22,7 +22,7 @@ from isobit.errors import ConfigError
 from isobit.kernels.backend import backend_of, support
 from isobit.kernels.sizes import Sizes
 from isobit.memory.cache_size import num_pages_for
-from isobit.memory.device import DevicePlan, DevicePlanner
+from isobit.memory.device import MOMENTS, DevicePlan, DevicePlanner
 from isobit.memory.host import MemoryEstimate, estimate_memory
 from isobit.memory.machine import Memory, read_memory
 from isobit.models.decoder import master_shapes
@@ -116,22 +116,30 @@ def plan_training(
 def plan_device_memory(outline: Outline, device: torch.device) -> DevicePlan:
     """The plan of the memory that a device has for itself.
 
-    Raises ConfigError where the plan does not fit, and where the main memory does not hold the
-    moments that are to go there.
+    Raises ConfigError where the plan does not fit, and where the main memory does not hold what is
+    to go there.
     """
     config, training, shape = outline.config, outline.training, outline.model.config
     flow, memory = build_flow(config.precision, shape.shape), read_memory()
     rollout = config.rollout if outline.generates else None
-    planner = DevicePlanner(shape, flow, support(device.type).sizes, available_memory(device))
+    sizes, total = support(device.type).sizes, available_memory(device)
+    planner = DevicePlanner(shape, flow, sizes, total, outline.frozen)
     plan = planner.plan(rollout, training, outline.longest)
-    if memory is not None and plan.host > memory.available:
-        smaller = advise_smaller_moments(training.moments)
-        raise ConfigError(
-            f"training.offload_moments puts {gib(plan.host)} into main memory, and "
-            f"{gib(memory.available)} are free: leave it out"
-            + (f", or {smaller}" if smaller else "")
-        )
+    if memory is not None and sum(plan.host.values()) > memory.available:
+        raise ConfigError(_too_much_offloaded(outline, plan.host, memory.available))
     return plan
+
+
+def _too_much_offloaded(outline: Outline, host: Mapping[str, int], available: int) -> str:
+    """What would go to main memory, by the keys that send it there."""
+    keys = {model.name: f"{model.table}.offload" for model in outline.frozen}
+    keys[MOMENTS] = "training.offload_moments"
+    parts = [f"{keys[name]} puts {gib(size)} into main memory" for name, size in host.items()]
+    smaller = advise_smaller_moments(outline.training.moments) if MOMENTS in host else ""
+    return (
+        f"{' and '.join(parts)}, and {gib(available)} are free: leave "
+        f"{'it' if len(parts) == 1 else 'one'} out{f', or {smaller}' if smaller else ''}"
+    )
 
 
 def available_memory(device: torch.device) -> int:
@@ -149,6 +157,7 @@ def _plan_main_memory(outline: Outline, flow: PrecisionFlow, sizes: Sizes) -> Me
         outline.training,
         outline.longest,
         sizes,
+        outline.frozen,
     )
     if outline.generates:
         return estimate
