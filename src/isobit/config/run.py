@@ -11,6 +11,7 @@ from isobit.config.checkpoint import CheckpointConfig
 from isobit.config.data import DataConfig
 from isobit.config.evaluation import EvaluationConfig
 from isobit.config.precision import PrecisionConfig
+from isobit.config.reference import ReferenceConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.tracking import TrackingConfig
@@ -34,6 +35,7 @@ class RunConfig(Strict):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     check: CheckConfig = CheckConfig()
