@@ -44,8 +44,8 @@ _ALGORITHMS: dict[str, Changes] = {
     "ppo": {"training.updates_per_batch": "2"},
 }
 _TIS = '{type = "tis", level = "token", max = 2.0}'
-_MIS = '{type = "mis", level = "geometric", low = 0.99, high = 1.001}'
-_ICEPOP = '{type = "icepop", low = 0.5, high = 5.0}'
+_MIS = '{type = "mis", level = "geometric", min = 0.99, max = 1.001}'
+_ICEPOP = '{type = "icepop", min = 0.5, max = 5.0}'
 
 RUNS: dict[str, dict[str, Changes]] = {
     "algorithms": {
@@ -82,7 +82,7 @@ def run(suite: str, name: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "run"
         settings = {"seed": str(seed), "output": str(output), "device": "cpu"}
-        settings |= {"threads": str(THREADS), "checkpoint.keep_last": "0"} | RUNS[suite][name]
+        settings |= {"threads": str(THREADS), "checkpoint.keep_last": "0", **RUNS[suite][name]}
         overrides = [word for key, value in settings.items() for word in (f"--{key}", value)]
         command = [sys.executable, "-m", "isobit.cli.main", "train", str(RECIPE), *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}

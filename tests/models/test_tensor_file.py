@@ -19,6 +19,8 @@ TENSORS = {
     "one": torch.randn(1, 1).bfloat16(),
     "codes": torch.randn(7).to(torch.float8_e4m3fn),
     "a byte": torch.tensor([5], dtype=torch.uint8),
+    "ids": torch.arange(3, dtype=torch.int32),
+    "versions": torch.arange(5),
     "z": torch.arange(200, dtype=torch.uint8),
 }
 

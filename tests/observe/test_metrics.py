@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from isobit.observe.metrics import MetricsWriter, length_metrics, reward_metrics, trained_tokens
+from isobit.observe.metrics import MetricsWriter, length_metrics, reward_metrics
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 
@@ -35,10 +35,6 @@ def test_lengths_are_of_all_completions() -> None:
         "response_length/max": 4,
         "response_length/truncated": 0.25,
     }
-
-
-def test_trained_tokens_are_prompts_and_responses_of_samples_with_a_reward() -> None:
-    assert trained_tokens(GROUPS) == (3 + 2) + (3 + 1) + (3 + 1)
 
 
 def test_a_line_and_an_event_a_figure_are_there_once_written(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import AlgorithmConfig, GrpoConfig
-from isobit.config.correction import Correction, NormaliseConfig, TisConfig
+from isobit.config.correction import Correction, NormaliseCorrection, TisCorrection
 from isobit.models.frozen import FrozenPolicy
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
@@ -20,10 +21,15 @@ MakeTrainer = Callable[..., Trainer]
 MakeGroups = Callable[..., list[Group]]
 
 
+LIMIT = 24
+"""Tokens of the longest response."""
+
+
 def judge_of(
-    trainer: Trainer, config: AlgorithmConfig = GrpoConfig(), exact: bool = True, **more: object
+    trainer: Trainer, config: AlgorithmConfig | None = None, exact: bool = True, **more: Any
 ) -> Judge:
-    return Judge(trainer, build_algorithm(config, 64), config, exact, **more)  # pyright: ignore[reportArgumentType]
+    config = config or GrpoConfig()
+    return Judge(trainer, build_algorithm(config, LIMIT), config, exact, LIMIT, **more)
 
 
 def flat(judge: Judge, groups: list[Group]) -> list[Sample]:
@@ -81,10 +87,27 @@ def test_what_the_limit_cut_is_kept_masked_or_excluded(
         found[truncated] = [
             None if one is None else sum(one.advantages) / sum(one.loss_mask) for one in learnt
         ]
-    third = pytest.approx(1 / 3)
     assert found["keep"] == [-0.5, 0.5, 0.5, -0.5]
     assert found["mask"] == [-0.5, None, 0.5, -0.5]
-    assert found["exclude"] == [-third, None, pytest.approx(2 / 3), -third]
+    assert found["exclude"][1] is None
+    assert [one for one in found["exclude"] if one is not None] == pytest.approx(
+        [-1 / 3, 2 / 3, -1 / 3]
+    )
+
+
+def test_long_completions_are_punished(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
+    judge = judge_of(make_trainer(), GrpoConfig(overlong_buffer=8, overlong_penalty=0.5))
+    groups = make_groups(judge.trainer)
+    found = [
+        (sum(sample.sequence.loss_mask), sample.reward)
+        for group in judge.samples_of(groups)
+        for sample in group
+    ]
+    plain = [reward for group in groups for reward in group.rewards]
+    for (length, reward), before in zip(found, plain, strict=True):
+        assert before is not None
+        assert reward == before - 0.5 * max(length - 16, 0) / 8
+    assert any(length > 16 for length, _ in found)
 
 
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-linear", "fp8"])
@@ -159,7 +182,10 @@ def test_a_penalty_in_the_reward_is_the_coefficient_times_the_divergence(
 def test_corrections_are_one_where_old_is_recorded_and_the_ratio_elsewhere(
     make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:
-    corrections: tuple[Correction, ...] = (TisConfig(level="token", max=1.5), NormaliseConfig())
+    corrections: tuple[Correction, ...] = (
+        TisCorrection(level="token", max=1.5),
+        NormaliseCorrection(),
+    )
     judge = judge_of(make_trainer(), corrections=corrections)
     sequences = [s.sequence for s in flat(judge, make_groups(judge.trainer))]
     ones = judge.corrected(sequences)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +23,11 @@ def sample(version: int = 1, advantage: float = 1.0, tokens: int = 3, name: int 
     return Sample(replace(sequence, log_probs=tuple(log_probs)), 0.5, True, advantage)
 
 
-def buffer(seed: int = 0, **settings: float | str) -> ReplayBuffer:
+def buffer(seed: int = 0, **settings: Any) -> ReplayBuffer:
     return ReplayBuffer(ReplayConfig.model_validate({"fraction": 0.5, **settings}), seed)
 
 
-def filled(count: int, **settings: float | str) -> ReplayBuffer:
+def filled(count: int, **settings: Any) -> ReplayBuffer:
     made = buffer(**settings)
     made.keep([sample(name=name) for name in range(count)], version=1)
     return made

@@ -12,6 +12,7 @@ from isobit.config.correction import Correction
 from isobit.config.data import DataConfig
 from isobit.config.evaluation import EvaluationConfig
 from isobit.config.precision import PrecisionConfig
+from isobit.config.reference import ReferenceConfig
 from isobit.config.replay import ReplayConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.rollout import RolloutConfig
@@ -37,6 +38,8 @@ class RunConfig(Strict):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = GrpoConfig()
     corrections: tuple[Correction, ...] = ()
+    """For tokens that another policy drew than the trainer's: their weights are multiplied."""
+    reference: ReferenceConfig = ReferenceConfig()
     replay: ReplayConfig = ReplayConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -23,7 +23,9 @@ import torch
 from safetensors import safe_open
 
 _FORMATS = {
+    torch.int64: "I64",
     torch.float32: "F32",
+    torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.uint8: "U8",

@@ -128,14 +128,16 @@ def course(
     console: Console | None = None,
     resume: bool = False,
     model_when_interrupted: bool = False,
+    extra_bytes: int = 0,
 ) -> Iterator[Course[Run, Log]]:
     """Begin, or with ``resume`` go on with, the training of a model of ``shape`` that ``prepare``
-    makes from ``config``; entered for all of its steps.
+    makes from ``config``; entered for all of its steps.  A checkpoint holds at most ``extra_bytes``
+    beside policy and optimiser.
 
     A signal leaves a checkpoint, and with ``model_when_interrupted`` the model folder too.
     """
     console, clock = console or Console(), Clock()
-    with begin(config, shape, resume, console.line) as start:
+    with begin(config, shape, resume, console.line, extra_bytes) as start:
         with console.busy("loading"):
             run = prepare(config)
             with run.turns.training(clock):

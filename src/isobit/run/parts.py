@@ -6,6 +6,7 @@ pages the KV cache gets: this is the only place where what the engine reads diff
 recipe says.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from isobit.models.loaded import LoadedModel
 from isobit.rollout.native.engine import NativeEngine
 from isobit.run.outline import Outline
 from isobit.run.plan import plan_device_memory
+from isobit.store.training_run import Extra
 from isobit.training.trainer import Trainer
 
 
@@ -80,6 +82,11 @@ class PreparedRun:
     def turns(self) -> Turns:
         """Who has the device's memory when."""
         return self.parts.turns
+
+    @property
+    def extras(self) -> Mapping[str, Extra]:
+        """Nothing but policy and trainer has a state."""
+        return {}
 
     def engine_figures(self) -> dict[str, Any] | None:
         """The sizes that its engine has, whatever the recipe asked for; None without an engine."""

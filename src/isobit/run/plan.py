@@ -108,6 +108,7 @@ def plan_training(
         config.checkpoint,
         config.evaluation,
         folders_by_step(RunDirectory(config.output).checkpoints),
+        outline.extra_bytes,
     )
     disk.check()
     return TrainingPlan(outline, weight_bytes, flow, memory, disk)

@@ -2,12 +2,35 @@
 checkpoint saves and puts back, and what the manifest says of the others.
 """
 
+from collections.abc import Mapping
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from isobit.config.recipe import Recipe
 from isobit.data.sampler import PromptSampler
 from isobit.models.loaded import LoadedModel
 from isobit.training.trainer import Trainer
+
+
+class Extra(Protocol):
+    """A part of a training, beside policy and trainer, that a checkpoint saves and puts back: a
+    reference model, for example, or a replay buffer.
+    """
+
+    def state(self) -> Mapping[str, Any]:
+        """Ready for JSON, and never the same again once ``tensors`` are others: this says whether
+        they still are those of the last moment between two steps.
+        """
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a file of its own holds, by name; where there are none, there is no file."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Be what it was when both were taken.  Raises CheckpointError where that cannot be."""
+        ...
 
 
 class TrainingRun(Protocol):
@@ -31,6 +54,11 @@ class TrainingRun(Protocol):
     @property
     def sampler(self) -> PromptSampler:
         """The order of what is learnt from, and the place in it."""
+        ...
+
+    @property
+    def extras(self) -> Mapping[str, Extra]:
+        """What else a checkpoint holds, by the name of its file."""
         ...
 
     @property

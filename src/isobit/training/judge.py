@@ -23,8 +23,9 @@ import torch
 from isobit.algorithms.corrections import correction_weights
 from isobit.algorithms.kl import token_kl
 from isobit.algorithms.objective import Algorithm, Credit, Judged, JudgedGroup
+from isobit.algorithms.overlong import overlong_punishment
 from isobit.config.algorithm import StepConfig
-from isobit.config.correction import CorrectionConfig
+from isobit.config.correction import Correction
 from isobit.config.training import OldLogProbs
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
@@ -45,8 +46,10 @@ class Judge:
     config: StepConfig
     exact: bool
     """Whether recorded log-probabilities are those of the trainer's own function."""
+    max_new_tokens: int
+    """The length limit, which ``algorithm.overlong_buffer`` is counted from."""
     old_log_probs: OldLogProbs = "auto"
-    corrections: Sequence[CorrectionConfig] = ()
+    corrections: Sequence[Correction] = ()
     reference: FrozenPolicy | None = None
 
     @property
@@ -57,8 +60,8 @@ class Judge:
         return self.old_log_probs == "recomputed"
 
     def samples_of(self, groups: Sequence[Group]) -> list[list[Sample]]:
-        """The completions of graded groups; what the length limit cut is without a reward where
-        that excludes it.
+        """The completions of graded groups, with the punishment of long ones where there is one;
+        what the length limit cut is without a reward where that excludes it.
         """
         return [
             [
@@ -129,8 +132,16 @@ class Judge:
         ]
 
     def _sample(self, sequence: TokenSequence, reward: float | None, truncated: bool) -> Sample:
-        excluded = truncated and self.config.truncated == "exclude"
-        return Sample(sequence, None if excluded else reward, truncated)
+        if truncated and self.config.truncated == "exclude":
+            reward = None
+        if reward is not None and self.config.overlong_buffer is not None:
+            reward += overlong_punishment(
+                sum(sequence.loss_mask),
+                self.max_new_tokens,
+                self.config.overlong_buffer,
+                self.config.overlong_penalty,
+            )
+        return Sample(sequence, reward, truncated)
 
     def _scored(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
         found = list(sequences)

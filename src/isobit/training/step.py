@@ -200,7 +200,8 @@ def train_on_groups(
     ``isobit.models.function.is_one_function`` says of an engine and a trainer.  Raises as
     ``Learner.learn`` does.
     """
-    return Learner(Judge(trainer, algorithm, StepConfig(), exact)).learn(groups)
+    judge = Judge(trainer, algorithm, StepConfig(), exact, max_new_tokens=0)
+    return Learner(judge).learn(groups)
 
 
 def cut_by_prompt(num_groups: int, num_parts: int) -> list[range]:
@@ -251,7 +252,7 @@ def _to_keep(
 
 def _mean_advantage(credit: Credit) -> float:
     given = credit.advantages
-    return given if isinstance(given, float) else fmean(given)
+    return fmean(given) if isinstance(given, tuple) else given
 
 
 def _staleness(parts: Sequence[Sequence[TokenSequence]], version: int) -> float:

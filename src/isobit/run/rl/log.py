@@ -2,7 +2,7 @@
 console, and its summary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +12,6 @@ from isobit.observe.eval_result import EvalResult
 from isobit.observe.metrics import Metrics, step_metrics
 from isobit.observe.training_log import TrainingLog
 from isobit.proof.check import check_step
-from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.run.rl.collect import Collected
 from isobit.run.rl.setup import RlRun

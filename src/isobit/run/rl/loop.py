@@ -11,7 +11,7 @@ from isobit.observe.console import Console
 from isobit.run.course import course
 from isobit.run.rl.collect import collect
 from isobit.run.rl.log import RlLog
-from isobit.run.rl.setup import prepare_rl
+from isobit.run.rl.setup import extra_bytes, prepare_rl
 from isobit.run.rl.summary import RlSummary
 
 
@@ -28,7 +28,8 @@ def train(config: RunConfig, console: Console | None = None, resume: bool = Fals
     learnt is in its last checkpoint in each case.
     """
     shape = read_config(model_folder(config.model))
-    with course(config, shape, prepare_rl, RlLog, console, resume) as training:
+    more = extra_bytes(config, shape)
+    with course(config, shape, prepare_rl, RlLog, console, resume, extra_bytes=more) as training:
         run = training.run
         for step in training.steps():
             collected = collect(training)

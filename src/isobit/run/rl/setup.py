@@ -14,7 +14,7 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.rules import check_run
 from isobit.config.run import RunConfig
 from isobit.data.sampler import PromptSampler
-from isobit.models.frozen import FrozenPolicy
+from isobit.models.config import ModelConfig
 from isobit.models.function import is_one_function
 from isobit.observe.console import describe_policy
 from isobit.observe.eval_result import EvalResult
@@ -28,9 +28,11 @@ from isobit.run.evaluate import Evaluation, Evaluator, Grading, OnProgress, eval
 from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
+from isobit.run.reference import checkpoint_bytes, describe_reference, load_reference
 from isobit.run.rl.data import RlData, load_prompts
-from isobit.run.rl.reference import load_reference, plan_reference
+from isobit.store.training_run import Extra
 from isobit.training.judge import Judge
+from isobit.training.reference import Reference
 from isobit.training.replay import ReplayBuffer
 from isobit.training.step import Learner
 
@@ -69,7 +71,7 @@ class RlRun(PreparedRun):
     sampling: SamplingParams
     engine: RolloutEngine
     evaluator: Evaluator
-    reference: FrozenPolicy | None
+    reference: Reference | None
     """What the policy is held close to; None without a penalty."""
     replay: ReplayBuffer | None
     """None where nothing is learnt from again."""
@@ -115,17 +117,23 @@ class RlRun(PreparedRun):
             self.algorithm,
             config.algorithm,
             self.exact,
+            config.rollout.max_new_tokens,
             config.training.old_log_probs,
             config.corrections,
-            self.reference,
+            None if self.reference is None else self.reference.frozen,
         )
         return Learner(judge, self.replay)
 
     def refresh_reference(self, step: int) -> None:
-        """Let the reference model catch up with the policy after every so many steps."""
-        every = self.config.reference.refresh_every
-        if self.reference is not None and every and step % every == 0:
-            self.reference.take(self.model.policy)
+        """Let the reference model catch up with the policy, where it is time."""
+        if self.reference is not None:
+            self.reference.refresh_if_due(step)
+
+    @property
+    def extras(self) -> Mapping[str, Extra]:
+        """The reference model and the replay buffer, as far as there are any."""
+        found = {"reference": self.reference, "replay": self.replay}
+        return {name: extra for name, extra in found.items() if extra is not None}
 
     def evaluate(self, progress: OnProgress, grading: Grading) -> Evaluation[EvalResult]:
         """Every evaluation set under the current policy."""
@@ -154,7 +162,7 @@ def prepare_rl(config: RunConfig) -> RlRun:
         made.sampling,
         parts.engine,
         Evaluator(parts.engine, made.evaluation, made.reward, config.reward.max_failed_fraction),
-        load_reference(config, parts.model),
+        load_reference(config, parts.model.policy),
         ReplayBuffer(config.replay, config.seed) if config.replay.fraction > 0 else None,
     )
 
@@ -175,7 +183,7 @@ def read_rl(config: RunConfig) -> RlMaterial:
     longest = max(request.max_length(model.config.max_positions) for request in samples)
     training = config.training
     updates = training.updates_per_batch * training.epochs
-    reference = plan_reference(config, model, longest)
+    reference = describe_reference(config, model.config, longest)
     outline = Outline(
         config,
         source,
@@ -188,7 +196,13 @@ def read_rl(config: RunConfig) -> RlMaterial:
             f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "
             f"each; sequences of at most {longest} tokens",
         ),
-        frozen=reference,
-        extra_bytes=extra_bytes(config, reference),
+        frozen=() if reference is None else (reference,),
+        extra_bytes=extra_bytes(config, model.config),
     )
     return RlMaterial(outline, data, algorithm, reward, sampling, evaluation, samples)
+
+
+def extra_bytes(config: RunConfig, model: ModelConfig) -> int:
+    """The most that a checkpoint holds beside policy and optimiser."""
+    replay = config.replay.max_mib * (1 << 20) if config.replay.fraction > 0 else 0
+    return checkpoint_bytes(config, model) + int(replay)

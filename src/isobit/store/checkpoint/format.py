@@ -5,6 +5,8 @@
         optimiser.safetensors    AdamW's moments and step counts: ``MASTER.exp_avg``,
                                  ``MASTER.exp_avg_sq``, ``MASTER.step``, and of 8-bit moments the
                                  scales, ``MASTER.exp_avg_scale``, ``MASTER.exp_avg_sq_scale``
+        EXTRA.safetensors        tensors of what else has a state: a reference model that has been
+                                 refreshed, for example (``isobit.store.training_run.Extra``)
         state.json               counters and cursors (``isobit.store.checkpoint.state``)
         manifest.json            format, step, resolved configuration, versions, figures of the
                                  evaluation, and size and SHA-256 of every other file; its own
@@ -15,6 +17,8 @@ synced, then renamed, and the folder above synced.  A process killed at any poin
 folder, which nobody reads and the next run removes.  Reading: nothing is used whose bytes are not
 those of the manifest; safetensors itself does not notice a flipped bit.  Tensors go from their
 device to the disk and back one by one.
+
+Format 1 had no files of extras, and is read as one without.
 """
 
 import hashlib
@@ -22,7 +26,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +36,14 @@ from isobit.errors import CheckpointError
 from isobit.files import check_free, commit_folder, disk_errors, sync
 from isobit.models.tensor_file import TensorFile, write_tensors
 
-FORMAT = 1
+FORMAT = 2
 MASTERS, OPTIMISER, STATE, MANIFEST = (
     "masters.safetensors",
     "optimiser.safetensors",
     "state.json",
     "manifest.json",
 )
+_TENSORS = ".safetensors"
 _NAME = re.compile(r"step_(\d{6,})")
 _JSON_BYTES = 1 << 16
 """Room for headers and the two JSON files beside the tensors, generously."""
@@ -54,13 +59,22 @@ class Snapshot:
     state: Mapping[str, Any]
     description: Mapping[str, Any]
     """For the manifest: ``config``, ``environment`` and ``evaluation``."""
+    extras: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Tensors of other files, by the file's name without its ending, and by their own."""
+
+    @property
+    def files(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Tensors by file and name."""
+        extras = {f"{name}{_TENSORS}": tensors for name, tensors in self.extras.items() if tensors}
+        assert not extras.keys() & {MASTERS, OPTIMISER}
+        return {MASTERS: self.masters, OPTIMISER: self.moments, **extras}
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the checkpoint will take on the disk, rounded up."""
-        tensors = (*self.masters.values(), *self.moments.values())
+        files = self.files.values()
         return (
-            sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            sum(tensor.nbytes for tensors in files for tensor in tensors.values())
             + len(json.dumps(self.state))
             + _JSON_BYTES
         )
@@ -78,6 +92,15 @@ class Checkpoint:
     def tensors(self) -> tuple[TensorFile, TensorFile]:
         """The masters and the optimiser's state, read as they are asked for."""
         return TensorFile(self.folder / MASTERS), TensorFile(self.folder / OPTIMISER)
+
+    def extras(self) -> dict[str, TensorFile]:
+        """The tensors of all other files, by the file's name without its ending."""
+        names = [name for name in self.manifest["files"] if name.endswith(_TENSORS)]
+        return {
+            name.removesuffix(_TENSORS): TensorFile(self.folder / name)
+            for name in names
+            if name not in (MASTERS, OPTIMISER)
+        }
 
 
 def folder_name(step: int) -> str:
@@ -122,12 +145,10 @@ def _write_files(partial: Path, snapshot: Snapshot) -> None:
     state = json.dumps(snapshot.state, allow_nan=False).encode()
     (partial / STATE).write_bytes(state)
     digests = {
-        MASTERS: write_tensors(partial / MASTERS, snapshot.masters, snapshot.masters.__getitem__),
-        OPTIMISER: write_tensors(
-            partial / OPTIMISER, snapshot.moments, snapshot.moments.__getitem__
-        ),
-        STATE: hashlib.sha256(state).hexdigest(),
+        name: write_tensors(partial / name, tensors, tensors.__getitem__)
+        for name, tensors in snapshot.files.items()
     }
+    digests[STATE] = hashlib.sha256(state).hexdigest()
     files = {}
     for name, digest in digests.items():
         sync(partial / name)

@@ -3,6 +3,7 @@ no run should end on a full disk.
 
     a checkpoint     4 P bytes and the moments'      FP32 masters of P parameters, and what
                                                      ``isobit.training.optimiser.moment_bytes`` says
+                     and those of extras             a refreshed reference model, for example
     the model        2 P bytes                       in BF16, at the end
 
 An old checkpoint goes only once the new one is whole, so that at the last save there are the
@@ -80,12 +81,14 @@ def plan_disk(
     checkpoint: CheckpointConfig,
     evaluation: EvaluationConfig,
     on_disk: Collection[int] = (),
+    extra_bytes: int = 0,
 ) -> DiskPlan:
     """The plan of a run in ``root``, of a model of ``shape``, that has its checkpoints of the steps
-    ``on_disk`` already.
+    ``on_disk`` already; each has at most ``extra_bytes`` of tensors of extras.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
-    size = 4 * sum(masters) + moment_bytes(masters, training.moments) + _BESIDE_TENSORS
+    size = 4 * sum(masters) + moment_bytes(masters, training.moments)
+    size += extra_bytes + _BESIDE_TENSORS
     model = 2 * sum(masters) + _BESIDE_TENSORS
     most = most_at_once(training.steps, checkpoint, evaluation.every, on_disk)
     return DiskPlan(root, size, most, len(on_disk), model, free_bytes(root))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from isobit.config.recipe import Recipe
 from isobit.errors import CheckpointError, ConfigError
@@ -131,9 +132,11 @@ class Start:
 
 
 @contextmanager
-def begin(config: Recipe, shape: ModelConfig, resume: bool, say: Say) -> Iterator[Start]:
-    """Find out where the run of a model of ``shape`` begins; nothing is written or moved before
-    ``Start.open``.
+def begin(
+    config: Recipe, shape: ModelConfig, resume: bool, say: Say, extra_bytes: int = 0
+) -> Iterator[Start]:
+    """Find out where the run of a model of ``shape`` begins, whose checkpoints hold at most
+    ``extra_bytes`` of extras; nothing is written or moved before ``Start.open``.
 
     Raises ConfigError for a directory that is used (without ``resume``), holds no run, or is in use
     by another process, and for a configuration that is not the run's; CheckpointError where no
@@ -146,7 +149,7 @@ def begin(config: Recipe, shape: ModelConfig, resume: bool, say: Say) -> Iterato
             check_unused(directory.root)
             if resume:
                 say(f"nothing to resume in {directory.root}: this is a new run")
-            _plan_disk(config, shape).check()
+            _plan_disk(config, shape, extra_bytes).check()
             yield Start(directory, RewardRecord(say), lock, say)
             return
         with disk_errors(directory.root, "the lock"):
@@ -154,9 +157,10 @@ def begin(config: Recipe, shape: ModelConfig, resume: bool, say: Say) -> Iterato
         checkpoint = newest_usable(directory, say)
         old = _read_manifest(directory, checkpoint)
         step = checkpoint.step if checkpoint else 0
-        changed = check_compatible(old["config"], config.model_dump(mode="json"), step)
+        saved = _with_defaults(old["config"], config)
+        changed = check_compatible(saved, config.model_dump(mode="json"), step)
         on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
-        _plan_disk(config, shape, on_disk).check()
+        _plan_disk(config, shape, extra_bytes, on_disk).check()
         position = checkpoint.state["files"].get(directory.rewards.name, 0) if checkpoint else 0
         rewards = RewardRecord(say, directory.rewards, position)
         say(
@@ -166,10 +170,28 @@ def begin(config: Recipe, shape: ModelConfig, resume: bool, say: Say) -> Iterato
         yield Start(directory, rewards, lock, say, old, checkpoint, changed)
 
 
-def _plan_disk(config: Recipe, shape: ModelConfig, on_disk: Sequence[int] = ()) -> DiskPlan:
+def _plan_disk(
+    config: Recipe, shape: ModelConfig, extra_bytes: int, on_disk: Sequence[int] = ()
+) -> DiskPlan:
     return plan_disk(
-        config.output, shape, config.training, config.checkpoint, config.evaluation, on_disk
+        config.output,
+        shape,
+        config.training,
+        config.checkpoint,
+        config.evaluation,
+        on_disk,
+        extra_bytes,
     )
+
+
+def _with_defaults(saved: Mapping[str, Any], config: Recipe) -> Mapping[str, Any]:
+    """The configuration of a run with the keys that came after it: at their defaults nothing is as
+    it was not.
+    """
+    try:
+        return type(config).model_validate(saved).model_dump(mode="json")
+    except ValidationError:  # keys have gone since; they are named as they stand
+        return saved
 
 
 def newest_usable(directory: RunDirectory, say: Say) -> Checkpoint | None:

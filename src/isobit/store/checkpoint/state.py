@@ -1,6 +1,7 @@
 """What a run is between two steps: taken from it for a checkpoint, and put back.
 
-    tensors    FP32 masters, AdamW's moments
+    tensors    FP32 masters, AdamW's moments, and those of the extras, each of which has a state of
+               its own too (``isobit.store.training_run.Extra``)
     counters   the trainer's updates and skipped steps, the version of the weights
     cursors    the sampler's epoch and place, and the size of every file that grows
                (``isobit.store.journal``)
@@ -53,15 +54,21 @@ def take_boundary(
         "prompts_sha256": run.fingerprint,
         "files": dict(positions),
         "log": log,
+        "extras": _extra_states(run),
     }
     return Boundary(step, state, dict(evaluation))
 
 
 def holds(boundary: Boundary, run: TrainingRun) -> bool:
-    """Whether the tensors still are those of the boundary: no update was taken, or begun,
-    since.
+    """Whether the tensors still are those of the boundary: no update was taken, or begun, and no
+    extra has changed since.
     """
-    return run.trainer.is_whole and run.model.policy.version == boundary.state["weights_version"]
+    state = boundary.state
+    return (
+        run.trainer.is_whole
+        and run.model.policy.version == state["weights_version"]
+        and _extra_states(run) == state["extras"]
+    )
 
 
 def snapshot(boundary: Boundary, run: TrainingRun) -> Snapshot:
@@ -73,14 +80,20 @@ def snapshot(boundary: Boundary, run: TrainingRun) -> Snapshot:
         "evaluation": boundary.evaluation,
     }
     return Snapshot(
-        boundary.step, run.model.policy.masters, run.trainer.moments(), boundary.state, description
+        boundary.step,
+        run.model.policy.masters,
+        run.trainer.moments(),
+        boundary.state,
+        description,
+        {name: extra.tensors() for name, extra in run.extras.items()},
     )
 
 
 def restore(checkpoint: Checkpoint, run: TrainingRun) -> None:
     """Put a freshly prepared run where the checkpoint was taken.
 
-    Raises CheckpointError for tensors that are not this model's, DataError for prompts that are not
+    Raises CheckpointError for tensors that are not this model's, and for extras that cannot be what
+    they were; DataError for prompts that are not
     those of the run.
     """
     state = checkpoint.state
@@ -95,6 +108,25 @@ def restore(checkpoint: Checkpoint, run: TrainingRun) -> None:
     run.trainer.restore(state["trainer"], moments)
     run.trainer.budget.changes = [BudgetChange(**change) for change in state.get("budget", [])]
     run.sampler.restore(state["sampler"])
+    _restore_extras(checkpoint, run)
+
+
+def _extra_states(run: TrainingRun) -> dict[str, Any]:
+    return {name: dict(extra.state()) for name, extra in run.extras.items()}
+
+
+def _restore_extras(checkpoint: Checkpoint, run: TrainingRun) -> None:
+    states, files = checkpoint.state.get("extras", {}), checkpoint.extras()
+    for name in sorted(states.keys() ^ run.extras.keys()):
+        where = "the checkpoint" if name in states else "the run"
+        raise CheckpointError(
+            f"{checkpoint.folder}: only {where} has a {name}: it is not a checkpoint of this run"
+        )
+    for name, extra in run.extras.items():
+        try:
+            extra.restore(states[name], files.get(name, {}))
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.folder}: {name}: {error}") from None
 
 
 def _check_shapes(
