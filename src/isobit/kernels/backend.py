@@ -262,8 +262,11 @@ class Backend(Protocol):
         temperatures: torch.Tensor,
         d_log_probs: torch.Tensor,
         grad: torch.Tensor,
+        d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient of the log-probabilities FP32 [N] -> that of hidden [N, C]; grad [V, C]."""
+        """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for
+        zeros -> that of hidden [N, C]; grad [V, C].
+        """
         ...
 
     def scalar_head_backward(
