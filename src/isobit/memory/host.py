@@ -151,7 +151,8 @@ def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> in
     """What both sides read, matrices that they share counted once, and the rotary table."""
     width = DTYPES[flow.training.activations].itemsize
     total = 4 * shape.max_positions * shape.head_dim
-    total += sizes.head_copy(shape.vocab_size * shape.hidden_size, width)
+    if not shape.score_head:
+        total += sizes.head_copy(shape.vocab_size * shape.hidden_size, width)
     for name, master in build_decoder(shape).masters().items():
         numbers, path = prod(master.shape), name.rpartition(".")[0]
         if master.kind == "matrix":
