@@ -17,7 +17,7 @@ import torch
 from isobit.config.training import Recompute
 from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
-from isobit.models.policy import master_shapes
+from isobit.models.decoder import master_shapes
 from isobit.models.shapes import model_shape
 
 MODES = ("bf16", "fp8-linear", "fp8")

@@ -36,7 +36,7 @@ def add_gradients(
     rows = at.view(sequences, -1)[:, :-1].reshape(-1)
     hidden = whole.forward()
     given = hidden.index_select(0, rows), ids[:, 1:].reshape(-1), torch.ones_like(d_log_probs)
-    head = policy.decoder.head
+    head = policy.decoder.lm_head
     head.token_log_probs(weights, *given)
     d_rows = head.backward(weights, policy.gradient, *given, d_log_probs)
     whole.backward(torch.zeros_like(hidden).index_copy_(0, rows, d_rows))

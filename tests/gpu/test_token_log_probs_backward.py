@@ -96,15 +96,53 @@ def test_a_loss_falls_along_the_gradient() -> None:
     assert gain.item() == pytest.approx(predicted.item(), rel=0.2) and gain > 0
 
 
+@pytest.mark.parametrize("of_log_probs", [True, False])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_gradients_of_entropies_against_fp64(vocab_size: int, of_log_probs: bool) -> None:
+    hidden, weight, targets, temperatures, d_log_probs = some_inputs(300, vocab_size)
+    d_log_probs = of_log_probs * d_log_probs
+    d_entropies = torch.randn_like(d_log_probs)
+    inputs = hidden, weight, targets, temperatures, d_log_probs
+    d_logits, _, _ = exact_gradients(inputs)
+    scale = temperatures.double().masked_fill(temperatures == 0, 1.0)[:, None]
+    log_p = torch.log_softmax(hidden.double() @ weight.double().t() / scale, 1)
+    p = log_p.exp()
+    entropies = -(p * log_p).sum(1, keepdim=True)
+    d_logits -= p * (log_p + entropies) * d_entropies.double()[:, None] / scale
+    grad = torch.zeros_like(weight, dtype=torch.float32)
+    d_hidden = token_log_probs_backward(*inputs, grad, d_entropies)
+    assert distance(d_hidden, d_logits @ weight.double()) < 4e-3
+    assert distance(grad, d_logits.t() @ hidden.double()) < 4e-3
+    again = torch.zeros_like(grad)
+    assert torch.equal(token_log_probs_backward(*inputs, again, d_entropies), d_hidden)
+    assert torch.equal(again, grad)
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_gradients_of_zero_by_the_entropies_are_no_gradients(vocab_size: int) -> None:
+    """Number for number; None leaves the term out of the kernel."""
+    inputs = some_inputs(300, vocab_size)
+    without, with_zeros = (torch.zeros_like(inputs[1], dtype=torch.float32) for _ in range(2))
+    d_hidden = token_log_probs_backward(*inputs, without)
+    zeros = torch.zeros_like(inputs[4])
+    assert torch.equal(token_log_probs_backward(*inputs, with_zeros, zeros), d_hidden)
+    assert torch.equal(with_zeros, without)
+
+
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_rows_of_the_logits_gradient_do_not_depend_on_the_batch(vocab_size: int) -> None:
     hidden, weight, targets, temperatures, d_log_probs = some_inputs(300, vocab_size)
     logits = hidden.float() @ weight.float().t()
     log_sums = log_sum_exp(logits, temperatures)
-    whole = logit_gradients(logits, targets, temperatures, log_sums, d_log_probs)
-    for part in (slice(0, 1), slice(7, 8), slice(44, 300)):
-        inputs = [x[part].clone() for x in (logits, targets, temperatures, log_sums, d_log_probs)]
-        assert torch.equal(logit_gradients(*inputs), whole[part])
+    of_entropies = torch.rand_like(log_sums), torch.randn_like(log_sums)
+    for entropies in (None, of_entropies):
+        given = logits, targets, temperatures, log_sums, d_log_probs
+        whole = logit_gradients(*given, entropies)
+        for part in (slice(0, 1), slice(7, 8), slice(44, 300)):
+            logit, target, temperature, log_sum, d = (x[part].clone() for x in given)
+            own = entropies and (entropies[0][part].clone(), entropies[1][part].clone())
+            alone = logit_gradients(logit, target, temperature, log_sum, d, own)
+            assert torch.equal(alone, whole[part])
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)

@@ -45,7 +45,7 @@ def packed(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch
     weights = policy.weights("training")
     attend = PackedAttention(policy.flow.training, lengths, positions)
     hidden = policy.decoder.hidden_states(weights, ids, attend)
-    head = policy.decoder.head
+    head = policy.decoder.lm_head
     return head.token_log_probs(weights, hidden, ids, torch.ones(ids.numel()))[0]
 
 
@@ -73,7 +73,7 @@ def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.
         weights = policy.weights("rollout")
         attend = PagedAttention(cache, batch, positions)
         hidden = policy.decoder.hidden_states(weights, ids[rows], attend)
-        log_probs[rows] = policy.decoder.head.token_log_probs(
+        log_probs[rows] = policy.decoder.lm_head.token_log_probs(
             weights, hidden, ids[rows], torch.ones(rows.numel())
         )[0]
     return log_probs

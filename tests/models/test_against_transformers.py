@@ -89,7 +89,7 @@ def test_logits_and_gradients(hf_config: Any, seed: int) -> None:
     ids = torch.randint(0, hf_config.vocab_size, (sum(lengths),))
     positions = torch.cat([torch.arange(n) for n in lengths])
     packed = PackedPass(policy, ids, positions, lengths, recompute="none")
-    hidden, head, weights = packed.forward(), policy.decoder.head, policy.weights("training")
+    hidden, head, weights = packed.forward(), policy.decoder.lm_head, policy.weights("training")
     logits = [model(part[None]).logits[0] for part in ids.split(lengths)]
     ours = head.logits(weights, hidden)
     torch.testing.assert_close(ours, torch.cat(logits), atol=1e-4, rtol=1e-4)

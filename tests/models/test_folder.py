@@ -74,7 +74,7 @@ def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path)
         attend = PackedAttention(policy.flow.training, (90,), torch.arange(90))
         hidden = policy.decoder.hidden_states(weights, ids, attend)
         torch.testing.assert_close(
-            policy.decoder.head.logits(weights, hidden),
+            policy.decoder.lm_head.logits(weights, hidden),
             model(ids[None]).logits[0],
             atol=1e-4,
             rtol=1e-4,

@@ -3,7 +3,7 @@ very pass that a GPU runs.
 """
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import pytest
 import torch
@@ -35,14 +35,27 @@ FLOWS = {
     "mixed": MIXED,
 }
 Gradients = dict[str, torch.Tensor]
+ScalarHead = Literal["value", "score"]
+
+
+class OtherGradients(NamedTuple):
+    """The loss's by the scores beside the log-probabilities."""
+
+    entropies: torch.Tensor
+    values: torch.Tensor
 
 
 def make(
-    family: Family, precision: PrecisionConfig, tied: bool = False, kv_heads: int = 2
+    family: Family,
+    precision: PrecisionConfig,
+    tied: bool = False,
+    kv_heads: int = 2,
+    head: ScalarHead | None = None,
 ) -> Policy:
     """Three layers whose linears fill blocks of 128, and norms and biases that do something."""
     dim = 64 if kv_heads == 2 else 32
     config = ModelConfig(family, 64, 128, 256, 3, 4, kv_heads, dim, 256, 1e-6, 1e4, tied)
+    config = replace(config, score_head=head == "score", value_head=head == "value")
     policy = random_policy(config, precision, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -122,29 +135,49 @@ class PlainDecoder:
             h = h + self.linear(functional.silu(gate) * up, f"{path}.down_proj")
         return self.norm(h, "norm")
 
-    def gradients(
-        self, batch: PackedBatch, d_log_probs: torch.Tensor
-    ) -> tuple[torch.Tensor, Gradients]:
-        """The log-probabilities of the batch's targets, and the gradients of every master."""
+    def scores(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        """The log-probabilities of the batch's targets, the entropies, and the values."""
         hidden = torch.cat(
             [self.hidden_states(ids) for ids in batch.token_ids.split(list(batch.lengths))]
-        )
+        )[batch.rows]
         head = self.masters.get("lm_head.weight", self.masters["embed_tokens.weight"])
-        logits = hidden[batch.rows] @ head.t() / batch.temperatures.to(head.dtype)[:, None]
-        log_probs = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
+        logits = hidden @ head.t() / batch.temperatures.to(head.dtype)[:, None]
+        found = logits.log_softmax(-1)
+        scores = {
+            "log_probs": found.gather(1, batch.targets[:, None])[:, 0],
+            "entropies": -(found.exp() * found).sum(-1),
+        }
+        for name in ("value_head.weight", "score.weight"):
+            if name in self.masters:
+                scores["values"] = (hidden @ self.masters[name].t())[:, 0]
+        return scores
+
+    def gradients(
+        self, batch: PackedBatch, d_log_probs: torch.Tensor, others: OtherGradients | None = None
+    ) -> tuple[torch.Tensor, Gradients]:
+        """The log-probabilities of the batch's targets, and the gradients of every master."""
+        scores, d = self.scores(batch), {"log_probs": d_log_probs}
+        d |= {} if others is None else others._asdict()
         found = torch.autograd.grad(
-            log_probs, list(self.masters.values()), d_log_probs.to(head.dtype)
+            [scores[name] for name in d],
+            list(self.masters.values()),
+            [given.to(scores[name].dtype) for name, given in d.items()],
         )
-        return log_probs.detach(), dict(zip(self.masters, found, strict=True))
+        return scores["log_probs"].detach(), dict(zip(self.masters, found, strict=True))
 
 
-def gradients(policy: Policy, recompute: Recompute = "none", passes: int = 1) -> Gradients:
+def gradients(
+    policy: Policy,
+    recompute: Recompute = "none",
+    passes: int = 1,
+    others: OtherGradients | None = None,
+) -> Gradients:
     """What the passes left in the masters, which are clean again."""
     batch, d_log_probs = make_batch(policy.config.vocab_size)
     for _ in range(passes):
         scored = ScoredPass(policy, batch, recompute)
         scored.forward()
-        scored.backward(d_log_probs)
+        scored.backward(d_log_probs, *(others or ()))
     found = {name: master.grad for name, master in policy.masters.items()}
     for master in policy.parameters():
         master.grad = None

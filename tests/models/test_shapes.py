@@ -4,7 +4,7 @@ import pytest
 
 from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
-from isobit.models.policy import master_shapes
+from isobit.models.decoder import master_shapes
 from isobit.models.shapes import SHAPES, model_shape
 
 PARAMETERS = {

@@ -145,6 +145,12 @@ class Backend(Protocol):
         """
         ...
 
+    def scalar_head(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """A number for each hidden state, a value or a score: [N, C] and a published weight [C] ->
+        FP32 [N].
+        """
+        ...
+
     def packed_attention(
         self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor
     ) -> AttendWithBackward:
@@ -256,8 +262,17 @@ class Backend(Protocol):
         temperatures: torch.Tensor,
         d_log_probs: torch.Tensor,
         grad: torch.Tensor,
+        d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient of the log-probabilities FP32 [N] -> that of hidden [N, C]; grad [V, C]."""
+        """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for
+        zeros -> that of hidden [N, C]; grad [V, C].
+        """
+        ...
+
+    def scalar_head_backward(
+        self, hidden: torch.Tensor, weight: torch.Tensor, d: torch.Tensor, grad: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of the numbers FP32 [N] -> that of hidden [N, C]; grad [C]."""
         ...
 
     # Optimiser

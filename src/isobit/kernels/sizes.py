@@ -32,6 +32,7 @@ class WorkShape:
     linears: tuple[LinearShape, ...]
     hidden_size: int
     vocab_size: int
+    """0 for a model without lm_head."""
     tokens: int
     """Of the largest micro-batch."""
     longest: int

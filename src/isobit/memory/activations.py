@@ -75,7 +75,7 @@ def _work(shape: ModelConfig, tokens: int, longest: int) -> WorkShape:
         AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim),
         tuple(shape.shape.linears.values()),
         shape.hidden_size,
-        shape.vocab_size,
+        0 if shape.score_head else shape.vocab_size,
         tokens,
         longest,
     )

@@ -13,7 +13,9 @@ def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> in
     """What both sides read, matrices that they share counted once, and the rotary table."""
     width = DTYPES[flow.training.activations].itemsize
     rope = 4 * shape.max_positions * shape.head_dim
-    head = sizes.head_copy(shape.vocab_size * shape.hidden_size, width)
+    head = 0
+    if not shape.score_head:
+        head = sizes.head_copy(shape.vocab_size * shape.hidden_size, width)
     return rope + head + master_bytes(shape, flow, sizes)
 
 

@@ -52,6 +52,10 @@ class ModelConfig:
     rope_theta: float
     tied_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    score_head: bool = False
+    """A reward model: one score instead of lm_head's logits."""
+    value_head: bool = False
+    """Beside lm_head, the value of each state (PPO's critic); no checkpoint has it."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -23,6 +23,7 @@ from isobit.models.layers.embedding import Embedding
 from isobit.models.layers.head import Head
 from isobit.models.layers.mlp import Mlp
 from isobit.models.layers.norm import Norm
+from isobit.models.layers.scalar_head import ScalarHead
 from isobit.models.layers.unit import Master, MlpUnit
 from isobit.models.weights import Weights
 
@@ -43,17 +44,30 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The units of a decoder, in the order of the forward."""
+    """The units of a decoder, in the order of the forward.
+
+    ``head`` and ``value`` both read the final hidden states; at least one is there.
+    """
 
     embedding: Embedding
     layers: tuple[Layer, ...]
     norm: Norm
-    head: Head
+    head: Head | None
+    """lm_head; None in a reward model."""
+    value: ScalarHead | None = None
+    """The values of states, or a reward model's scores."""
+
+    @property
+    def lm_head(self) -> Head:
+        """``head`` of a model that must have one."""
+        assert self.head is not None, "a reward model has no lm_head"
+        return self.head
 
     def masters(self) -> dict[str, Master]:
         """Every master by name."""
         halves = [unit for layer in self.layers for unit in (layer.attention, layer.mlp)]
-        units = (self.embedding, *halves, self.norm, self.head)
+        heads = [head for head in (self.head, self.value) if head is not None]
+        units = (self.embedding, *halves, self.norm, *heads)
         return {name: master for unit in units for name, master in unit.masters().items()}
 
     def hidden_states(
@@ -81,7 +95,12 @@ def build_decoder(config: ModelConfig) -> Decoder:
     )
     embedding = Embedding(config.vocab_size, config.hidden_size)
     head = Head(config.vocab_size, config.hidden_size, config.tied_embeddings)
-    return Decoder(embedding, layers, norm, head)
+    if config.score_head:
+        return Decoder(
+            embedding, layers, norm, None, ScalarHead("score", config.hidden_size, "score.weight")
+        )
+    value = ScalarHead("value_head", config.hidden_size, None) if config.value_head else None
+    return Decoder(embedding, layers, norm, head, value)
 
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +57,26 @@ def load_policy(
     precision: PrecisionConfig,
     device: torch.device | str = "cpu",
     trainable: bool = True,
+    value_head: bool = False,
 ) -> Policy:
-    """Read a Hugging Face folder into FP32 masters on a device and publish them in the given flow.
+    """Read a Hugging Face folder into FP32 masters on a device and publish them in the given flow;
+    with a ``value_head`` of zeros where asked for.
 
     Raises ModelError for a missing, damaged, misshaped, superfluous or non-finite tensor, by
     name and file.
     """
-    config = read_config(folder)
+    config = replace(read_config(folder), value_head=value_head)
     return Policy(config, precision, read_masters(folder, config), device, trainable)
 
 
 def read_masters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Each master by name, FP32, put together from the checkpoint's tensors; one at a time is in
-    memory.
+    memory.  What no checkpoint has is zeros.
 
     Raises ModelError as ``load_policy`` does; what the headers show, before the first master.
     """
-    tied = build_decoder(config).head.tied
+    head = build_decoder(config).head
+    tied = head is not None and head.tied
     expected = checkpoint_shapes(config)
     files: dict[str, Path] = {}
     for file in weight_files(folder):
@@ -93,21 +97,20 @@ def read_masters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     for name, master in build_decoder(config).masters().items():
-        values = torch.empty(master.shape)
-        for part, rows in zip(master.parts, values.split(list(master.parts.values())), strict=True):
+        values = torch.zeros(master.shape)
+        for part, rows in master.of_checkpoint(values).items():
             rows.copy_(_read_tensor(files[part], part))
         yield name, values
 
 
 def save_policy(policy: Policy, folder: Path, tokenizer_from: Path | None = None) -> None:
-    """Write the BF16 rounding of the masters as a Hugging Face folder, with the tokenizer files of
-    another folder if given.
+    """Write the BF16 rounding of the masters that checkpoints have as a Hugging Face folder, with
+    the tokenizer files of another folder if given.
     """
     folder.mkdir(parents=True, exist_ok=True)
     masters: dict[str, torch.Tensor] = {}
     for name, described in policy.decoder.masters().items():
-        rows = policy.masters[name].detach().split(list(described.parts.values()))
-        masters |= zip(described.parts, rows, strict=True)
+        masters |= described.of_checkpoint(policy.masters[name].detach())
     layout = {
         part: torch.empty(master.shape, dtype=torch.bfloat16, device="meta")
         for part, master in masters.items()

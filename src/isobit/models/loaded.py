@@ -80,14 +80,16 @@ def load_model(
     precision: PrecisionConfig,
     device: torch.device | str = "cpu",
     trainable: bool = True,
+    value_head: bool = False,
 ) -> LoadedModel:
-    """Read a model folder, or ``starter``, and publish its weights in the given flow, on a device.
+    """Read a model folder, or ``starter``, and publish its weights in the given flow, on a device;
+    with a ``value_head`` of zeros where asked for.
 
     Raises ModelError for a folder that cannot be used, ConfigError for precision options that
     the model does not have.
     """
     folder = model_folder(name)
-    policy = load_policy(folder, precision, device, trainable)
+    policy = load_policy(folder, precision, device, trainable, value_head)
     tokenizer = load_tokenizer(folder)
     return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
 

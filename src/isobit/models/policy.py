@@ -8,7 +8,8 @@ training have the same formats at a site, its weight exists once.
 The masters are those of the units (``isobit.models.layers``), by name: ``embed_tokens.weight``,
 ``layers.N.{input_norm, post_attention_norm, q_norm, k_norm}.weight``, ``layers.N.{qkv_proj, o_proj,
 gate_up_proj, down_proj}.weight`` (q, k, v and gate, up are fused along their outputs),
-``layers.N.qkv_proj.bias``, ``norm.weight``, and ``lm_head.weight`` where it is not tied.
+``layers.N.qkv_proj.bias``, ``norm.weight``, ``lm_head.weight`` where it is not tied, and
+``value_head.weight`` or ``score.weight``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from isobit.kernels.backend import backend_of
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable
 from isobit.models.config import ModelConfig, inverse_frequencies
-from isobit.models.decoder import build_decoder, master_shapes
+from isobit.models.decoder import build_decoder
 from isobit.models.layers.head import PUBLISHED
 from isobit.models.published_change import PublishedChange
 from isobit.models.weights import Weights
@@ -147,14 +148,15 @@ class Policy:
     def _publish_plain(self, name: str, master: torch.Tensor) -> None:
         dtype = DTYPES[self.flow.training.activations]
         self._hold(name, master, dtype)
-        if name == self.decoder.head.master:
+        head = self.decoder.head
+        if head is not None and name == head.master:
             table = self._sides["training"].plain[name]
-            head = self.backend.publish_head(table)
-            if head is table:
+            published = self.backend.publish_head(table)
+            if published is table:
                 for weights in self._sides.values():
                     weights.plain[PUBLISHED] = table
             else:
-                self._hold(PUBLISHED, head, dtype)
+                self._hold(PUBLISHED, published, dtype)
 
     def _hold(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         """Both sides read one tensor, which later publications overwrite."""
@@ -175,7 +177,7 @@ def random_policy(
     trainable: bool = True,
 ) -> Policy:
     """Masters drawn on the device as transformers draws them: matrices from N(0, 0.02), norms 1,
-    biases 0.
+    biases 0; and what no checkpoint has, 0.
     """
     return Policy(config, precision, random_masters(config, seed, device), device, trainable)
 
@@ -185,8 +187,11 @@ def random_masters(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and values of one master after the other, as ``random_policy`` has them."""
     generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in master_shapes(config).items():
-        if len(shape) == 2:
+    for name, master in build_decoder(config).masters().items():
+        shape = master.shape
+        if not master.parts:
+            yield name, torch.zeros(shape, device=device)
+        elif len(shape) == 2:
             yield name, torch.randn(shape, generator=generator, device=device).mul_(0.02)
         else:
             yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)

@@ -1,4 +1,6 @@
-"""The scorer: log-probabilities and entropies of given sequences under published weights.
+"""The scorer: log-probabilities and entropies of given sequences under published weights, and
+the values of their states where the model has a head for them (a reward model's are its scores, and
+all it has).
 
 It is what training, ``isobit verify`` and ``isobit verify --bisect`` compute with; it needs no
 masters and no optimiser.  With ``ScoredPass`` the same forward can be taken back.
@@ -36,7 +38,7 @@ class Scorer(Generic[Model]):
         hidden = policy.decoder.hidden_states(weights, token_ids, attend)
         rows = hidden.index_select(0, to_device(batch.rows))
         targets, temperatures = to_device(batch.targets), to_device(batch.temperatures)
-        return _finite(policy.decoder.head.token_log_probs(weights, rows, targets, temperatures))
+        return _finite(_scores(policy, rows, targets, temperatures))
 
 
 class ScoredPass:
@@ -55,12 +57,8 @@ class ScoredPass:
     @torch.no_grad()
     def forward(self) -> TokenScores:
         """The bits of ``Scorer.score``; raises as it does."""
-        weights = self._policy.weights("training")
         self._hidden = self._pass.forward().index_select(0, self._rows)
-        found = self._policy.decoder.head.token_log_probs(
-            weights, self._hidden, self._targets, self._temperatures
-        )
-        return _finite(found)
+        return _finite(_scores(self._policy, self._hidden, self._targets, self._temperatures))
 
     @torch.no_grad()
     def backward(
@@ -72,33 +70,80 @@ class ScoredPass:
         """Add the gradients to the masters' ``grad``: FP32 [N] each, the loss's gradient by each
         score, None where it does not depend on it.  The pass is used up.
         """
-        assert d_log_probs is not None
-        assert d_entropies is None
-        assert d_values is None
-        self._pass.backward(self._d_hidden(d_log_probs))
+        self._pass.backward(self._d_hidden(d_log_probs, d_entropies, d_values))
 
-    def _d_hidden(self, d_log_probs: torch.Tensor) -> torch.Tensor:
-        """The gradient of the hidden states [T, C], through lm_head.  What it is made of is gone
+    def _d_hidden(
+        self,
+        d_log_probs: torch.Tensor | None,
+        d_entropies: torch.Tensor | None,
+        d_values: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The gradient of the hidden states [T, C], through the heads.  What it is made of is gone
         when the layers' turn comes.
         """
         assert self._hidden is not None, "the forward comes first"
-        policy, (hidden, self._hidden) = self._policy, (self._hidden, None)
-        d_rows = policy.decoder.head.backward(
+        hidden, self._hidden = self._hidden, None
+        d_rows = self._through_head(hidden, d_log_probs, d_entropies)
+        if d_values is not None:
+            through = self._through_value(hidden, d_values)
+            d_rows = through if d_rows is None else d_rows.add_(through)
+        assert d_rows is not None, "the loss depends on no score"
+        tokens = self.batch.token_ids.numel()
+        return d_rows.new_zeros((tokens, hidden.shape[1])).index_copy_(0, self._rows, d_rows)
+
+    def _through_head(
+        self,
+        hidden: torch.Tensor,
+        d_log_probs: torch.Tensor | None,
+        d_entropies: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """[N, C], through lm_head."""
+        if d_log_probs is None:
+            if d_entropies is None:
+                return None
+            d_log_probs = torch.zeros_like(d_entropies)
+        policy = self._policy
+        return policy.decoder.lm_head.backward(
             policy.weights("training"),
             policy.gradient,
             hidden,
             self._targets,
             self._temperatures,
-            policy.backend.to_device(d_log_probs),
+            self._on_device(d_log_probs),
+            None if d_entropies is None else self._on_device(d_entropies),
         )
-        tokens = self.batch.token_ids.numel()
-        return d_rows.new_zeros((tokens, hidden.shape[1])).index_copy_(0, self._rows, d_rows)
+
+    def _through_value(self, hidden: torch.Tensor, d_values: torch.Tensor) -> torch.Tensor:
+        """[N, C], through the scalar head."""
+        policy = self._policy
+        assert policy.decoder.value is not None, "a model without a scalar head has no values"
+        weights, d = policy.weights("training"), self._on_device(d_values)
+        return policy.decoder.value.backward(weights, policy.gradient, hidden, d)
+
+    def _on_device(self, d: torch.Tensor) -> torch.Tensor:
+        """As kernels read it: autograd's gradient of a mean is one number, spread."""
+        return self._policy.backend.to_device(d.contiguous())
 
 
-def _finite(found: tuple[torch.Tensor, torch.Tensor]) -> TokenScores:
-    log_probs, entropies = (values.cpu() for values in found)
+def _scores(
+    policy: Policy, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+) -> TokenScores:
+    """By every head that the decoder has, of the hidden states [N, C] that predict the targets; on
+    the policy's device.
+    """
+    decoder, weights = policy.decoder, policy.weights("training")
+    log_probs = entropies = temperatures.new_empty(0)
+    if decoder.head is not None:
+        log_probs, entropies = decoder.head.token_log_probs(weights, hidden, targets, temperatures)
+    values = None if decoder.value is None else decoder.value.forward(weights, hidden)
+    return TokenScores(log_probs, entropies, values)
+
+
+def _finite(found: TokenScores) -> TokenScores:
+    """On the host."""
+    log_probs, entropies = found.log_probs.cpu(), found.entropies.cpu()
     if not torch.isfinite(log_probs).all():
         raise NonFiniteError(
             "training forward: the log-probability of a sampled token is not finite"
         )
-    return TokenScores(log_probs, entropies)
+    return TokenScores(log_probs, entropies, None if found.values is None else found.values.cpu())

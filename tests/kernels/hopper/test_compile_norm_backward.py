@@ -1,5 +1,5 @@
-"""Backward of the norm, of what lies around attention, and of the embedding: they compile for sm_90
-without a GPU.
+"""Backward of the norm, of what lies around attention, and of the embedding, and the head of one
+output: they compile for sm_90 without a GPU.
 
 No spills, wide memory accesses, no atomics, and no contraction where the CPU's bits are promised.
 """
@@ -18,7 +18,13 @@ triton = pytest.importorskip(
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from isobit.kernels.hopper import block_sums, embedding_backward, norm_backward, qkv_backward  # noqa: E402
+from isobit.kernels.hopper import (  # noqa: E402
+    block_sums,
+    embedding_backward,
+    norm_backward,
+    qkv_backward,
+    scalar_head,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 REGISTERS = 65536  # of a multiprocessor
@@ -38,12 +44,15 @@ TYPES = {
             "Q_NORM",
             "K_NORM",
             "D_QKV",
+            "HIDDEN",
+            "D_HIDDEN",
         ),
         "*bf16",
     ),
     **dict.fromkeys(("SUMS", "Q_SUMS", "K_SUMS", "BIAS_SUMS", "GRAD", "COS", "SIN"), "*fp32"),
+    **dict.fromkeys(("D", "OUT"), "*fp32"),
     **dict.fromkeys(("POSITION", "SORTED", "TOKEN"), "*i64"),
-    **dict.fromkeys(("tokens", "tokens_of_block", "blocks"), "i32"),
+    **dict.fromkeys(("tokens", "tokens_of_block", "blocks", "count", "rows_of_block"), "i32"),
     "END": "*i32",
     "epsilon": "fp32",
 }
@@ -90,6 +99,18 @@ def test_norm(columns: int, residual: bool, tmp_path: Path) -> None:
     )
     assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
     assert REGISTERS // (registers * 32 * warps) * warps >= 16  # warps of a multiprocessor
+
+
+@pytest.mark.parametrize("columns", [128, 896, 1024, 2560, 4096, 5120, 8192])
+def test_scalar_head(columns: int, tmp_path: Path) -> None:
+    width, rows, warps = norm_backward.layout(columns)
+    constants = {"C": columns, "WIDTH": width, "ROWS": rows}
+    for kernel in (scalar_head._output_kernel, scalar_head._backward_kernel):
+        sass, registers, stack = compile_for_hopper(
+            kernel, constants, warps, tmp_path, enable_fp_fusion=False
+        )
+        assert stack == 0 and "LDG.E.128" in sass
+        assert REGISTERS // (registers * 32 * warps) * warps >= 16  # warps of a multiprocessor
 
 
 @pytest.mark.parametrize("columns", [64, 4096, 6144])

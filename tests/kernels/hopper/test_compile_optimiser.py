@@ -23,6 +23,7 @@ TYPES = {
     **dict.fromkeys(
         ("MASTER", "GRAD", "LOGITS", "TEMPERATURE", "LOG_SUM", "D_LOG_PROB", "X"), "*fp32"
     ),
+    **dict.fromkeys(("ENTROPY", "D_ENTROPY"), "*fp32"),
     **dict.fromkeys(
         ("clip", "beta1", "rest1", "beta2", "rest2", "root", "epsilon", "size", "decay"), "fp32"
     ),
@@ -111,9 +112,11 @@ def test_gradient_norm(tmp_path: Path) -> None:
     assert stack == 0
 
 
+@pytest.mark.parametrize("of_entropies", [True, False])
 @pytest.mark.parametrize("size", [151936, 40])
-def test_gradient_of_the_logits(size: int, tmp_path: Path) -> None:
-    constants = {"V": size, "WIDTH": token_log_probs._WIDTH}
+def test_gradient_of_the_logits(size: int, of_entropies: bool, tmp_path: Path) -> None:
+    constants: dict[str, Any] = {"V": size, "WIDTH": token_log_probs._WIDTH}
+    constants |= {} if of_entropies else {"ENTROPY": None, "D_ENTROPY": None}
     _, sass, stack = compile_for_hopper(
         token_log_probs._gradient_kernel, constants, tmp_path, {"OUT": "*bf16"}
     )

@@ -61,6 +61,46 @@ def test_values_are_those_of_the_logits_and_gradients_those_of_autograd(
     assert error(grad, exact_head) < 1e-5, "the head's gradient is FP32 in every flow"
 
 
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("of_log_probs", [True, False], ids=["and log-probabilities", "alone"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_entropies_are_those_of_autograd(
+    dtype: torch.dtype, of_log_probs: bool
+) -> None:
+    """In FP64, with autograd in FP32 as the yardstick; one row is nearly certain."""
+    hidden, head, targets, temperatures = inputs(dtype)
+    hidden[3] = 40 * head[7]
+    d, d_entropies = of_log_probs * torch.randn(ROWS), torch.randn(ROWS)
+    found = []
+    for to in (torch.float64, torch.float32):
+        wide = hidden.detach().to(to).requires_grad_(), head.detach().to(to).requires_grad_()
+        scores = plain(*wide, targets, temperatures.to(to))
+        found.append(torch.autograd.grad(scores, wide, (d.to(to), d_entropies.to(to))))
+    exact, yardstick = found
+    grad = torch.zeros(VOCAB, WIDTH)
+    given = hidden, head, targets, temperatures
+    d_hidden = token_log_probs_backward(*given, d, grad, d_entropies)
+    rounding = 0.0 if dtype == torch.float32 else 2.0**-8
+    assert d_hidden.dtype == dtype
+    assert error(d_hidden, exact[0]) <= 2 * error(yardstick[0], exact[0]) + rounding
+    assert error(grad, exact[1]) <= 2 * error(yardstick[1], exact[1])
+    again, twice = torch.zeros(VOCAB, WIDTH), d_entropies + d_entropies
+    doubled = token_log_probs_backward(*given, d + d, again, twice)
+    assert torch.equal(doubled, d_hidden + d_hidden) and torch.equal(again, grad + grad)
+
+
+def test_without_gradients_of_entropies_the_bits_are_those_of_the_short_formula() -> None:
+    hidden, head, targets, temperatures = inputs(torch.bfloat16)
+    d, grad = torch.randn(ROWS), torch.zeros(VOCAB, WIDTH)
+    d_hidden = token_log_probs_backward(hidden, head, targets, temperatures, d, grad, None)
+    scaled, wide = d[:, None] / temperatures[:, None], head.float()
+    logits = hidden.float() @ wide.t() / temperatures[:, None]
+    d_logits = torch.softmax(logits, -1) * -scaled
+    d_logits.scatter_add_(1, targets[:, None], scaled)
+    assert torch.equal(d_hidden, (d_logits @ wide).bfloat16())
+    assert torch.equal(grad, torch.zeros(VOCAB, WIDTH).addmm_(d_logits.t(), hidden.float()))
+
+
 def test_gradients_are_added_as_one_sum_and_repeat_their_bits() -> None:
     hidden, head, targets, temperatures = inputs(torch.bfloat16)
     d, before = torch.randn(ROWS), torch.randn(VOCAB, WIDTH)

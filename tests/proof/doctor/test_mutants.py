@@ -19,6 +19,7 @@ from isobit.kernels.spec import (
     quantise,
     rope,
     sampling,
+    scalar_head,
     swiglu,
 )
 from isobit.proof.doctor.examine import _verify_starter
@@ -165,6 +166,15 @@ def rollouts_attention_in_fp32(patch: Patch) -> None:
     patch.setattr(paged_attention, "attend", attend)
 
 
+def scalar_head_of_one_row_by_a_library(patch: Patch) -> None:
+    exact = scalar_head.scalar_head
+    patch.setattr(
+        scalar_head,
+        "scalar_head",
+        lambda hidden, weight: exact(hidden, weight) if len(hidden) > 1 else hidden @ weight,
+    )
+
+
 def log_softmax_of_torch_for_one_row(patch: Patch) -> None:
     exact = log_prob.log_softmax
 
@@ -210,6 +220,7 @@ def exp_that_depends_on_its_place(patch: Patch) -> None:
         (exp2_in_attention, "cpu: attention in BF16"),
         (wrong_exp_on_both_sides_of_attention, "cpu: attention in E4M3"),
         (rollouts_attention_in_fp32, "cpu: attention in BF16"),
+        (scalar_head_of_one_row_by_a_library, "cpu: scalar head"),
         (log_softmax_of_torch_for_one_row, "cpu: log-softmax"),
         (another_noise, "cpu: sampling"),
         (a_draw_with_noise_by_row, "cpu: sampling"),

@@ -105,7 +105,7 @@ def trainer_log_probs(
         attend = PackedAttention(policy.flow.training, tuple(lengths), places)
         hidden = policy.decoder.hidden_states(weights, torch.tensor(ids), attend)
         targets = torch.tensor([ids[row + 1] for row in rows])
-        return policy.decoder.head.token_log_probs(
+        return policy.decoder.lm_head.token_log_probs(
             weights, hidden[torch.tensor(rows)], targets, torch.tensor(temperatures)
         )[0]
 

@@ -26,6 +26,7 @@ from isobit.kernels.hopper.publish import publish, publish_head, republish
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.hopper.quantise import quantise_rows, swiglu
 from isobit.kernels.hopper.sampling import draw_tokens
+from isobit.kernels.hopper.scalar_head import scalar_head, scalar_head_backward
 from isobit.kernels.hopper.swiglu import swiglu_backward, swiglu_input, swiglu_saved
 from isobit.kernels.hopper.token_log_probs import (
     head_logits,
@@ -62,6 +63,7 @@ class HopperBackend:
     linear = staticmethod(linear)
     head_logits = staticmethod(head_logits)
     token_log_probs = staticmethod(token_log_probs)
+    scalar_head = staticmethod(scalar_head)
     packed_attention = PackedAttention
     draw = staticmethod(draw_tokens)
 
@@ -73,6 +75,7 @@ class HopperBackend:
     rms_norm_backward = staticmethod(rms_norm_backward)
     embedding_backward = staticmethod(embedding_backward)
     token_log_probs_backward = staticmethod(token_log_probs_backward)
+    scalar_head_backward = staticmethod(scalar_head_backward)
 
     adamw_step = staticmethod(adamw_step)
     gradient_norm = staticmethod(gradient_norm)

@@ -8,6 +8,7 @@ q(n) = n + n / 32 bytes are n numbers in E4M3 with an FP32 scale for each 128.
     backward
     lm_head      6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows backward: a part of the logits
                  of about 1 GiB; logits and their gradient of 2 GiB
+    score head   6 C T, of a model without lm_head
 """
 
 from collections.abc import Mapping
@@ -112,6 +113,8 @@ def attention_gradients(shape: AttentionShape) -> int:
 def workspaces(shape: WorkShape) -> Mapping[str, int]:
     """See above."""
     hidden, vocabulary, tokens = shape.hidden_size, shape.vocab_size, shape.tokens
+    if not vocabulary:
+        return {"score head": 6 * hidden * tokens}
     logits = (BYTES_A_LOGIT * vocabulary + 4 * hidden) * min(tokens, backward_rows(vocabulary))
     return {
         "lm_head, forward": 6 * hidden * tokens

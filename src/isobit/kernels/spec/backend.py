@@ -24,6 +24,7 @@ from isobit.kernels.spec.publish import publish, publish_head, republish
 from isobit.kernels.spec.qkv import qkv_backward
 from isobit.kernels.spec.quantise import quantise_rows
 from isobit.kernels.spec.sampling import draw_tokens
+from isobit.kernels.spec.scalar_head import scalar_head, scalar_head_backward
 from isobit.kernels.spec.swiglu import swiglu, swiglu_backward, swiglu_input, swiglu_saved
 from isobit.kernels.spec.token_log_probs import (
     head_logits,
@@ -55,6 +56,7 @@ class SpecBackend:
     linear = staticmethod(linear)
     head_logits = staticmethod(head_logits)
     token_log_probs = staticmethod(token_log_probs)
+    scalar_head = staticmethod(scalar_head)
     packed_attention = PackedAttention
     draw = staticmethod(draw_tokens)
 
@@ -66,6 +68,7 @@ class SpecBackend:
     rms_norm_backward = staticmethod(rms_norm_backward)
     embedding_backward = staticmethod(embedding_backward)
     token_log_probs_backward = staticmethod(token_log_probs_backward)
+    scalar_head_backward = staticmethod(scalar_head_backward)
 
     adamw_step = staticmethod(adamw_step)
     gradient_norm = staticmethod(gradient_norm)

@@ -11,6 +11,7 @@ a bytes of an activation (2, or 4 in fp32), f bytes of a number of Q, K, V and o
                  4 W (4 H + 6 G) D + 9 B H min(S, 512) S        backward, S the longest sequence
       logits     8 V C + 16 max(2^22, V)                        the head in FP64, and a chunk of
                                                                 logits in all its forms
+      score head 8 T C                                          without lm_head
 Workspaces are upper estimates of short-lived tensors.
 """
 
@@ -86,9 +87,15 @@ def workspaces(shape: WorkShape) -> Mapping[str, int]:
     return {
         "GEMM workspace": _gemm(shape),
         "attention workspace": _attention(shape.attention, shape.longest),
-        "logits chunk": 8 * shape.vocab_size * shape.hidden_size
-        + 16 * max(CHUNK, shape.vocab_size),
+        **_head(shape),
     }
+
+
+def _head(shape: WorkShape) -> Mapping[str, int]:
+    if not shape.vocab_size:
+        return {"score head": 8 * shape.tokens * shape.hidden_size}
+    chunk = 16 * max(CHUNK, shape.vocab_size)
+    return {"logits chunk": 8 * shape.vocab_size * shape.hidden_size + chunk}
 
 
 def _gemm(shape: WorkShape) -> int:

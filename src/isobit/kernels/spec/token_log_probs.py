@@ -7,8 +7,10 @@
 Rows are taken in chunks of at most ``CHUNK`` logits.  The backward recomputes a chunk's logits
 with a plain FP32 GEMM:
 
-    d logits = g (onehot(target) - p) / temperature
+    d logits = (g (onehot(target) - p) - e p (log p + entropy)) / temperature
     dH = d logits W      dW = d logits^T H
+
+of the gradients g of log p and e of the entropy.
 """
 
 import torch
@@ -55,9 +57,10 @@ def token_log_probs_backward(
     temperatures: torch.Tensor,
     d_log_probs: torch.Tensor,
     grad: torch.Tensor,
+    d_entropies: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of the log-probabilities, FP32 [N] -> that of hidden [N, C]; grad, FP32 [V, C],
-    += that of the head.
+    """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for zeros ->
+    that of hidden [N, C]; grad, FP32 [V, C], += that of the head.
     """
     wide = head.float()
     d_hidden, d_head = torch.empty_like(hidden), torch.zeros_like(wide)
@@ -65,13 +68,33 @@ def token_log_probs_backward(
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         h, temperature = hidden[part].float(), temperatures[part, None]
-        scaled = d_log_probs[part, None] / temperature
-        d_logits = torch.softmax(h @ wide.t() / temperature, -1).mul_(-scaled)
-        d_logits.scatter_add_(1, targets[part, None], scaled)
+        d_logits = _scaled_gradients(
+            h @ wide.t() / temperature,
+            targets[part, None],
+            d_log_probs[part, None] / temperature,
+            None if d_entropies is None else d_entropies[part, None] / temperature,
+        )
         d_hidden[part] = (d_logits @ wide).to(hidden.dtype)
         d_head.addmm_(d_logits.t(), h)
     grad.add_(d_head)
     return d_hidden
+
+
+def _scaled_gradients(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    d_log_probs: torch.Tensor,
+    d_entropies: torch.Tensor | None,
+) -> torch.Tensor:
+    """d logits [N, V], from the logits over the temperature and gradients [N, 1] over it."""
+    p = torch.softmax(logits, -1)
+    if d_entropies is None:
+        d_logits = p.mul_(-d_log_probs)
+    else:
+        log_p = torch.log_softmax(logits, -1)
+        entropies = -(p * log_p).sum(-1, keepdim=True)
+        d_logits = p.mul_(log_p.add_(entropies).mul_(-d_entropies).sub_(d_log_probs))
+    return d_logits.scatter_add_(1, targets, d_log_probs)
 
 
 def _chunk_rows(head: torch.Tensor) -> int:

@@ -59,9 +59,12 @@ class Head:
         targets: torch.Tensor,
         temperatures: torch.Tensor,
         d_log_probs: torch.Tensor,
+        d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient of the log-probabilities, FP32 [N] -> that of ``hidden`` [N, C]."""
+        """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for
+        zeros -> that of ``hidden`` [N, C].
+        """
         head = weights.plain[PUBLISHED]
         return weights.backend.token_log_probs_backward(
-            hidden, head, targets, temperatures, d_log_probs, gradient(self.master)
+            hidden, head, targets, temperatures, d_log_probs, gradient(self.master), d_entropies
         )

@@ -20,11 +20,19 @@ class Master:
 
     shape: tuple[int, ...]
     parts: Mapping[str, int]
-    """The checkpoint's tensors that it puts together along its rows, with the rows of each."""
+    """The checkpoint's tensors that it puts together along its rows, with the rows of each.  None
+    where checkpoints do not have it: then it starts at zeros, and no model folder gets it.
+    """
     kind: Literal["matrix", "bias", "plain"] = "plain"
     """A linear's matrix [N, K], quantised as its site says; its bias [N]; or a tensor that is
     published in the format between operators.
     """
+
+    def of_checkpoint(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors by name: the parts' rows of ``values``, not copied."""
+        if not self.parts:
+            return {}
+        return dict(zip(self.parts, values.split(list(self.parts.values())), strict=True))
 
 
 Masters = Mapping[str, Master]

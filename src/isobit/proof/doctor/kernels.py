@@ -50,6 +50,7 @@ def kernel_checks(threads: Sequence[int]) -> list[Check]:
             f"cpu: attention in {format.upper()}": lambda format=format: check_attention(format)
             for format in formats
         },
+        "cpu: scalar head": operations.check_scalar_head,
         "cpu: log-softmax": operations.check_log_softmax,
         "cpu: sampling": operations.check_sampling,
     }

@@ -12,7 +12,17 @@ import torch
 
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable
-from isobit.kernels.spec import gemm, linear, log_prob, noise, norm, rope, sampling, swiglu
+from isobit.kernels.spec import (
+    gemm,
+    linear,
+    log_prob,
+    noise,
+    norm,
+    rope,
+    sampling,
+    scalar_head,
+    swiglu,
+)
 from isobit.kernels.spec.grid import snap_rows
 from isobit.kernels.spec.publish import publish
 from isobit.kernels.spec.quantise import quantise_blocks, quantise_rows
@@ -154,6 +164,15 @@ def check_swiglu() -> torch.Tensor:
     whole = rows_alone(swiglu.swiglu, x)
     gate, up = x.double().chunk(2, -1)
     require_close("SwiGLU", whole, gate / (1 + torch.exp(-gate)) * up, 1e-6)
+    return whole
+
+
+def check_scalar_head() -> torch.Tensor:
+    """A value or a score of hidden states wider than one sum."""
+    weight = _random(5003, seed=1)
+    x = _random(_ROWS, 5003)
+    whole = rows_alone(lambda rows: scalar_head.scalar_head(rows, weight), x)
+    require_close("the scalar head", whole, x.double() @ weight.double(), 1e-6)
     return whole
 
 

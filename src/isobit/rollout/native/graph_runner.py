@@ -179,7 +179,7 @@ class GraphRunner:
         self._cache.clear()
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._policy.decoder.head.logits(self._policy.weights("rollout"), hidden)
+        return self._policy.decoder.lm_head.logits(self._policy.weights("rollout"), hidden)
 
     def _draw(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Drawn:
         return self._backend.draw(logits, draws_of(rows, samples).map(self._backend.to_device))

@@ -158,7 +158,7 @@ class PolicyRunner:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 [N, V] from [N, hidden]."""
-        return self._policy.decoder.head.logits(self._policy.weights("rollout"), hidden)
+        return self._policy.decoder.lm_head.logits(self._policy.weights("rollout"), hidden)
 
     def draw(self, logits: Tensor, draws: Draws) -> Drawn:
         """As the back end does it."""

@@ -21,7 +21,7 @@ from isobit.config.training import OptimisationConfig
 from isobit.errors import StorageError
 from isobit.files import free_bytes
 from isobit.models.config import ModelConfig
-from isobit.models.policy import master_shapes
+from isobit.models.decoder import master_shapes
 from isobit.training.optimiser import moment_bytes
 from isobit.units import gib
 
