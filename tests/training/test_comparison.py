@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from isobit.training.comparison import Comparison, Mismatch, effective_sample_size
+from isobit.training.comparison import Comparison, Mismatch
 
 
 def test_counts_differing_bits() -> None:
@@ -67,10 +67,3 @@ def test_a_vanished_probability_does_not_drown_the_means() -> None:
     assert found is not None
     assert found.ratio_max == pytest.approx(math.exp(20.0))
     assert math.isfinite(found.k3)
-
-
-@pytest.mark.parametrize(
-    ("weights", "share"), [([1.0, 1.0, 1.0], 1.0), ([0.0, 3.0, 0.0], 1 / 3), ([0.0, 0.0], 0.0)]
-)
-def test_effective_sample_size(weights: list[float], share: float) -> None:
-    assert effective_sample_size(torch.tensor(weights)) == pytest.approx(share)

@@ -23,21 +23,29 @@ class TisCorrection(Strict):
     """Each token's rho, or the product over its sequence."""
     max: float = Field(default=2.0, ge=1)
     min: float = Field(default=0.0, ge=0, le=1)
+    """Smaller ratios count as this."""
 
 
 class MisCorrection(Strict):
-    """Masked importance sampling: what lies outside the bounds gets no weight.
+    """Masked importance sampling: what lies outside [min, max] gets no weight.
 
-    token and sequence: rho, where it lies within the bounds.  geometric: 1 for every token of a
-    sequence whose geometric mean of rho does.
+    token and sequence: rho, where it lies within.  geometric: 1 for every token of a sequence whose
+    geometric mean of rho does.
     """
 
     type: Literal["mis"] = "mis"
     level: Literal["token", "sequence", "geometric"] = "token"
-    max: float = Field(default=2.0, ge=1)
-    """The usual one of ``geometric`` is 1.001."""
-    min: float = Field(default=0.0, ge=0, le=1)
-    """The usual one of ``geometric`` is 0.99."""
+    """Each token's rho, the product over its sequence, or the geometric mean over it."""
+    max: float | None = Field(default=None, ge=1)
+    """By default 2, and 1.001 for the geometric mean."""
+    min: float | None = Field(default=None, ge=0, le=1)
+    """By default 0, and 0.99 for the geometric mean."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Where rho, or its mean, counts."""
+        low, high = (0.99, 1.001) if self.level == "geometric" else (0.0, 2.0)
+        return low if self.min is None else self.min, high if self.max is None else self.max
 
 
 class IcePopCorrection(Strict):

@@ -10,7 +10,8 @@ With d = trained - recorded of a token, r = exp(d) the probability ratio of trai
     error   mean of exp(|d|)                NeMo RL's token multiplicative probability error
     ess     (sum r)^2 / (n sum r^2)         effective sample size, as a share of the n tokens
 
-(k1 and k3: J. Schulman, joschu.net/blog/kl-approx.html.)
+(k1 and k3: J. Schulman, joschu.net/blog/kl-approx.html.)  d is kept within +-20, so that a vanished
+probability does not drown everything else.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,7 @@ from typing import Self
 
 import torch
 
-_LARGEST_LOG_RATIO = 20.0
-"""Beyond it exp would drown everything else in the means; verl clamps there, too."""
+from isobit.algorithms.corrections import LARGEST_LOG_RATIO, effective_sample_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Mismatch:
         if not recorded.numel():
             return None
         difference = trained.double() - recorded.double()
-        clamped = difference.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+        clamped = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         ratio = clamped.exp()
         rank = max(1, -(-99 * recorded.numel() // 100))  # of the smallest value that 99% reach
         return cls(
@@ -92,15 +92,6 @@ class Mismatch:
     def figures(self) -> dict[str, float]:
         """By name."""
         return asdict(self)
-
-
-def effective_sample_size(weights: torch.Tensor) -> float:
-    """(sum w)^2 / (n sum w^2) of weights [n], in (0, 1]: 1 where all are equal, 1/n where one has
-    everything; 0 where all are 0.
-    """
-    wide = weights.double()
-    squares = float((wide * wide).sum())
-    return float(wide.sum()) ** 2 / (wide.numel() * squares) if squares else 0.0
 
 
 @dataclass(slots=True)

@@ -21,18 +21,14 @@ from statistics import fmean
 
 import torch
 
+from isobit.algorithms.corrections import effective_sample_size
 from isobit.algorithms.objective import Algorithm, Credit
 from isobit.config.algorithm import StepConfig
 from isobit.config.training import TrainingConfig
 from isobit.errors import ConfigError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
-from isobit.training.comparison import (
-    ComparedTokens,
-    Comparison,
-    Mismatch,
-    effective_sample_size,
-)
+from isobit.training.comparison import ComparedTokens, Comparison, Mismatch
 from isobit.training.judge import Judge
 from isobit.training.out_of_memory import within_memory
 from isobit.training.packing import pack
