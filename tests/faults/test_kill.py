@@ -1,8 +1,8 @@
 """Kill -9 at random moments of ``isobit train``, checkpoint writing included, and resume until it
 is done: the files of a run that nothing happened to.
 
-``ISOBIT_KILLS=30 pytest tests/faults/test_kill.py -s`` kills that often (5 by default) and prints
-where the kills fell.
+``ISOBIT_KILLS=30 pytest tests/faults/test_kill.py -s`` kills each kind of run that often (by default
+5 times, and twice where ``STAGES`` are in it) and prints where the kills fell.
 """
 
 import os
@@ -24,9 +24,20 @@ from isobit.config.run import RunConfig
 from isobit.run.rl.loop import train
 
 KILLS = int(os.environ.get("ISOBIT_KILLS", "5"))
+STAGE_KILLS = int(os.environ.get("ISOBIT_KILLS", "2"))
 LONGEST_DELAY_S = 1.2
 """After a line of output: about as long as the steps take together, with rewards that take their
 time.
+"""
+STAGES: dict[str, dict[str, Any]] = {
+    "fp32 moments": {},
+    "fp8 moments": {"training": {"moments": "fp8"}},
+    "kl": {"algorithm": {"kl_coefficient": 0.1}, "reference": {"refresh_every": 4}},
+    "ppo": {"algorithm": {"name": "ppo", "kl_coefficient": 0.01}},
+    "replay": {"replay": {"fraction": 0.5, "max_staleness": 8}},
+}
+"""What has a state of its own beside policy and optimiser: a reference model, a value head, a
+buffer.
 """
 SLOW_REWARD = "import time; time.sleep(0.003)"
 
@@ -101,30 +112,29 @@ def state_of(output: Path) -> str:
     return f"after the checkpoint of step {newest_checkpoint(output)}"
 
 
-@pytest.mark.parametrize("moments", ["fp32", "fp8"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
-    moments: str,
+    stage: str,
     values: dict[str, Any],
     hook: Callable[[str], None],
     outcome: Callable[[Path], dict[str, Any]],
     tmp_path: Path,
 ) -> None:
     hook(SLOW_REWARD)
-    longer = values | {
-        "training": values["training"] | {"steps": 18, "moments": moments},
-        "checkpoint": {"every": 3},
-    }
+    more, wanted = STAGES[stage], KILLS if stage.endswith("moments") else STAGE_KILLS
+    training = values["training"] | {"steps": 18} | more.get("training", {})
+    longer = values | more | {"training": training, "checkpoint": {"every": 3}}
     train(RunConfig.model_validate(longer | {"output": tmp_path / "uninterrupted"}))
     expected = outcome(tmp_path / "uninterrupted")
-    rng = random.Random(KILLS)
+    rng = random.Random(wanted)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps(longer), encoding="utf-8")
     kills, runs, places = 0, 0, Counter[str]()
-    while kills < KILLS:
+    while kills < wanted:
         output = tmp_path / f"run{runs}"
         runs += 1
         killed = True
-        while killed and kills < KILLS:
+        while killed and kills < wanted:
             attempt = Attempt(recipe, output)
             killed = attempt.kill(rng, aim_at_writing=rng.random() < 0.5)
             attempt.check_repeated()

@@ -21,6 +21,8 @@ TENSORS = {
     "a byte": torch.tensor([5], dtype=torch.uint8),
     "ids": torch.arange(3, dtype=torch.int32),
     "versions": torch.arange(5),
+    "rewards": torch.randn(3, dtype=torch.float64),
+    "truncated": torch.tensor([True, False, True]),
     "z": torch.arange(200, dtype=torch.uint8),
 }
 

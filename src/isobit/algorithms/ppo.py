@@ -16,7 +16,7 @@ follows
 of the values now.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +75,7 @@ class Ppo(ClippedPolicyGradient):
         )
 
 
-def explained_variance(means: dict[str, float]) -> float | None:
+def explained_variance(means: Mapping[str, float]) -> float | None:
     """From the means that the loss reports, over all tokens of an update; None where the returns
     are all equal.
     """

@@ -26,8 +26,27 @@ def check_run(config: RunConfig) -> None:
     check_algorithm(config.algorithm, config.rollout)
     check_corrections(config.corrections)
     check_samples(config.evaluation)
+    check_off_policy(config)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
+
+
+def check_off_policy(config: RunConfig) -> None:
+    """Refuse corrections that have nothing to correct, and replay without the ratio it needs."""
+    algorithm, training = config.algorithm, config.training
+    if config.corrections and training.old_log_probs == "recorded":
+        raise ConfigError(
+            "training.old_log_probs is 'recorded', and corrections weigh tokens by the trainer's "
+            "probability over the recorded one, which would be 1 everywhere; set it to "
+            "'recomputed' (or leave it out in a flow that is not exact), or leave the corrections "
+            "out"
+        )
+    if config.replay.fraction > 0 and algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward":
+        raise ConfigError(
+            "algorithm.kl_in is 'reward', and replay.fraction is above 0: a replayed completion "
+            "keeps the advantage that it had, without the penalty of now; set algorithm.kl_in = "
+            "'loss', or leave the replay out"
+        )
 
 
 def check_sft(config: SftConfig) -> None:

@@ -24,11 +24,13 @@ from safetensors import safe_open
 
 _FORMATS = {
     torch.int64: "I64",
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 _ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
 

@@ -15,6 +15,7 @@ from statistics import fmean, pstdev
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
+from isobit.algorithms.ppo import explained_variance
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
@@ -50,6 +51,11 @@ _TRAINING_NAMES = {
     "ratio_min": "ratio/min",
     "clip_fraction_low": "clip_fraction/low",
     "clip_fraction_high": "clip_fraction/high",
+    "clip_fraction_dual": "clip_fraction/dual",
+    "kl_k1": "kl/k1",
+    "kl_k3": "kl/k3",
+    "value_loss": "value/loss",
+    "value_clip_fraction": "value/clip_fraction",
 }
 
 
@@ -69,6 +75,7 @@ def step_metrics(
         "reward/level_share": trained.level_groups / trained.groups,
         **length_metrics(groups),
         **{name: scalars[key] for key, name in _TRAINING_NAMES.items() if key in scalars},
+        **value_metrics(scalars),
         "updates/taken": len(trained.updates) - trained.skipped_updates,
         "updates/skipped": trained.skipped_updates,
         "log_prob_diff/mean": trained.comparison.mean_abs_diff,
@@ -116,6 +123,16 @@ def mismatch_metrics(mismatch: Mismatch | None) -> Metrics:
         "log_prob_diff/p99": figures.pop("p99_abs_diff"),
         **{f"mismatch/{name}": value for name, value in figures.items()},
     }
+
+
+def value_metrics(scalars: Mapping[str, float]) -> Metrics:
+    """How much of the returns' variance a value head explains; nothing without one, or where all
+    returns are equal.
+    """
+    if "return_square" not in scalars:
+        return {}
+    explained = explained_variance(scalars)
+    return {} if explained is None else {"value/explained_variance": explained}
 
 
 class MetricsWriter:
