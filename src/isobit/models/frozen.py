@@ -49,6 +49,7 @@ class FrozenPolicy:
         self.config, self.flow, self.backend = config, flow, backend
         self.decoder: Decoder = build_decoder(config)
         self._weights = weights
+        self._held = _held(weights, self.decoder)
         self._places: list[torch.Tensor] | None = None
         """In main memory, of an offloaded one."""
         self._visits = False
@@ -83,8 +84,9 @@ class FrozenPolicy:
     @classmethod
     def of(cls, policy: Policy) -> "FrozenPolicy":
         """What a policy's training side reads now, as tensors of its own."""
-        flow, weights = policy.flow.one_sided(SIDE), _copy(policy.weights(SIDE))
-        made = cls(policy.config, flow, policy.backend, weights)
+        config = _that_scores(policy.config)
+        weights = _copy(policy.weights(SIDE), build_decoder(config))
+        made = cls(config, policy.flow.one_sided(SIDE), policy.backend, weights)
         made._remember(policy, True)
         return made
 
@@ -96,14 +98,14 @@ class FrozenPolicy:
     @property
     def num_bytes(self) -> int:
         """Of all that it holds, the rotary table included."""
-        return sum(tensor.nbytes for tensor in _held(self._weights))
+        return sum(tensor.nbytes for tensor in self._held)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name what a checkpoint needs to hold: ``LINEAR.weight`` as it is published, in FP8
         with ``LINEAR.weight.scales``, and all other masters' publications by their names.  Another
         form of lm_head and the rotary table are functions of the rest.
         """
-        return _named(self._weights)
+        return _named(self._weights, self.decoder)
 
     def digest(self) -> str:
         """The SHA-256 of ``tensors``, names, formats and shapes included; computed once."""
@@ -122,7 +124,7 @@ class FrozenPolicy:
         """
         assert self._fits(policy), "only the weights of the same model can be taken"
         assert not self._visits, "what is on the device for a while would stay as it was"
-        theirs = _held(policy.weights(SIDE))
+        theirs = _held(policy.weights(SIDE), self.decoder)
         for mine, tensor in zip(self._lasting(), theirs, strict=True):
             _bytes(mine).copy_(_bytes(tensor), non_blocking=True)
         self.backend.synchronize()
@@ -138,7 +140,9 @@ class FrozenPolicy:
             known, version, equal = self._compared
             if known() is policy and version == policy.version:
                 return equal
-        equal = self._fits(policy) and _same_bytes(self.tensors(), _named(policy.weights(SIDE)))
+        equal = self._fits(policy) and _same_bytes(
+            self.tensors(), _named(policy.weights(SIDE), self.decoder)
+        )
         self._remember(policy, equal)
         return equal
 
@@ -147,7 +151,7 @@ class FrozenPolicy:
         """Take ``tensors`` of another frozen model of the same configuration and flow, one by one.
         Raises CheckpointError for a name, format or shape that is not its own.
         """
-        mine = dict(zip(map(id, _held(self._weights)), self._lasting(), strict=True))
+        mine = dict(zip(map(id, self._held), self._lasting(), strict=True))
         own = self.tensors()
         for name in sorted(own.keys() | tensors.keys()):
             if name not in own or name not in tensors:
@@ -179,7 +183,7 @@ class FrozenPolicy:
         memory = self.backend.memory
         if memory is None or self._places is not None:
             return
-        held = _held(self._weights)
+        held = self._held
         buffer = memory.host_buffer(sum(tensor.nbytes for tensor in held))
         widest_first = sorted(held, key=lambda tensor: -tensor.element_size())  # so that all align
         parts = buffer.split([tensor.nbytes for tensor in widest_first])
@@ -215,22 +219,29 @@ class FrozenPolicy:
 
     def _point_to(self, values: list[torch.Tensor]) -> None:
         """Give the tensors that the weights hold the storage of others."""
-        for tensor, value in zip(_held(self._weights), values, strict=True):
+        for tensor, value in zip(self._held, values, strict=True):
             tensor.data = value
 
     def _lasting(self) -> list[torch.Tensor]:
         """What keeps the weights, in the order of ``_held``: main memory, or the device."""
-        return _held(self._weights) if self._places is None else self._places
+        return self._held if self._places is None else self._places
 
     def _fits(self, policy: Policy) -> bool:
-        return self.config == policy.config and self.flow.training == policy.flow.graph(SIDE)
+        return self.config == _that_scores(
+            policy.config
+        ) and self.flow.training == policy.flow.graph(SIDE)
 
     def _remember(self, policy: Policy, equal: bool) -> None:
         self._compared = weakref.ref(policy), policy.version, equal
 
 
-def _named(weights: Weights) -> dict[str, torch.Tensor]:
-    """What is published from masters, once, by name."""
+def _that_scores(config: ModelConfig) -> ModelConfig:
+    """Of a policy's model what a frozen one has of it."""
+    return config
+
+
+def _named(weights: Weights, decoder: Decoder) -> dict[str, torch.Tensor]:
+    """What is published from the masters of ``decoder``, once, by name."""
     named: dict[str, torch.Tensor] = {}
     for path, linear in weights.linears.items():
         if isinstance(linear.matrix, torch.Tensor):
@@ -240,21 +251,22 @@ def _named(weights: Weights) -> dict[str, torch.Tensor]:
             named[f"{path}.weight.scales"] = linear.matrix.scales
         if linear.bias is not None:
             named[f"{path}.bias"] = linear.bias
-    return named | {name: x for name, x in weights.plain.items() if name != PUBLISHED}
+    masters = decoder.masters()
+    return named | {name: x for name, x in weights.plain.items() if name in masters}
 
 
-def _held(weights: Weights) -> list[torch.Tensor]:
-    """Every tensor once, in a fixed order."""
-    tensors = [*_named(weights).values(), weights.rope.cos, weights.rope.sin]
+def _held(weights: Weights, decoder: Decoder) -> list[torch.Tensor]:
+    """Every tensor that the decoder reads, once, in a fixed order."""
+    tensors = [*_named(weights, decoder).values(), weights.rope.cos, weights.rope.sin]
     head = weights.plain.get(PUBLISHED)
     if head is not None and not any(head is tensor for tensor in tensors):
         tensors.append(head)
     return tensors
 
 
-def _copy(weights: Weights) -> Weights:
-    """The same with tensors of its own; what is one tensor stays one."""
-    copies = {id(tensor): tensor.clone() for tensor in _held(weights)}
+def _copy(weights: Weights, decoder: Decoder) -> Weights:
+    """What a decoder reads, with tensors of its own; what is one tensor stays one."""
+    copies = {id(tensor): tensor.clone() for tensor in _held(weights, decoder)}
 
     def copied(matrix: Operand) -> Operand:
         if isinstance(matrix, torch.Tensor):
@@ -269,7 +281,7 @@ def _copy(weights: Weights) -> Weights:
         )
         for path, one in weights.linears.items()
     }
-    plain = {name: copies[id(tensor)] for name, tensor in weights.plain.items()}
+    plain = {name: copies[id(x)] for name, x in weights.plain.items() if id(x) in copies}
     rope = RopeTable(copies[id(weights.rope.cos)], copies[id(weights.rope.sin)])
     return Weights(weights.backend, rope, linears, plain)
 

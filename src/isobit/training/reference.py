@@ -1,17 +1,13 @@
-"""The reference model of a KL penalty: frozen weights that score what the policy learns from, and
-that may follow it from time to time.
+"""What a checkpoint holds of the reference model: a frozen model that may follow the policy.
 
-    log_probs        by the same forward over the same packed batches as the policy's.  While all
-                     published bytes are the policy's, its own log-probabilities are these bit for
-                     bit, and nothing is computed
     refresh_if_due   every ``refresh_every`` steps it takes the policy's weights as they are then
                      (the reset of ProRL, arXiv 2505.24864)
 
-A checkpoint holds its tensors once it has been refreshed.  Until then it is a function of its
-folder, and the checkpoint holds a digest that a resumed run has to find again.
+Once it has, a checkpoint holds its tensors.  Until then they are a function of a folder, and the
+checkpoint holds their digest, which a resumed run has to find again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,8 +15,6 @@ import torch
 from isobit.errors import CheckpointError
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy
-from isobit.models.scorer import Scorer
-from isobit.records.batch import PackedBatch
 
 
 class Reference:
@@ -34,21 +28,6 @@ class Reference:
         self.refreshes = 0
         """How often it has taken the policy's weights."""
         self._policy, self._folder, self._every = policy, folder, refresh_every
-        self._scorer = Scorer(frozen)
-
-    @property
-    def is_policy(self) -> bool:
-        """Whether its log-probabilities are those of the policy as it stands."""
-        return self.frozen.is_equal_to(self._policy)
-
-    def log_probs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
-        """FP32 [N] of the targets of each batch, on the host; None where they are the policy's.
-        Raises NonFiniteError as ``Scorer.score`` does.
-        """
-        if self.is_policy:
-            return None
-        with self.frozen.on_device():
-            return [self._scorer.score(batch).log_probs for batch in batches]
 
     def refresh_if_due(self, step: int) -> bool:
         """After ``step`` steps, before anything of the step is recorded: take the policy's weights,
