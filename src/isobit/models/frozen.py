@@ -170,9 +170,11 @@ class FrozenPolicy:
 
     def _derive_head(self, lasting: Mapping[int, torch.Tensor]) -> None:
         """Make lm_head's other form again, where its back end has one."""
-        head = self._weights.plain.get(PUBLISHED)
-        table = self._weights.plain.get(self.decoder.head.master)
-        if head is not None and table is not None and head is not table:
+        if self.decoder.head is None:
+            return
+        head = self._weights.plain[PUBLISHED]
+        table = self._weights.plain[self.decoder.head.master]
+        if head is not table:
             lasting[id(head)].copy_(self.backend.publish_head(lasting[id(table)]))
 
     @torch.no_grad()

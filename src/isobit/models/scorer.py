@@ -126,7 +126,7 @@ class ScoredPass:
 
 
 def _scores(
-    policy: Policy, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+    policy: Scorable, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> TokenScores:
     """By every head that the decoder has, of the hidden states [N, C] that predict the targets; on
     the policy's device.
