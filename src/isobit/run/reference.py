@@ -1,0 +1,85 @@
+"""The reference model of a recipe: whether there is one, what it takes, and how it is made."""
+
+from pathlib import Path
+
+from isobit.config.run import RunConfig
+from isobit.errors import ConfigError
+from isobit.kernels.backend import support
+from isobit.memory.frozen import FrozenModel
+from isobit.models.config import ModelConfig
+from isobit.models.folder import read_config
+from isobit.models.frozen import FrozenPolicy
+from isobit.models.loaded import model_folder
+from isobit.models.policy import Policy
+from isobit.precision.flow import build_flow
+from isobit.training.reference import Reference
+
+_NAME = "reference model"
+
+
+def reference_folder(config: RunConfig) -> Path | None:
+    """Where its weights are; None where there is no reference model."""
+    if config.algorithm.kl_coefficient == 0:
+        return None
+    return model_folder(config.reference.model or config.model)
+
+
+def describe_reference(config: RunConfig, policy: ModelConfig, longest: int) -> FrozenModel | None:
+    """The reference model as a plan of the memory knows it, for a policy that learns from sequences
+    of up to ``longest`` tokens; None where there is none.
+
+    Raises ModelError for its folder, ConfigError for a model that the policy cannot be held to.
+    """
+    folder = reference_folder(config)
+    if folder is None:
+        return None
+    shape = read_config(folder)
+    _check(config, shape, policy, longest)
+    flow = build_flow(config.precision, shape.shape)
+    return FrozenModel(_NAME, shape, flow, "reference", config.reference.offload)
+
+
+def load_reference(config: RunConfig, policy: Policy) -> Reference | None:
+    """The reference model of a policy that has just been loaded, on its device; None where there
+    is none.  Raises ModelError as ``load_policy`` does.
+    """
+    folder = reference_folder(config)
+    if folder is None:
+        return None
+    if folder == model_folder(config.model):
+        frozen = FrozenPolicy.of(policy)
+    else:
+        frozen = FrozenPolicy.load(folder, config.precision, policy.device)
+    if config.reference.offload:
+        frozen.offload()
+    return Reference(frozen, policy, str(folder), config.reference.refresh_every)
+
+
+def checkpoint_bytes(config: RunConfig, policy: ModelConfig) -> int:
+    """What it takes of a checkpoint at most: nothing where it is never refreshed."""
+    if config.algorithm.kl_coefficient == 0 or not config.reference.refresh_every:
+        return 0
+    flow = build_flow(config.precision, policy.shape)
+    # published bytes are as many on every device but in fp32, which is the CPU's alone
+    return FrozenModel(_NAME, policy, flow, "reference").checkpoint_bytes(support("cpu").sizes)
+
+
+def _check(config: RunConfig, shape: ModelConfig, policy: ModelConfig, longest: int) -> None:
+    name = config.reference.model
+    if shape.vocab_size != policy.vocab_size:
+        raise ConfigError(
+            f"reference.model is {name!r}, whose vocabulary has {shape.vocab_size:,} tokens, but "
+            f"the policy's has {policy.vocab_size:,}; a policy can be held to a model of its own "
+            "vocabulary only"
+        )
+    if shape.max_positions < longest:
+        raise ConfigError(
+            f"reference.model is {name!r}, whose context is {shape.max_positions:,} tokens, but "
+            f"sequences have up to {longest:,}; lower rollout.max_new_tokens, or take another model"
+        )
+    if config.reference.refresh_every and shape != policy:
+        raise ConfigError(
+            f"reference.refresh_every is {config.reference.refresh_every}, but reference.model is "
+            f"{name!r}, which is no model of the policy's shape and cannot take its weights; leave "
+            "refresh_every out, or take a model of the same shape"
+        )
