@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from isobit.algorithms.kl import k1, k2, k3
+from isobit.algorithms.kl import k1, k2, k3, token_kl
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64)
 REFERENCE = torch.log_softmax(torch.tensor([0.1, -0.9, 1.1, -0.2, 0.0], dtype=torch.float64), 0)
@@ -80,3 +80,10 @@ def test_expected_gradients() -> None:
     )
     torch.testing.assert_close(expected_gradient(k2), gradient_of_kl(forward=True))
     torch.testing.assert_close(expected_gradient(k3), gradient_of_kl(forward=False))
+
+
+def test_an_estimator_is_taken_by_its_name() -> None:
+    policy = torch.log_softmax(LOGITS, 0)
+    assert torch.equal(token_kl("k1", policy, REFERENCE), k1(policy, REFERENCE))
+    assert torch.equal(token_kl("k2", policy, REFERENCE), k2(policy, REFERENCE))
+    assert torch.equal(token_kl("k3", policy, REFERENCE), k3(policy, REFERENCE))

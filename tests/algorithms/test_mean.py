@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.algorithms.mean import mean_weights, sequence_mean_weights, token_mean_weights
+from isobit.errors import ConfigError
 
 counts_of_microbatches = st.lists(
     st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=5
@@ -23,11 +24,11 @@ def test_weights_of_a_step_sum_to_one(counts: list[list[int]], mean: str) -> Non
     assert float(torch.cat(weights).double().sum()) == pytest.approx(1.0, rel=1e-6)
 
 
-@given(counts_of_microbatches, st.sampled_from(["token", "sequence"]))
+@given(counts_of_microbatches, st.sampled_from(["token", "sequence", "constant"]))
 def test_weights_do_not_depend_on_the_cut(counts: list[list[int]], mean: str) -> None:
     joined = [[count for batch in counts for count in batch]]
-    cut = mean_weights(mean, sequences(counts))  # pyright: ignore[reportArgumentType]
-    (whole,) = mean_weights(mean, sequences(joined))  # pyright: ignore[reportArgumentType]
+    cut = mean_weights(mean, sequences(counts), 7)  # pyright: ignore[reportArgumentType]
+    (whole,) = mean_weights(mean, sequences(joined), 7)  # pyright: ignore[reportArgumentType]
     assert torch.equal(torch.cat(cut), whole)
 
 
@@ -40,3 +41,13 @@ def test_token_mean_weighs_tokens_equally_and_sequence_mean_answers() -> None:
         [third, ninth, ninth, ninth],
         [twelfth] * 4,
     ]
+
+
+def test_a_constant_weighs_every_token_alike_whatever_the_lengths() -> None:
+    weights = mean_weights("constant", sequences([[1, 3], [4, 0]]), 100)
+    assert [weight.tolist() for weight in weights] == [[float(torch.tensor(1 / 300))] * 4] * 2
+
+
+def test_a_mean_by_a_constant_needs_one() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.loss_constant is not set"):
+        mean_weights("constant", sequences([[1]]))

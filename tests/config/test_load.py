@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from isobit.config.algorithm import CustomConfig, DapoConfig, GrpoConfig, RlooConfig
+from isobit.config.correction import NormaliseCorrection, TisCorrection
 from isobit.config.data import JsonlData
 from isobit.config.load import dump_config, load_config
 from isobit.errors import ConfigError
@@ -99,6 +101,23 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
             "rollout.temperature: should be a finite number, but it is inf",
         ),
         ("[training]\nsteps = 'many'", "training.steps: should be a valid integer"),
+        (
+            "[algorithm]\nname = 'dapoo'",
+            "'ppo' or 'custom', but it is 'dapoo'; did you mean dapo?",
+        ),
+        (
+            "[algorithm]\nlam = 0.9",
+            "algorithm.lam: unknown key; only ppo has it",
+        ),
+        (
+            "[[corrections]]\nmax = 2",
+            "corrections.0.type: missing; it says which kind this is (tis, mis, icepop, k3 or "
+            "normalise)",
+        ),
+        (
+            "[[corrections]]\ntype = 'tis'\nmax = 0.5",
+            "corrections.0.max: should be greater than or equal to 1, but it is 0.5",
+        ),
     ],
 )
 def test_an_error_says_what_was_expected_and_what_to_do(recipe, added, expected):
@@ -111,6 +130,26 @@ def test_an_unknown_precision_names_those_that_exist(recipe):
         "precision.preset: should be 'fp32', 'bf16', 'fp8-rollout', 'fp8-linear' or 'fp8', but it "
         "is 'fp9'" in message
     )
+
+
+def test_an_algorithm_is_chosen_by_name_and_is_grpo_without_one(recipe):
+    assert load_config(recipe(MINIMAL)).algorithm == GrpoConfig()
+    assert load_config(recipe('algorithm = "dapo"\n' + MINIMAL)).algorithm == DapoConfig()
+    assert load_config(recipe(MINIMAL), ["--algorithm", "rloo"]).algorithm == RlooConfig()
+    table = recipe(MINIMAL + "[algorithm]\nclip_high = 0.5")
+    assert load_config(table).algorithm == GrpoConfig(clip_high=0.5)
+    assert load_config(table, ["--algorithm", "dapo"]).algorithm == DapoConfig(clip_high=0.5)
+    own = CustomConfig(source="mine.py:Mine", options={"power": 2})
+    words = ["--algorithm", "mine.py:Mine", "--algorithm.options.power", "2"]
+    assert load_config(recipe(MINIMAL), words).algorithm == own
+
+
+def test_corrections_are_a_list_of_tables(recipe):
+    text = "[[corrections]]\ntype = 'tis'\n[[corrections]]\ntype = 'normalise'"
+    config = load_config(recipe(MINIMAL + text))
+    assert config.corrections == (TisCorrection(), NormaliseCorrection())
+    again = load_config(recipe(dump_config(config)))
+    assert again == config
 
 
 def test_a_missing_table_is_named(recipe):

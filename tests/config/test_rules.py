@@ -33,6 +33,14 @@ def test_what_contradicts_nothing_passes() -> None:
     check_sft(sft_config(checkpoint={"keep_best": "eval/held_out/loss"}))
     check_sft(sft_config(reward={}, checkpoint={"keep_best": BEST}))
     check_samples(EvaluationConfig())
+    check_run(run_config(algorithm={"name": "rloo", "kl_coefficient": 0.1}))
+    check_run(run_config(algorithm={"overlong_buffer": 512, "kl_coefficient": 0.1}))
+    check_run(run_config(algorithm={"name": "dr_grpo", "loss_constant": 8}))
+    check_run(
+        run_config(
+            corrections=[{"type": "tis"}, {"type": "mis", "level": "geometric"}, {"type": "k3"}]
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,6 +71,38 @@ def test_what_contradicts_nothing_passes() -> None:
         (
             {"checkpoint": {"keep_best": BEST}, "data": {"train": SUMS}},
             "data.eval names no set: add one",
+        ),
+        (
+            {"algorithm": {"kl_coefficient": 0.1, "kl_estimator": "k1"}},
+            "algorithm.kl_coefficient is 0.1 with kl_estimator 'k1' in the loss",
+        ),
+        (
+            {"algorithm": {"overlong_buffer": 513}},
+            "algorithm.overlong_buffer is 513, but a completion has at most 512 tokens",
+        ),
+        (
+            {"algorithm": {"loss_constant": 8}},
+            "algorithm.loss_constant is 8, but algorithm.loss_mean is 'token'",
+        ),
+        (
+            {"algorithm": {"covariance": "clip_cov", "covariance_low": 5.0}},
+            "algorithm.covariance_low is 5 and covariance_high 5",
+        ),
+        (
+            {"algorithm": {"covariance": "kl_cov", "dual_clip": 3.0}},
+            "algorithm.dual_clip is set, but covariance 'kl_cov' takes the place of every clip",
+        ),
+        (
+            {"algorithm": {"covariance": "kl_cov", "calibrate_every": 3}},
+            "algorithm.calibrate_every is set, but covariance 'kl_cov'",
+        ),
+        (
+            {"corrections": [{"type": "tis"}, {"type": "mis"}]},
+            "corrections has tis and mis, which each weigh a token by its ratio",
+        ),
+        (
+            {"corrections": [{"type": "normalise"}, {"type": "tis"}]},
+            "a correction of type normalise comes last",
         ),
     ],
 )

@@ -9,7 +9,12 @@ from collections.abc import Collection, Sequence
 
 from isobit.config.algorithm import LossConfig, StepConfig, TokenClipConfig
 from isobit.config.checkpoint import CheckpointConfig
-from isobit.config.correction import Correction
+from isobit.config.correction import (
+    Correction,
+    IcePopCorrection,
+    MisCorrection,
+    TisCorrection,
+)
 from isobit.config.evaluation import EvaluationConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.run import RunConfig
@@ -17,6 +22,8 @@ from isobit.config.sft import SftConfig
 from isobit.config.shape import ModelShape
 from isobit.config.training import TrainingConfig
 from isobit.errors import ConfigError
+
+_BY_RATIO = (TisCorrection, IcePopCorrection)
 
 
 def check_run(config: RunConfig) -> None:
@@ -116,10 +123,22 @@ def _check_clip(config: TokenClipConfig) -> None:
 
 
 def check_corrections(corrections: Sequence[Correction]) -> None:
-    """Refuse a normalisation that others would undo."""
+    """Refuse ratios that would count twice, and a normalisation that others would undo."""
+    by_ratio = [one.type for one in corrections if isinstance(one, _BY_RATIO)]
+    by_ratio += [
+        one.type
+        for one in corrections
+        if isinstance(one, MisCorrection) and one.level != "geometric"
+    ]
+    if len(by_ratio) > 1:
+        raise ConfigError(
+            f"corrections has {' and '.join(by_ratio)}, which each weigh a token by its ratio, so "
+            "that it would count twice; keep one (mis by the geometric mean, k3 and normalise go "
+            "with it)"
+        )
     if any(correction.type == "normalise" for correction in corrections[:-1]):
         raise ConfigError(
-            "corrections of type 'normalise' come last, once: those behind it would undo its mean "
+            "a correction of type normalise comes last, once: those behind it would undo its mean "
             "of 1; put it at the end of the list"
         )
 
