@@ -35,6 +35,7 @@ SHAPES = {
     "tied": TIED,
     "untied": replace(TIED, tied_embeddings=False),
     "qwen2": replace(TIED, family="qwen2", hidden_size=160, num_layers=3),
+    "reward model": replace(TIED, score_head=True),
 }
 PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
 

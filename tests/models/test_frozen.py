@@ -272,3 +272,38 @@ def storages(frozen: FrozenPolicy) -> set[int]:
     weights = frozen.weights("training")
     tensors = [*frozen.tensors().values(), *weights.plain.values(), weights.rope.cos]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def test_a_value_head_is_the_policys_own_business() -> None:
+    """PPO's critic is no part of the function that a policy is held to."""
+    critic = replace(TIED, value_head=True)
+    policy = random_policy(critic, PrecisionConfig(preset="fp8"), 0)
+    frozen = FrozenPolicy.of(policy)
+    plain = FrozenPolicy.of(random_policy(TIED, PrecisionConfig(preset="fp8"), 0))
+    assert not any("value" in name for name in frozen.tensors())
+    assert frozen.config == TIED and frozen.digest() == plain.digest()
+    assert plain.is_equal_to(policy)
+    with torch.no_grad():
+        policy.masters["value_head.weight"].add_(1)
+    policy.publish()
+    assert frozen.is_equal_to(policy) and torch.equal(log_probs(frozen), log_probs(policy))
+    move(policy)
+    assert not plain.is_equal_to(policy)
+    plain.take(policy)
+    assert plain.is_equal_to(policy) and torch.equal(log_probs(plain), log_probs(policy))
+
+
+def test_a_reward_model_has_no_lm_head(own_memory: Callable[[], Any]) -> None:
+    judge = replace(TIED, score_head=True)
+    policy = random_policy(judge, PrecisionConfig(preset="fp8"), 0)
+    own_memory()
+    precision, masters = PrecisionConfig(preset="fp8"), masters_of(policy)
+    frozen = FrozenPolicy.publish(judge, precision, masters)
+    expected = Scorer(policy).score(batch()).values
+    assert expected is not None and frozen.is_equal_to(policy)
+    frozen.offload()
+    frozen.restore({name: tensor.clone() for name, tensor in frozen.tensors().items()})
+    with frozen.on_device():
+        found = Scorer(frozen).score(batch())
+    assert found.values is not None and torch.equal(found.values, expected)
+    assert found.log_probs.numel() == 0

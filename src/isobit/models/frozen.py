@@ -16,6 +16,7 @@ import hashlib
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,6 +38,11 @@ from isobit.precision.quant_tensor import QuantTensor
 
 SIDE: Side = "training"
 """The side that scores."""
+
+
+def without_value_head(config: ModelConfig) -> ModelConfig:
+    """Of a policy's model what scores tokens; the values of states are the policy's own."""
+    return replace(config, value_head=False)
 
 
 class FrozenPolicy:
@@ -83,8 +89,8 @@ class FrozenPolicy:
 
     @classmethod
     def of(cls, policy: Policy) -> "FrozenPolicy":
-        """What a policy's training side reads now, as tensors of its own."""
-        config = _that_scores(policy.config)
+        """What a policy's training side reads now, but for a value head, as tensors of its own."""
+        config = without_value_head(policy.config)
         weights = _copy(policy.weights(SIDE), build_decoder(config))
         made = cls(config, policy.flow.one_sided(SIDE), policy.backend, weights)
         made._remember(policy, True)
@@ -120,7 +126,7 @@ class FrozenPolicy:
     @torch.no_grad()
     def take(self, policy: Policy) -> None:
         """Copy the published bytes of a policy of the same configuration and flow, in place;
-        outside of ``on_device``.
+        outside of ``on_device``.  A value head is not looked at, here and in ``is_equal_to``.
         """
         assert self._fits(policy), "only the weights of the same model can be taken"
         assert not self._visits, "what is on the device for a while would stay as it was"
@@ -172,8 +178,8 @@ class FrozenPolicy:
         """Make lm_head's other form again, where its back end has one."""
         if self.decoder.head is None:
             return
-        head = self._weights.plain[PUBLISHED]
-        table = self._weights.plain[self.decoder.head.master]
+        plain = self._weights.plain
+        table, head = plain[self.decoder.head.master], plain[PUBLISHED]
         if head is not table:
             lasting[id(head)].copy_(self.backend.publish_head(lasting[id(table)]))
 
@@ -229,17 +235,12 @@ class FrozenPolicy:
         return self._held if self._places is None else self._places
 
     def _fits(self, policy: Policy) -> bool:
-        return self.config == _that_scores(
+        return self.config == without_value_head(
             policy.config
         ) and self.flow.training == policy.flow.graph(SIDE)
 
     def _remember(self, policy: Policy, equal: bool) -> None:
         self._compared = weakref.ref(policy), policy.version, equal
-
-
-def _that_scores(config: ModelConfig) -> ModelConfig:
-    """Of a policy's model what a frozen one has of it."""
-    return config
 
 
 def _named(weights: Weights, decoder: Decoder) -> dict[str, torch.Tensor]:

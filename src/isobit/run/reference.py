@@ -7,9 +7,8 @@ from isobit.errors import ConfigError
 from isobit.kernels.backend import support
 from isobit.memory.frozen import FrozenModel
 from isobit.models.config import ModelConfig
-from isobit.models.folder import read_config
-from isobit.models.frozen import FrozenPolicy
-from isobit.models.loaded import model_folder
+from isobit.models.frozen import FrozenPolicy, without_value_head
+from isobit.models.loaded import DescribedModel, describe_model, model_folder
 from isobit.models.policy import Policy
 from isobit.precision.flow import build_flow
 from isobit.training.reference import Reference
@@ -24,7 +23,9 @@ def reference_folder(config: RunConfig) -> Path | None:
     return model_folder(config.reference.model or config.model)
 
 
-def describe_reference(config: RunConfig, policy: ModelConfig, longest: int) -> FrozenModel | None:
+def describe_reference(
+    config: RunConfig, policy: DescribedModel, longest: int
+) -> FrozenModel | None:
     """The reference model as a plan of the memory knows it, for a policy that learns from sequences
     of up to ``longest`` tokens; None where there is none.
 
@@ -33,8 +34,9 @@ def describe_reference(config: RunConfig, policy: ModelConfig, longest: int) -> 
     folder = reference_folder(config)
     if folder is None:
         return None
-    shape = read_config(folder)
-    _check(config, shape, policy, longest)
+    shape = without_value_head(policy.config)
+    if folder != policy.folder:
+        shape = _described(config, describe_model(folder), policy, longest)
     flow = build_flow(config.precision, shape.shape)
     return FrozenModel(_NAME, shape, flow, "reference", config.reference.offload)
 
@@ -59,27 +61,37 @@ def checkpoint_bytes(config: RunConfig, policy: ModelConfig) -> int:
     """What it takes of a checkpoint at most: nothing where it is never refreshed."""
     if config.algorithm.kl_coefficient == 0 or not config.reference.refresh_every:
         return 0
-    flow = build_flow(config.precision, policy.shape)
+    shape = without_value_head(policy)
+    flow = build_flow(config.precision, shape.shape)
     # published bytes are as many on every device but in fp32, which is the CPU's alone
-    return FrozenModel(_NAME, policy, flow, "reference").checkpoint_bytes(support("cpu").sizes)
+    return FrozenModel(_NAME, shape, flow, "reference").checkpoint_bytes(support("cpu").sizes)
 
 
-def _check(config: RunConfig, shape: ModelConfig, policy: ModelConfig, longest: int) -> None:
-    name = config.reference.model
-    if shape.vocab_size != policy.vocab_size:
+def _described(
+    config: RunConfig, model: DescribedModel, policy: DescribedModel, longest: int
+) -> ModelConfig:
+    """The shape of another model than the policy's own, which has to fit."""
+    name, shape, wanted = config.reference.model, model.config, without_value_head(policy.config)
+    if model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ConfigError(
-            f"reference.model is {name!r}, whose vocabulary has {shape.vocab_size:,} tokens, but "
-            f"the policy's has {policy.vocab_size:,}; a policy can be held to a model of its own "
-            "vocabulary only"
+            f"reference.model is {name!r}, whose tokenizer has other tokens than the policy's: it "
+            "cannot score what the policy writes; name a model with the same tokenizer"
+        )
+    if shape.vocab_size < wanted.vocab_size:
+        raise ConfigError(
+            f"reference.model is {name!r}, whose vocabulary has {shape.vocab_size:,} entries, but "
+            f"the policy, which may draw any of its own, has {wanted.vocab_size:,}; name a model "
+            "with as many"
         )
     if shape.max_positions < longest:
         raise ConfigError(
             f"reference.model is {name!r}, whose context is {shape.max_positions:,} tokens, but "
-            f"sequences have up to {longest:,}; lower rollout.max_new_tokens, or take another model"
+            f"sequences have up to {longest:,}; lower rollout.max_new_tokens, or name another model"
         )
-    if config.reference.refresh_every and shape != policy:
+    if config.reference.refresh_every and shape != wanted:
         raise ConfigError(
             f"reference.refresh_every is {config.reference.refresh_every}, but reference.model is "
-            f"{name!r}, which is no model of the policy's shape and cannot take its weights; leave "
-            "refresh_every out, or take a model of the same shape"
+            f"{name!r}, which has not the policy's shape and cannot take its weights; leave "
+            "refresh_every out, or name a model of the same shape"
         )
+    return shape

@@ -183,7 +183,7 @@ def read_rl(config: RunConfig) -> RlMaterial:
     longest = max(request.max_length(model.config.max_positions) for request in samples)
     training = config.training
     updates = training.updates_per_batch * training.epochs
-    reference = describe_reference(config, model.config, longest)
+    reference = describe_reference(config, model, longest)
     outline = Outline(
         config,
         source,
