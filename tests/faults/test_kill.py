@@ -2,7 +2,7 @@
 is done: the files of a run that nothing happened to.
 
 ``ISOBIT_KILLS=30 pytest tests/faults/test_kill.py -s`` kills each kind of run that often (by default
-5 times, and twice where ``STAGES`` are in it) and prints where the kills fell.
+5 times, or twice with one of the ``STAGES``) and prints where the kills fell.
 """
 
 import os

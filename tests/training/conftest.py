@@ -15,7 +15,7 @@ from isobit.config.training import TrainingConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.batch import PackedBatch
-from isobit.records.sequence import GIVEN, TokenSequence
+from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.training.packing import lay_end_to_end
 from isobit.training.trainer import Trainer
@@ -99,10 +99,7 @@ def record(trainer: Trainer, group: Group) -> Group:
 def _recorded(trainer: Trainer, completion: Completion) -> Completion:
     sequence = completion.sequence
     log_probs = sequence.spread(trainer.scorer.score(lay_end_to_end([sequence])).log_probs.tolist())
-    version = trainer.policy.version
-    versions = tuple([version if learnt else GIVEN for learnt in sequence.loss_mask])
-    sequence = replace(sequence, log_probs=log_probs, weights_versions=versions)
-    return replace(completion, sequence=sequence)
+    return replace(completion, sequence=replace(sequence, log_probs=log_probs))
 
 
 @pytest.fixture

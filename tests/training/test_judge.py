@@ -121,7 +121,9 @@ def test_at_step_0_the_reference_is_the_policy_bit_for_bit(
     groups = make_groups(trainer)
     reference = FrozenPolicy.of(trainer.policy)
     judge = judge_of(trainer, GrpoConfig(kl_coefficient=0.1), reference=reference)
-    skipped = scored(judge, groups)
+    with monkeypatch.context() as patch:
+        patch.delattr("isobit.training.judge.score_sequences")
+        skipped = scored(judge, groups)
     assert [one.reference_log_probs for one in skipped] == [one.log_probs for one in skipped]
     monkeypatch.setattr(FrozenPolicy, "is_equal_to", lambda *_: False)
     assert scored(judge, groups) == skipped, "its own forward gives the same bits"

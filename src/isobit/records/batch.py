@@ -37,8 +37,10 @@ class PackedBatch:
     """
     advantages: torch.Tensor
     """float32 [N]"""
-    weights_versions: torch.Tensor | None = None
-    """int64 [N], of the weights that each target was drawn from; None where nobody asks."""
+    fresh: torch.Tensor | None = None
+    """bool [N], whether a target was drawn in this step, from the weights of before its updates;
+    None is everywhere.
+    """
     reference_log_probs: torch.Tensor | None = None
     """float32 [N], of the targets, by the reference model."""
     values: torch.Tensor | None = None

@@ -54,6 +54,8 @@ class TokenSequence:
     """What the value head is to learn."""
     importance: tuple[float, ...] | None = None
     """The weights of the corrections; None is 1 everywhere."""
+    fresh: bool = True
+    """Whether it was drawn in the step that learns from it; one that is replayed was not."""
 
     def __post_init__(self) -> None:
         optional = (

@@ -174,11 +174,11 @@ class Judge:
         """The policy's own are known for tokens that it has just drawn in an exact flow, and for
         all where they were recomputed.
         """
-        policy = self.trainer.policy
-        if reference.is_equal_to(policy) and all(
-            sequence.old_log_probs is not None or _is_of(sequence, policy.version)
+        own_are_known = all(
+            sequence.old_log_probs is not None or (self.exact and sequence.fresh)
             for sequence in sequences
-        ):
+        )
+        if own_are_known and reference.is_equal_to(self.trainer.policy):
             columns = [
                 sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
                 for sequence in sequences
@@ -228,8 +228,3 @@ def _log_ratio(sequence: TokenSequence) -> list[float]:
         return [0.0] * sum(sequence.loss_mask)
     old, recorded = map(sequence.of_response, (sequence.old_log_probs, sequence.log_probs))
     return [a - b for a, b in zip(old, recorded, strict=True)]
-
-
-def _is_of(sequence: TokenSequence, version: int) -> bool:
-    """Whether all of its response was drawn from these weights."""
-    return all(one == version for one in sequence.of_response(sequence.weights_versions))

@@ -70,12 +70,9 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
     learnt = mask.nonzero().squeeze(1)
     owner = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))[learnt]
 
-    def of_response(columns: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-        values = [value for column in columns for value in column]
-        return torch.tensor(values, dtype=dtype)[learnt]
-
     def numbers(columns: Iterable[Sequence[float]]) -> torch.Tensor:
-        return of_response(columns, torch.float32)
+        values = [value for column in columns for value in column]
+        return torch.tensor(values, dtype=torch.float32)[learnt]
 
     def optional(columns: Iterable[Sequence[float] | None]) -> torch.Tensor | None:
         given = [column for column in columns if column is not None]
@@ -96,12 +93,10 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
             sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
             for sequence in sequences
         ),
-        weights_versions=of_response(
-            (sequence.weights_versions for sequence in sequences), torch.int64
-        ),
         advantages=numbers(sequence.advantages for sequence in sequences),
         reference_log_probs=optional(sequence.reference_log_probs for sequence in sequences),
         values=optional(sequence.values for sequence in sequences),
         returns=optional(sequence.returns for sequence in sequences),
         importance=optional(sequence.importance for sequence in sequences),
+        fresh=torch.tensor([sequence.fresh for sequence in sequences])[owner],
     )

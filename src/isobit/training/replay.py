@@ -86,6 +86,7 @@ class _Kept:
             weights_versions=tuple([next(versions) if learnt else GIVEN for learnt in mask]),
             advantages=(0.0,) * len(mask),
             temperature=self.temperature,
+            fresh=False,
         )
         return Sample(sequence, self.reward, self.truncated, self.advantage)
 

@@ -10,8 +10,8 @@
 Only the first update of a batch is on-policy: with more than one, every later part is learnt from
 with weights that have moved since it was sampled, which is what the ratio and its clip are for.
 For the same reason recorded and trained log-probabilities are compared before any weight has
-changed, and only for tokens that the present weights drew: over the first part where they are
-exact, over the whole batch where they are recomputed.
+changed, and not for what is replayed: over the first part where they are exact, over the whole
+batch where they are recomputed.
 """
 
 from collections.abc import Sequence
@@ -96,7 +96,7 @@ class Learner:
         version = self.trainer.policy.version
         fresh, replayed, kept = self._judged(groups)
         parts = self._parts(fresh, replayed)
-        compared = self._recomputed(parts, version)
+        compared = self._recomputed(parts)
         updates = self._update(parts)
         if self.replay is not None:
             self.replay.keep(kept, self.trainer.policy.version)
@@ -162,18 +162,14 @@ class Learner:
         ]
         return [part for part in parts if part]
 
-    def _recomputed(self, parts: Sequence[Sequence[TokenSequence]], version: int) -> ComparedTokens:
-        """Recorded beside recomputed log-probabilities of what the present weights drew."""
+    def _recomputed(self, parts: Sequence[Sequence[TokenSequence]]) -> ComparedTokens:
+        """Recorded beside recomputed log-probabilities of what was drawn in this step."""
         compared = ComparedTokens.none()
         if self.judge.recomputes:
-            for sequence in (one for part in parts for one in part):
-                assert sequence.old_log_probs is not None
-                current = [v == version for v in sequence.of_response(sequence.weights_versions)]
-                recorded, old = (
-                    torch.tensor(sequence.of_response(column))[current]
-                    for column in (sequence.log_probs, sequence.old_log_probs)
-                )
-                compared.add(recorded, old)
+            for one in (sequence for part in parts for sequence in part if sequence.fresh):
+                assert one.old_log_probs is not None
+                recorded, old = map(one.of_response, (one.log_probs, one.old_log_probs))
+                compared.add(torch.tensor(recorded), torch.tensor(old))
         return compared
 
     def _update(self, parts: Sequence[Sequence[TokenSequence]]) -> list[UpdateMetrics]:

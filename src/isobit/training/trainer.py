@@ -75,12 +75,11 @@ class UpdateMetrics:
 
 @dataclass(slots=True)
 class _Totals:
-    """Sums over the micro-batches of one update; with ``compare``, also what was recorded from the
-    weights of that version.
+    """Sums over the micro-batches of one update; ``compare`` adds the comparison with the recorded
+    log-probabilities.
     """
 
     compare: bool
-    version: int
     loss: float = 0.0
     tokens: int = 0
     entropy: float = 0.0
@@ -103,12 +102,13 @@ class _Totals:
             self._compare(batch, scores.log_probs.detach())
 
     def _compare(self, batch: PackedBatch, log_probs: torch.Tensor) -> None:
-        """Tokens that other weights drew, of a sequence that is learnt from again or was put off,
-        have other log-probabilities by right.
+        """What is replayed was drawn from other weights, and has other log-probabilities by
+        right.
         """
-        assert batch.weights_versions is not None, "a packed sequence has versions"
-        current = batch.weights_versions == self.version
-        self.compared.add(batch.recorded_log_probs[current], log_probs[current])
+        recorded = batch.recorded_log_probs
+        if batch.fresh is not None:
+            recorded, log_probs = recorded[batch.fresh], log_probs[batch.fresh]
+        self.compared.add(recorded, log_probs)
 
     def metrics(
         self, norm: float, rate: float, changed: float, skipped: str | None
@@ -204,14 +204,14 @@ class Trainer:
     ) -> UpdateMetrics:
         """One update over all micro-batches together.
 
-        ``compare`` counts log-probabilities, recorded from the present weights, that differ from
-        this forward's.  Raises
+        ``compare`` counts recorded log-probabilities that differ from this forward's, but for what
+        is replayed.  Raises
         NonFiniteError if a log-probability is not finite, or if too many updates in a row had to be
         skipped.
         """
         assert batches, "an update needs at least one micro-batch"
         rate = learning_rate(self.updates, self.config, self.total_updates)
-        totals = _Totals(compare, self.policy.version)
+        totals = _Totals(compare)
         try:
             with self.timing("backward"):
                 norm, problem = self._gradients(batches, objective, totals)
