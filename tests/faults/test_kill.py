@@ -1,8 +1,8 @@
 """Kill -9 at random moments of ``isobit train``, checkpoint writing included, and resume until it
 is done: the files of a run that nothing happened to.
 
-``ISOBIT_KILLS=30 pytest tests/faults/test_kill.py -s`` kills each kind of run that often (by default
-5 times, or twice with one of the ``STAGES``) and prints where the kills fell.
+``ISOBIT_KILLS=30 pytest tests/faults/test_kill.py -s`` kills each kind of run that often (by
+default 5 times, or twice with one of the ``STAGES``) and prints where the kills fell.
 """
 
 import os
