@@ -94,7 +94,7 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
             "[rollout]\nlearning_rate = 1.0",
             "rollout.learning_rate: unknown key; did you mean training.learning_rate?",
         ),
-        ("[reward]\nxyz = 1", "reward.xyz: unknown key; reward has function, max_failed_fraction"),
+        ("[reward]\nxyz = 1", "reward.xyz: unknown key; reward has deadline_s, function"),
         (
             "[rollout]\ntemperature = inf",
             "rollout.temperature: should be a finite number, but it is inf",

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from isobit.config.checkpoint import CheckpointConfig
 from isobit.config.evaluation import EvaluationConfig
+from isobit.config.reward import RewardConfig, RewardPart
 from isobit.config.rollout import RolloutConfig
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
@@ -21,6 +22,7 @@ def check_run(config: RunConfig) -> None:
     """Every rule of a recipe of ``isobit train``."""
     sets = config.data.eval
     check_batch(config.training, config.rollout)
+    check_reward(config.reward)
     check_samples(config.evaluation)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
@@ -30,6 +32,7 @@ def check_sft(config: SftConfig) -> None:
     """Every rule of a recipe of ``isobit sft``."""
     sets, figures = config.data.eval, [f"eval/{name}/loss" for name in config.data.eval]
     if config.reward is not None:
+        check_reward(config.reward)
         if not sets:
             raise ConfigError(
                 "reward is set, but data.eval names no set whose completions it could grade; add "
@@ -53,6 +56,43 @@ def check_batch(training: TrainingConfig, rollout: RolloutConfig) -> None:
         raise ConfigError(
             "rollout.temperature is 0: greedy samples are all the same, and a group of equals "
             "teaches nothing; set it above 0"
+        )
+
+
+def check_reward(reward: RewardConfig) -> None:
+    """Refuse a reward that is two things at once, or nothing."""
+    defaults = RewardConfig()
+    if reward.parts:
+        for key in ("function", "model", "model_precision", "options", "weight"):
+            if getattr(reward, key) != getattr(defaults, key):
+                raise ConfigError(
+                    f"reward.{key} is {getattr(reward, key)!r}, but reward.parts names several "
+                    f"rewards; move it to one of them, as reward.parts.NAME.{key}"
+                )
+        for name, part in reward.parts.items():
+            _check_part(f"reward.parts.{name}", part)
+        return
+    if reward.model is not None and reward.function != defaults.function:
+        raise ConfigError(
+            f"reward.function is {reward.function!r} and reward.model is {reward.model!r}; a "
+            "reward is one of them: leave the other out, or give each a table of its own in "
+            "reward.parts"
+        )
+    _check_options("reward", next(iter(reward.named().values())))
+
+
+def _check_part(key: str, part: RewardPart) -> None:
+    if (part.function is None) == (part.model is None):
+        found = "neither" if part.function is None else f"{part.function!r} and {part.model!r}"
+        raise ConfigError(f"{key} needs a function or a model, and has {found}; give it one")
+    _check_options(key, part)
+
+
+def _check_options(key: str, part: RewardPart) -> None:
+    if part.model is not None and part.options:
+        raise ConfigError(
+            f"{key}.options are keyword arguments of a function, but {key}.model is "
+            f"{part.model!r}; leave them out"
         )
 
 

@@ -34,7 +34,7 @@ def train(config: RunConfig, console: Console | None = None, resume: bool = Fals
         run = training.run
         for step in training.steps():
             groups = next_groups(training)
-            grades = training.grade(groups, run.reward, config.reward.max_failed_fraction)
+            grades = training.grade(groups)
             with training.learning():
                 trained = train_on_groups(run.trainer, groups, run.algorithm, run.exact)
             training.log.step(step, groups, grades, trained)
