@@ -112,6 +112,7 @@ def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
     hook(SLOW_REWARD)
     longer = values | {
         "training": values["training"] | {"steps": 18, "moments": moments},
+        "reward": values["reward"] | {"in_process": moments == "fp32", "workers": 1},
         "checkpoint": {"every": 3},
     }
     train(RunConfig.model_validate(longer | {"output": tmp_path / "uninterrupted"}))

@@ -135,4 +135,6 @@ def _exit_text(code: Any, output: Any) -> str:
     else:
         text = f"its process ended with exit code {code}"
     printed = " ".join(str(output or "").split())
-    return f"{text}; the last it printed was {printed[-500:]!r}" if printed else text
+    fault = printed.find("Fatal Python error")  # the frames below it are in the order of blame
+    last = printed[fault : fault + 500] if fault >= 0 else printed[-500:]
+    return f"{text}; the last it printed was {last!r}" if last else text
