@@ -43,8 +43,12 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 
 
 def built_in_graders() -> Mapping[str, str]:
-    """Where each built-in grader is, by name."""
-    return {"reasoning_gym": "isobit.rewards.task_scorer:score_task"}
+    """Where each built-in grader is, as ``module:function``, by name."""
+    try:
+        graders = importlib.import_module("isobit.rewards.graders")
+    except ModuleNotFoundError:
+        return {"reasoning_gym": "isobit.rewards.task_scorer:score_task"}
+    return graders.GRADERS
 
 
 def _from_file(path: Path) -> ModuleType:
