@@ -14,6 +14,7 @@ import os
 import select
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import NoReturn
@@ -110,19 +111,14 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all() -> None:
-    """Kill everything below this process.  They are stopped first: a stopped process makes no new
-    one.
+    """Kill everything below this process, again until nothing is left: a process may have made
+    others before it was its turn.
     """
     until = monotonic() + _END_S
-    stopped: set[int] = set()
-    while (found := set(_descendants(os.getpid()))) and monotonic() < until:
-        sign = signal.SIGKILL if found <= stopped else signal.SIGSTOP
+    while (found := list(_descendants(os.getpid()))) and monotonic() < until:
         for pid in found:
-            try:
-                os.kill(pid, sign)
-            except OSError:  # gone meanwhile
-                continue
-        stopped |= found
+            with suppress(ProcessLookupError):  # gone meanwhile
+                os.kill(pid, signal.SIGKILL)
         _reap(0)
     os.killpg(0, signal.SIGKILL)
 

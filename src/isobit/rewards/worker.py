@@ -70,7 +70,6 @@ class Grader:
         self._requests, self._replies = requests, replies
         self._pid = os.getpid()
         self._pipe = os.fstat(replies).st_ino
-        os.register_at_fork(after_in_child=self._leave_pipes)
 
     def run(self) -> None:
         """Load the rewards and grade until the trainer has no more; does not return."""
@@ -149,13 +148,6 @@ class Grader:
         if os.fstat(self._replies).st_ino != self._pipe:
             os._exit(1)
         write_all(self._replies, line(content, text))
-
-    def _leave_pipes(self) -> None:
-        for descriptor in (self._requests, self._replies):
-            try:
-                os.close(descriptor)
-            except OSError:  # the reward has closed it
-                continue
 
 
 if __name__ == "__main__":
