@@ -95,7 +95,14 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
             "[rollout]\nlearning_rate = 1.0",
             "rollout.learning_rate: unknown key; did you mean training.learning_rate?",
         ),
-        ("[reward]\nxyz = 1", "reward.xyz: unknown key; reward has function, max_failed_fraction"),
+        ("[reward]\nxyz = 1", "reward.xyz: unknown key; reward has deadline_s, function"),
+        (
+            "[reward.parts.'a b']\nfunction = 'math_verify'",
+            "reward.parts.a b",
+        ),
+        ("[reward]\nworkers = 0", "reward.workers: should be greater than or equal to 1"),
+        ("[reward]\ndeadline_s = 0", "reward.deadline_s: should be greater than or equal to 0.01"),
+        ("[reward]\nmemory_mib = 1", "reward.memory_mib: should be greater than or equal to 256"),
         (
             "[rollout]\ntemperature = inf",
             "rollout.temperature: should be a finite number, but it is inf",

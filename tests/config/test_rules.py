@@ -15,6 +15,7 @@ from isobit.errors import ConfigError
 
 SUMS = {"type": "jsonl", "path": "sums.jsonl"}
 BEST = "eval/held_out/accuracy"
+PART_MODEL = {"model": "folder", "weight": 0.1}
 
 
 def run_config(**tables: Any) -> RunConfig:
@@ -32,6 +33,8 @@ def test_what_contradicts_nothing_passes() -> None:
     check_run(run_config(evaluation={"samples": 4, "temperature": 1.0}))
     check_sft(sft_config(checkpoint={"keep_best": "eval/held_out/loss"}))
     check_sft(sft_config(reward={}, checkpoint={"keep_best": BEST}))
+    check_run(run_config(reward={"model": "folder"}))
+    check_run(run_config(reward={"parts": {"a": {"function": "math_verify"}, "b": PART_MODEL}}))
     check_samples(EvaluationConfig())
     check_run(run_config(algorithm={"name": "rloo", "kl_coefficient": 0.1}))
     check_run(run_config(algorithm={"overlong_buffer": 512, "kl_coefficient": 0.1}))
@@ -104,6 +107,30 @@ def test_what_contradicts_nothing_passes() -> None:
             {"corrections": [{"type": "normalise"}, {"type": "tis"}]},
             "a correction of type normalise comes last",
         ),
+        (
+            {"reward": {"function": "mine.py:f", "model": "folder"}},
+            "reward.function is 'mine.py:f' and reward.model is 'folder'; a reward is one of them",
+        ),
+        (
+            {"reward": {"model": "folder", "options": {"x": 1}}},
+            "reward.options are keyword arguments of a function, but reward.model is 'folder'",
+        ),
+        (
+            {"reward": {"function": "mine.py:f", "parts": {"a": PART_MODEL}}},
+            "reward.function is 'mine.py:f', but reward.parts names several rewards; move it",
+        ),
+        (
+            {"reward": {"weight": 2.0, "parts": {"a": PART_MODEL}}},
+            "reward.weight is 2.0, but reward.parts names several rewards",
+        ),
+        (
+            {"reward": {"parts": {"a": {"weight": 2.0}}}},
+            "reward.parts.a needs a function or a model, and has neither",
+        ),
+        (
+            {"reward": {"parts": {"a": {"function": "f.py:f", "model": "folder"}}}},
+            "reward.parts.a needs a function or a model, and has 'f.py:f' and 'folder'",
+        ),
     ],
 )
 def test_a_run_that_contradicts_itself_is_refused(tables: dict[str, Any], message: str) -> None:
@@ -116,6 +143,7 @@ def test_a_run_that_contradicts_itself_is_refused(tables: dict[str, Any], messag
     [
         ({"reward": {}, "data": {"train": SUMS}}, "reward is set, but data.eval names no set"),
         ({"reward": {}, "evaluation": {"samples": 2}}, "evaluation.samples is 2"),
+        ({"reward": {"parts": {"a": {}}}}, "reward.parts.a needs a function or a model"),
         ({"checkpoint": {"keep_best": BEST}}, "name one of eval/held_out/loss"),
         ({"checkpoint": {"keep_last": 0, "keep_every": 4}}, "checkpoint.keep_last is 0"),
     ],

@@ -94,7 +94,7 @@ def values(place: Path) -> dict[str, Any]:
             "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 10},
             "eval": {"held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 3}},
         },
-        "reward": {"function": f"{place / 'reward.py'}:reward"},
+        "reward": {"function": f"{place / 'reward.py'}:reward", "in_process": True},
         "rollout": {"max_new_tokens": 6},
         "training": {
             "steps": 6,

@@ -122,8 +122,15 @@ def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
 ) -> None:
     hook(SLOW_REWARD)
     more, wanted = STAGES[stage], KILLS if stage.endswith("moments") else STAGE_KILLS
-    training = values["training"] | {"steps": 18} | more.get("training", {})
-    longer = values | more | {"training": training, "checkpoint": {"every": 3}}
+    longer = (
+        values
+        | more
+        | {
+            "training": values["training"] | {"steps": 18} | more.get("training", {}),
+            "reward": values["reward"] | {"in_process": stage != "fp8 moments", "workers": 1},
+            "checkpoint": {"every": 3},
+        }
+    )
     train(RunConfig.model_validate(longer | {"output": tmp_path / "uninterrupted"}))
     expected = outcome(tmp_path / "uninterrupted")
     rng = random.Random(wanted)

@@ -5,6 +5,7 @@ turn took.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from isobit.memory.device import DevicePlan
 from isobit.memory.host import microbatch_tokens
 from isobit.memory.turns import DeviceTurns, PhaseMemory
 from isobit.records.batch import PackedBatch
+from isobit.rewards.grade import grade
 from isobit.rollout.native.engine import NativeEngine
 from isobit.run import course, model_source, outline, parts
 from isobit.run.outline import Outline
@@ -29,6 +31,7 @@ from isobit.run.rl.setup import prepare_rl
 from isobit.run.sft import loop as sft_loop
 from isobit.run.sft import setup as sft_setup
 from isobit.run.sft.setup import prepare_sft
+from isobit.starter.tasks import correct_answer
 from isobit.training.supervised import mean_loss
 from isobit.training.trainer import Trainer
 
@@ -225,7 +228,8 @@ def test_held_out_losses_are_measured_without_the_cache(
         return mean_loss(trainer, batches)
 
     monkeypatch.setattr(sft_setup, "mean_loss", watched)
-    assert run.evaluate().keys() == {"held_out"}
+    graded = run.evaluate(None, partial(grade, reward=correct_answer))
+    assert graded.keys() == {"held_out"}
     assert held == [None]
 
 

@@ -53,5 +53,5 @@ def test_columns_of_another_length_and_a_first_token_to_learn_are_mistakes() -> 
 
 
 def test_what_rewards_and_data_import_holds_no_torch() -> None:
-    code = "import sys, isobit.records.text, isobit.data.sampler, isobit.rewards.grade"
+    code = "import sys, isobit.records.text, isobit.data.sampler, isobit.rewards.grading"
     subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=True)

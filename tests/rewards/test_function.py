@@ -8,7 +8,6 @@ from isobit.errors import RewardError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.function import load_reward
-from isobit.rewards.task_scorer import score_task
 
 PROMPT = Prompt("train/0", "3+8+2+9=", (1,), {"answer": "22"})
 MODULE = """
@@ -22,10 +21,7 @@ class Result:
 def exact(prompt, completion):
     return float(completion.text == prompt.row["answer"])
 
-def batch(prompts, completions, answers):
-    return 0.0
-
-async def later(prompt, completion):
+def batch(prompts, completion, answers):
     return 0.0
 
 LIMIT = 3
@@ -57,28 +53,33 @@ def test_a_function_from_a_module() -> None:
 
 
 def test_the_task_scorer_by_name() -> None:
-    assert load_reward("reasoning_gym") is score_task
+    assert (
+        load_reward("reasoning_gym").describe()
+        == "reasoning_gym (Isobit's form: prompt, completion)"
+    )
 
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exact", "cannot read the reward 'exact'; expected 'module:function'"),
+        (
+            "exact",
+            "cannot read the reward 'exact'; expected 'module:function', "
+            "'path/to/file.py:function' or one of .*'reasoning_gym'",
+        ),
         (":exact", "cannot read the reward ':exact'"),
         ("mine.py:", "cannot read the reward 'mine.py:'"),
         ("none.py:exact", "there is no reward file none.py"),
         (
             "mine.py:exakt",
-            "mine.py has no function 'exakt'; its functions are exact, batch, later; did you mean "
-            "'exact'",
+            "mine.py has no function 'exakt'; its functions are exact, batch; did you mean 'exact'",
         ),
         ("mine.py:LIMIT", "mine.py has no function 'LIMIT'"),
         (
             "mine.py:batch",
-            r"must take \(prompt, completion\), but is batch\(prompts, completions, answers\)",
+            r"takes \(prompts, completion, answers\), which is no form of a reward; the forms are",
         ),
-        ("mine.py:later", "is async"),
         ("builtins:max", "is built in"),
         (
             "no_such_package.rewards:exact",
@@ -92,9 +93,16 @@ def test_a_wrong_name_is_explained(name: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["import no_such_package", "def exact(:", "raise ValueError('broken')"]
+    "source",
+    [
+        "import no_such_package",
+        "def exact(:",
+        "raise ValueError('broken\\nin two')",
+        "import sys; sys.exit(3)",
+    ],
 )
 def test_a_file_that_fails_on_import_is_named(module: Path, source: str) -> None:
     module.write_text(source)
-    with pytest.raises(RewardError, match=r"the reward file mine\.py fails on import: "):
+    with pytest.raises(RewardError, match=r"the reward file mine\.py fails on import: ") as told:
         load_reward("mine.py:exact")
+    assert "\n" not in str(told.value)

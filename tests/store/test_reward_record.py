@@ -3,6 +3,8 @@ would say now.
 """
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from isobit.errors import RewardError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
+from isobit.rewards.function import RewardFunction
+from isobit.rewards.grade import GradeStats, Grading, grade
 from isobit.store.reward_record import RewardRecord
 
 
@@ -21,7 +25,11 @@ def groups(token: int = 5, version: int = 1) -> list[Group]:
     return [Group(Prompt(f"train/{index}", "", (1,)), 0, list(completions)) for index in range(2)]
 
 
-def never(prompt: Prompt, completion: Completion) -> float:
+def by(reward: RewardFunction, max_failed_fraction: float = 1.0) -> Grading:
+    return partial(grade, reward=reward, max_failed_fraction=max_failed_fraction)
+
+
+def never(groups: Sequence[Group]) -> GradeStats:
     raise AssertionError("the reward was asked for again")
 
 
@@ -32,9 +40,9 @@ def some_fail(prompt: Prompt, completion: Completion) -> float:
 def test_what_was_graded_before_opening_and_after_is_recorded_and_replayed(tmp_path: Path) -> None:
     path = tmp_path / "rewards.jsonl"
     record = RewardRecord(print)
-    first = record.grade(groups(), some_fail)
+    first = record.grade(groups(), by(some_fail))
     record.open(path)
-    second = record.grade(groups(6), lambda prompt, completion: 0.1 + completion.token_ids[1])
+    second = record.grade(groups(6), by(lambda prompt, completion: 0.1 + completion.token_ids[1]))
     assert len(path.read_text().splitlines()) == 2 and record.position == path.stat().st_size
     content = path.read_bytes()
 
@@ -51,12 +59,12 @@ def test_other_completions_are_graded_anew_and_that_is_said(tmp_path: Path) -> N
     record = RewardRecord(print)
     record.open(path)
     for token in (5, 6, 7):
-        record.grade(groups(token), lambda prompt, completion: 1.0)
+        record.grade(groups(token), by(lambda prompt, completion: 1.0))
     again = RewardRecord(said.append, path)
     again.open(path)
     again.grade(groups(5), never)
-    again.grade(groups(9), lambda prompt, completion: 2.0)
-    again.grade(groups(7), lambda prompt, completion: 3.0)
+    again.grade(groups(9), by(lambda prompt, completion: 2.0))
+    again.grade(groups(7), by(lambda prompt, completion: 3.0))
     assert len(said) == 1 and "graded anew" in said[0]
     assert [json.loads(line)["rewards"][0][0] for line in path.read_text().splitlines()] == [
         1.0,
@@ -70,7 +78,7 @@ def test_an_unfinished_line_is_cut_off(rest: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rewards.jsonl"
     record = RewardRecord(print)
     record.open(path)
-    record.grade(groups(), lambda prompt, completion: 1.0)
+    record.grade(groups(), by(lambda prompt, completion: 1.0))
     whole = path.read_bytes()
     path.write_bytes(whole + rest)
     again = RewardRecord(print, path)
@@ -82,5 +90,29 @@ def test_a_grading_that_failed_is_not_recorded(tmp_path: Path) -> None:
     record = RewardRecord(print)
     record.open(tmp_path / "rewards.jsonl")
     with pytest.raises(RewardError):
-        record.grade(groups(), some_fail, max_failed_fraction=0.1)
+        record.grade(groups(), by(some_fail, 0.1))
     assert (tmp_path / "rewards.jsonl").read_bytes() == b""
+
+
+def test_several_rewards_are_recorded_each(tmp_path: Path) -> None:
+    """A completion that failed in two of them is one failed completion when it is taken from the
+    record, too.
+    """
+
+    def two(asked: Sequence[Group]) -> GradeStats:
+        for group in asked:
+            group.rewards = [None, 1.5, 2.5]
+            group.reward_parts = {"z": [None, 1.0, 2.0], "a": [None, 0.5, 0.5]}
+        return GradeStats(4, 2, {"ValueError": 3, "deadline": 1}, "prompt train/0, sample 0: no")
+
+    path = tmp_path / "rewards.jsonl"
+    record = RewardRecord(print)
+    record.open(path)
+    first = record.grade(groups(), two)
+    again, replayed = RewardRecord(print, path), groups()
+    assert again.is_ahead and again.grade(replayed, never) == first and not again.is_ahead
+    assert list(replayed[1].reward_parts.items()) == [
+        ("z", [None, 1.0, 2.0]),
+        ("a", [None, 0.5, 0.5]),
+    ]
+    assert replayed[1].rewards == [None, 1.5, 2.5]

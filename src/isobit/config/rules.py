@@ -16,6 +16,7 @@ from isobit.config.correction import (
     TisCorrection,
 )
 from isobit.config.evaluation import EvaluationConfig
+from isobit.config.reward import RewardConfig, RewardPart
 from isobit.config.rollout import RolloutConfig
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
@@ -32,6 +33,7 @@ def check_run(config: RunConfig) -> None:
     check_batch(config.training, config.rollout)
     check_algorithm(config.algorithm, config.rollout)
     check_corrections(config.corrections)
+    check_reward(config.reward)
     check_samples(config.evaluation)
     check_off_policy(config)
     check_keeping(config.checkpoint)
@@ -60,6 +62,7 @@ def check_sft(config: SftConfig) -> None:
     """Every rule of a recipe of ``isobit sft``."""
     sets, figures = config.data.eval, [f"eval/{name}/loss" for name in config.data.eval]
     if config.reward is not None:
+        check_reward(config.reward)
         if not sets:
             raise ConfigError(
                 "reward is set, but data.eval names no set whose completions it could grade; add "
@@ -140,6 +143,43 @@ def check_corrections(corrections: Sequence[Correction]) -> None:
         raise ConfigError(
             "a correction of type normalise comes last, once: those behind it would undo its mean "
             "of 1; put it at the end of the list"
+        )
+
+
+def check_reward(reward: RewardConfig) -> None:
+    """Refuse a reward that is two things at once, or nothing."""
+    defaults = RewardConfig()
+    if reward.parts:
+        for key in ("function", "model", "model_precision", "options", "weight"):
+            if getattr(reward, key) != getattr(defaults, key):
+                raise ConfigError(
+                    f"reward.{key} is {getattr(reward, key)!r}, but reward.parts names several "
+                    f"rewards; move it to one of them, as reward.parts.NAME.{key}"
+                )
+        for name, part in reward.parts.items():
+            _check_part(f"reward.parts.{name}", part)
+        return
+    if reward.model is not None and reward.function != defaults.function:
+        raise ConfigError(
+            f"reward.function is {reward.function!r} and reward.model is {reward.model!r}; a "
+            "reward is one of them: leave the other out, or give each a table of its own in "
+            "reward.parts"
+        )
+    _check_options("reward", next(iter(reward.named().values())))
+
+
+def _check_part(key: str, part: RewardPart) -> None:
+    if (part.function is None) == (part.model is None):
+        found = "neither" if part.function is None else f"{part.function!r} and {part.model!r}"
+        raise ConfigError(f"{key} needs a function or a model, and has {found}; give it one")
+    _check_options(key, part)
+
+
+def _check_options(key: str, part: RewardPart) -> None:
+    if part.model is not None and part.options:
+        raise ConfigError(
+            f"{key}.options are keyword arguments of a function, but {key}.model is "
+            f"{part.model!r}; leave them out"
         )
 
 

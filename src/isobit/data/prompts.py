@@ -43,7 +43,7 @@ def prompts_of_rows(
     for index, row in enumerate(rows):
         text, special_tokens = _render(row, tokenizer, chat)
         token_ids = tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-        prompt = Prompt(f"{name}/{index}", text, tuple(token_ids), row.columns)
+        prompt = Prompt(f"{name}/{index}", text, tuple(token_ids), row.columns, row.prompt)
         _check_length(prompt, row, max_prompt_tokens, context_tokens)
         prompts.append(prompt)
     return prompts

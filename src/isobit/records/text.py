@@ -3,7 +3,7 @@
 Imports no torch: rewards and data import nothing else of the records.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,10 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     row: Mapping[str, Any] = field(default_factory=dict)
+    content: str | Sequence[Mapping[str, str]] | None = None
+    """As the dataset has it, before the chat template: text, or chat messages; None where it comes
+    from no dataset.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class Group:
     visit: int
     completions: list[Completion]
     rewards: list[float | None] = field(default_factory=list)
+    reward_parts: dict[str, list[float | None]] = field(default_factory=dict)
+    """Each of several rewards by name, before its weight; empty where there is one reward."""
     baseline: float | None = None
     """The reward of the prompt's greedy completion, where the algorithm asks for one."""
 

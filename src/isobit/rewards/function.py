@@ -1,46 +1,54 @@
 """A reward function, by name.
 
-A reward is a plain function ``(prompt, completion) -> float``.  It is named as ``module:function``,
-as ``path/to/file.py:function``, or as ``reasoning_gym`` for the scorer of the task that the prompt
-came from.  Loading runs the user's own module and nothing else.
+A reward is named as ``module:function``, as ``path/to/file.py:function``, or by the name of a
+built-in grader: ``reasoning_gym`` is the scorer of the task that the prompt came from.  Loading
+runs the user's own module and nothing else.
 """
 
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias
 
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.task_scorer import score_task
+from isobit.rewards.form import Reward, recognise
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float]
 
-TASK_SCORER = "reasoning_gym"
-FORMS = f"expected 'module:function', 'path/to/file.py:function' or {TASK_SCORER!r}"
 
+def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
+    """The reward function called ``name``, with the keyword arguments that it is to have.
 
-def load_reward(name: str) -> RewardFunction:
-    """The reward function called ``name``.
-
-    Raises ``RewardError`` for a name of another form, a module or file that is missing or fails on
-    import, a function that does not exist (with those that do), and one that does not take (prompt,
-    completion) or is ``async``.
+    Raises ``RewardError`` for a name of another kind, a module or file that is missing or fails on
+    import, a function that does not exist (with those that do), and one of no known form
+    (``isobit.rewards.form``).
     """
-    if name == TASK_SCORER:
-        return score_task
-    module_name, separator, function_name = name.rpartition(":")
+    place = built_in_graders().get(name, name)
+    module_name, separator, function_name = place.rpartition(":")
     if not (separator and module_name and function_name):
-        raise RewardError(f"cannot read the reward {name!r}; {FORMS}")
+        raise RewardError(
+            f"cannot read the reward {name!r}; expected 'module:function', "
+            f"'path/to/file.py:function' or one of {', '.join(map(repr, built_in_graders()))}"
+        )
     module = (
         _from_file(Path(module_name)) if module_name.endswith(".py") else _from_module(module_name)
     )
-    return _checked(_function(module, module_name, function_name), name)
+    return recognise(_function(module, module_name, function_name), name, options)
+
+
+def built_in_graders() -> Mapping[str, str]:
+    """Where each built-in grader is, as ``module:function``, by name."""
+    try:
+        graders = importlib.import_module("isobit.rewards.graders")
+    except ModuleNotFoundError:
+        return {"reasoning_gym": "isobit.rewards.task_scorer:score_task"}
+    return graders.GRADERS
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -53,20 +61,16 @@ def _from_file(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and typing look a class's module up there
     try:
         spec.loader.exec_module(module)
-    except (
-        Exception
-    ) as error:  # whatever the user's module raises is the user's to see, in one line
+    except (Exception, SystemExit) as error:  # whatever it raises is the user's to see, in a line
         del sys.modules[spec.name]
-        raise RewardError(
-            f"the reward file {path} fails on import: {type(error).__name__}: {error}"
-        ) from error
+        raise RewardError(f"the reward file {path} fails on import: {_in_a_line(error)}") from error
     return module
 
 
 def _from_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # likewise
+    except (Exception, SystemExit) as error:  # likewise
         missing = isinstance(error, ModuleNotFoundError)
         hint = (
             "; a file that is not installed is named by its path, as in 'rewards/mine.py:function'"
@@ -74,14 +78,14 @@ def _from_module(name: str) -> ModuleType:
             else ""
         )
         raise RewardError(
-            f"the reward module {name!r} cannot be imported: {type(error).__name__}: {error}{hint}"
+            f"the reward module {name!r} cannot be imported: {_in_a_line(error)}{hint}"
         ) from error
 
 
-def _function(module: ModuleType, module_name: str, function_name: str) -> RewardFunction:
+def _function(module: ModuleType, module_name: str, function_name: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if callable(function):
-        return cast(RewardFunction, function)
+        return function
     functions = [
         name
         for name, value in vars(module).items()
@@ -95,23 +99,7 @@ def _function(module: ModuleType, module_name: str, function_name: str) -> Rewar
     )
 
 
-def _checked(function: RewardFunction, name: str) -> RewardFunction:
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(
-            f"the reward {name!r} is async; expected a plain function (prompt, completion) -> float"
-        )
-    try:
-        signature = inspect.signature(function)
-    except ValueError as error:
-        raise RewardError(
-            f"the reward {name!r} is built in; expected a Python function (prompt, completion) -> "
-            "float"
-        ) from error
-    try:
-        signature.bind("prompt", "completion")
-    except TypeError as error:
-        raise RewardError(
-            f"the reward {name!r} must take (prompt, completion), but is "
-            f"{name.rpartition(':')[2]}{signature}"
-        ) from error
-    return function
+def _in_a_line(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    short_of_memory = isinstance(error, MemoryError) or "annot allocate memory" in text
+    return text + (" (reward.memory_mib is what it may take)" if short_of_memory else "")

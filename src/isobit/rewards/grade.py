@@ -1,22 +1,24 @@
 """Grading a step: every completion gets a number or, if its reward failed, ``None``, which excludes
 it from its group.
 
+    reward = sum over the parts of weight * part's reward
+
 A failed reward is never a zero: a zero teaches the policy that the answer was wrong.  Failures are
 counted by kind, the first message is kept, and too many of them stop the run.
 """
 
-import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from numbers import Real
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.function import RewardFunction
+from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
+
+Weights: TypeAlias = Mapping[str, float]
+"""Of the parts, by name, in the order in which they are added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,9 @@ class GradeStats:
     graded: int
     failed: int
     failures: dict[str, int]
-    """Counts by kind: the exception's name, ``not finite``, or ``not a number``."""
+    """Counts by kind: the exception's name, ``not finite``, ``not a number``, ``no reward``,
+    ``deadline`` or ``crash``; of several rewards of a completion each counts.
+    """
     first_error: str | None
 
     @property
@@ -46,73 +50,105 @@ class GradeStats:
         )
 
 
-class _FailedError(Exception):
-    """A reward that is no usable number: its kind and its message."""
+Grading: TypeAlias = Callable[[Sequence[Group]], GradeStats]
+"""Fills the rewards of groups; raises RewardError where too many failed."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts completions and failures as groups are filled."""
+
+    completions: int = 0
+    failed: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    first_error: str | None = None
+
+    def fill(
+        self, group: Group, weights: Weights, outcomes: Mapping[str, Sequence[Outcome]]
+    ) -> None:
+        """Write the rewards of a group, one entry a completion in their order, from the outcomes of
+        each part; the parts themselves too where there are several.
+        """
+        several = len(weights) > 1
+        group.rewards = []
+        group.reward_parts = {name: [] for name in weights} if several else {}
+        for index in range(len(group.completions)):
+            parts = {name: outcomes[name][index] for name in weights}
+            for name, outcome in parts.items():
+                if isinstance(outcome, Failure):
+                    self._count(outcome, group, index, f", {name}" if several else "")
+                if several:
+                    group.reward_parts[name].append(_number_of(outcome))
+            reward = _weighted(weights, parts)
+            if isinstance(reward, Failure) and _all_are_numbers(parts):
+                self._count(reward, group, index, "")
+            group.rewards.append(_number_of(reward))
+            self.completions += 1
+            self.failed += isinstance(reward, Failure)
+
+    def stats(self, max_failed_fraction: float) -> GradeStats:
+        """The counts.  Raises ``RewardError`` with the first error if a larger share than
+        ``max_failed_fraction`` failed, or all did.
+        """
+        stats = GradeStats(
+            self.completions - self.failed, self.failed, dict(self.failures), self.first_error
+        )
+        if self.failed and (stats.graded == 0 or stats.failed_fraction > max_failed_fraction):
+            raise RewardError(
+                f"{self.failed} of {self.completions} rewards failed, more than the allowed share "
+                f"of {max_failed_fraction:g} (reward.max_failed_fraction); the first was "
+                f"{self.first_error}"
+            )
+        return stats
+
+    def _count(self, failure: Failure, group: Group, index: int, part: str) -> None:
+        self.failures[failure.kind] += 1
+        if self.first_error is None:
+            self.first_error = f"prompt {group.prompt.id}, sample {index}{part}: {failure.message}"
 
 
 def grade(
     groups: Sequence[Group], reward: RewardFunction, max_failed_fraction: float = 1.0
 ) -> GradeStats:
-    """Fill ``group.rewards`` of every group, one entry a completion, in their order.
+    """Fill ``group.rewards`` of every group, one entry a completion, in their order, by a plain
+    function (prompt, completion) in this process.
 
     Raises ``RewardError`` with the first error if a larger share than ``max_failed_fraction``
     failed, or all did.  A ``RewardError`` from the reward itself passes through: it says that no
     completion can be graded.
     """
-    failures: Counter[str] = Counter()
-    first_error: str | None = None
+    tally = Tally()
     for group in groups:
-        group.rewards = []
-        for index, completion in enumerate(group.completions):
-            try:
-                group.rewards.append(_score(reward, group.prompt, completion))
-            except _FailedError as failure:
-                kind, message = failure.args
-                failures[kind] += 1
-                first_error = first_error or f"prompt {group.prompt.id}, sample {index}: {message}"
-                group.rewards.append(None)
-    failed = failures.total()
-    stats = GradeStats(
-        sum(len(group.completions) for group in groups) - failed,
-        failed,
-        dict(failures),
-        first_error,
-    )
-    if failed and (stats.graded == 0 or stats.failed_fraction > max_failed_fraction):
-        raise RewardError(
-            f"{failed} of {failed + stats.graded} rewards failed, more than the allowed share of "
-            f"{max_failed_fraction:g} "
-            f"(reward.max_failed_fraction); the first was {first_error}"
-        )
-    return stats
+        outcomes = [_outcome(reward, group.prompt, one) for one in group.completions]
+        tally.fill(group, {"reward": 1.0}, {"reward": outcomes})
+    return tally.stats(max_failed_fraction)
 
 
-def _score(reward: RewardFunction, prompt: Prompt, completion: Completion) -> float:
+def _outcome(reward: RewardFunction, prompt: Prompt, completion: Completion) -> Outcome:
     try:
-        value = reward(prompt, completion)
+        return outcome_of(reward(prompt, completion))
     except RewardError:
         raise
     except (
         Exception,
         SystemExit,
     ) as error:  # a reward that calls sys.exit must not end the run unnoticed
-        raise _FailedError(type(error).__name__, f"{type(error).__name__}: {error}") from error
-    return _number(value)
+        return failure_of(error)
 
 
-def _number(value: Any) -> float:
-    """``value`` as a float: Python's and numpy's integers, floats and booleans are numbers,
-    anything else is a failure.
-    """
-    if not isinstance(value, Real | np.bool_):
-        raise _FailedError(
-            "not a number",
-            f"the reward returned {type(value).__name__} {value!r:.80}, expected a number",
-        )
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise _FailedError("not finite", f"the reward returned {number}, expected a finite number")
-    return number
+def _weighted(weights: Weights, parts: Mapping[str, Outcome]) -> Outcome:
+    total = 0.0
+    for name, weight in weights.items():
+        outcome = parts[name]
+        if isinstance(outcome, Failure):
+            return outcome
+        total += weight * outcome
+    return outcome_of(total)
+
+
+def _all_are_numbers(parts: Mapping[str, Outcome]) -> bool:
+    return not any(isinstance(outcome, Failure) for outcome in parts.values())
+
+
+def _number_of(outcome: Outcome) -> float | None:
+    return None if isinstance(outcome, Failure) else outcome

@@ -14,7 +14,7 @@ run, before the run's directory is made: a reward that fails on everything leave
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,9 +28,9 @@ from isobit.models.config import ModelConfig
 from isobit.observe.console import Console
 from isobit.observe.training_log import TrainingLog
 from isobit.records.text import Group
-from isobit.rewards.function import RewardFunction
-from isobit.rewards.grade import GradeStats
-from isobit.run.evaluate import Evaluation, Grading, OnProgress
+from isobit.rewards.grade import GradeStats, Grading
+from isobit.rewards.grading import Graders
+from isobit.run.evaluate import Evaluation, OnProgress
 from isobit.run.interruption import Interruption
 from isobit.store.checkpoint.keeper import CheckpointKeeper
 from isobit.store.checkpoint.start import Start, begin
@@ -72,19 +72,20 @@ class Course(Generic[Run, Log]):
     console: Console
     clock: Clock
     interruption: Interruption
-    rewards: RewardRecord
+    grading: Grading
+    """From the record of rewards or by the graders."""
     checkpoints: CheckpointKeeper
 
     def steps(self) -> range:
         """The steps still to do, counted from 1."""
         return range(self.steps_done + 1, self.run.config.training.steps + 1)
 
-    def grade(
-        self, groups: Sequence[Group], reward: RewardFunction, max_failed_fraction: float
-    ) -> GradeStats:
-        """Fill the groups' rewards, those already recorded of this step from the record."""
+    def grade(self, groups: Sequence[Group]) -> GradeStats:
+        """Fill the groups' rewards, those already recorded of this step from the record.  Raises
+        Interrupted where a signal comes.
+        """
         with self.clock("grading"), self.console.busy("grading"):
-            return self.rewards.grade(groups, reward, max_failed_fraction)
+            return self.grading(groups)
 
     @contextmanager
     def learning(self, engine_is_next: bool = True) -> Iterator[None]:
@@ -109,7 +110,7 @@ class Course(Generic[Run, Log]):
         self.interruption.check()
         if self.evaluates_after(step):
             self.log.evaluation(
-                step, evaluate(self.run, self.console, self.clock, self.rewards, self.interruption)
+                step, evaluate(self.run, self.console, self.clock, self.grading, self.interruption)
             )
         self.checkpoints.save_if_due(step)
         self.interruption.check()
@@ -137,15 +138,20 @@ def course(
     A signal leaves a checkpoint, and with ``model_when_interrupted`` the model folder too.
     """
     console, clock = console or Console(), Clock()
-    with begin(config, shape, resume, console.line, extra_bytes) as start:
+    with (
+        begin(config, shape, resume, console.line, extra_bytes) as start,
+        open_graders(config) as graders,
+    ):
         with console.busy("loading"):
             run = prepare(config)
             with run.turns.training(clock):
                 start.restore(run)
-        console.lines(run.describe())
+            rewards = graders.describe() if graders is not None else []
+        console.lines([*run.describe(), *rewards])
         with Interruption() as interruption, disk_errors(config.output, "the files of the run"):
+            grading = recorded_grading(start.rewards, graders, interruption)
             due = evaluation_is_due(config, start.step) and not start.has_evaluated
-            first = evaluate(run, console, clock, start.rewards, interruption) if due else None
+            first = evaluate(run, console, clock, grading, interruption) if due else None
             with (
                 make_log(run, start, console, clock) as log,
                 CheckpointKeeper(run, start, log, console, model_when_interrupted) as checkpoints,
@@ -154,7 +160,7 @@ def course(
                 if first is not None:
                     log.evaluation(start.step, first)
                 yield Course(
-                    run, log, start.step, console, clock, interruption, start.rewards, checkpoints
+                    run, log, start.step, console, clock, interruption, grading, checkpoints
                 )
 
 
@@ -162,14 +168,31 @@ def evaluate(
     run: Runnable,
     console: Console,
     clock: Clock,
-    rewards: RewardRecord,
+    grading: Grading,
     interruption: Interruption,
 ) -> Evaluation[Any]:
     """Every evaluation set under the current policy.  Raises Interrupted where a signal came."""
     with clock("evaluation"), console.generating("evaluation") as progress:
-        figures = run.evaluate(interruption.watched(progress), rewards.grade)
+        figures = run.evaluate(interruption.watched(progress), grading)
     interruption.check()
     return figures
+
+
+def open_graders(config: Recipe) -> AbstractContextManager[Graders | None]:
+    """The graders of a training, which begin to load their rewards; None without a reward."""
+    return Graders(config.reward) if config.reward is not None else nullcontext()
+
+
+def recorded_grading(
+    record: RewardRecord, graders: Graders | None, interruption: Interruption
+) -> Grading:
+    """Grading from the record where it goes on, and by the graders otherwise; a signal ends it."""
+
+    def collect(groups: Sequence[Group]) -> GradeStats:
+        assert graders is not None, "nothing is graded without a reward"
+        return graders.collect(groups, watch=interruption.check)
+
+    return lambda groups: record.grade(groups, collect)
 
 
 def evaluation_is_due(config: Recipe, step: int) -> bool:

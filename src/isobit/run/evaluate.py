@@ -12,14 +12,14 @@ from typing import TypeVar
 
 from isobit.config.evaluation import EvaluationConfig
 from isobit.config.rollout import RolloutConfig
-from isobit.config.rules import check_has_sets, check_samples
+from isobit.config.rules import check_has_sets, check_reward, check_samples
 from isobit.config.run import RunConfig
 from isobit.data.prompts import build_prompts
 from isobit.models.loaded import DescribedModel, LoadedModel, load_sampling_model
 from isobit.observe.eval_result import EvalResult, result_of
 from isobit.records.text import Group, Prompt
-from isobit.rewards.function import RewardFunction, load_reward
-from isobit.rewards.grade import GradeStats, grade
+from isobit.rewards.grade import Grading
+from isobit.rewards.grading import Graders
 from isobit.rollout.engine import RolloutEngine, generate
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.progress import Progress
@@ -27,8 +27,6 @@ from isobit.rollout.request import Request
 
 OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
-Grading = Callable[[Sequence[Group], RewardFunction, float], GradeStats]
-"""Fills the rewards of groups, as ``grade`` does."""
 Result = TypeVar("Result")
 Evaluation = Mapping[str, tuple[Result, Sequence[Group]]]
 """The figures of each set, by name, with the completions that they come from."""
@@ -41,15 +39,11 @@ class Evaluator:
     engine: RolloutEngine
     requests: Mapping[str, Sequence[Request]]
     """What the engine is asked for on each set, by name (``evaluation_requests``)."""
-    reward: RewardFunction
-    max_failed_fraction: float
 
-    def run(self, progress: OnProgress | None = None, grading: Grading = grade) -> Evaluation:
-        """The figures and the graded completions of each set, by name; ``grading`` may put a record
-        around ``grade``.
+    def run(self, progress: OnProgress | None, grading: Grading) -> Evaluation:
+        """The figures and the completions of each set, by name, as ``grading`` grades them.
 
-        Raises RewardError where a larger share of a set's rewards failed than
-        ``max_failed_fraction``.
+        Raises RewardError where it does.
         """
         return {
             name: self._run_set(requests, progress, grading)
@@ -64,7 +58,7 @@ class Evaluator:
             Group(request.prompt, request.visit, made)
             for request, made in zip(requests, completions, strict=True)
         ]
-        grading(groups, self.reward, self.max_failed_fraction)
+        grading(groups)
         return result_of(groups, requests[0].samples), groups
 
 
@@ -98,7 +92,14 @@ def evaluate_folder(
     """
     check_has_sets(config.data.eval)
     check_samples(config.evaluation)
-    reward = load_reward(config.reward.function)
+    check_reward(config.reward)
+    with Graders(config.reward) as graders:
+        return _evaluate_folder(folder, config, progress, graders)
+
+
+def _evaluate_folder(
+    folder: Path, config: RunConfig, progress: OnProgress | None, graders: Graders
+) -> dict[str, EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
     sets = {
@@ -106,5 +107,6 @@ def evaluate_folder(
         for name, source in config.data.eval.items()
     }
     requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
-    evaluator = Evaluator(engine, requests, reward, config.reward.max_failed_fraction)
-    return {name: result for name, (result, _) in evaluator.run(progress).items()}
+    graders.describe()
+    evaluation = Evaluator(engine, requests).run(progress, graders.collect)
+    return {name: result for name, (result, _) in evaluation.items()}

@@ -7,7 +7,7 @@ which would be called up over the network.  Nothing is written, and no memory is
 would take.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from isobit.config.load import dump_config
+from isobit.config.reward import RewardConfig
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
 from isobit.errors import ConfigError
@@ -28,6 +29,7 @@ from isobit.memory.machine import Memory, read_memory
 from isobit.models.decoder import master_shapes
 from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow, build_flow
+from isobit.rewards.grading import Graders
 from isobit.rollout.native.limits import Limits, check_limits
 from isobit.run.outline import Material, Outline, check_requests
 from isobit.store.checkpoint.format import folders_by_step
@@ -50,6 +52,8 @@ class TrainingPlan:
     memory: MemoryEstimate | DevicePlan
     """Of the device that the run would compute on."""
     disk: DiskPlan
+    rewards: Sequence[str]
+    """A line each."""
 
     def describe(self, memory: Memory | None) -> list[str]:
         """The plan as text: the resolved recipe, the model, what is learnt, the precision flow, and
@@ -64,6 +68,7 @@ class TrainingPlan:
             f"model {folder}: {shape.family}, {parameters:,} parameters, {shape.num_layers} "
             f"layers, {start}",
             *self.outline.learning,
+            *self.rewards,
             *(f"  {line}" for line in describe_flow(self.flow)),
             *(
                 self.memory.describe()
@@ -86,6 +91,7 @@ def plan_training(
     if not resume:
         check_unused(config.output)
     material = read(config)
+    rewards = describe_rewards(config.reward)
     outline = material.outline
     model = outline.model.config
     weight_bytes = outline.source.weight_bytes
@@ -111,7 +117,17 @@ def plan_training(
         outline.extra_bytes,
     )
     disk.check()
-    return TrainingPlan(outline, weight_bytes, flow, memory, disk)
+    return TrainingPlan(outline, weight_bytes, flow, memory, disk, rewards)
+
+
+def describe_rewards(reward: RewardConfig | None) -> Sequence[str]:
+    """The rewards with the forms that were recognised.  Raises RewardError for one that cannot be
+    loaded.
+    """
+    if reward is None:
+        return ()
+    with Graders(reward) as graders:
+        return graders.describe()
 
 
 def plan_device_memory(outline: Outline, device: torch.device) -> DevicePlan:

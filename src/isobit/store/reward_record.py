@@ -2,7 +2,9 @@
 gradings.
 
     {"weights_version": 3, "prompts": [["train/7", 0], ..], "completions": SHA-256 of their tokens,
-    "rewards": [[1.0, null], ..], ..}
+    "rewards": [[1.0, null], ..], "parts": {"format": [[0.5, null], ..], ..}, ..}
+
+``parts`` stands there where a run has several rewards.
 
 A run is a pure function of its configuration, its data and these rewards.  A reward function need
 not be one (a judge, a clock): a resumed run therefore takes the rewards of the steps that it does
@@ -19,17 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from isobit.records.text import Group
-from isobit.rewards.function import RewardFunction
-from isobit.rewards.grade import GradeStats, grade
+from isobit.rewards.grade import GradeStats, Grading
 from isobit.store.journal import whole_lines
 
 Say = Callable[[str], None]
 
 
 class RewardRecord:
-    """Grades groups, from the record where it goes on, with the reward function and into the record
-    otherwise.
-    """
+    """Grades groups: from the record where it goes on, otherwise by asking, and into the record."""
 
     def __init__(self, say: Say, path: Path | None = None, position: int = 0) -> None:
         """Go on at byte ``position`` of an older record, if there is one.  Nothing is written
@@ -52,20 +51,28 @@ class RewardRecord:
             self._write(line)
         self._unwritten.clear()
 
-    def grade(
-        self, groups: Sequence[Group], reward: RewardFunction, max_failed_fraction: float = 1.0
-    ) -> GradeStats:
-        """Fill the rewards of groups: from the record where it has these completions, else with the
-        reward function.  Raises RewardError as ``isobit.rewards.grade.grade`` does.
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next grading is recorded, as far as is known before it is made: nothing
+        should be asked for in advance then.
+        """
+        return bool(self._lines)
+
+    def grade(self, groups: Sequence[Group], grading: Grading) -> GradeStats:
+        """Fill the rewards of groups: from the record where it has these completions, else by
+        ``grading``.  Raises what that raises; nothing is recorded then.
         """
         identity = _identity(groups)
         recorded = self._next(identity)
         if recorded is not None:
             return _replay(groups, recorded)
-        stats = grade(groups, reward, max_failed_fraction)
+        stats = grading(groups)
+        names = groups[0].reward_parts
+        parts = {name: [group.reward_parts[name] for group in groups] for name in names}
         content = {
             **identity,
             "rewards": [group.rewards for group in groups],
+            **({"parts": parts} if parts else {}),
             "failures": stats.failures,
             "first_error": stats.first_error,
         }
@@ -123,8 +130,10 @@ def _identity(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def _replay(groups: Sequence[Group], recorded: dict[str, Any]) -> GradeStats:
-    for group, rewards in zip(groups, recorded["rewards"], strict=True):
-        group.rewards = list(rewards)
-    failed = sum(recorded["failures"].values())
+    parts = recorded.get("parts", {})
+    for index, group in enumerate(groups):
+        group.rewards = list(recorded["rewards"][index])
+        group.reward_parts = {name: list(rewards[index]) for name, rewards in parts.items()}
+    failed = sum(reward is None for group in groups for reward in group.rewards)
     completions = sum(len(group.completions) for group in groups)
     return GradeStats(completions - failed, failed, recorded["failures"], recorded["first_error"])

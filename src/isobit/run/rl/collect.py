@@ -64,7 +64,7 @@ def _sample(training: Course[RlRun, Any], count: int) -> Collected:
         Group(request.prompt, request.visit, samples)
         for request, samples in zip([*requests, *greedy], completions, strict=True)
     ]
-    grades = training.grade(groups, run.reward, run.config.reward.max_failed_fraction)
+    grades = training.grade(groups)
     for group, alone in zip(groups[:count], groups[count:], strict=False):
         group.baseline = alone.rewards[0]
     return Collected(groups[:count], grades, run.engine.stats)

@@ -21,10 +21,10 @@ from isobit.observe.eval_result import EvalResult
 from isobit.observe.wandb_tracker import check_tracking
 from isobit.precision.compare import describe_flow
 from isobit.records.text import SamplingParams
-from isobit.rewards.function import RewardFunction, load_reward
+from isobit.rewards.grade import Grading
 from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.request import Request
-from isobit.run.evaluate import Evaluation, Evaluator, Grading, OnProgress, evaluation_requests
+from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_requests
 from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
@@ -44,7 +44,6 @@ class RlMaterial:
     outline: Outline
     data: RlData
     algorithm: Algorithm
-    reward: RewardFunction
     sampling: SamplingParams
     evaluation: Mapping[str, Sequence[Request]]
     """What the engine is asked for on each evaluation set."""
@@ -67,7 +66,6 @@ class RlRun(PreparedRun):
     about_data: str
     """The same in a line."""
     algorithm: Algorithm
-    reward: RewardFunction
     sampling: SamplingParams
     engine: RolloutEngine
     evaluator: Evaluator
@@ -158,10 +156,9 @@ def prepare_rl(config: RunConfig) -> RlRun:
         made.data.figures(),
         made.data.describe(),
         made.algorithm,
-        made.reward,
         made.sampling,
         parts.engine,
-        Evaluator(parts.engine, made.evaluation, made.reward, config.reward.max_failed_fraction),
+        Evaluator(parts.engine, made.evaluation),
         load_reference(config, parts.model.policy),
         ReplayBuffer(config.replay, config.seed) if config.replay.fraction > 0 else None,
     )
@@ -171,7 +168,6 @@ def read_rl(config: RunConfig) -> RlMaterial:
     """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
     check_run(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
-    reward = load_reward(config.reward.function)
     source = describe_source(config.model)
     if algorithm.needs_values:
         source = source.with_value_head()
@@ -199,7 +195,7 @@ def read_rl(config: RunConfig) -> RlMaterial:
         frozen=() if reference is None else (reference,),
         extra_bytes=extra_bytes(config, model.config),
     )
-    return RlMaterial(outline, data, algorithm, reward, sampling, evaluation, samples)
+    return RlMaterial(outline, data, algorithm, sampling, evaluation, samples)
 
 
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:

@@ -20,10 +20,9 @@ from isobit.observe.console import describe_policy
 from isobit.observe.wandb_tracker import check_tracking
 from isobit.precision.compare import describe_flow
 from isobit.records.batch import PackedBatch
-from isobit.rewards.function import RewardFunction, load_reward
-from isobit.rewards.grade import grade
+from isobit.rewards.grade import Grading
 from isobit.rollout.request import Request
-from isobit.run.evaluate import Evaluation, Evaluator, Grading, OnProgress, evaluation_requests
+from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_requests
 from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
@@ -42,7 +41,6 @@ class SftMaterial:
 
     outline: Outline
     data: SftData
-    reward: RewardFunction | None
     evaluation: Mapping[str, Sequence[Request]]
     """What the engine is asked for on each held-out set, where a reward grades it."""
 
@@ -110,9 +108,7 @@ class SftRun(PreparedRun):
             _SHORTER_EXAMPLES,
         )
 
-    def evaluate(
-        self, progress: OnProgress | None = None, grading: Grading = grade
-    ) -> Evaluation[HeldOut]:
+    def evaluate(self, progress: OnProgress | None, grading: Grading) -> Evaluation[HeldOut]:
         """Every held-out set under the current policy, by name, with the policy's own completions
         where a reward grades them.
         """
@@ -135,22 +131,19 @@ def prepare_sft(config: SftConfig) -> SftRun:
         made.data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle
     )
     evaluator = None
-    if made.reward is not None and parts.engine is not None and config.reward is not None:
+    if parts.engine is not None:
         check_requests(made.requests, parts.engine.check, parts.model.context)
-        evaluator = Evaluator(
-            parts.engine, made.evaluation, made.reward, config.reward.max_failed_fraction
-        )
+        evaluator = Evaluator(parts.engine, made.evaluation)
     return SftRun(parts, sampler, config, made.data, evaluator)
 
 
 def read_sft(config: SftConfig) -> SftMaterial:
     """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
     check_sft(config)
-    reward = load_reward(config.reward.function) if config.reward is not None else None
     source = describe_source(config.model, config.from_scratch)
     data = load_examples(config.data, source.described)
     evaluation = {}
-    if reward is not None:
+    if config.reward is not None:
         prompts = {name: [one.prompt for one in data.sets[name]] for name in data.sets}
         evaluation = evaluation_requests(
             prompts, config.evaluation, config.rollout, source.described
@@ -159,7 +152,7 @@ def read_sft(config: SftConfig) -> SftMaterial:
     outline = Outline(
         config,
         source,
-        trainer_config(training, generates=reward is not None),
+        trainer_config(training, generates=config.reward is not None),
         training.steps,
         data.longest,
         learning=(
@@ -168,7 +161,7 @@ def read_sft(config: SftConfig) -> SftMaterial:
             f"most {data.longest} tokens",
         ),
     )
-    return SftMaterial(outline, data, reward, evaluation)
+    return SftMaterial(outline, data, evaluation)
 
 
 def trainer_config(training: OptimisationConfig, generates: bool) -> TrainingConfig:

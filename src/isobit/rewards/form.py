@@ -1,0 +1,340 @@
+"""The forms that a reward function may have, told apart by the names of its parameters and called
+by these names.
+
+    Isobit    (prompt, completion) -> float              one completion; the records of
+                                                         ``isobit.records.text``
+    TRL       (completions, **columns) -> list of float  all completions of a prompt, as
+                                                         ``GRPOTrainer`` calls it: also prompts and
+                                                         completion_ids by name, and each column of
+                                                         the dataset as a list
+    verl      (solution_str, ground_truth) -> float      one completion; also data_source and
+                                                         extra_info by name
+
+The order of the parameters means nothing.  Text stands where the dataset's prompt is text, and
+lists of messages where it is messages, as in TRL.  Any of the functions may be ``async``, and may
+give a dict with ``score`` for a number, as verl's do.  Further parameters are given by options.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Literal
+
+from isobit.errors import RewardError
+from isobit.records.text import Completion, Prompt
+from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
+
+Mode = Literal["each", "concurrent", "together"]
+"""How the completions of a prompt are graded: one after the other, at the same time on one event
+loop, or in one call.
+"""
+
+FORMS = (
+    "the forms are (prompt, completion) -> float, TRL's (completions, **columns) -> list of floats "
+    "and verl's (solution_str, ground_truth) -> float, told apart by these names"
+)
+_VERL_ANSWERS = ("solution_str", "model_output", "predict_str")
+"""What verl's own functions call the answer; only the first is a sign of verl by itself."""
+_IGNORED = {"log_extra", "log_metric"}
+"""Callables by which TRL lets a reward log; here they do nothing."""
+
+
+class Reward:
+    """A reward function whose form was recognised."""
+
+    form: str
+    """Whose form it is."""
+    given: Collection[str]
+    """Parameters that the form gives, as far as the function has them."""
+    mode: Mode = "each"
+    takes_columns = False
+
+    def __init__(
+        self, function: Callable[..., Any], name: str, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raises RewardError for parameters that nothing gives, and for options that the function
+        does not have.
+        """
+        self.name, self._function, self._options = name, function, dict(options or {})
+        parameters = _parameters(function, name).values()
+        self._named = [one.name for one in parameters if one.kind in _BY_NAME]
+        self._any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+        self._required = {
+            one.name for one in parameters if one.default is one.empty and one.kind in _BY_NAME
+        }
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  of an object that is called
+        )
+        if self._is_async and self.mode == "each":
+            self.mode = "concurrent"
+        self._check_options()
+        unknown = self._required - set(self.given) - set(self._options)
+        if unknown and not self.takes_columns:
+            raise RewardError(
+                f"the reward {name!r} has {self.form} form, but nothing gives its parameters "
+                f"{_listed(unknown)}; give them in reward.options, or a default; {FORMS}"
+            )
+
+    def describe(self) -> str:
+        """The function, its form and what it is called with, in a line."""
+        names = [name for name in self._named if name in self.given or self.takes_columns]
+        names += ["**columns"] if self.takes_columns and self._any_name else []
+        options = [f"{name}={value!r:.40}" for name, value in self._options.items()]
+        kind = "async, " if self._is_async else ""
+        return f"{self.name} ({kind}{self.form} form: {', '.join([*names, *options])})"
+
+    def grade(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> Iterator[tuple[int, Outcome]]:
+        """The index and the outcome of each completion, as they come.
+
+        An exception of the function, SystemExit included, is a failure of what it was called for.
+        A RewardError passes through: it says that no completion can be graded; so does a
+        KeyboardInterrupt.
+        """
+        calls = [self._call(prompt, [completion]) for completion in completions]
+        if self.mode == "concurrent":
+            yield from _all_at_once(calls)
+            return
+        for index, call in enumerate(calls):
+            value = _value_of(call)
+            yield index, value if isinstance(value, Failure) else outcome_of(value)
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> float:
+        """The reward of one completion.  Raises RewardError where there is none."""
+        ((_, outcome),) = self.grade(prompt, [completion])
+        if isinstance(outcome, Failure):
+            raise RewardError(f"the reward {self.name!r} failed: {outcome.message}")
+        return outcome
+
+    def _call(self, prompt: Prompt, completions: Sequence[Completion]) -> Callable[[], Any]:
+        arguments = self._arguments(prompt, completions)
+        return partial(self._function, **arguments | self._options)
+
+    def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
+        """What the form gives of these completions, by the function's names."""
+        raise NotImplementedError
+
+    def _takes(self, name: str) -> bool:
+        return name in self._named or self._any_name
+
+    def _check_options(self) -> None:
+        for name in self._options:
+            if name in self.given or name in _IGNORED:
+                raise RewardError(
+                    f"reward.options gives {name!r}, which the run itself gives to the reward "
+                    f"{self.name!r}; leave it out"
+                )
+            if not self._takes(name):
+                others = set(self._named) - set(self.given)
+                raise RewardError(
+                    f"reward.options gives {name!r}, which the reward {self.name!r} does not take; "
+                    f"it takes {_listed(others)}"
+                )
+
+
+class IsobitReward(Reward):
+    """``(prompt, completion) -> float``."""
+
+    form = "Isobit's"
+    given = ("prompt", "completion")
+
+    def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
+        return {"prompt": prompt, "completion": completions[0]}
+
+
+class TrlReward(Reward):
+    """``(completions, **columns) -> list of float``, once for all completions of a prompt."""
+
+    form = "TRL's"
+    given = ("completions", "prompts", "completion_ids", *_IGNORED)
+    mode: Mode = "together"
+    takes_columns = True
+
+    def grade(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> Iterator[tuple[int, Outcome]]:
+        """As any reward's, all at once."""
+        values = _value_of(self._call(prompt, completions))
+        if not isinstance(values, Failure):
+            values = _listed_rewards(values, len(completions))
+        if isinstance(values, Failure):
+            values = [values] * len(completions)
+        for index, value in enumerate(values):
+            yield index, value if isinstance(value, Failure) else _trl_outcome(value)
+
+    def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
+        content = prompt.text if prompt.content is None else prompt.content
+        texts: list[Any] = [completion.text for completion in completions]
+        if not isinstance(content, str):
+            content = [dict(message) for message in content]
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        values: dict[str, Any] = {
+            "completions": texts,
+            "prompts": [content for _ in completions],
+            "completion_ids": [list(completion.token_ids) for completion in completions],
+        }
+        values |= {
+            name: [value] * len(completions)
+            for name, value in prompt.row.items()
+            if name not in values and name not in ("prompt", "completion")
+        }
+        values |= {name: _nothing for name in _IGNORED if name in self._named}
+        if missing := self._required - set(values) - set(self._options):
+            raise RewardError(
+                f"the reward {self.name!r} takes {_listed(missing)}, which prompt {prompt.id} does "
+                f"not have; {_columns(prompt)}"
+            )
+        return {name: value for name, value in values.items() if self._takes(name)}
+
+
+class VerlReward(Reward):
+    """``compute_score(data_source, solution_str, ground_truth, extra_info)``, or less of it."""
+
+    form = "verl's"
+    given = (*_VERL_ANSWERS, "data_source", "ground_truth", "extra_info")
+
+    def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
+        text = completions[0].text
+        values: dict[str, Any] = {name: text for name in _VERL_ANSWERS if name in self._named}
+        if self._takes("ground_truth"):
+            values |= self._ground_truth(prompt)
+        if self._takes("extra_info"):
+            values["extra_info"] = dict(prompt.row.get("extra_info") or {})
+        if self._takes("data_source") and "data_source" in prompt.row:
+            values["data_source"] = prompt.row["data_source"]
+        if missing := (self._required & set(self.given)) - set(values):
+            raise RewardError(
+                f"the reward {self.name!r} takes {_listed(missing)}, which prompt {prompt.id} does "
+                f"not have; {_columns(prompt)}"
+            )
+        return values
+
+    def _ground_truth(self, prompt: Prompt) -> dict[str, Any]:
+        row, model = prompt.row, prompt.row.get("reward_model")
+        if isinstance(model, Mapping) and "ground_truth" not in row:
+            row = {**row, **{name: model[name] for name in ("ground_truth",) if name in model}}
+        for column in ("ground_truth", "answer"):
+            if column in row:
+                return {"ground_truth": row[column]}
+        if "ground_truth" not in self._named:
+            return {}
+        raise RewardError(
+            f"the reward {self.name!r} takes ground_truth, but prompt {prompt.id} has no column "
+            "'ground_truth', none 'reward_model' with 'ground_truth' in it, and none 'answer'; "
+            f"{_columns(prompt)}"
+        )
+
+
+def recognise(
+    function: Callable[..., Any], name: str, options: Mapping[str, Any] | None = None
+) -> Reward:
+    """The reward that a function, called ``name``, is.  Raises RewardError for one of no known
+    form, and as ``Reward`` does.
+    """
+    parameters = _parameters(function, name)
+    names = set(parameters)
+    if "completions" in names:
+        return TrlReward(function, name, options)
+    if "solution_str" in names or ("ground_truth" in names and names & set(_VERL_ANSWERS)):
+        return VerlReward(function, name, options)
+    if {"prompt", "completion"} <= names:
+        return IsobitReward(function, name, options)
+    raise RewardError(
+        f"the reward {name!r} takes ({', '.join(map(str, parameters.values()))}), which is no form "
+        f"of a reward; {FORMS}"
+    )
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _parameters(function: Callable[..., Any], name: str) -> Mapping[str, inspect.Parameter]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"the reward {name!r} is built in and does not tell its parameters; {FORMS}"
+        ) from error
+    only = [one.name for one in parameters.values() if one.kind is one.POSITIONAL_ONLY]
+    if only:
+        raise RewardError(
+            f"the reward {name!r} takes {_listed(only)} by position alone; leave out the '/' of "
+            f"its signature; {FORMS}"
+        )
+    return parameters
+
+
+def _value_of(call: Callable[[], Any]) -> Any:
+    """What a function returned, or the failure that it ended in."""
+    try:
+        value = call()
+        return _loop().run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever it raises is a failure of one completion
+        return failure_of(error)
+
+
+def _all_at_once(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Outcome]]:
+    loop = _loop()
+    tasks = {loop.create_task(_outcome_of_async(call)): index for index, call in enumerate(calls)}
+    while tasks:
+        done, _ = loop.run_until_complete(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+        for task in done:
+            yield tasks.pop(task), task.result()
+
+
+async def _outcome_of_async(call: Callable[[], Awaitable[Any]]) -> Outcome:
+    try:
+        return outcome_of(await call())
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:  # likewise
+        return failure_of(error)
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for the process, so that a client that a reward keeps open stays usable."""
+    return asyncio.new_event_loop()
+
+
+def _listed_rewards(values: Any, expected: int) -> list[Any] | Failure:
+    """What a batch function returned, as a list of so many."""
+    try:
+        values = list(values)
+    except TypeError:
+        return Failure(
+            "not a list",
+            f"the reward returned {type(values).__name__} {values!r:.80}, expected a list of "
+            f"{expected} numbers",
+        )
+    if len(values) != expected:
+        return Failure(
+            "wrong length", f"the reward returned {len(values)} values for {expected} completions"
+        )
+    return values
+
+
+def _trl_outcome(value: Any) -> Outcome:
+    if value is None:
+        return Failure("no reward", "the reward returned None, as for what it does not apply to")
+    return outcome_of(value)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for a callable of TRL's trainer."""
+
+
+def _columns(prompt: Prompt) -> str:
+    return f"its columns are {_listed(prompt.row)}"
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "none"

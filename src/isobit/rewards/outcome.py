@@ -1,0 +1,58 @@
+"""What grading one completion came to: a finite number, or a failure with its kind.
+
+A reward's own answer may be a number of Python, numpy or torch, or, as verl's functions give it, a
+dict whose ``score`` is the number; its other entries are dropped.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A reward that is no usable number."""
+
+    kind: str
+    """The exception's name, ``not finite``, ``not a number``, ``no reward``, ``deadline`` or
+    ``crash``.
+    """
+    message: str
+
+
+Outcome: TypeAlias = float | Failure
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What a reward raised."""
+    kind = type(error).__name__
+    return Failure(kind, f"{kind}: {error}")
+
+
+def outcome_of(value: Any) -> Outcome:
+    """What a reward returned for one completion: Python's and numpy's integers, floats and booleans
+    are numbers, and so is a tensor of no dimension; anything else is a failure.
+    """
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            keys = ", ".join(map(repr, value)) or "nothing"
+            return Failure(
+                "not a number", f"the reward returned a dict with {keys:.200}, expected 'score'"
+            )
+        value = value["score"]
+    if not isinstance(value, Real) and getattr(value, "shape", None) == ():
+        value = value.item()
+    if not isinstance(value, Real):
+        return Failure(
+            "not a number",
+            f"the reward returned {type(value).__name__} {value!r:.80}, expected a number",
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        return Failure("not finite", f"the reward returned {number}, expected a finite number")
+    return number
