@@ -127,5 +127,9 @@ def micro_batch_bytes(
         scored = ScoredPass(policy, batch, recompute)
         scored.forward()
         saved = live.now
-        scored.backward(numbers)
+        decoder = policy.decoder
+        scored.backward(
+            None if decoder.head is None else numbers,
+            d_values=None if decoder.value is None else numbers,
+        )
     return {"forward": layers.peak, "saved": saved, "peak": live.peak}

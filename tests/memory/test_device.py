@@ -29,6 +29,7 @@ MIXED = PrecisionConfig(
 )
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)
 SHAPES = ["qwen3-8b", "qwen3-0.6b", "qwen2.5-7b"]
+HEADS = ["value_head", "score_head"]
 
 
 def precision(name: str) -> PrecisionConfig:
@@ -42,7 +43,20 @@ def test_the_pass_of_a_real_model_takes_what_is_planned(
     shape: str, preset: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meta_memory.without_launches(monkeypatch)
-    config = replace(model_shape(shape), num_layers=8)
+    check_pass(replace(model_shape(shape), num_layers=8), preset, recompute)
+
+
+@pytest.mark.parametrize("recompute", LEVELS)
+@pytest.mark.parametrize("head", HEADS)
+def test_scalar_heads_are_within_what_is_planned(
+    head: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a reward model learns from every token, which it never does."""
+    meta_memory.without_launches(monkeypatch)
+    check_pass(replace(QWEN3_8B, num_layers=8, **{head: True}), "fp8", recompute)
+
+
+def check_pass(config: ModelConfig, preset: str, recompute: Recompute) -> None:
     policy = meta_memory.meta_policy(config, precision(preset))
     for lengths in ((4096,), (16384,), (2048,) * 16):
         measured = meta_memory.micro_batch_bytes(policy, lengths, recompute)
@@ -64,7 +78,16 @@ def test_the_pass_of_a_real_model_takes_what_is_planned(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_are_exact(shape: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     meta_memory.without_launches(monkeypatch)
-    config = replace(model_shape(shape), num_layers=4)
+    check_weights(replace(model_shape(shape), num_layers=4), preset)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_weights_with_a_scalar_head_are_exact(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta_memory.without_launches(monkeypatch)
+    check_weights(replace(QWEN3_8B, num_layers=4, **{head: True}), "fp8")
+
+
+def check_weights(config: ModelConfig, preset: str) -> None:
     policy = meta_memory.meta_policy(config, precision(preset))
     rope = policy.weights("training").rope
     held = [rope.cos, rope.sin]

@@ -31,6 +31,8 @@ QWEN3 = ModelConfig("qwen3", 256, 128, 384, 2, 4, 2, 32, 256, 1e-6, 1e4, True)
 QWEN2 = replace(
     QWEN3, family="qwen2", tied_embeddings=False, hidden_size=160, num_layers=3
 )  # no linear but down_proj's output fits blocks
+VALUES, REWARD = replace(QWEN3, value_head=True), replace(QWEN2, score_head=True)
+SHAPES = ["qwen3", "qwen2", "value head", "reward model"]
 PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
 
 
@@ -59,7 +61,7 @@ def published_tensors(policy: Policy) -> list[torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("shape", [QWEN3, QWEN2], ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD], ids=SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Preset) -> None:
     policy = random_policy(shape, PrecisionConfig(preset=preset, first_layers_bf16=1), seed=0)
@@ -107,12 +109,14 @@ def pass_bytes(policy: Policy, tokens: int, length: int, recompute: Recompute) -
         scored = ScoredPass(policy, batch, recompute)
         scores = scored.forward()
         kept = live.now
-        scored.backward(torch.ones_like(scores.log_probs))
+        d_values = None if scores.values is None else torch.ones_like(scores.values)
+        d_log_probs = None if policy.decoder.head is None else torch.ones_like(scores.log_probs)
+        scored.backward(d_log_probs, d_values=d_values)
     return kept, live.peak
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
-@pytest.mark.parametrize("shape", [QWEN3, QWEN2], ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD], ids=SHAPES)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8"])
 def test_activations_are_what_the_forward_keeps(
     shape: ModelConfig, preset: Preset, recompute: Recompute

@@ -3,6 +3,7 @@
 import json
 import struct
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,33 @@ def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path)
             atol=1e-4,
             rtol=1e-4,
         )
+
+
+def test_a_value_head_is_in_no_folder_and_starts_at_zeros(folder: Path, tmp_path: Path) -> None:
+    """What is written is what the model without one writes, which transformers loads."""
+    policy = load_policy(folder, FP32, value_head=True)
+    assert not policy.masters["value_head.weight"].any()
+    with torch.no_grad():
+        policy.masters["value_head.weight"].fill_(3.0)
+    policy.publish()
+    again = tmp_path / "again"
+    save_policy(policy, again)
+    for name in (WEIGHTS_FILE, "config.json"):
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
+    assert not load_policy(again, FP32, value_head=True).masters["value_head.weight"].any()
+
+
+def test_the_masters_of_a_score_head_are_read_as_they_were_written(tmp_path: Path) -> None:
+    config = replace(make_config(), score_head=True)
+    policy = random_policy(config, PrecisionConfig(), seed=0)
+    save_policy(policy, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_FILE)
+    assert tensors["score.weight"].shape == (1, config.hidden_size)
+    assert tensors["score.weight"].any() and "lm_head.weight" not in tensors
+    read = dict(read_masters(tmp_path, config))
+    assert read.keys() == policy.masters.keys()
+    for name, master in policy.masters.items():
+        assert torch.equal(read[name], master.detach().bfloat16().float())
 
 
 def test_shards_named_by_an_index(folder: Path) -> None:

@@ -1,5 +1,8 @@
 """Publishing: one quantisation an update, in place, read by both sides."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
@@ -63,6 +66,26 @@ def test_publish_quantises_the_bf16_rounding_of_the_master_in_place() -> None:
         policy.weights("rollout").plain["norm.weight"],
         policy.masters["norm.weight"].detach().bfloat16(),
     )
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8"])
+def test_a_value_head_is_published_in_place_and_restored(preset: Preset) -> None:
+    config, name = replace(CONFIG, value_head=True), "value_head.weight"
+    policy = random_policy(config, PrecisionConfig(preset=preset), seed=0)
+    without = make_policy(preset)
+    assert list(policy.masters)[:-1] == list(without.masters) and list(policy.masters)[-1] == name
+    assert all(torch.equal(policy.masters[n], master) for n, master in without.masters.items())
+    published, head = policy.weights("training").plain[name], policy.masters[name]
+    assert published is policy.weights("rollout").plain[name] and not published.any()
+    with torch.no_grad():
+        head.copy_(torch.randn_like(head))
+    policy.publish()
+    assert published is policy.weights("training").plain[name]
+    assert published.dtype == torch.bfloat16 and torch.equal(published, head.detach().bfloat16())
+    other = random_policy(config, PrecisionConfig(preset=preset), seed=1)
+    other.restore({n: master.detach() for n, master in policy.masters.items()}, version=7)
+    assert torch.equal(other.masters[name], head)
+    assert torch.equal(other.weights("training").plain[name], published)
 
 
 def test_the_policy_does_not_share_memory_with_what_it_was_made_from() -> None:
