@@ -8,7 +8,7 @@ from isobit.errors import RewardError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.function import load_reward
-from isobit.rewards.task_scorer import score_task
+from isobit.rewards.graders.reasoning_gym import score as score_task
 
 PROMPT = Prompt("train/0", "3+8+2+9=", (1,), {"answer": "22"})
 MODULE = """

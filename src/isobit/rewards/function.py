@@ -17,7 +17,7 @@ from typing import TypeAlias, cast
 
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.task_scorer import score_task
+from isobit.rewards.graders.reasoning_gym import score as score_task
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float]
 
