@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.form import Reward, recognise
+from isobit.rewards.graders import GRADERS
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float]
 
@@ -29,26 +30,17 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     import, a function that does not exist (with those that do), and one of no known form
     (``isobit.rewards.form``).
     """
-    place = built_in_graders().get(name, name)
+    place = GRADERS.get(name, name)
     module_name, separator, function_name = place.rpartition(":")
     if not (separator and module_name and function_name):
         raise RewardError(
             f"cannot read the reward {name!r}; expected 'module:function', "
-            f"'path/to/file.py:function' or one of {', '.join(map(repr, built_in_graders()))}"
+            f"'path/to/file.py:function' or one of {', '.join(map(repr, GRADERS))}"
         )
     module = (
         _from_file(Path(module_name)) if module_name.endswith(".py") else _from_module(module_name)
     )
     return recognise(_function(module, module_name, function_name), name, options)
-
-
-def built_in_graders() -> Mapping[str, str]:
-    """Where each built-in grader is, as ``module:function``, by name."""
-    try:
-        graders = importlib.import_module("isobit.rewards.graders")
-    except ModuleNotFoundError:
-        return {"reasoning_gym": "isobit.rewards.task_scorer:score_task"}
-    return graders.GRADERS
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -1,0 +1,101 @@
+"""Calls of the Linux kernel that Python 3.11 has no function for: mounts, privileges, a filter."""
+
+import ctypes
+import os
+import platform
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+NO_NEW_PRIVILEGES = 38
+DROP_FROM_BOUNDING_SET = 24
+SET_FILTER = 22
+FILTER_MODE = 2
+CAPABILITIES_V3 = 0x20080522
+
+READ_ONLY, NO_SETUID, NO_DEVICES = 1, 2, 4
+"""Flags of a mount; the first three are also MOUNT_ATTR_*'s."""
+BIND, RECURSIVE, DETACH = 4096, 16384, 2
+MOUNT_SETATTR = 442  # the same number everywhere
+AT_RECURSIVE = 0x8000
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """mount(2).  Raises OSError naming the target."""
+    _checked(
+        _LIBC.mount(
+            source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+        ),
+        f"mount {target}",
+    )
+
+
+def make_read_only(target: str) -> None:
+    """Make a mount and all below it read-only, without set-uid programs and devices (Linux 5.12).
+
+    Raises OSError naming the target.
+    """
+    attributes = (ctypes.c_uint64 * 4)(READ_ONLY | NO_SETUID | NO_DEVICES, 0, 0, 0)
+    _checked(
+        _LIBC.syscall(
+            ctypes.c_long(MOUNT_SETATTR),
+            ctypes.c_int(-100),
+            ctypes.c_char_p(target.encode()),
+            ctypes.c_uint(AT_RECURSIVE),
+            ctypes.byref(attributes),
+            ctypes.c_size_t(ctypes.sizeof(attributes)),
+        ),
+        f"mount_setattr {target}",
+    )
+
+
+def pivot(new_root: str, old_root: str) -> None:
+    """pivot_root(2) and a step into the new root.  Raises OSError."""
+    number = {"x86_64": 155, "aarch64": 41}[platform.machine()]
+    _checked(
+        _LIBC.syscall(
+            ctypes.c_long(number),
+            ctypes.c_char_p(new_root.encode()),
+            ctypes.c_char_p(old_root.encode()),
+        ),
+        "pivot_root",
+    )
+    os.chdir("/")
+
+
+def detach(target: str) -> None:
+    """Unmount ``target`` and all below it.  Raises OSError."""
+    _checked(_LIBC.umount2(target.encode(), DETACH), f"umount {target}")
+
+
+def no_new_privileges() -> None:
+    """Programs executed from now on gain nothing, whatever their file says."""
+    _checked(_LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+
+
+def drop_capabilities() -> None:
+    """Give up every privilege that root has in this user namespace, for good."""
+    for capability in range(64):
+        _LIBC.prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)  # EINVAL beyond the kernel's last
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
+    _checked(_LIBC.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
+
+
+def set_filter(instructions: bytes) -> None:
+    """Let a BPF program of 8-byte instructions decide on every system call from now on.
+
+    Raises OSError.
+    """
+    code = ctypes.create_string_buffer(instructions, len(instructions))
+    program = _Program(len(instructions) // 8, ctypes.addressof(code))
+    _checked(_LIBC.prctl(SET_FILTER, FILTER_MODE, ctypes.byref(program), 0, 0), "seccomp")

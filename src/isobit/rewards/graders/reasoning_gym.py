@@ -1,0 +1,141 @@
+"""The scorers of reasoning-gym's tasks.
+
+A prompt's row holds the task's entry and, under ``reasoning_gym``, the name, size, seed and options
+of its task; the scorer is built again from those.  The answer that is scored is what stands in the
+last ``<answer>...</answer>`` of the completion, or the whole completion where there is none,
+without white space around it.
+
+Some of the library's scorers run the model's answer as Python, through ``eval`` or sympy's parser,
+one builds a list as long as the answer asks for, and some pay for any text.  Those are refused:
+text that a model wrote must neither be executed nor decide how much memory a run takes, and a
+reward that is always won teaches nothing.  Others do well with the answers that their task asks
+for: theirs must have the form in FORMS.  An answer that a scorer fails on, or takes too long over,
+is a wrong one: it scores 0 and is counted.
+"""
+
+import json
+import math
+import re
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+from isobit.data.tasks import TASK_COLUMN, Task, create_task
+from isobit.errors import RewardError
+from isobit.records.text import Completion, Prompt
+from isobit.rewards.counts import count
+from isobit.rewards.deadline import DeadlineError, deadline
+from isobit.rewards.extract import last_tagged
+
+EXECUTES_ANSWERS = frozenset(
+    {
+        "binary_matrix",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+)
+"""Tasks whose ``score_answer`` hands the answer to ``eval`` or to sympy's ``parse_expr``, which
+executes it; true of 0.1.25.
+"""
+
+EXPANDS_ANSWERS = frozenset({"rubiks_cube"})
+"""Tasks whose ``score_answer`` repeats a part of the answer as often as the answer says:
+``R999999999`` is a billion moves.
+"""
+
+PAYS_FOR_ANY_ANSWER = frozenset({"coin_flip", "game_of_life_halting"})
+"""Tasks whose ``score_answer`` gives 1 for what is wrong: ``coin_flip`` compares the digits that
+both have (0 is as good as 0.375; besides, 1e99999999 takes for ever), ``game_of_life_halting`` asks
+whether the text is empty.
+"""
+
+NUMBER = r"[+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][+-]?\d{1,2})?"
+FORMS = {
+    # ``nan`` is at no distance from any number
+    "complex_arithmetic": re.compile(r"[\d+\-.ijeE() ]{1,200}", re.ASCII),
+    # whatever holds no number is right where there is no solution
+    "polynomial_equations": re.compile(rf"(?:{NUMBER}(?:\s*,\s*{NUMBER}){{0,50}})?", re.ASCII),
+    # text without a variable is a conclusion from anything
+    "propositional_logic": re.compile("[\\s()¬∧∨→↔]{0,500}[A-Z][A-Z\\s()¬∧∨→↔]{0,500}"),  # noqa: RUF001
+    # a car moves as many steps as the answer says, one after the other
+    "rush_hour": re.compile(r"(?:[^+-]|[+-](?!\d{3})){0,2000}"),
+}
+"""What the answers to a task may look like; another one scores 0."""
+
+LONGEST = 10_000
+"""Characters that an answer may have beside four times those of the task's own."""
+
+
+def score(prompt: Prompt, completion: Completion, seconds: float = 5.0) -> float:
+    """The task's own score of the completion's final answer, in most tasks within 0 and 1.
+
+    ``seconds`` bounds the scorer in the main thread; elsewhere the grading pool's deadline does.
+    Raises ``RewardError`` for a prompt that comes from no reasoning-gym task and for a task whose
+    scorer is refused; what the scorer raises where it raises on the task's own answer too.
+    """
+    identity = prompt.row.get(TASK_COLUMN)
+    if identity is None:
+        raise RewardError(
+            f"prompt {prompt.id} comes from no reasoning-gym task; name a reward function of your "
+            "own in reward.function"
+        )
+    entry = {name: value for name, value in prompt.row.items() if name != TASK_COLUMN}
+    task = _task(json.dumps(identity, sort_keys=True))
+    tagged = last_tagged(completion.text)
+    answer = (completion.text if tagged is None else tagged).strip()
+    if (beyond := _beyond(answer, entry, identity)) is not None:
+        count(f"reasoning_gym: {beyond}")
+        return 0.0
+    return _scored(task, answer, entry, seconds)
+
+
+def _beyond(answer: str, entry: dict[str, Any], identity: dict[str, Any]) -> str | None:
+    """What is wrong with the answer before anybody scores it."""
+    if len(answer) > LONGEST + 4 * len(str(entry.get("answer"))):
+        return "length"
+    source = entry.get("metadata", {}).get("source_dataset", identity["task"])
+    form = FORMS.get(source)
+    return "form" if form is not None and form.fullmatch(answer) is None else None
+
+
+def _scored(task: Task, answer: str, entry: dict[str, Any], seconds: float) -> float:
+    try:
+        with deadline(seconds):
+            value = float(task.score_answer(answer, deepcopy(entry)))  # one writes into its entry
+    except DeadlineError:
+        count("reasoning_gym: time limit")
+        return 0.0
+    except Exception:  # scorers raise almost anything on text that they do not expect
+        task.score_answer(entry.get("answer"), deepcopy(entry))  # the task's fault if this raises
+        count("reasoning_gym: scorer raised")
+        return 0.0
+    if not math.isfinite(value):
+        count("reasoning_gym: not finite")
+        return 0.0
+    return value
+
+
+@cache
+def _task(identity: str) -> Task:
+    fields: dict[str, Any] = json.loads(identity)
+    tasks = {fields["task"], *(part.get("name") for part in fields["options"].get("datasets", ()))}
+    dangers = {
+        "executes the model's answer as Python": EXECUTES_ANSWERS,
+        "expands the model's answer without a bound": EXPANDS_ANSWERS,
+        "gives full marks for wrong answers": PAYS_FOR_ANY_ANSWER,
+    }
+    for danger, dangerous in dangers.items():
+        if refused := sorted(tasks & dangerous):
+            raise RewardError(
+                f"reasoning-gym's scorer of {', '.join(map(repr, refused))} {danger}; "
+                "write a reward function that only reads it, and name it in reward.function"
+            )
+    return create_task(
+        fields["task"], size=fields["size"], seed=fields["seed"], options=fields["options"]
+    )

@@ -1,0 +1,54 @@
+"""The filter of system calls, run here by a small interpreter of its own."""
+
+import errno
+import struct
+
+import pytest
+
+from isobit.rewards.confined import calls
+from isobit.rewards.confined.calls import ALLOW, ARCHITECTURES, CLONE, ERROR, KILL, REFUSED, program
+
+REFUSE, NO_SUCH_CALL = ERROR | errno.EPERM, ERROR | errno.ENOSYS
+READ = {"x86_64": 0, "aarch64": 63}
+
+
+def decides(code: bytes, architecture: int, number: int, argument: int = 0) -> int:
+    """What classic BPF returns for struct seccomp_data."""
+    data = struct.pack("=IIQQ", number, architecture, 0, argument)
+    position = accumulator = 0
+    while True:
+        operation, then, otherwise, value = struct.unpack_from("=HBBI", code, 8 * position)
+        position += 1
+        match operation:
+            case 0x20:
+                (accumulator,) = struct.unpack_from("=I", data, value)
+            case 0x15:
+                position += then if accumulator == value else otherwise
+            case 0x35:
+                position += then if accumulator >= value else otherwise
+            case 0x45:
+                position += then if accumulator & value else otherwise
+            case 0x06:
+                return value
+            case _:
+                raise AssertionError(hex(operation))
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_each_call_is_decided(machine: str) -> None:
+    code, architecture = program(machine), ARCHITECTURES[machine]
+    column = list(ARCHITECTURES).index(machine)
+    for name, numbers in REFUSED.items():
+        if numbers[column] >= 0:
+            assert decides(code, architecture, numbers[column]) == REFUSE, name
+    assert decides(code, architecture, READ[machine]) == ALLOW
+    assert decides(code, architecture, CLONE[machine], calls.CLONE_THREAD | 0xF00) == ALLOW
+    assert decides(code, architecture, CLONE[machine], 17) == REFUSE
+    assert decides(code, architecture, calls.CLONE3) == NO_SUCH_CALL
+    assert decides(code, architecture, calls.X32 | READ[machine]) == REFUSE
+    assert decides(code, 0x40000003, READ[machine]) == KILL
+
+
+def test_another_machine_is_refused() -> None:
+    with pytest.raises(OSError, match="no filter of system calls for riscv64"):
+        program("riscv64")

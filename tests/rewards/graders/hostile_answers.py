@@ -1,0 +1,107 @@
+"""Hostile answers for every task of reasoning-gym that is graded: one JSON line a task.
+
+Run as a program, so that a scorer which hangs, crashes or takes all memory takes only this down.
+"""
+
+import json
+import os
+import resource
+import warnings
+from typing import Any
+
+from reasoning_gym.factory import DATASETS
+
+from isobit.config.data import ReasoningGymData
+from isobit.data.sources import load_rows
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Prompt
+from isobit.rewards import counts
+from isobit.rewards.graders import reasoning_gym as grader
+
+ANSWERS = [
+    "",
+    "nan",
+    "NaN",
+    "inf",
+    "-infinity",
+    "nan+nanj",
+    "banana",
+    "None",
+    "null",
+    "1e99999999",
+    "1e400",
+    "1e-400",
+    "9" * 5000,
+    "9**9**9**9",
+    "9^9^9",
+    "F+1000000000",
+    "F+999999999999 A-1",
+    "R999999999",
+    "(" * 3000,
+    "(" * 3000 + ")" * 3000,
+    "[" * 3000 + "]" * 3000,
+    "{" * 3000,
+    "[]",
+    "{}",
+    "[[1e999]]",
+    "[[NaN]]",
+    '{"a": NaN}',
+    "1/0",
+    "0/0",
+    "1 " * 4000,
+    "1," * 4000,
+    "UP " * 2000,
+    "x" * 1_000_000,
+    "\\",
+    "\ud800",
+    "\u0000",
+    "٤٢",
+    "４２",  # noqa: RUF001
+    "½",
+    "1_000",
+    "range(10**9)",
+    "__import__('os').system('touch /tmp/isobit-executed')",
+    "lambda: 1",
+    "%s%s%n",
+    "{0.__class__}",
+]
+
+
+def outcome(prompt: Prompt, answer: str) -> float | str:
+    """The score, or what was raised."""
+    completion = Completion(TokenSequence.of_answer((1,), (2,)), answer, "stop")
+    try:
+        return float(grader.score(prompt, completion, seconds=2.0))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:200]
+
+
+def sweep(task: str) -> dict[str, Any]:
+    """What the answers get from one entry of ``task``: those that get anything, and the counts."""
+    (row,) = load_rows(ReasoningGymData(task=task, size=1))
+    prompt = Prompt("train/0", str(row.prompt), (1,), row.columns)
+    own = row.columns["answer"]
+    counts.take()
+    paid = [(answer[:40], given) for answer in ANSWERS if (given := outcome(prompt, answer)) != 0.0]
+    return {
+        "task": task,
+        "paid": paid,
+        "counts": counts.take(),
+        "own": None if own is None else outcome(prompt, str(own)),
+    }
+
+
+def main() -> None:
+    """All tasks that are not refused."""
+    warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    refused = grader.EXECUTES_ANSWERS | grader.EXPANDS_ANSWERS | grader.PAYS_FOR_ANY_ANSWER
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # some tasks print
+    for task in sorted(set(DATASETS) - refused - {"composite"}):
+        results.write(json.dumps(sweep(task)) + "\n")
+        results.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""exact_match, regex and format; and the table of all graders."""
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from isobit.errors import RewardError
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Prompt
+from isobit.rewards.graders import GRADERS, exact_match, regex
+from isobit.rewards.graders import format as layout
+
+PROMPT = Prompt("train/0", "", (1,), {"answer": "Rom", "other": 5})
+
+
+def completion(text: str) -> Completion:
+    return Completion(TokenSequence.of_answer((1,), (2,)), text, "stop")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("Rom", {}, 1.0),
+        ("so \\boxed{Rom}", {}, 1.0),
+        ("so <answer> Rom\n</answer>", {}, 1.0),
+        ("so <answer> Rom\n</answer>", {"strip": False}, 0.0),
+        ("rom", {}, 0.0),
+        ("rom", {"ignore_case": True}, 1.0),
+        ("Rоm", {"ignore_case": True}, 0.0),  # noqa: RUF001  (a Cyrillic o)
+        ("Ｒom", {}, 0.0),  # noqa: RUF001
+        ("Rom\u200b", {}, 0.0),
+        ("Rom or Paris", {}, 0.0),
+        ("", {}, 0.0),
+        ("5", {"column": "other"}, 1.0),
+    ],
+)
+def test_exact_match(text: str, options: dict[str, Any], expected: float) -> None:
+    assert exact_match.score(PROMPT, completion(text), **options) == expected
+
+
+def test_exact_match_without_its_column() -> None:
+    with pytest.raises(RewardError, match="exact_match needs the column 'gold'"):
+        exact_match.score(PROMPT, completion("Rom"), column="gold")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "full", "expected"),
+    [
+        ("b+", False, 1.0),
+        ("b+", True, 0.0),
+        ("a.*c", True, 1.0),
+        ("^b", False, 0.0),
+        ("x", False, 0.0),
+    ],
+)
+def test_regex(pattern: str, full: bool, expected: float) -> None:
+    assert regex.score(PROMPT, completion("abb\nc"), pattern=pattern, full=full) == expected
+
+
+def test_what_is_no_regular_expression() -> None:
+    with pytest.raises(RewardError, match=r"'\(' is no regular expression"):
+        regex.score(PROMPT, completion("a"), pattern="(")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>\nso\n</think>\n<answer>5</answer>", 1.0),
+        (" <think></think><answer></answer>\n", 1.0),
+        ("<think>so</think>", 0.0),
+        ("<answer>5</answer><think>so</think>", 0.0),
+        ("<think>so</think><answer>5</answer> indeed", 0.0),
+        ("<think>a</think><think>b</think><answer>5</answer>", 0.0),
+        ("<think>a<answer>4</answer></think><answer>5</answer>", 0.0),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(text: str, expected: float) -> None:
+    assert layout.score(PROMPT, completion(text)) == expected
+
+
+@pytest.mark.parametrize("part", ["<think>", "</think>", "<think></think>", "<answer>", "<", "a"])
+def test_the_layout_reads_a_megabyte_once(part: str) -> None:
+    """Not timed; what goes back again and again would end this test by its deadline."""
+    assert layout.score(PROMPT, completion(part * (1_000_000 // len(part)))) == 0.0
+
+
+def test_another_layout() -> None:
+    assert layout.score(PROMPT, completion("Answer: 5"), pattern=r"Answer: \d+") == 1.0
+    assert layout.score(PROMPT, completion("Answer: five"), pattern=r"Answer: \d+") == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(GRADERS))
+def test_every_grader_is_where_the_table_says(name: str) -> None:
+    module, _, function = GRADERS[name].partition(":")
+    parameters = inspect.signature(getattr(import_module(module), function)).parameters
+    assert list(parameters)[:2] == ["prompt", "completion"]

@@ -1,0 +1,55 @@
+"""A deadline within a process."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from isobit.rewards.deadline import DeadlineError, deadline
+
+
+def test_what_takes_too_long_is_interrupted_whatever_it_survives() -> None:
+    def survives() -> None:
+        while True:
+            try:
+                time.sleep(60)
+            except Exception:
+                continue
+
+    with pytest.raises(DeadlineError), deadline(0.05):
+        survives()
+
+
+def test_what_is_in_time_is_left_alone() -> None:
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0)  # pytest's own alarm
+    before = signal.getsignal(signal.SIGALRM)
+    with deadline(60):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before
+    signal.setitimer(signal.ITIMER_REAL, left)
+
+
+def test_an_alarm_that_was_set_before_goes_on() -> None:
+    before, _ = signal.setitimer(signal.ITIMER_REAL, 600)  # pytest's own alarm
+    try:
+        with deadline(60):
+            pass
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 600
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, before)
+
+
+def test_other_threads_have_none() -> None:
+    done: list[int] = []
+
+    def run() -> None:
+        with deadline(0.001):
+            time.sleep(0.01)
+            done.append(1)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert done == [1]
