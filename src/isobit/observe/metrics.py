@@ -96,9 +96,17 @@ def step_metrics(
 
 
 def reward_metrics(groups: Sequence[Group]) -> Metrics:
-    """Mean and standard deviation of the rewards that did not fail; nothing where all did."""
-    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
-    return {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}
+    """Mean and standard deviation of the rewards that did not fail, and of each of several parts by
+    name; nothing where all did.
+    """
+    names = groups[0].reward_parts if groups else ()
+    columns = {f"reward/{name}": [group.reward_parts[name] for group in groups] for name in names}
+    columns["reward"] = [group.rewards for group in groups]
+    figures: Metrics = {}
+    for name, column in columns.items():
+        if rewards := [reward for group in column for reward in group if reward is not None]:
+            figures |= {f"{name}/mean": fmean(rewards), f"{name}/std": pstdev(rewards)}
+    return figures
 
 
 def length_metrics(groups: Sequence[Group]) -> Metrics:

@@ -121,11 +121,13 @@ def generate(
     engine: RolloutEngine,
     requests: Sequence[Request],
     progress: Callable[[Progress], None] | None = None,
+    complete: Callable[[int, list[Completion]], None] | None = None,
 ) -> list[list[Completion]]:
     """The completions of each request, in the order of the requests and of their samples.
 
-    The engine must have nothing else to do.  ``progress`` is called after every step; an error that
-    it raises aborts all samples and passes through.
+    The engine must have nothing else to do.  ``progress`` is called after every step, ``complete``
+    with the place of a request and its completions once it has all of them; an error that one
+    raises aborts all samples and passes through.
 
     Raises:
         RequestError: where a sample is live; and what ``RolloutEngine.submit`` and ``step`` raise.
@@ -139,11 +141,17 @@ def generate(
     handles = engine.submit(requests)
     total = sum(map(len, handles))
     found: dict[Handle, Completion] = {}
+    group_of = {handle: place for place, group in enumerate(handles) for handle in group}
+    missing = [len(group) for group in handles]
     try:
         while len(found) < total:
             for event in engine.step():
                 if event.completion is not None:
                     found[event.handle] = event.completion
+                    place = group_of[event.handle]
+                    missing[place] -= 1
+                    if complete is not None and not missing[place]:
+                        complete(place, [found[handle] for handle in handles[place]])
             if progress is not None:
                 progress(_moment(engine, len(found), total))
     except BaseException:

@@ -29,12 +29,12 @@ from isobit.observe.console import Console
 from isobit.observe.training_log import TrainingLog
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats, Grading
-from isobit.rewards.grading import Graders
+from isobit.rewards.grading import Graders, ModelScores
 from isobit.run.evaluate import Evaluation, OnProgress
+from isobit.run.grading import RecordedGrading
 from isobit.run.interruption import Interruption
 from isobit.store.checkpoint.keeper import CheckpointKeeper
 from isobit.store.checkpoint.start import Start, begin
-from isobit.store.reward_record import RewardRecord
 from isobit.store.training_run import TrainingRun
 
 
@@ -44,6 +44,11 @@ class Runnable(TrainingRun, Protocol):
     @property
     def turns(self) -> Turns:
         """Who has the device's memory when."""
+        ...
+
+    @property
+    def model_scores(self) -> ModelScores:
+        """What scores completions for the rewards that are models."""
         ...
 
     def describe(self) -> Sequence[str]:
@@ -72,13 +77,17 @@ class Course(Generic[Run, Log]):
     console: Console
     clock: Clock
     interruption: Interruption
-    grading: Grading
+    grading: RecordedGrading
     """From the record of rewards or by the graders."""
     checkpoints: CheckpointKeeper
 
     def steps(self) -> range:
         """The steps still to do, counted from 1."""
         return range(self.steps_done + 1, self.run.config.training.steps + 1)
+
+    def submit(self, group: Group) -> None:
+        """Begin to grade a group whose completions are all there, beside whatever follows."""
+        self.grading.submit(group)
 
     def grade(self, groups: Sequence[Group]) -> GradeStats:
         """Fill the groups' rewards, those already recorded of this step from the record.  Raises
@@ -149,7 +158,7 @@ def course(
             rewards = graders.describe() if graders is not None else []
         console.lines([*run.describe(), *rewards])
         with Interruption() as interruption, disk_errors(config.output, "the files of the run"):
-            grading = recorded_grading(start.rewards, graders, interruption)
+            grading = RecordedGrading(start.rewards, graders, run.model_scores, interruption)
             due = evaluation_is_due(config, start.step) and not start.has_evaluated
             first = evaluate(run, console, clock, grading, interruption) if due else None
             with (
@@ -181,18 +190,6 @@ def evaluate(
 def open_graders(config: Recipe) -> AbstractContextManager[Graders | None]:
     """The graders of a training, which begin to load their rewards; None without a reward."""
     return Graders(config.reward) if config.reward is not None else nullcontext()
-
-
-def recorded_grading(
-    record: RewardRecord, graders: Graders | None, interruption: Interruption
-) -> Grading:
-    """Grading from the record where it goes on, and by the graders otherwise; a signal ends it."""
-
-    def collect(groups: Sequence[Group]) -> GradeStats:
-        assert graders is not None, "nothing is graded without a reward"
-        return graders.collect(groups, watch=interruption.check)
-
-    return lambda groups: record.grade(groups, collect)
 
 
 def evaluation_is_due(config: Recipe, step: int) -> bool:

@@ -16,6 +16,7 @@ from isobit.data.sampler import PromptSampler
 from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns, NoTurns, Turns, allocate_in_pages
 from isobit.models.loaded import LoadedModel
+from isobit.rewards.grading import ModelScores
 from isobit.rollout.native.engine import NativeEngine
 from isobit.run.outline import Outline
 from isobit.run.plan import plan_device_memory
@@ -86,6 +87,11 @@ class PreparedRun:
     @property
     def extras(self) -> Mapping[str, Extra]:
         """Nothing but policy and trainer has a state."""
+        return {}
+
+    @property
+    def model_scores(self) -> ModelScores:
+        """No reward is a model."""
         return {}
 
     def engine_figures(self) -> dict[str, Any] | None:

@@ -1,5 +1,5 @@
 """The graded groups of a step: prompts taken, completed, graded, and replaced where they teach
-nothing.
+nothing.  Grading begins as soon as a group is complete, beside the rollout of the others.
 
 With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group whose rewards are all equal,
 which has no gradient, makes room for a group of a further prompt, until the step has as many groups
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from isobit.records.text import Group
+from isobit.records.text import Completion, Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.engine import generate
-from isobit.rollout.progress import EngineStats
+from isobit.rollout.progress import EngineStats, Progress
 from isobit.rollout.request import Request
 from isobit.run.course import Course
 from isobit.run.rl.setup import RlRun
@@ -57,13 +57,20 @@ def _sample(training: Course[RlRun, Any], count: int) -> Collected:
     run = training.run
     requests = run.next_requests(count)
     greedy = [_greedy(request) for request in requests] if run.algorithm.needs_greedy else []
+    asked, made = [*requests, *greedy], dict[int, Group]()
+
+    def complete(place: int, completions: list[Completion]) -> None:
+        made[place] = Group(asked[place].prompt, asked[place].visit, completions)
+        training.submit(made[place])
+
     with training.clock("rollout"), training.console.generating("rollout") as progress:
-        watched = training.interruption.watched(progress)
-        completions = generate(run.engine, [*requests, *greedy], watched)
-    groups = [
-        Group(request.prompt, request.visit, samples)
-        for request, samples in zip([*requests, *greedy], completions, strict=True)
-    ]
+
+        def watch(moment: Progress) -> None:
+            training.grading.poll()
+            progress(moment)
+
+        generate(run.engine, asked, training.interruption.watched(watch), complete)
+    groups = [made[place] for place in range(len(asked))]
     grades = training.grade(groups)
     for group, alone in zip(groups[:count], groups[count:], strict=False):
         group.baseline = alone.rewards[0]
