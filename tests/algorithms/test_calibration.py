@@ -57,6 +57,13 @@ def test_bounds_by_hand() -> None:
     # the shadow's balance: 2 (0.9 + 1.0 + 1.1) / (0.9 + 1.0 + 1.1) = 2; the noisy tokens give
     # 0.6 + 1.0 + 1.3 = 2.9 below, so 5.8 above: 2 (0.8 + 1.2) = 4 is too little, with 1.5 it is 7
     assert 1 + found.clip_high == pytest.approx(1.6), "between 1.5 and 1.7"
+    fewer = logs([0.5, 0.6, 0.61, 0.7, 0.8, 1.1, 1.2, 1.7])
+    # 0.6 + 0.61 + 0.7 = 1.91 below, so 3.82 above: 2 (0.8 + 1.1) = 3.8 is too little, with 1.2 it
+    # is 6.2, and 1.28 lies before 1.7
+    assert calibrated_bounds(fewer, shadow, advantages, CONFIGURED).clip_high == 0.28
+    less = logs([0.5, 0.6, 0.61, 0.68, 0.8, 1.1, 1.2, 1.7])  # 1.89, so 3.78: 1.1 is enough
+    found = calibrated_bounds(less, shadow, advantages, CONFIGURED)
+    assert 1 + found.clip_high == pytest.approx(1.15), "between 1.1 and 1.2"
 
 
 @settings(max_examples=50)

@@ -98,6 +98,14 @@ def test_no_ratio_is_too_large(correction: Any) -> None:
         assert torch.isfinite(found).all()
 
 
+def test_a_log_ratio_counts_for_no_more_than_its_bound() -> None:
+    large = torch.full([6], 50.0)
+    for level in ("token", "sequence"):
+        correction = TisCorrection.model_validate({"level": level, "max": 1e12})
+        found = correction_weights([correction], large, SEQUENCE)
+        assert found.tolist() == pytest.approx([math.exp(20)] * 6, rel=1e-6)
+
+
 @pytest.mark.parametrize("correction", EVERY, ids=str)
 @settings(max_examples=20)
 @given(order=st.permutations(range(3)), log_rho=st.lists(st.floats(-3, 3), min_size=6, max_size=6))

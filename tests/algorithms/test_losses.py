@@ -183,6 +183,31 @@ def part_of(
     return TokenScores(*[leaf[chosen] for leaf in leaves(scores)]), part
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_penalty_and_bonus_join_the_loss_with_their_coefficients(estimator: str) -> None:
+    scores, batch = random_batch(6, LENGTHS)
+    assert batch.reference_log_probs is not None
+    plain = one_loss(built(GrpoConfig, {}), scores, batch).loss
+    penalised = built(GrpoConfig, {"kl_coefficient": 0.3, "kl_estimator": estimator})
+    x = (scores.log_probs - batch.reference_log_probs).detach()
+    divergence = {"k2": x.square() / 2, "k3": torch.exp(-x) - 1 + x}[estimator].mean()
+    found = one_loss(penalised, scores, batch).loss - plain
+    assert float(found.detach()) == pytest.approx(0.3 * float(divergence), rel=1e-6)
+    rewarded = built(GrpoConfig, {"entropy_coefficient": 0.2})
+    found = one_loss(rewarded, scores, batch).loss - plain
+    entropy = float(scores.entropies.detach().mean())
+    assert float(found.detach()) == pytest.approx(-0.2 * entropy, rel=1e-6)
+
+
+def test_a_penalty_in_the_reward_is_none_of_the_losss() -> None:
+    scores, batch = random_batch(6, LENGTHS)
+    plain, other = (
+        one_loss(built(GrpoConfig, keys), scores, batch).loss
+        for keys in ({}, {"kl_coefficient": 0.3, "kl_in": "reward"})
+    )
+    assert torch.equal(plain, other)
+
+
 def by_hand(config: Any, ratio: float, advantage: float) -> float:
     clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
     return -min(ratio * advantage, clipped * advantage)
@@ -225,6 +250,24 @@ def test_dual_clip_bounds_what_a_bad_token_can_do() -> None:
     assert outputs.sums["clip_fraction_dual"] == 1
     assert float(loss_of_pair(algorithm, [2.0], -1.0).loss.detach()) == pytest.approx(2.0)
     assert float(loss_of_pair(algorithm, [10.0], 1.0).loss.detach()) == pytest.approx(-1.28)
+
+
+def test_what_becomes_of_the_tokens_that_covary_most() -> None:
+    ratio = torch.tensor([1.5, 0.5, 0.9, 2.0], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    scores = TokenScores(ratio.log(), torch.zeros_like(ratio))
+    batch = batch_of([4], advantages=advantages)
+    shares = Shares(torch.ones(4, dtype=torch.float64), torch.tensor([True, False, False, True]))
+    clip = built(GrpoConfig, {"covariance": "clip_cov"}).surrogate(scores, batch, shares)
+    assert clip.loss.tolist() == pytest.approx([0.0, 0.8, -0.9, 0.0])
+    keys = {"covariance": "kl_cov", "covariance_kl": 0.1}
+    held = built(GrpoConfig, keys).surrogate(scores, batch, shares)
+    penalties = [0.1 * math.log(1.5), 0.0, 0.0, 0.1 * math.log(2.0)]
+    plain = [-1.5, 0.5, -0.9, 2.0]
+    assert held.loss.tolist() == pytest.approx(
+        [a + b for a, b in zip(plain, penalties, strict=True)]
+    )
+    assert not set(held.sums) & {"clip_fraction_low", "clip_fraction_high"}, "it has no clip"
 
 
 def test_the_divergence_is_reported_by_both_unbiased_estimates() -> None:
