@@ -2,7 +2,8 @@
 beside vLLM and transformers.
 
     python -m benchmarks.end_to_end native --precision fp8 [--cases 2k,8k] [--recompute mlp]
-                                           [--tokens 16384] [--offload-moments] --out DIR
+                                           [--tokens 16384] [--offload-moments]
+                                           [--reference resident] --out DIR
     python -m benchmarks.end_to_end rollout-vllm [--cases 2k,8k] --out DIR   # needs vLLM
     python -m benchmarks.end_to_end train-transformers [--cases 2k,8k] [--sequences 32] --out DIR
     python -m benchmarks.end_to_end table DIR
@@ -52,6 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--recompute", choices=get_args(Recompute), default="mlp")
             command.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
             command.add_argument("--offload-moments", action="store_true")
+            command.add_argument(
+                "--reference", choices=("none", "resident", "offload"), default="none"
+            )
         if name == "train-transformers":
             command.add_argument(
                 "--sequences",
@@ -75,7 +79,14 @@ def native(arguments: argparse.Namespace) -> None:
         "tokens_per_microbatch": arguments.tokens,
         "offload_moments": arguments.offload_moments,
     }
-    run_native(arguments.precision, arguments.shape, arguments.cases, keys, arguments.out)
+    run_native(
+        arguments.precision,
+        arguments.shape,
+        arguments.cases,
+        keys,
+        arguments.out,
+        arguments.reference,
+    )
 
 
 def rollout_vllm(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,9 @@ kernel.  That the engine makes its KV cache and captures its graphs again after 
 is part of the rollout, as in a run; that the moments come from the host and go back, where they do,
 of the training phase. Rewards are random.  In an exact flow the recorded log-probabilities are the
 old ones, so there is no second forward; the trainer compares each of them with its own.
+
+With a reference model, whose weights are random too, and others than the policy's, every completion
+is also scored by it before the update, and a KL term joins the loss.
 """
 
 from collections.abc import Sequence
@@ -15,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.comparison.card import measure_card
 from benchmarks.comparison.device import allocate_in_pages, card_planner
@@ -29,17 +32,21 @@ from isobit.config.algorithm import GrpoConfig
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
+from isobit.memory.frozen import FrozenModel
 from isobit.memory.turns import DeviceTurns
 from isobit.models.config import ModelConfig
+from isobit.models.frozen import FrozenPolicy
 from isobit.models.function import is_one_function
-from isobit.models.policy import random_policy
+from isobit.models.policy import random_masters, random_policy
 from isobit.models.shapes import model_shape
+from isobit.precision.flow import build_flow
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
 from isobit.rollout.engine import generate
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
-from isobit.training.step import StepMetrics, train_on_groups
+from isobit.training.judge import Judge
+from isobit.training.step import Learner, StepMetrics
 from isobit.training.trainer import Trainer
 
 LEARNING_RATE = 5e-5
@@ -47,22 +54,31 @@ LEARNING_RATE = 5e-5
 bytes.
 """
 ROLLOUT = RolloutConfig(max_sequences=256, max_batched_tokens=16384)
+KL_COEFFICIENT = 1e-3
+ReferencePlace = Literal["none", "resident", "offload"]
+"""Where the weights of a reference model are: there is none; on the card; in main memory except
+while they score.
+"""
 _MADE_UP_LOG_PROB = -12.0
 
 
 def run_native(
-    mode: str, shape: str, names: Sequence[str], settings: dict[str, Any], out: Path
+    mode: str,
+    shape: str,
+    names: Sequence[str],
+    settings: dict[str, Any],
+    out: Path,
+    reference: ReferencePlace = "none",
 ) -> None:
     """One timed step of each case; ``settings`` are keys of ``training`` beside those that the
     benchmark fixes.
     """
     writer = RowWriter(out, "native", mode, shape, measure_card(), native_versions())
-    loop = Loop(
-        mode, model_shape(shape), settings, longest=max(CASES[name].length for name in names)
-    )
+    longest = max(CASES[name].length for name in names)
+    loop = Loop(mode, model_shape(shape), settings, longest, reference=reference)
     for name in names:
         row = measured(lambda name=name: loop.time(CASES[name]))
-        writer.write(kind="rl", part="whole", case=name, **settings, **row)
+        writer.write(kind="rl", part="whole", case=name, reference=reference, **settings, **row)
 
 
 class Loop:
@@ -75,14 +91,20 @@ class Loop:
         settings: dict[str, Any],
         longest: int,
         device: str = "cuda",
+        reference: ReferencePlace = "none",
     ) -> None:
         precision = PrecisionConfig.model_validate(mode)
+        flow, offload = build_flow(precision, shape.shape), reference == "offload"
+        frozen = FrozenModel("reference model", shape, flow, "reference", offload)
         training = TrainingConfig.model_validate(
             {"moments": "bf16", "learning_rate": LEARNING_RATE, **settings}
         )
         rollout, plan = ROLLOUT, None
         if device != "cpu":
-            plan = card_planner(shape, mode).plan(rollout, training, longest)
+            planner = card_planner(shape, mode)
+            if reference != "none":
+                planner = replace(planner, frozen=(frozen,))
+            plan = planner.plan(rollout, training, longest)
             print("\n".join(plan.describe()), flush=True)
             rollout = rollout.model_copy(update={"kv_pages": plan.pages})
             allocate_in_pages()
@@ -92,9 +114,24 @@ class Loop:
         self._phases = Phases(on_gpu=device != "cpu")
         self._trainer = Trainer(self._policy, training, total_updates=1000, timing=self._phases)
         self._turns = None if plan is None else DeviceTurns(plan, self._engine, self._trainer)
-        self._algorithm = build_algorithm(GrpoConfig())
+        self._learner = Learner(self._judge(precision, reference))
         self._random = Random(0)  # noqa: S311 (no secret)
         self._visit = 0
+
+    def _judge(self, precision: PrecisionConfig, reference: ReferencePlace) -> Judge:
+        """GRPO, with a KL term where there is a reference model."""
+        policy, frozen = self._policy, None
+        if reference != "none":
+            masters = random_masters(policy.config, seed=1, device=policy.device)
+            frozen = FrozenPolicy.publish(policy.config, precision, masters, policy.device)
+        if frozen is not None and reference == "offload":
+            frozen.offload()
+        config = GrpoConfig(kl_coefficient=0.0 if frozen is None else KL_COEFFICIENT)
+        exact = is_one_function(self._engine.function, self._trainer.function)
+        longest = self._trainer.config.tokens_per_microbatch
+        return Judge(
+            self._trainer, build_algorithm(config), config, exact, longest, reference=frozen
+        )
 
     def time(self, case: Case) -> Row:
         """The figures of a row."""
@@ -129,8 +166,7 @@ class Loop:
 
     def _train(self, groups: list[Group]) -> StepMetrics:
         with self._training_turn():
-            exact = is_one_function(self._engine.function, self._trainer.function)
-            step = train_on_groups(self._trainer, groups, self._algorithm, exact)
+            step = self._learner.learn(groups)
         assert not step.skipped_updates, step.skip_reasons
         return step
 

@@ -53,6 +53,15 @@ def test_our_step_is_exact_and_has_every_phase_but_a_second_forward(
     assert loop._trainer.updates == 4, "a warm-up and a timed update each"
 
 
+@pytest.mark.parametrize("place", ["resident", "offload"])
+def test_a_reference_model_is_another_phase(place: str, parts: Any, tiny: ModelConfig) -> None:
+    case = parts.cases.Case(prompts=2, samples=3, prompt_tokens=5, new_tokens=24)
+    loop = parts.native.Loop("fp8", tiny, SETTINGS, case.length, device="cpu", reference=place)
+    row = loop.time(case)
+    assert row["phases_s"]["reference"] > 0
+    assert (row["tokens_compared"], row["tokens_differing"]) == (2 * 3 * 24, 0)
+
+
 @pytest.mark.parametrize(
     ("tokens", "sizes"),
     [(64, {2, 1}), (100, {3, 1}), (87, {3, 1}), (145, {5, 2}), (10, {1}), (1000, {7})],
