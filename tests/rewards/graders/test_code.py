@@ -311,6 +311,22 @@ def test_a_sandbox_that_does_not_start_is_no_wrong_answer(monkeypatch: pytest.Mo
             score(RIGHT, row)
 
 
+def test_a_sandbox_that_does_not_start_for_the_code_alone_is_none_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class ForbiddenOnce(sandbox.Unshare):
+        times = 0
+
+        def root(self) -> dict[str, Any]:
+            self.times += 1
+            broken = {"shown": {"/x": "/no/such"}, "links": {}, "tmp_bytes": 1}
+            return broken if self.times == 1 else super().root()
+
+    monkeypatch.setattr(grader, "launcher", lambda unsandboxed: ForbiddenOnce())
+    with pytest.raises(SandboxError, match="could not be started"):
+        score(RIGHT, SQUARE)
+
+
 def test_a_sandbox_is_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     sandbox.launcher.cache_clear()

@@ -214,11 +214,18 @@ def test_a_task_whose_own_answer_raises_is_no_wrong_answer() -> None:
         score(broken, "2 x 3")
 
 
-def test_a_scorer_leaves_the_row_as_it_is() -> None:
-    """knight_swap writes into the entry it is given."""
-    made = prompt("knight_swap")
+def test_a_scorer_leaves_the_row_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """knight_swap's writes into the entry it is given."""
+
+    class Writes:
+        def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+            entry["metadata"]["answers"] = [answer]
+            return 1.0
+
+    made = prompt("chain_sum")
     before = json.dumps(dict(made.row))
-    score(made, made.row["answer"])
+    monkeypatch.setattr(grader, "_task", lambda identity: Writes())
+    assert score(made, "5") == 1.0
     assert json.dumps(dict(made.row)) == before
 
 
