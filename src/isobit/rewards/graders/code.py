@@ -55,13 +55,14 @@ def score(
     prompt: Prompt,
     completion: Completion,
     column: str = "tests",
-    seconds: float = 10.0,
+    seconds: float = 5.0,
     memory_mib: int = 512,
     unsandboxed: bool = False,
 ) -> float:
     """1.0 if the code in ``completion`` passes all tests in ``column``, else 0.0.
 
-    ``seconds`` of wall-clock time for all tests of a completion, ``memory_mib`` for a process.
+    ``seconds`` of wall-clock time for all tests of a completion, less than ``reward.deadline_s``,
+    after which the grader itself is ended and nothing is scored; ``memory_mib`` for a process.
     Raises ``RewardError`` for a missing column or sandbox (see `isobit.rewards.sandbox`),
     ``UnusableTestsError``, and ``SandboxError`` where the code never ran.
     """
