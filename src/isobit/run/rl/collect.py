@@ -67,7 +67,8 @@ def _sample(training: Course[RlRun, Any], count: int) -> Collected:
 
         def watch(moment: Progress) -> None:
             training.grading.poll()
-            progress(moment)
+            if progress is not None:
+                progress(moment)
 
         generate(run.engine, asked, training.interruption.watched(watch), complete)
     groups = [made[place] for place in range(len(asked))]
