@@ -16,7 +16,6 @@ from itertools import count
 from isobit.config.reward import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
-from isobit.rewards.function import built_in_graders
 from isobit.rewards.grading import Graders
 
 SAMPLES = 16
@@ -32,14 +31,15 @@ ANSWERS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="completions a second of a pool of graders")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0)
     options = parser.parse_args(arguments)
     trivial = [("22", "11,13,22"), ("22", "21")]
-    rewards = {"trivial": ("isobit.starter.tasks:correct_answer", trivial)}
-    if "math_verify" in built_in_graders():
-        rewards["short math answers"] = ("math_verify", list(ANSWERS))
+    rewards: dict[str, tuple[str, Sequence[tuple[str, str]]]] = {
+        "trivial": ("isobit.starter.tasks:correct_answer", trivial),
+        "short math answers": ("math_verify", ANSWERS),
+    }
     for name, (function, answers) in rewards.items():
         config = RewardConfig(function=function, workers=options.workers)
         print(json.dumps({"reward": name, **measure(config, answers, options.seconds)}), flush=True)
