@@ -120,7 +120,8 @@ def test_the_bounds_are_those_of_the_last_updates_ratios_and_learn_from_it_on(
         *[CONFIGURED] * (len(algorithm.seen) - len(last)),
         *[given] * len(last),
     ]
-    ratios, weights = (torch.cat([one[column] for one in last]) for column in (1, 2))
+    ratios = torch.cat([ratio for _, ratio, _ in last])
+    weights = torch.cat([weight for _, _, weight in last])
     assert len(ratios) == metrics.updates[-1].tokens, "the last update, and it alone"
     assert pairs(log_ratios, advantages) == pairs(ratios, weights)
 
