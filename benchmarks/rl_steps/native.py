@@ -166,7 +166,7 @@ class Loop:
 
     def _train(self, groups: list[Group]) -> StepMetrics:
         with self._training_turn():
-            step = self._learner.learn(groups)
+            step = self._learner.learn(groups, step=1)
         assert not step.skipped_updates, step.skip_reasons
         return step
 

@@ -14,6 +14,7 @@ from isobit.config.shape import ModelShape
 from isobit.errors import ConfigError
 
 SUMS = {"type": "jsonl", "path": "sums.jsonl"}
+TWICE = {"epochs": 2}
 BEST = "eval/held_out/accuracy"
 PART_MODEL = {"model": "folder", "weight": 0.1}
 
@@ -39,6 +40,11 @@ def test_what_contradicts_nothing_passes() -> None:
     check_run(run_config(algorithm={"name": "rloo", "kl_coefficient": 0.1}))
     check_run(run_config(algorithm={"overlong_buffer": 512, "kl_coefficient": 0.1}))
     check_run(run_config(algorithm={"name": "dr_grpo", "loss_constant": 8}))
+    calibrated = {"calibrate_every": 20}
+    check_run(run_config(algorithm=calibrated, training=TWICE))
+    check_run(run_config(algorithm=calibrated, training={"updates_per_batch": 2}))
+    recorded = {"old_log_probs": "recorded", **TWICE}
+    check_run(run_config(algorithm=calibrated, training=recorded, precision="fp8-rollout"))
     check_run(
         run_config(
             corrections=[{"type": "tis"}, {"type": "mis", "level": "geometric"}, {"type": "k3"}]
@@ -98,6 +104,18 @@ def test_what_contradicts_nothing_passes() -> None:
         (
             {"algorithm": {"covariance": "kl_cov", "calibrate_every": 3}},
             "algorithm.calibrate_every is set, but covariance 'kl_cov'",
+        ),
+        (
+            {"algorithm": {"calibrate_every": 20}},
+            "algorithm.calibrate_every is 20, but a step has one update",
+        ),
+        (
+            {"algorithm": {"calibrate_every": 20}, "training": TWICE, "precision": "bf16"},
+            "algorithm.calibrate_every is 20, but precision.preset is 'bf16'",
+        ),
+        (
+            {"algorithm": {"calibrate_every": 20}, "training": TWICE, "precision": "fp8-rollout"},
+            "algorithm.calibrate_every is 20, but precision.preset is 'fp8-rollout'",
         ),
         (
             {"corrections": [{"type": "tis"}, {"type": "mis"}]},

@@ -183,6 +183,27 @@ def test_two_offloaded_models_score_one_after_the_other() -> None:
     assert made.host == sizes
 
 
+def test_a_shadow_is_there_only_while_it_scores() -> None:
+    shadow = described(QWEN3_8B, "bf16", name="BF16 shadow", table="algorithm", lasting=False)
+    without, made = plan(), plan(shadow)
+    assert (made.rollout, made.training, made.host) == (without.rollout, without.training, {})
+    moments = planner(shadow)._scoring(shadow, TrainingConfig(), 8192, 4096)
+    assert moments["BF16 shadow"] == shadow.weight_bytes(hopper_sizes)
+    small = DevicePlanner(SMALL, described(SMALL).flow, hopper_sizes, H200, (shadow,))
+    largest = small.plan(RolloutConfig(), TrainingConfig(), 2048)
+    assert largest.training["BF16 shadow"] == shadow.weight_bytes(hopper_sizes)
+    assert "BF16 shadow" not in largest.rollout
+    assert shadow.with_offload() == shadow, "it has nowhere to go to"
+
+
+def test_main_memory_counts_a_shadow_among_what_passes() -> None:
+    shadow = described(TIED, "bf16", name="BF16 shadow", table="algorithm", lasting=False)
+    largest = max(item.size for item in estimate().items if item.passing)
+    more = max(0, shadow.weight_bytes(spec_sizes) - largest)
+    assert estimate(shadow).total == estimate().total + more
+    assert estimate(shadow).size("BF16 shadow") == shadow.weight_bytes(spec_sizes)
+
+
 def refusal(frozen: Sequence[FrozenModel], total: int, **training: Any) -> str:
     with pytest.raises(ConfigError) as error:
         plan(*frozen, total=total, **training)
@@ -198,6 +219,8 @@ def test_a_plan_that_fails_for_the_reference_says_to_offload_it() -> None:
     smallest = plan(moments="fp8", recompute="mlp").peaks["training"] + RESERVE
     both = "with reference.offload = true, 4,096 fit with training.recompute = 'mlp'"
     assert both in refusal([reference], smallest, moments="fp8")
+    shadow = described(QWEN3_8B, "bf16", name="BF16 shadow", table="algorithm", lasting=False)
+    assert "offload" not in refusal([shadow], smallest, moments="fp8")
 
 
 def test_a_cache_that_fails_says_so_too() -> None:

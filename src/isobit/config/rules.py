@@ -36,6 +36,7 @@ def check_run(config: RunConfig) -> None:
     check_reward(config.reward)
     check_samples(config.evaluation)
     check_off_policy(config)
+    check_calibration(config)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
 
@@ -55,6 +56,27 @@ def check_off_policy(config: RunConfig) -> None:
             "algorithm.kl_in is 'reward', and replay.fraction is above 0: a replayed completion "
             "keeps the advantage that it had, without the penalty of now; set algorithm.kl_in = "
             "'loss', or leave the replay out"
+        )
+
+
+def check_calibration(config: RunConfig) -> None:
+    """Refuse to calibrate a clip where all ratios are 1, or where they are BF16's already."""
+    algorithm, training = config.algorithm, config.training
+    if not isinstance(algorithm, TokenClipConfig) or not algorithm.calibrate_every:
+        return
+    every, preset = algorithm.calibrate_every, config.precision.preset
+    if training.updates_per_batch * training.epochs == 1:
+        raise ConfigError(
+            f"algorithm.calibrate_every is {every}, but a step has one update "
+            "(training.updates_per_batch and training.epochs are 1), before which every ratio is 1 "
+            "and nothing is clipped; raise one of them, or leave calibrate_every out"
+        )
+    recorded = preset == "fp8-rollout" and training.old_log_probs == "recorded"
+    if preset not in ("fp8", "fp8-linear") and not recorded:
+        raise ConfigError(
+            f"algorithm.calibrate_every is {every}, but precision.preset is {preset!r}, in which "
+            "no FP8 is in either probability of a ratio: there is no noise to calibrate away; "
+            "leave calibrate_every out, or set precision to 'fp8' or 'fp8-linear'"
         )
 
 

@@ -9,7 +9,8 @@ Weights stay; the engine's KV cache and the trainer's gradients and activations 
 
 Models that only score, a reference model and reward models, stay in both phases.  With ``offload``
 one is in page-locked main memory instead, and on the device only while it scores, which is before
-the first backward: training then takes the larger of two moments,
+the first backward; a shadow is made for that alone, between two updates: training then takes the
+larger of two moments,
 
     scoring     masters + published weights + moments + the frozen weights + a forward
     backward    as above
@@ -163,7 +164,7 @@ class DevicePlanner:
 
     def standing_bytes(self, training: TrainingConfig) -> dict[str, int]:
         """The same, and the frozen models that stay on the device."""
-        stay = [model for model in self.frozen if not model.offload]
+        stay = [model for model in self.frozen if model.stays]
         return self.weight_bytes(training) | added_up(stay, self.sizes)
 
     def training_bytes(self, training: TrainingConfig, tokens: int, longest: int) -> dict[str, int]:
@@ -175,8 +176,8 @@ class DevicePlanner:
     def _scoring(
         self, model: FrozenModel, training: TrainingConfig, tokens: int, longest: int
     ) -> dict[str, int]:
-        """While a frozen model scores, before the first backward."""
-        own = added_up([model], self.sizes) if model.offload else {}
+        """While a frozen model scores, before a backward."""
+        own = {} if model.stays else added_up([model], self.sizes)
         passing = model.scoring_bytes(self.sizes, tokens, longest)
         return self.standing_bytes(training) | own | {"a forward that scores": passing}
 
@@ -300,7 +301,7 @@ def _cache_advice(training: TrainingConfig, frozen: Sequence[FrozenModel]) -> st
 
 def _offload_keys(frozen: Sequence[FrozenModel]) -> str:
     """What takes the frozen models off the device that are on it; empty where none is."""
-    tables = dict.fromkeys(model.table for model in frozen if not model.offload)
+    tables = dict.fromkeys(model.table for model in frozen if model.stays)
     return " and ".join(f"{table}.offload = true" for table in tables)
 
 

@@ -1,7 +1,10 @@
-"""Bytes of the models that only score, a reference model or reward models, beside a policy.
+"""Bytes of the models that only score, a reference model, reward models or a shadow, beside a
+policy.
 
 stays        the published weights of one side (``isobit.models.frozen``)
 offload      in main memory, in a page-locked buffer; on the device only while the model scores
+not lasting  made from the policy's masters when it scores, and dropped then: the BF16 shadow that a
+             clip is calibrated by (``isobit.training.calibration``)
 checkpoint   what a reference that was refreshed takes there: published weights without what is
              a function of others, the rotary table and lm_head's second form
 """
@@ -28,6 +31,13 @@ class FrozenModel:
     table: str
     """The recipe's table that has its ``model`` and its ``offload``."""
     offload: bool = False
+    lasting: bool = True
+    """Whether it lies somewhere while it does not score."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is on the device while it does not score."""
+        return self.lasting and not self.offload
 
     def weight_bytes(self, sizes: Sizes) -> int:
         """Of all that it holds."""
@@ -43,7 +53,7 @@ class FrozenModel:
 
     def with_offload(self) -> "FrozenModel":
         """The same, in main memory while it does not score."""
-        return replace(self, offload=True)
+        return replace(self, offload=self.lasting)
 
 
 def page_locked(size: int) -> int:

@@ -10,8 +10,8 @@ micro-batch.
     published weights   the matrices in each side's format, once where the sides agree; the rest,
                         and lm_head on its grid once more, in the activations' format; the rotary
                         table
-    reference model,    the published weights of one side (``isobit.memory.frozen``)
-    reward models
+    reference model,    the published weights of one side (``isobit.memory.frozen``); a shadow's
+    reward models       only count where nothing else that passes is larger
     KV pages            pages * bytes of a page        ``isobit.kernels.sizes``
     activations         what the layers save (``isobit.memory.activations``), and T (2 a C + 4 D)
                         once: last residual stream, hidden states, rows of the rotary table
@@ -143,8 +143,13 @@ def estimate_memory(
         MemoryItem(name, size, _LOWERED_BY.get(name, _MICROBATCH), passing=True)
         for name, size in passing.items()
     )
-    keys = {model.name: f"{model.table}.model" for model in frozen}
-    scores = (MemoryItem(name, size, keys[name]) for name, size in added_up(frozen, sizes).items())
+    by_name = {model.name: model for model in frozen}
+    scores = (
+        MemoryItem(name, size, f"{by_name[name].table}.model")
+        if by_name[name].lasting
+        else MemoryItem(name, size, _MODEL, passing=True)
+        for name, size in added_up(frozen, sizes).items()
+    )
     return MemoryEstimate((*stays, *scores, *passes))
 
 

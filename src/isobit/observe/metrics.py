@@ -15,6 +15,7 @@ from statistics import fmean, pstdev
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
+from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.ppo import explained_variance
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
@@ -76,6 +77,7 @@ def step_metrics(
         **length_metrics(groups),
         **{name: scalars[key] for key, name in _TRAINING_NAMES.items() if key in scalars},
         **value_metrics(scalars),
+        **clip_metrics(trained.clip),
         "updates/taken": len(trained.updates) - trained.skipped_updates,
         "updates/skipped": trained.skipped_updates,
         "log_prob_diff/mean": trained.comparison.mean_abs_diff,
@@ -141,6 +143,11 @@ def value_metrics(scalars: Mapping[str, float]) -> Metrics:
         return {}
     explained = explained_variance(scalars)
     return {} if explained is None else {"value/explained_variance": explained}
+
+
+def clip_metrics(bounds: ClipBounds | None) -> Metrics:
+    """The bounds that a calibrated clip has; nothing where they stay as configured."""
+    return {} if bounds is None else {"clip/low": bounds.clip_low, "clip/high": bounds.clip_high}
 
 
 class MetricsWriter:

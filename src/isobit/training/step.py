@@ -4,7 +4,9 @@
     parts           the groups cut into ``updates_per_batch`` parts, so that the samples of one
                     prompt stay together; replayed samples are shared out among them
     updates         ``epochs`` times over the parts, one update each; one that runs out of
-                    memory is packed and done again (``isobit.training.out_of_memory``)
+                    memory is packed and done again (``isobit.training.out_of_memory``); the
+                    clip of the last may be calibrated just before it
+                    (``isobit.training.calibration``)
     keep            what was judged, for later steps, where there is a replay buffer
 
 Only the first update of a batch is on-policy: with more than one, every later part is learnt from
@@ -21,6 +23,7 @@ from statistics import fmean
 
 import torch
 
+from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.corrections import effective_sample_size
 from isobit.algorithms.objective import Algorithm, Credit
 from isobit.config.algorithm import StepConfig
@@ -28,6 +31,7 @@ from isobit.config.training import TrainingConfig
 from isobit.errors import ConfigError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
+from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison, Mismatch
 from isobit.training.judge import Judge
 from isobit.training.out_of_memory import within_memory
@@ -52,6 +56,7 @@ class StepMetrics:
     staleness: float  # mean over the response tokens of the batch, updates
     tokens: int  # of prompts and responses that were put through the updates
     corrections: dict[str, float]  # of the corrections' weights, empty without any
+    clip: ClipBounds | None  # of the last update, where they are calibrated
 
     @property
     def skipped_updates(self) -> int:
@@ -79,14 +84,15 @@ class Learner:
 
     judge: Judge
     replay: ReplayBuffer | None = None
+    calibration: Calibration | None = None
 
     @property
     def trainer(self) -> Trainer:
         """It says into how many updates a step is cut, and how often they are gone through."""
         return self.judge.trainer
 
-    def learn(self, groups: Sequence[Group]) -> StepMetrics:
-        """Learn from one step's groups.
+    def learn(self, groups: Sequence[Group], step: int) -> StepMetrics:
+        """Learn from the groups of step number ``step``, counted from 1.
 
         Groups that leave nothing to train on (no two valid rewards in any group of a part) make no
         update.  Raises what ``Trainer.update`` and ``within_memory`` raise, and ConfigError if
@@ -97,7 +103,7 @@ class Learner:
         fresh, replayed, kept = self._judged(groups)
         parts = self._parts(fresh, replayed)
         compared = self._recomputed(parts)
-        updates = self._update(parts)
+        updates = self._update(parts, step)
         if self.replay is not None:
             self.replay.keep(kept, self.trainer.policy.version)
         if not self.judge.recomputes and updates:
@@ -117,6 +123,7 @@ class Learner:
             staleness=_staleness(parts, version),
             tokens=self.trainer.config.epochs * sum(one.length for part in parts for one in part),
             corrections=_correction_figures(parts),
+            clip=None if self.calibration is None else self.calibration.bounds,
         )
 
     def _judged(
@@ -172,13 +179,18 @@ class Learner:
                 compared.add(torch.tensor(recorded), torch.tensor(old))
         return compared
 
-    def _update(self, parts: Sequence[Sequence[TokenSequence]]) -> list[UpdateMetrics]:
+    def _update(self, parts: Sequence[Sequence[TokenSequence]], step: int) -> list[UpdateMetrics]:
         """All updates of the step."""
         trainer, updates = self.trainer, list[UpdateMetrics]()
-        for _ in range(trainer.config.epochs):
-            for sequences in parts:
-                compare = not self.judge.recomputes and not updates
-                updates.append(_update(trainer, sequences, self.judge.algorithm, compare))
+        turns = [part for _ in range(trainer.config.epochs) for part in parts]
+        calibration = self.calibration if turns else None
+        begun = None if calibration is None else calibration.begin(step, turns[-1])
+        for sequences in turns:
+            if calibration is not None and begun is not None and len(updates) == len(turns) - 1:
+                calibration.finish(begun)
+            algorithm = self.judge.algorithm if calibration is None else calibration.algorithm
+            compare = not self.judge.recomputes and not updates
+            updates.append(_update(trainer, sequences, algorithm, compare))
         return updates
 
 
@@ -186,14 +198,14 @@ def train_on_groups(
     trainer: Trainer, groups: Sequence[Group], algorithm: Algorithm, exact: bool
 ) -> StepMetrics:
     """Learn from the graded completions of one step, with nothing around the algorithm: no
-    reference model, no corrections, no replay.
+    reference model, no corrections, no replay, no calibration.
 
     ``exact``: whether the recorded log-probabilities are those of the trainer's own function, as
     ``isobit.models.function.is_one_function`` says of an engine and a trainer.  Raises as
     ``Learner.learn`` does.
     """
     judge = Judge(trainer, algorithm, StepConfig(), exact, max_new_tokens=0)
-    return Learner(judge).learn(groups)
+    return Learner(judge).learn(groups, step=1)
 
 
 def cut_by_prompt(num_groups: int, num_parts: int) -> list[range]:

@@ -34,7 +34,7 @@ def train(config: RunConfig, console: Console | None = None, resume: bool = Fals
         for step in training.steps():
             collected = collect(training)
             with training.learning():
-                trained = run.learner.learn(collected.groups)
+                trained = run.learner.learn(collected.groups, step)
                 run.refresh_reference(step)
             training.log.step(step, collected, trained)
             training.end_step(step)

@@ -24,6 +24,7 @@ from isobit.records.text import SamplingParams
 from isobit.rewards.grade import Grading
 from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.request import Request
+from isobit.run.calibration import build_calibration, describe_shadow
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_requests
 from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
@@ -31,6 +32,7 @@ from isobit.run.parts import PreparedRun, build_parts
 from isobit.run.reference import checkpoint_bytes, describe_reference, load_reference
 from isobit.run.rl.data import RlData, load_prompts
 from isobit.store.training_run import Extra
+from isobit.training.calibration import Calibration
 from isobit.training.judge import Judge
 from isobit.training.reference import Reference
 from isobit.training.replay import ReplayBuffer
@@ -73,6 +75,8 @@ class RlRun(PreparedRun):
     """What the policy is held close to; None without a penalty."""
     replay: ReplayBuffer | None
     """None where nothing is learnt from again."""
+    calibration: Calibration | None
+    """None where the clip stays as configured."""
 
     @property
     def exact(self) -> bool:
@@ -120,7 +124,7 @@ class RlRun(PreparedRun):
             config.corrections,
             None if self.reference is None else self.reference.frozen,
         )
-        return Learner(judge, self.replay)
+        return Learner(judge, self.replay, self.calibration)
 
     def refresh_reference(self, step: int) -> None:
         """Let the reference model catch up with the policy, where it is time."""
@@ -129,8 +133,12 @@ class RlRun(PreparedRun):
 
     @property
     def extras(self) -> Mapping[str, Extra]:
-        """The reference model and the replay buffer, as far as there are any."""
-        found = {"reference": self.reference, "replay": self.replay}
+        """The reference model, the replay buffer and the clip's bounds, as far as there are any."""
+        found = {
+            "reference": self.reference,
+            "replay": self.replay,
+            "calibration": self.calibration,
+        }
         return {name: extra for name, extra in found.items() if extra is not None}
 
     def evaluate(self, progress: OnProgress, grading: Grading) -> Evaluation[EvalResult]:
@@ -161,6 +169,7 @@ def prepare_rl(config: RunConfig) -> RlRun:
         Evaluator(parts.engine, made.evaluation),
         load_reference(config, parts.model.policy),
         ReplayBuffer(config.replay, config.seed) if config.replay.fraction > 0 else None,
+        build_calibration(config, made.algorithm, parts.trainer),
     )
 
 
@@ -179,7 +188,7 @@ def read_rl(config: RunConfig) -> RlMaterial:
     longest = max(request.max_length(model.config.max_positions) for request in samples)
     training = config.training
     updates = training.updates_per_batch * training.epochs
-    reference = describe_reference(config, model, longest)
+    frozen = describe_reference(config, model, longest), describe_shadow(config, model.config)
     outline = Outline(
         config,
         source,
@@ -192,7 +201,7 @@ def read_rl(config: RunConfig) -> RlMaterial:
             f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "
             f"each; sequences of at most {longest} tokens",
         ),
-        frozen=() if reference is None else (reference,),
+        frozen=tuple(one for one in frozen if one is not None),
         extra_bytes=extra_bytes(config, model.config),
     )
     return RlMaterial(outline, data, algorithm, sampling, evaluation, samples)

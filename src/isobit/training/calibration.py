@@ -1,0 +1,159 @@
+"""Calibrated clipping: every so many steps a shadow of the policy in BF16 says what the clip would
+cut off there, and bounds that cut off as much here take the place of the configured ones.
+
+    before the step's first update   log pi_old of the sequences of its last one, by the shadow
+    before its last update           log pi of the same, by the shadow as it is now, and the
+                                     policy's own
+    then                             bounds from both ratios (``isobit.algorithms.calibration``),
+                                     for that update and all others up to the next calibration
+
+The shadow is published from the masters when it is asked and dropped once it has scored, so that it
+and a gradient are never there together.  A replayed sequence takes no part, since the weights that
+drew it have no shadow any more; and while no weight has moved, every ratio is 1 and says nothing.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from isobit.algorithms.calibration import calibrated_bounds
+from isobit.algorithms.clipped import ClipBounds, ClippedPolicyGradient
+from isobit.config.precision import PrecisionConfig
+from isobit.models.decoder import build_decoder
+from isobit.models.frozen import FrozenPolicy, without_value_head
+from isobit.models.policy import Policy
+from isobit.models.scorer import Scorer
+from isobit.records.sequence import TokenSequence
+from isobit.training.out_of_memory import measured_within_memory, within_memory
+from isobit.training.scoring import SequenceScores, score_sequences
+from isobit.training.trainer import Trainer
+
+SHADOW = PrecisionConfig(preset="bf16")
+"""What the shadow computes in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A calibration that waits for the step's last update."""
+
+    sequences: Sequence[TokenSequence]
+    """Of that update, the fresh ones."""
+    shadow: torch.Tensor
+    """float64 [N]: log pi_old of their response tokens, by the shadow."""
+    version: int
+    """Of the weights before the step."""
+
+
+class Calibration:
+    """The bounds of a run's clip, as a checkpoint holds them (``isobit.store.training_run.Extra``).
+
+    The configured ones stand until the first calibration.
+    """
+
+    def __init__(self, trainer: Trainer, algorithm: ClippedPolicyGradient) -> None:
+        """Every ``calibrate_every`` steps of the algorithm's configuration."""
+        self._trainer, self._configured = trainer, algorithm
+        self._bounds: ClipBounds | None = None
+
+    @property
+    def bounds(self) -> ClipBounds:
+        """In use now."""
+        config = self._configured.config
+        return self._bounds or ClipBounds(config.clip_low, config.clip_high)
+
+    @property
+    def algorithm(self) -> ClippedPolicyGradient:
+        """With the bounds in use now."""
+        return self._configured.with_clip(self.bounds)
+
+    def begin(self, step: int, sequences: Sequence[TokenSequence]) -> Begun | None:
+        """Before the first update of step number ``step``, whose last one learns from
+        ``sequences``; None where it is not time, or nothing of them is fresh.
+        """
+        fresh = [sequence for sequence in sequences if sequence.fresh]
+        if step % self._configured.config.calibrate_every or not fresh:
+            return None
+        return Begun(fresh, self._by_shadow(fresh), self._trainer.policy.version)
+
+    def finish(self, begun: Begun) -> None:
+        """Before the last update of the step: set the bounds."""
+        if self._trainer.policy.version == begun.version:
+            return
+        config, sequences = self._configured.config, begun.sequences
+        self._bounds = calibrated_bounds(
+            self._by_policy(sequences) - _joined(sequences, map(_old_log_probs, sequences)),
+            self._by_shadow(sequences) - begun.shadow,
+            _joined(sequences, map(_weighted_advantages, sequences)),
+            ClipBounds(config.clip_low, config.clip_high),
+        )
+
+    def state(self) -> dict[str, float]:
+        """The bounds, once there are others than the configured ones."""
+        if self._bounds is None:
+            return {}
+        return {"clip_low": self._bounds.clip_low, "clip_high": self._bounds.clip_high}
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """None: the shadow is a function of the masters."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on with the bounds of ``state``."""
+        self._bounds = ClipBounds(state["clip_low"], state["clip_high"]) if state else None
+
+    def _by_policy(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
+        """log pi of the response tokens, by the weights as they are now."""
+        trainer = self._trainer
+        scores = within_memory(
+            trainer,
+            [sequence.length for sequence in sequences],
+            lambda tokens: score_sequences(trainer.scorer, sequences, tokens),
+        )
+        return _log_probs(sequences, scores)
+
+    def _by_shadow(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
+        """The same by a shadow of these weights, of which nothing remains."""
+        trainer = self._trainer
+        scores = measured_within_memory(
+            trainer,
+            [sequence.length for sequence in sequences],
+            trainer.budget.at(trainer.updates),
+            lambda tokens: score_sequences(Scorer(shadow_of(trainer.policy)), sequences, tokens),
+            "the BF16 shadow's forward",
+            "lower rollout.max_new_tokens or data.max_prompt_tokens",
+        )
+        return _log_probs(sequences, scores)
+
+
+def shadow_of(policy: Policy) -> FrozenPolicy:
+    """What the policy's masters are in BF16, without a value head."""
+    config = without_value_head(policy.config)
+    masters = {name: policy.masters[name].detach() for name in build_decoder(config).masters()}
+    return FrozenPolicy.publish(config, SHADOW, masters, policy.device)
+
+
+def _old_log_probs(sequence: TokenSequence) -> Sequence[float]:
+    """What the loss takes its ratio to."""
+    return sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
+
+
+def _weighted_advantages(sequence: TokenSequence) -> Sequence[float]:
+    """As they count in the loss: times the weights of the corrections."""
+    if sequence.importance is None:
+        return sequence.advantages
+    return [a * c for a, c in zip(sequence.advantages, sequence.importance, strict=True)]
+
+
+def _log_probs(
+    sequences: Sequence[TokenSequence], scores: Sequence[SequenceScores]
+) -> torch.Tensor:
+    return _joined(sequences, [one.log_probs for one in scores])
+
+
+def _joined(sequences: Sequence[TokenSequence], columns: Iterable[Sequence[float]]) -> torch.Tensor:
+    """float64 [N]: the entries of all response tokens of a column each."""
+    pairs = zip(sequences, columns, strict=True)
+    values = [value for sequence, column in pairs for value in sequence.of_response(column)]
+    return torch.tensor(values, dtype=torch.float64)

@@ -1,0 +1,193 @@
+"""Bounds of the clip from a BF16 shadow: when they are taken, from what, and who learns by them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.algorithms.calibration import calibrated_bounds
+from isobit.algorithms.clipped import ClipBounds
+from isobit.algorithms.grpo import Grpo
+from isobit.algorithms.objective import Shares
+from isobit.algorithms.policy_gradient import Terms
+from isobit.config.algorithm import GrpoConfig, StepConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.models.policy import Policy, random_policy
+from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Group
+from isobit.training import calibration as module
+from isobit.training.calibration import Calibration, shadow_of
+from isobit.training.judge import Judge
+from isobit.training.step import Learner
+from isobit.training.trainer import Trainer
+
+MakeTrainer = Callable[..., Trainer]
+MakeGroups = Callable[..., list[Group]]
+Snapshot = Callable[[Policy], dict[str, torch.Tensor]]
+CONFIGURED = ClipBounds(0.02, 0.03)
+CONFIG = GrpoConfig(clip_low=0.02, clip_high=0.03, calibrate_every=2)
+Seen = tuple[ClipBounds, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched(Grpo):
+    """GRPO that keeps, for each micro-batch, its bounds, the log-ratios and the advantages."""
+
+    seen: list[Seen] = field(default_factory=list)
+
+    def surrogate(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> Terms:
+        bounds = ClipBounds(self.config.clip_low, self.config.clip_high)
+        ratio = scores.log_probs.detach().double() - batch.old_log_probs.double()
+        self.seen.append((bounds, ratio, batch.advantages.double()))
+        return Grpo.surrogate(self, scores, batch, shares)
+
+
+def learner_of(trainer: Trainer, algorithm: Watched, calibrated: bool = True) -> Learner:
+    judge = Judge(trainer, algorithm, StepConfig(), exact=True, max_new_tokens=0)
+    return Learner(judge, None, Calibration(trainer, algorithm) if calibrated else None)
+
+
+def pairs(log_ratios: torch.Tensor, advantages: torch.Tensor) -> list[tuple[float, float]]:
+    return sorted(zip(log_ratios.tolist(), advantages.float().tolist(), strict=True))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Every call of ``calibrated_bounds``, with what it gave."""
+    calls: list[tuple[Any, ...]] = []
+
+    def watched(*arguments: Any) -> ClipBounds:
+        calls.append((*arguments, calibrated_bounds(*arguments)))
+        return calls[-1][-1]
+
+    monkeypatch.setattr(module, "calibrated_bounds", watched)
+    return calls
+
+
+def test_a_shadow_that_is_the_policy_changes_no_bit(
+    make_trainer: MakeTrainer,
+    make_groups: MakeGroups,
+    snapshot: Snapshot,
+    asked: list[tuple[Any, ...]],
+) -> None:
+    """In BF16, whose trainer is its own shadow."""
+    outcomes = []
+    for calibrated in (True, False):
+        trainer = make_trainer("bf16", updates_per_batch=2, epochs=2, learning_rate=0.01)
+        learner = learner_of(trainer, Watched(CONFIG), calibrated)
+        metrics = [learner.learn(make_groups(trainer, seed=step), step) for step in (1, 2)]
+        outcomes.append(snapshot(trainer.policy))
+        assert [one.clip for one in metrics] == [CONFIGURED if calibrated else None] * 2
+    (log_ratios, shadow, _, _, given) = asked[0]
+    assert len(asked) == 1 and torch.equal(log_ratios, shadow) and log_ratios.any()
+    assert given == CONFIGURED
+    assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
+
+
+def test_the_bounds_are_those_of_the_last_updates_ratios_and_learn_from_it_on(
+    make_trainer: MakeTrainer,
+    make_groups: MakeGroups,
+    asked: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planted = iter((0.0, 0.5))
+
+    def by_shadow(_: Calibration, sequences: list[TokenSequence]) -> torch.Tensor:
+        """0 for every token at first; then half of them have fallen below any bound."""
+        tokens = sum(sum(sequence.loss_mask) for sequence in sequences)
+        return -next(planted) * (torch.arange(tokens) % 2).double()
+
+    monkeypatch.setattr(Calibration, "_by_shadow", by_shadow)
+    trainer = make_trainer("fp8", updates_per_batch=2, learning_rate=0.01)
+    algorithm = Watched(CONFIG)
+    learner = learner_of(trainer, algorithm)
+    learner.learn(make_groups(trainer, seed=1), 1)
+    assert not asked and {bounds for bounds, _, _ in algorithm.seen} == {CONFIGURED}
+    algorithm.seen.clear()
+
+    groups = make_groups(trainer, seed=2)
+    metrics = learner.learn(groups, 2)
+    ((log_ratios, shadow, advantages, configured, given),) = asked
+    assert shadow.tolist() == [0.0, -0.5] * (len(shadow) // 2) + [0.0] * (len(shadow) % 2)
+    assert configured == CONFIGURED != given == metrics.clip
+    last = [one for one in algorithm.seen if one[0] == given]
+    assert [bounds for bounds, _, _ in algorithm.seen] == [
+        *[CONFIGURED] * (len(algorithm.seen) - len(last)),
+        *[given] * len(last),
+    ]
+    ratios = torch.cat([ratio for _, ratio, _ in last])
+    weights = torch.cat([weight for _, _, weight in last])
+    assert len(ratios) == metrics.updates[-1].tokens, "the last update, and it alone"
+    assert pairs(log_ratios, advantages) == pairs(ratios, weights)
+
+    algorithm.seen.clear()
+    assert learner.learn(make_groups(trainer, seed=3), 3).clip == given
+    assert {bounds for bounds, _, _ in algorithm.seen} == {given}
+
+
+def test_a_real_shadow_of_fp8_moves_the_bounds(
+    make_trainer: MakeTrainer, make_groups: MakeGroups, asked: list[tuple[Any, ...]]
+) -> None:
+    trainer = make_trainer("fp8", updates_per_batch=2, learning_rate=0.01)
+    learner = learner_of(trainer, Watched(CONFIG))
+    learner.learn(make_groups(trainer), 2)
+    ((log_ratios, shadow, _, _, given),) = asked
+    noise = (log_ratios - shadow).std()
+    assert 0 < noise < log_ratios.std(), "the same policies, in other formats"
+    assert given != CONFIGURED
+
+
+def test_the_shadow_is_the_masters_in_bf16(make_policy: Callable[..., Policy]) -> None:
+    assert shadow_of(make_policy("fp8")).is_equal_to(make_policy("bf16"))
+    assert not shadow_of(make_policy("fp8")).is_equal_to(make_policy("bf16", seed=1))
+
+
+def test_a_value_head_has_no_shadow(make_policy: Callable[..., Policy]) -> None:
+    config = replace(make_policy().config, value_head=True)
+    critic = random_policy(config, PrecisionConfig(preset="fp8"), 0)
+    assert shadow_of(critic).is_equal_to(make_policy("bf16"))
+
+
+def test_the_weights_of_corrections_count(
+    make_trainer: MakeTrainer, make_groups: MakeGroups, asked: list[tuple[Any, ...]]
+) -> None:
+    trainer = make_trainer("fp8")
+    calibration = Calibration(trainer, Grpo(CONFIG))
+    (group, *_) = make_groups(trainer)
+    sequence = group.completions[0].sequence.with_advantages(-1.0)
+    sequence = replace(sequence, importance=tuple([0.5 * one for one in sequence.loss_mask]))
+    begun = calibration.begin(2, [sequence])
+    assert begun is not None
+    trainer.policy.publish()
+    calibration.finish(begun)
+    assert set(asked[0][2].tolist()) == {-0.5}
+
+
+def test_nothing_is_calibrated_by_what_is_replayed_or_by_weights_that_have_not_moved(
+    make_trainer: MakeTrainer, make_groups: MakeGroups, asked: list[tuple[Any, ...]]
+) -> None:
+    trainer = make_trainer("fp8")
+    calibration = Calibration(trainer, Grpo(CONFIG))
+    (group, *_) = make_groups(trainer)
+    sequences = [one.sequence.with_advantages(-1.0) for one in group.completions]
+    old = [replace(one, fresh=False) for one in sequences]
+    assert calibration.begin(2, old) is None and calibration.begin(1, sequences) is None
+    begun = calibration.begin(2, [*sequences, *old])
+    assert begun is not None and list(begun.sequences) == sequences
+    calibration.finish(begun)
+    assert not asked and calibration.state() == {}
+
+
+def test_its_state_goes_through_json(make_trainer: MakeTrainer) -> None:
+    first, second = (Calibration(make_trainer(), Grpo(CONFIG)) for _ in range(2))
+    assert first.state() == {} and first.bounds == CONFIGURED
+    first._bounds = ClipBounds(0.1 + 0.2, 1 / 3)
+    second.restore(json.loads(json.dumps(first.state())), {})
+    assert second.bounds == first.bounds and second.algorithm.config.clip_low == 0.1 + 0.2
+    second.restore({}, {})
+    assert second.state() == {} and not second.tensors()
