@@ -1,6 +1,6 @@
 """Small models whose shapes use every kernel, on the GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(params=list(SHAPES))
 def shape(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def shapes() -> Mapping[str, ModelConfig]:
+    return SHAPES
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tools.starter.tokenizer import build_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "your_data")
-SFT = ("fine_tune", "starter")
+SFT = ("fine_tune", "reward_model", "starter")
 SMALL = {"training.steps": 1, "training.prompts_per_step": 2, "threads": 1}
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' "
@@ -166,6 +166,21 @@ def test_fine_tuning_on_worked_examples_lowers_the_loss(tmp_path: Path) -> None:
     assert isinstance(before, float) and isinstance(after, float)
     assert after < before
     assert summary["accuracy_after"] is not None
+
+
+def test_a_reward_model_learns_from_the_shipped_pairs_and_scores_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"training__prompts_per_step": 16, "data__eval__held_out__limit": 16}
+    summary = run("sft", "reward_model", tmp_path / "run", training__steps=8, **small)
+    before, after = summary["loss_before"], summary["loss_after"]
+    assert isinstance(before, float) and isinstance(after, float)
+    assert after < before
+    folder, data = tmp_path / "run" / "model", "recipes/preferences_held_out.jsonl"
+    words = ["eval", "--reward-model", str(folder), "--data", data, "--problems", "16", "--json"]
+    capsys.readouterr()
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == summary["accuracy_after"]
 
 
 def test_the_starter_model_is_made_by_its_recipe(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ predicts.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from hypothesis import given
@@ -11,9 +10,8 @@ from hypothesis import strategies as st
 
 from isobit.records.sequence import GIVEN, TokenSequence
 from isobit.records.text import Completion, Group, Prompt
-from isobit.training.packing import first_fit_decreasing, pack, sequences_of
+from isobit.training.packing import pack, sequences_of
 
-lengths = st.lists(st.integers(1, 60), max_size=40)
 budgets = st.integers(1, 100)
 
 
@@ -35,28 +33,6 @@ def samples(draw: st.DrawFn) -> list[TokenSequence]:
             ).with_advantages(float(ids[0]))
         )
     return made
-
-
-@given(lengths, budgets)
-def test_every_index_stands_in_one_bin_and_bins_keep_the_budget(
-    lengths: list[int], budget: int
-) -> None:
-    bins = first_fit_decreasing(lengths, budget)
-    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
-    assert all(len(members) == 1 or sum(lengths[i] for i in members) <= budget for members in bins)
-
-
-@given(lengths, budgets)
-def test_bins_are_full(lengths: list[int], budget: int) -> None:
-    totals = sorted(
-        sum(lengths[i] for i in members) for members in first_fit_decreasing(lengths, budget)
-    )
-    assert all(a + b > budget for a, b in pairwise(totals)), "two bins would fit into one"
-
-
-def test_similar_lengths_sit_together_and_ties_keep_their_order() -> None:
-    assert first_fit_decreasing([5, 9, 5, 9, 5], 18) == [[1, 3], [0, 2, 4]]
-    assert first_fit_decreasing([4, 30, 6], 10) == [[1], [2, 0]]
 
 
 @given(samples(), budgets)

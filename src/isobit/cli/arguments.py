@@ -10,7 +10,10 @@ from argparse import (
     RawDescriptionHelpFormatter,
 )
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from isobit.errors import ConfigError
 
 if TYPE_CHECKING:
     from isobit.config.base import Strict
@@ -133,6 +136,16 @@ def settings_from(
     from isobit.config.overrides import apply_overrides, parse_overrides
 
     return build(model, apply_overrides(values, parse_overrides(overrides)), "command line")
+
+
+def check_new(path: Path) -> None:
+    """Refuse to write where a file is, or where no directory is.  Raises ConfigError."""
+    if path.exists():
+        raise ConfigError(f"--out is {str(path)!r}, which exists; name another file, or remove it")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"--out is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it first"
+        )
 
 
 def set_threads(options: Namespace) -> None:

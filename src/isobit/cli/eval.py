@@ -1,4 +1,6 @@
-"""``isobit eval FOLDER``: how often a model folder is right on a dataset, by a reward."""
+"""``isobit eval FOLDER``: how often a model folder is right on a dataset, by a reward.  With
+``--reward-model FOLDER`` a reward model scores a file's answers (``isobit.cli.eval_reward_model``).
+"""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -7,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from isobit.cli import eval_reward_model
 from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
 from isobit.cli.waiting import starting
 
@@ -15,6 +18,8 @@ _TASK = "task:"
 
 def run(arguments: Sequence[str]) -> int:
     """Evaluate and print.  Raises IsobitError for anything that cannot be used."""
+    if any(word.partition("=")[0] == eval_reward_model.FLAG for word in arguments):
+        return eval_reward_model.run(arguments)
     options, overrides = _parser().parse_known_args(arguments)
 
     from isobit.config.run import RunConfig
@@ -86,7 +91,9 @@ def _source(options: Namespace) -> tuple[str, dict[str, Any]]:
 def _parser() -> ArgumentParser:
     parser = folder_parser(
         "eval",
-        "Measure a model folder on a dataset with a reward.",
+        "Measure a model folder on a dataset with a reward.  `isobit eval --reward-model FOLDER "
+        "--data FILE` scores the answers of a file with a reward model instead; `isobit eval "
+        "--reward-model FOLDER --help` says how.",
         "precision, rollout, data and evaluation",
     )
     parser.add_argument(

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
+from isobit.cli.arguments import (
+    check_new,
+    folder_parser,
+    given,
+    positive,
+    set_threads,
+    settings_from,
+)
 from isobit.cli.waiting import starting
-from isobit.errors import ConfigError
 
 if TYPE_CHECKING:
     from isobit.config.commands import GenerationConfig
@@ -22,7 +28,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     options, overrides = _parser().parse_known_args(arguments)
     if options.out is not None:
-        _check_new(options.out)
+        check_new(options.out)
 
     from isobit.config.commands import GenerationConfig
 
@@ -76,15 +82,6 @@ def _print(groups: "Sequence[Group]") -> None:
                 f"{completion.finish_reason}]"
             )
             print(printable(completion.text))
-
-
-def _check_new(path: Path) -> None:
-    if path.exists():
-        raise ConfigError(f"--out is {str(path)!r}, which exists; name another file, or remove it")
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"--out is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it first"
-        )
 
 
 def _parser() -> ArgumentParser:

@@ -1,6 +1,9 @@
 """What commands without a recipe take of a run's settings."""
 
+from pydantic import Field
+
 from isobit.config.base import Device, Strict
+from isobit.config.examples import ExampleSource
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 
@@ -18,3 +21,14 @@ class VerifyConfig(Strict):
 
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
+
+
+class ScoringConfig(Strict):
+    """What ``isobit eval --reward-model`` takes of a run's settings."""
+
+    precision: PrecisionConfig = PrecisionConfig()
+    device: Device = "auto"
+    data: ExampleSource
+    chat: bool = True
+    tokens_per_batch: int = Field(default=16384, gt=0)
+    """Tokens of a forward; a longer conversation is one of its own.  No score depends on it."""

@@ -1,5 +1,5 @@
 """The table ``data`` of ``isobit sft``: where prompts come from together with the completions to be
-learnt.
+learnt, or with pairs of answers of which one is preferred.
 """
 
 from typing import Annotated
@@ -19,6 +19,12 @@ class JsonlExamples(JsonlData):
     """Column that holds whole conversations instead; every turn of the assistant is learnt, with
     all before it as its prompt.
     """
+    chosen: str = "chosen"
+    """Column that holds the better answer, where ``objective`` is ``preference``: text, chat
+    messages, or the whole conversation with the prompt in front.
+    """
+    rejected: str = "rejected"
+    """Column that holds the worse one."""
 
 
 class HfExamples(HfData):
@@ -26,6 +32,8 @@ class HfExamples(HfData):
 
     completion: str = "completion"
     messages: str | None = None
+    chosen: str = "chosen"
+    rejected: str = "rejected"
 
 
 ExampleSource = Annotated[JsonlExamples | HfExamples, Field(discriminator="type")]
@@ -44,5 +52,7 @@ class SftDataConfig(Strict):
     used as it stands.
     """
     max_tokens: int = Field(default=2048, gt=0)
-    """Longer examples, prompt and completion together, are refused, by id."""
+    """Longer examples, prompt and completion together, are refused, by id; so is a pair of which
+    one conversation is longer.
+    """
     shuffle: bool = True

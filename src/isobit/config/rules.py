@@ -83,6 +83,9 @@ def check_calibration(config: RunConfig) -> None:
 def check_sft(config: SftConfig) -> None:
     """Every rule of a recipe of ``isobit sft``."""
     sets, figures = config.data.eval, [f"eval/{name}/loss" for name in config.data.eval]
+    if config.objective == "preference":
+        check_preference(config)
+        figures += [f"eval/{name}/{figure}" for name in sets for figure in ("accuracy", "margin")]
     if config.reward is not None:
         check_reward(config.reward)
         if not sets:
@@ -94,6 +97,22 @@ def check_sft(config: SftConfig) -> None:
         figures = _graded_figures(sets, config.evaluation) + figures
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, figures)
+
+
+def check_preference(config: SftConfig) -> None:
+    """Refuse what a reward model cannot do: it draws no tokens, and learns from pairs alone."""
+    if config.reward is not None:
+        raise ConfigError(
+            'reward is set, but objective is "preference": a reward model completes nothing that '
+            "could be graded; leave the reward out"
+        )
+    for name, source in {"train": config.data.train, **config.data.eval}.items():
+        if source.messages is not None:
+            key = "data.train" if name == "train" else f"data.eval.{name}"
+            raise ConfigError(
+                f'{key}.messages is set, but objective is "preference", which learns from pairs: '
+                "name their columns in the keys `prompt`, `chosen` and `rejected`"
+            )
 
 
 def check_batch(training: TrainingConfig, rollout: RolloutConfig) -> None:

@@ -3,6 +3,7 @@ agree.
 """
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -17,12 +18,21 @@ from isobit.config.shape import ModelShape
 from isobit.config.tracking import TrackingConfig
 from isobit.config.training import OptimisationConfig
 
+Objective = Literal["supervised", "preference"]
+
 
 class SftConfig(Strict):
     """One run of supervised fine-tuning."""
 
+    objective: Objective = "supervised"
+    """``supervised`` learns completions; ``preference`` makes a reward model, which learns from
+    pairs of answers which of the two is preferred (Bradley-Terry).
+    """
     model: str = "starter"
-    """A Hugging Face folder, or ``starter`` for the small model shipped with Isobit."""
+    """A Hugging Face folder, or ``starter`` for the small model shipped with Isobit.  With the
+    objective ``preference`` it may be a reward model, which learns on; a language model gets a
+    score head in the place of lm_head.
+    """
     from_scratch: ModelShape | None = None
     """Start from random weights of this shape; ``model`` then gives its tokenizer and nothing
     else.

@@ -22,6 +22,7 @@ from isobit.errors import DataError
 from isobit.records.text import Prompt
 
 _ASSISTANT = "assistant"
+_COMPLETION_ADVICE = "name it in the key `completion`, or whole conversations in the key `messages`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class Example:
 
     prompt: Prompt
     completion_ids: tuple[int, ...]
+
+    @property
+    def learnt(self) -> tuple[int, ...]:
+        """What is learnt behind the prompt."""
+        return self.completion_ids
 
     @property
     def tokens(self) -> int:
@@ -70,7 +76,7 @@ def _turns(source: ExampleSource) -> Iterator[tuple[Row, str]]:
     """Each prompt with the text to be learnt behind it."""
     if source.messages is None:
         for row in load_rows(source):
-            yield row, _completion(row, source.completion)
+            yield row, answer_of(row, source.completion, _COMPLETION_ADVICE)
         return
     for row in load_rows(source.model_copy(update={"prompt": source.messages})):
         yield from _assistant_turns(row, source.messages)
@@ -97,23 +103,26 @@ def _assistant_turns(row: Row, column: str) -> Iterator[tuple[Row, str]]:
         yield Row(row.prompt[:index], row.columns, row.place), row.prompt[index]["content"]
 
 
-def _completion(row: Row, column: str) -> str:
-    """Text, or the content of one message of the assistant."""
+def answer_of(row: Row, column: str, advice: str) -> str:
+    """The answer to the prompt of ``row``: text, the content of one message of the assistant, or of
+    the last one of a conversation that begins with the prompt's messages.
+
+    Raises ``DataError`` for a column that is missing, with ``advice``, or holds something else.
+    """
     if column not in row.columns:
         raise DataError(
             f"{row.place}: no column {column!r} with the text to be learnt; the columns are "
-            f"{', '.join(map(repr, row.columns)) or 'none'} "
-            "beside the prompt: name it in the key `completion`, or whole conversations in the key "
-            "`messages`"
+            f"{', '.join(map(repr, row.columns)) or 'none'} beside the prompt: {advice}"
         )
     value = row.columns[column]
     if (
         isinstance(value, Sequence)
         and not isinstance(value, str)
-        and len(value) == 1
-        and _is_assistants(value[0])
+        and len(value) > 0
+        and _is_assistants(value[-1])
+        and (len(value) == 1 or _is_prompt(value[:-1], row))
     ):
-        value = value[0]["content"]
+        value = value[-1]["content"]
     if not isinstance(value, str):
         raise DataError(
             f"{row.place}, column {column!r}: expected text or one message of the assistant, found "
@@ -124,6 +133,17 @@ def _completion(row: Row, column: str) -> str:
 
 def _is_assistants(item: Any) -> bool:
     return isinstance(item, Mapping) and item.get("role") == _ASSISTANT
+
+
+def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
+    """Whether messages are those of the prompt, which may be text for one of the user."""
+    given = (
+        ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
+    )
+    return len(messages) == len(given) and all(
+        isinstance(message, Mapping) and all(message.get(key) == one[key] for key in one)
+        for message, one in zip(messages, given, strict=True)
+    )
 
 
 def _completion_ids(

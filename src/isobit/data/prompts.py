@@ -73,7 +73,7 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[s
     """
     messages = chat_messages(row, tokenizer, chat)
     if messages is None:
-        return _encodable(str(row.prompt), row), True
+        return encodable(str(row.prompt), row), True
     return render_chat(messages, row, tokenizer, add_generation_prompt=True), False
 
 
@@ -122,10 +122,11 @@ def render_chat(
         raise DataError(
             f"{row.place}: the chat template refuses the messages: {type(error).__name__}: {error}"
         ) from error
-    return _encodable(str(text), row)
+    return encodable(str(text), row)
 
 
-def _encodable(text: str, row: Row) -> str:
+def encodable(text: str, row: Row) -> str:
+    """``text``, which is of ``row``.  Raises ``DataError`` where no tokenizer could read it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

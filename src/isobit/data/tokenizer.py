@@ -57,6 +57,12 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[in
     return tuple(sorted(stops))
 
 
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that batches are padded with; None where the tokenizer names none."""
+    found = tokenizer.pad_token_id
+    return found if isinstance(found, int) else None
+
+
 def _generation_stops(path: Path) -> list[int]:
     try:
         config = json.loads(path.read_bytes())

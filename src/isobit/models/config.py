@@ -4,6 +4,10 @@ dense models need.
 The three families are one decoder: pre-norm, RMSNorm, rotary positions, grouped-query attention,
 SwiGLU.  They differ in biases on q, k and v (Qwen2), RMSNorm of each query and key head (Qwen3),
 tied or untied heads, and Llama 3's scaled rotary frequencies.
+
+A reward model (``...ForSequenceClassification`` with one label) is the same decoder with a score
+head [1, C] in the place of lm_head.  Its score is that of the last token of a sequence, trailing
+padding (``pad_token_id``) not counted, as transformers has it.
 """
 
 import math
@@ -23,6 +27,13 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+REWARD_ARCHITECTURES: dict[str, Family] = {
+    "LlamaForSequenceClassification": "llama",
+    "Qwen2ForSequenceClassification": "qwen2",
+    "Qwen3ForSequenceClassification": "qwen3",
+}
+_LABELS_BY_DEFAULT = 2
+"""What transformers takes a classifier to have whose config.json says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,8 @@ class ModelConfig:
     """A reward model: one score instead of lm_head's logits."""
     value_head: bool = False
     """Beside lm_head, the value of each state (PPO's critic); no checkpoint has it."""
+    pad_token_id: int | None = None
+    """Of a reward model alone: the token that does not count where it ends a sequence."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -101,13 +114,16 @@ class ModelConfig:
         does not compute.
         """
         architecture = (config.get("architectures") or ["(none)"])[0]
-        if architecture not in ARCHITECTURES:
+        known = ARCHITECTURES | REWARD_ARCHITECTURES
+        if architecture not in known:
             raise ModelError(
                 f"{source}: architecture {architecture} is not supported; supported are "
-                f"{', '.join(ARCHITECTURES)}"
+                f"{', '.join(known)}"
             )
-        family = ARCHITECTURES[architecture]
+        family, scores = known[architecture], architecture in REWARD_ARCHITECTURES
         _refuse_unsupported(config, family, source)
+        if scores:
+            _refuse_labels(config, source)
         try:
             heads = config["num_attention_heads"]
             return cls(
@@ -126,19 +142,28 @@ class ModelConfig:
                 ),
                 tied_embeddings=config.get("tie_word_embeddings", False),
                 rope_scaling=_rope_scaling(config, source),
+                score_head=scores,
+                pad_token_id=config.get("pad_token_id") if scores else None,
             )
         except KeyError as missing:
             raise ModelError(f"{source}: the key {missing} is missing") from None
 
     def to_hf(self) -> dict[str, Any]:
         """A ``config.json`` that transformers loads."""
-        architecture = next(name for name, family in ARCHITECTURES.items() if family == self.family)
+        known = REWARD_ARCHITECTURES if self.score_head else ARCHITECTURES
+        architecture = next(name for name, family in known.items() if family == self.family)
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.rope_scaling is not None:
             rope |= {"rope_type": "llama3"} | {
                 f.name: getattr(self.rope_scaling, f.name) for f in fields(RopeScaling)
             }
-        return {
+        of_scores = (
+            {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
+            | {"pad_token_id": self.pad_token_id}
+            if self.score_head
+            else {}
+        )
+        return of_scores | {
             "architectures": [architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
@@ -205,3 +230,14 @@ def _refuse_unsupported(config: dict[str, Any], family: Family, source: str) -> 
     for key, refused in unsupported.items():
         if refused:
             raise ModelError(f"{source}: {key} = {config[key]!r} is not supported")
+
+
+def _refuse_labels(config: dict[str, Any], source: str) -> None:
+    """``num_labels`` as transformers reads it: said so, or the entries of ``id2label``."""
+    named = config.get("id2label")
+    labels = config.get("num_labels", _LABELS_BY_DEFAULT if named is None else len(named))
+    if labels != 1:
+        raise ModelError(
+            f"{source}: num_labels = {labels} is not supported; a reward model gives one score "
+            "(num_labels 1)"
+        )

@@ -5,9 +5,13 @@ Reading is strict, because silence here is the worst fault of the field: every t
 decoder needs must be there, with its shape and finite values, and every tensor that is there must
 be one that the decoder reads.  Nothing is unpickled. Writing gives BF16 safetensors under the
 checkpoint's own names, which transformers and every engine load.
+
+A folder holds a language model (``...ForCausalLM``) or a reward model
+(``...ForSequenceClassification``); whoever asks for the one is refused the other.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,8 +45,36 @@ _TOKENIZER_FILES = (
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model's configuration; raises ModelError for a folder or a file that cannot be
-    used.
+    """A language model's configuration; raises ModelError for a folder or a file that cannot be
+    used, and for a reward model.
+    """
+    config = read_any_config(folder)
+    if config.score_head:
+        raise ModelError(
+            f"{folder} is a reward model: it gives scores and has no lm_head to draw tokens with. "
+            "Name a ...ForCausalLM folder here; a reward model is for [reward] model, for `isobit "
+            'eval --reward-model`, and for `isobit sft` with objective = "preference"'
+        )
+    return config
+
+
+def read_reward_config(folder: Path) -> ModelConfig:
+    """A reward model's configuration; raises ModelError for a folder or a file that cannot be used,
+    and for a language model.
+    """
+    config = read_any_config(folder)
+    if not config.score_head:
+        raise ModelError(
+            f"{folder} is a language model: it has no score.weight to give scores with. Name a "
+            "...ForSequenceClassification folder, or make one of it: `isobit sft` with objective = "
+            '"preference" learns a score from pairs of answers'
+        )
+    return config
+
+
+def read_any_config(folder: Path) -> ModelConfig:
+    """The configuration of a model of either kind; raises ModelError for a folder or a file that
+    cannot be used.
     """
     if not folder.is_dir():
         raise ModelError(
@@ -101,6 +133,39 @@ def read_masters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
         for part, rows in master.of_checkpoint(values).items():
             rows.copy_(_read_tensor(files[part], part))
         yield name, values
+
+
+def read_reward_masters(
+    folder: Path, config: ModelConfig, seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each master of a reward model, from a folder of either kind; ``config`` is
+    ``reward_config``'s.
+
+    A language model's lm_head is left out, and the score head [1, C] drawn from N(0, 1 / (C + 1)):
+    hidden states behind the last norm have elements of about 1, so that first scores differ by
+    about 1 (Huang et al., "The N+ implementation details of RLHF with PPO", arXiv 2403.17031).
+    With zeros all scores would tie, and the decoder's first gradient would be zero.  Raises
+    ModelError as ``read_masters`` does.
+    """
+    stored, wanted = read_any_config(folder), build_decoder(config).masters()
+    for name, values in read_masters(folder, stored):
+        if name in wanted:
+            yield name, values
+    if not stored.score_head:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn((1, config.hidden_size), generator=generator)
+        yield "score.weight", drawn / math.sqrt(config.hidden_size + 1)
+
+
+def reward_config(folder: Path, pad_token_id: int | None) -> ModelConfig:
+    """The configuration of the reward model that a folder holds, or that its language model
+    becomes; ``pad_token_id`` is then the tokenizer's.  Raises ModelError as ``read_any_config``
+    does.
+    """
+    stored = read_any_config(folder)
+    if stored.score_head:
+        return stored
+    return replace(stored, score_head=True, pad_token_id=pad_token_id)
 
 
 def save_policy(policy: Policy, folder: Path, tokenizer_from: Path | None = None) -> None:

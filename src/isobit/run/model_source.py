@@ -1,5 +1,6 @@
 """Where a training's policy comes from: a model folder, or random weights of a shape of the
-recipe's own with a folder's tokenizer.
+recipe's own with a folder's tokenizer.  What learns from preferences is a reward model, which may
+also begin as a language model's folder.
 """
 
 from dataclasses import dataclass, replace
@@ -8,13 +9,20 @@ import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rules import check_shape
+from isobit.config.sft import Objective
 from isobit.config.shape import ModelShape
-from isobit.data.tokenizer import load_tokenizer, stop_token_ids
+from isobit.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
-from isobit.models.folder import load_policy, read_config, weight_files
-from isobit.models.loaded import DescribedModel, LoadedModel, describe_model, model_folder
-from isobit.models.policy import random_policy
+from isobit.models.folder import (
+    load_policy,
+    read_config,
+    read_reward_masters,
+    reward_config,
+    weight_files,
+)
+from isobit.models.loaded import DescribedModel, LoadedModel, model_folder
+from isobit.models.policy import Policy, random_policy
 from isobit.precision.formats import BLOCK
 
 
@@ -42,35 +50,46 @@ class ModelSource:
         random ones.
         """
         described = self.described
+        config = described.config
         if self.from_scratch:
-            policy = random_policy(described.config, precision, seed, device)
+            policy = random_policy(config, precision, seed, device)
+        elif config.score_head:
+            masters = read_reward_masters(described.folder, config, seed)
+            policy = Policy(config, precision, masters, device)
         else:
             value_head = described.config.value_head
             policy = load_policy(described.folder, precision, device, value_head=value_head)
         return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
 
 
-def describe_source(model: str, shape: ModelShape | None = None) -> ModelSource:
+def describe_source(
+    model: str, shape: ModelShape | None = None, objective: Objective = "supervised"
+) -> ModelSource:
     """The folder ``model`` (or ``starter``), or a decoder of ``shape`` with that folder's
-    tokenizer.
+    tokenizer; a reward model where the objective is ``preference``.
 
     Raises ModelError for a folder, ConfigError for a shape that cannot be used.
     """
-    if shape is None:
-        return ModelSource(describe_model(model), from_scratch=False)
     folder = model_folder(model)
-    tokenizer = load_tokenizer(folder)
-    described = DescribedModel(
-        folder, decoder_of(shape, len(tokenizer)), tokenizer, stop_token_ids(tokenizer, folder)
-    )
-    return ModelSource(described, from_scratch=True)
+    config, tokenizer = source_config(model, shape, objective), load_tokenizer(folder)
+    described = DescribedModel(folder, config, tokenizer, stop_token_ids(tokenizer, folder))
+    return ModelSource(described, from_scratch=shape is not None)
 
 
-def source_config(model: str, shape: ModelShape | None = None) -> ModelConfig:
+def source_config(
+    model: str, shape: ModelShape | None = None, objective: Objective = "supervised"
+) -> ModelConfig:
     """The decoder alone; raises as ``describe_source`` does."""
+    folder = model_folder(model)
+    if shape is None and objective == "supervised":
+        return read_config(folder)
+    tokenizer = load_tokenizer(folder)
     if shape is None:
-        return read_config(model_folder(model))
-    return decoder_of(shape, len(load_tokenizer(model_folder(model))))
+        return reward_config(folder, pad_token_id(tokenizer))
+    config = decoder_of(shape, len(tokenizer))
+    if objective == "supervised":
+        return config
+    return replace(config, score_head=True, pad_token_id=pad_token_id(tokenizer))
 
 
 def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:

@@ -4,10 +4,7 @@
     row i       predicts token i + 1: the rows that are learnt from stand before the tokens in the
                 loss mask, of which there may be several spans
 
-Sequences are placed by first-fit decreasing: longest first, each into the first micro-batch with
-room for it.  That fills the batches (never more than 11/9 of the fewest possible, and one) and puts
-sequences of similar length side by side, which is what the attention over a packed batch likes.
-Ties keep the order given, so that the same sequences make the same batches.
+Which sequences go together is said by ``isobit.records.bins``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from isobit.records.batch import PackedBatch
+from isobit.records.bins import first_fit_decreasing
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 
@@ -42,22 +40,6 @@ def pack(sequences: Sequence[TokenSequence], tokens_per_microbatch: int) -> list
     """
     bins = first_fit_decreasing([sequence.length for sequence in sequences], tokens_per_microbatch)
     return [lay_end_to_end([sequences[index] for index in members]) for members in bins]
-
-
-def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices into ``lengths``, cut into bins whose lengths sum to at most ``budget``, or that hold
-    one index.
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = next((b for b, left in enumerate(room) if lengths[index] <= left), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(budget)
-        bins[place].append(index)
-        room[place] -= lengths[index]
-    return bins
 
 
 def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from isobit.models.scorer import Scorer
+from isobit.records.bins import first_fit_decreasing
 from isobit.records.scores import TokenScores
 from isobit.records.sequence import TokenSequence
-from isobit.training.packing import first_fit_decreasing, lay_end_to_end
+from isobit.training.packing import lay_end_to_end
 
 
 @dataclass(frozen=True, slots=True)

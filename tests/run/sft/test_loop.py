@@ -34,7 +34,7 @@ from isobit.records.batch import PackedBatch
 from isobit.run import model_source, outline, parts, plan
 from isobit.run.plan import TrainingPlan, plan_training
 from isobit.run.sft.loop import sft
-from isobit.run.sft.setup import pack_examples, prepare_sft, read_sft
+from isobit.run.sft.setup import prepare_sft, read_sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer
 
@@ -136,7 +136,9 @@ def test_a_gpu_has_no_cache_where_nothing_is_generated(
     monkeypatch.setattr(plan, "available_memory", lambda _: 8 << 30)
     monkeypatch.setattr(parts, "allocate_in_pages", lambda _: None)
     monkeypatch.setattr(
-        model_source, "load_policy", lambda folder, precision, _: load_policy(folder, precision)
+        model_source,
+        "load_policy",
+        lambda folder, precision, *_, **__: load_policy(folder, precision),
     )
     config = make_config(rollout={"kv_memory_gib": 12.0})
     shown = "\n".join(plan_sft(config).describe(None))
@@ -159,15 +161,13 @@ def test_a_gpu_has_no_cache_where_nothing_is_generated(
 
 def test_only_completions_are_learnt_and_compared(make_config: MakeConfig) -> None:
     run = prepare_sft(make_config())
-    batches = pack_examples(run.next_examples(), 4096)
+    batches = run.lesson.pack(run.trainer, run.next_examples(), 4096)
     examples = run.sampler.state()["cursor"]
     learnt = sum(batch.targets.numel() for batch in batches)
     assert examples == 4
     assert learnt < sum(batch.token_ids.numel() for batch in batches) / 2
     summary = sft(make_config(training={"steps": 3}))
-    assert summary.tokens_trained == sum(
-        len(example.completion_ids) for example in run.data.train.values()
-    )
+    assert summary.tokens_trained == sum(len(example.learnt) for example in run.data.train.values())
 
 
 def test_a_run_repeats_its_bits(make_config: MakeConfig, tmp_path: Path) -> None:

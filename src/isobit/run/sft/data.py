@@ -1,29 +1,36 @@
-"""The examples of a run of supervised fine-tuning: what it learns from, and what it is measured
+"""The examples of a run of fine-tuning, or its pairs: what it learns from, and what it is measured
 on.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 from isobit.config.examples import ExampleSource, SftDataConfig
+from isobit.config.sft import Objective
 from isobit.config.training import OptimisationConfig
 from isobit.data.examples import Example, build_examples
+from isobit.data.pairs import Pair, build_pairs
 from isobit.data.prompts import drop_evaluated
 from isobit.errors import ModelError
 from isobit.models.loaded import DescribedModel
 from isobit.records.text import Prompt
 
+Item: TypeAlias = Example | Pair
+"""What is learnt from: an example of supervised fine-tuning, a pair of preferences."""
+
 
 @dataclass(frozen=True, slots=True)
 class SftData:
-    """All examples of a run of supervised fine-tuning."""
+    """All examples of a run of fine-tuning, or all pairs."""
 
-    train: Mapping[str, Example]
+    objective: Objective
+    train: Mapping[str, Item]
     """Those to learn from, by the id of their prompt; none stands in a held-out set."""
     dropped: int
     """Training examples left out because a held-out set holds their prompt too."""
-    sets: Mapping[str, Sequence[Example]]
+    sets: Mapping[str, Sequence[Item]]
     """The held-out ones of each set."""
 
     @property
@@ -33,8 +40,15 @@ class SftData:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that training can meet."""
+        """Tokens of the longest sequence that training can meet; of both in a pair, which is never
+        cut.
+        """
         return max(example.tokens for example in self.train.values())
+
+    @property
+    def noun(self) -> str:
+        """What one of them is called, in the plural."""
+        return "pairs" if self.objective == "preference" else "examples"
 
     def figures(self) -> dict[str, Any]:
         """How many there are of each, for the manifest."""
@@ -54,21 +68,22 @@ class SftData:
         )
         passes = training.steps * training.prompts_per_step / len(self.train)
         return (
-            f"data: {len(self.train)} examples{dropped}, each seen {passes:.2g} times; held out: "
-            f"{sets or 'none'}"
+            f"data: {len(self.train)} {self.noun}{dropped}, each seen {passes:.2g} times; held "
+            f"out: {sets or 'none'}"
         )
 
 
-def load_examples(data: SftDataConfig, model: DescribedModel) -> SftData:
+def load_examples(data: SftDataConfig, model: DescribedModel, objective: Objective) -> SftData:
     """Read and tokenise all sets.  Raises DataError for what cannot be used, ModelError for a
     tokenizer of another model.
     """
-    sets = {name: _examples(name, source, model, data) for name, source in data.eval.items()}
-    train = _examples("train", data.train, model, data)
+    read = _pairs if objective == "preference" else _examples
+    sets = {name: read(name, source, model, data) for name, source in data.eval.items()}
+    train = read("train", data.train, model, data)
     held_out = [[example.prompt for example in examples] for examples in sets.values()]
     kept, dropped = drop_evaluated([example.prompt for example in train], held_out)
     by_id = {example.prompt.id: example for example in train}
-    return SftData({prompt.id: by_id[prompt.id] for prompt in kept}, dropped, sets)
+    return SftData(objective, {prompt.id: by_id[prompt.id] for prompt in kept}, dropped, sets)
 
 
 def _examples(
@@ -78,10 +93,24 @@ def _examples(
     examples = build_examples(
         name, source, model.tokenizer, model.stop_token_ids, data, shape.max_positions
     )
-    largest = max(max((*example.prompt.token_ids, *example.completion_ids)) for example in examples)
-    if largest >= shape.vocab_size:
+    _check_vocabulary(
+        max(max((*example.prompt.token_ids, *example.completion_ids)) for example in examples),
+        model,
+    )
+    return examples
+
+
+def _pairs(
+    name: str, source: ExampleSource, model: DescribedModel, data: SftDataConfig
+) -> list[Pair]:
+    pairs = build_pairs(name, source, model.tokenizer, data, model.config.max_positions)
+    _check_vocabulary(max(chain.from_iterable(chain(*pair.learnt) for pair in pairs)), model)
+    return pairs
+
+
+def _check_vocabulary(largest: int, model: DescribedModel) -> None:
+    if largest >= model.config.vocab_size:
         raise ModelError(
             f"{model.folder}: the tokenizer gives the token {largest}, but the model knows 0 to "
-            f"{shape.vocab_size - 1}: the tokenizer belongs to another model"
+            f"{model.config.vocab_size - 1}: the tokenizer belongs to another model"
         )
-    return examples

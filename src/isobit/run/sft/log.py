@@ -1,4 +1,4 @@
-"""What a run of supervised fine-tuning leaves behind as it goes, in the files and under the names
+"""What a run of fine-tuning leaves behind as it goes, in the files and under the names
 of ``isobit train``.
 """
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobit.clock import Clock
-from isobit.data.examples import Example
 from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.metrics import Metrics
 from isobit.observe.training_log import TrainingLog
+from isobit.run.sft.data import Item
 from isobit.run.sft.held_out import HeldOut
 from isobit.run.sft.setup import SftRun
 from isobit.run.sft.summary import SftSummary, describe_summary, summarise_set
@@ -27,21 +27,21 @@ class SftLog(TrainingLog[HeldOut]):
         self._run = run
         super().__init__(run, start, console, clock)
 
-    def step(self, step: int, examples: Sequence[Example], update: UpdateMetrics) -> None:
+    def step(self, step: int, examples: Sequence[Item], update: UpdateMetrics) -> None:
         """The figures of one step: a line of metrics and a line on the console."""
         spent = self._take_seconds()
         seconds = spent["training"]
         metrics = {
-            **update.scalars(),
+            **self._run.lesson.scalars(update),
             "updates/skipped": int(update.skipped is not None),
             **{f"time/{name}_s": value for name, value in spent.items()},
             "tokens_per_s/training": sum(example.tokens for example in examples) / seconds,
         }
         metrics |= self._run.turns.figures()
         self._metrics.write(step, metrics)
-        self._totals["tokens"] += update.tokens
+        self._totals["tokens"] += self._run.lesson.tokens(examples, update)
         self._totals["skipped"] += update.skipped is not None
-        self._console.line(describe_step(step, self._run.config.training.steps, metrics))
+        self._console.line(describe_step(step, self._run, metrics))
         if update.skipped is not None:
             self._console.notes([f"the update was skipped: {update.skipped}"])
         self.boundary = self._take_boundary(step)
@@ -66,16 +66,21 @@ class SftLog(TrainingLog[HeldOut]):
             gpu_memory=self._run.turns.summary(),
         )
         summary.write(self.directory.summary)
-        self._console.lines(describe_summary(summary))
+        self._console.lines(describe_summary(summary, self._run.lesson.unit, self._run.data.noun))
         return summary
 
     def _say_evaluation(self, step: int, results: Mapping[str, HeldOut]) -> None:
         when = describe_moment(step)
         for name, held_out in results.items():
             self._console.line(
-                f"{when}: {name} loss {held_out.loss:.4f} nats a token on {held_out.examples} "
-                "examples"
+                f"{when}: {name} loss {held_out.loss:.4f} nats a {self._run.lesson.unit} on "
+                f"{held_out.examples} {self._run.data.noun}"
             )
+            if held_out.pairs is not None:
+                self._console.line(
+                    f"{when}: {name} accuracy {100 * held_out.pairs.accuracy:.1f}% of pairs, "
+                    f"margin {held_out.pairs.margin:.3f}"
+                )
             if held_out.result is not None:
                 self._console.line(f"{when}: {describe_result(name, held_out.result)}")
 
@@ -83,13 +88,12 @@ class SftLog(TrainingLog[HeldOut]):
         return HeldOut.from_json(content)
 
 
-def describe_step(step: int, steps: int, metrics: Metrics) -> str:
-    """Loss, entropy, gradient norm, rate and seconds of one step of fine-tuning in one line."""
+def describe_step(step: int, run: SftRun, metrics: Metrics) -> str:
+    """What the objective shows of one step of fine-tuning, its rate and seconds in one line."""
+    steps = run.config.training.steps
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
-        f"loss {metrics['loss']:.4f}",
-        f"entropy {metrics['entropy']:.3f}",
-        f"grad_norm {metrics['grad_norm']:.3f}",
+        *(f"{name} {metrics[name]:{style}}" for name, style in run.lesson.shown.items()),
         f"training {metrics['tokens_per_s/training']:,.0f} tok/s",
         f"{metrics['time/training_s']:.1f} s",
     ]

@@ -1,4 +1,4 @@
-"""The loop of supervised fine-tuning.
+"""The loop of fine-tuning, on completions or on preferences.
 
 take examples -> pack, loss, backward, update, publish -> log -> maybe evaluate -> maybe save
 """
@@ -24,7 +24,7 @@ def sft(config: SftConfig, console: Console | None = None, resume: bool = False)
     SIGTERM and Ctrl-C raise Interrupted.  What the run has learnt is in its last checkpoint in each
     case, and in ``model/``, as far as it can still be written.
     """
-    shape = source_config(config.model, config.from_scratch)
+    shape = source_config(config.model, config.from_scratch, config.objective)
     with course(
         config, shape, prepare_sft, SftLog, console, resume, model_when_interrupted=True
     ) as training:

@@ -1,4 +1,4 @@
-"""Everything a run of supervised fine-tuning needs, made and checked before its directory exists.
+"""Everything a run of fine-tuning needs, made and checked before its directory exists.
 Nothing is written.
 
 What can be refused without the weights is refused before they are loaded, a GPU without the memory
@@ -14,22 +14,21 @@ from typing import Any
 from isobit.config.rules import check_sft
 from isobit.config.sft import SftConfig
 from isobit.config.training import OptimisationConfig, TrainingConfig
-from isobit.data.examples import Example
 from isobit.data.sampler import PromptSampler
 from isobit.observe.console import describe_policy
 from isobit.observe.wandb_tracker import check_tracking
 from isobit.precision.compare import describe_flow
-from isobit.records.batch import PackedBatch
 from isobit.rewards.grade import Grading
 from isobit.rollout.request import Request
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_requests
 from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
-from isobit.run.sft.data import SftData, load_examples
+from isobit.run.sft.data import Item, SftData, load_examples
 from isobit.run.sft.held_out import HeldOut
+from isobit.run.sft.lesson import LESSONS, Lesson
 from isobit.training.out_of_memory import measured_within_memory, within_memory
-from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
+from isobit.training.preference import PairFigures
 from isobit.training.trainer import UpdateMetrics
 
 _SHORTER_EXAMPLES = "leave out the longest examples, or lower data.max_tokens"
@@ -62,8 +61,13 @@ class SftRun(PreparedRun):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the training prompts and of what is to be learnt behind each."""
-        completions = [example.completion_ids for example in self.data.train.values()]
-        return sha256(json.dumps([self.sampler.fingerprint, completions]).encode()).hexdigest()
+        learnt = [example.learnt for example in self.data.train.values()]
+        return sha256(json.dumps([self.sampler.fingerprint, learnt]).encode()).hexdigest()
+
+    @property
+    def lesson(self) -> Lesson[Any]:
+        """The objective."""
+        return LESSONS[self.config.objective]
 
     def data_figures(self) -> dict[str, Any]:
         """How many examples there are to learn from and to be measured on, for the manifest."""
@@ -81,29 +85,34 @@ class SftRun(PreparedRun):
             *self.turns.describe(),
         ]
 
-    def next_examples(self) -> list[Example]:
+    def next_examples(self) -> list[Item]:
         """The examples of the next step, in the sampler's order."""
         return [self.data.train[prompt.id] for prompt, _ in self.sampler.next()]
 
-    def learn(self, examples: Sequence[Example]) -> UpdateMetrics:
+    def learn(self, examples: Sequence[Item]) -> UpdateMetrics:
         """Learn from examples in one update, in smaller micro-batches where the memory runs out."""
+        lesson = self.lesson
 
         def attempt(tokens: int) -> UpdateMetrics:
-            return self.trainer.update(pack_examples(examples, tokens), SupervisedObjective())
+            batches = lesson.pack(self.trainer, examples, tokens)
+            return self.trainer.update(batches, lesson.objective)
 
         lengths = [example.tokens for example in examples]
         return within_memory(self.trainer, lengths, attempt, _SHORTER_EXAMPLES)
 
-    def loss_of(self, examples: Sequence[Example]) -> float:
-        """The mean loss of examples that are not learnt from, nats a completion token; the engine
-        gives its memory back for it.
+    def measure(self, examples: Sequence[Item]) -> tuple[float, PairFigures | None]:
+        """The mean loss of examples that are not learnt from, and what else is measured of pairs;
+        the engine gives its memory back for it.
         """
         self.turns.release_engine()
+        lesson = self.lesson
         return measured_within_memory(
             self.trainer,
             [example.tokens for example in examples],
             self.trainer.budget.at(self.trainer.updates),
-            lambda tokens: mean_loss(self.trainer, pack_examples(examples, tokens)),
+            lambda tokens: lesson.measure(
+                self.trainer, lesson.pack(self.trainer, examples, tokens)
+            ),
             "the held-out loss",
             _SHORTER_EXAMPLES,
         )
@@ -116,7 +125,8 @@ class SftRun(PreparedRun):
         figures = {}
         for name, examples in self.data.sets.items():
             result, groups = graded.get(name, (None, []))
-            figures[name] = HeldOut(len(examples), self.loss_of(examples), result), groups
+            loss, pairs = self.measure(examples)
+            figures[name] = HeldOut(len(examples), loss, result, pairs), groups
         return figures
 
 
@@ -140,8 +150,8 @@ def prepare_sft(config: SftConfig) -> SftRun:
 def read_sft(config: SftConfig) -> SftMaterial:
     """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
     check_sft(config)
-    source = describe_source(config.model, config.from_scratch)
-    data = load_examples(config.data, source.described)
+    source = describe_source(config.model, config.from_scratch, config.objective)
+    data = load_examples(config.data, source.described, config.objective)
     evaluation = {}
     if config.reward is not None:
         prompts = {name: [one.prompt for one in data.sets[name]] for name in data.sets}
@@ -157,8 +167,9 @@ def read_sft(config: SftConfig) -> SftMaterial:
         data.longest,
         learning=(
             data.describe(training),
-            f"steps: {training.steps} of {training.prompts_per_step} examples; sequences of at "
-            f"most {data.longest} tokens",
+            f"steps: {training.steps} of {training.prompts_per_step} {data.noun}; "
+            f"{'pairs' if data.objective == 'preference' else 'sequences'} of at most "
+            f"{data.longest} tokens",
         ),
     )
     return SftMaterial(outline, data, evaluation)
@@ -171,11 +182,3 @@ def trainer_config(training: OptimisationConfig, generates: bool) -> TrainingCon
     config = TrainingConfig.model_validate(training.model_dump())
     offload = training.offload_moments and generates
     return config.model_copy(update={"samples_per_prompt": 1, "offload_moments": offload})
-
-
-def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> list[PackedBatch]:
-    """Examples -> packed micro-batches of at most so many tokens."""
-    return pack_pairs(
-        [(example.prompt.token_ids, example.completion_ids) for example in examples],
-        tokens_per_microbatch,
-    )

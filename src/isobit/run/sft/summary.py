@@ -1,4 +1,4 @@
-"""What a run of supervised fine-tuning achieved, in one record: the last lines on the console and
+"""What a run of fine-tuning achieved, in one record: the last lines on the console and
 ``summary.json``.
 """
 
@@ -13,7 +13,8 @@ from isobit.run.sft.held_out import HeldOut
 @dataclass(frozen=True, slots=True)
 class SftSetSummary:
     """One held-out set before and after the run; losses in nats a token, accuracies as mean
-    rewards, None without a reward.
+    rewards, None without a reward.  For preferences losses are in nats a pair, accuracies the
+    shares of pairs that are ranked right.
     """
 
     examples: int
@@ -36,7 +37,7 @@ class SftSummary(RunSummary):
     accuracy_before: float | None
     accuracy_after: float | None
     tokens_trained: int
-    """Of completions, over all steps."""
+    """Of completions, over all steps; of whole conversations for preferences."""
     skipped_updates: int
     train_seconds: float
     """Wall seconds of the steps, without evaluation and loading."""
@@ -51,20 +52,22 @@ def summarise_set(before: HeldOut, after: HeldOut) -> SftSetSummary:
         examples=after.examples,
         loss_before=before.loss,
         loss_after=after.loss,
-        accuracy_before=first.accuracy if first else None,
-        accuracy_after=last.accuracy if last else None,
+        accuracy_before=before.accuracy,
+        accuracy_after=after.accuracy,
         interval_before=first.interval if first else None,
         interval_after=last.interval if last else None,
     )
 
 
-def describe_summary(summary: SftSummary) -> list[str]:
-    """What a finished run of fine-tuning prints last."""
+def describe_summary(summary: SftSummary, unit: str, noun: str) -> list[str]:
+    """What a finished run of fine-tuning prints last; losses are in nats a ``unit``, and ``noun``
+    are measured on.
+    """
     lines = []
     for name, figures in summary.evaluations.items():
         text = (
-            f"{name}: loss {figures.loss_before:.4f} -> {figures.loss_after:.4f} nats a token on "
-            f"{figures.examples} examples"
+            f"{name}: loss {figures.loss_before:.4f} -> {figures.loss_after:.4f} nats a {unit} on "
+            f"{figures.examples} {noun}"
         )
         before, after = figures.accuracy_before, figures.accuracy_after
         if before is not None and after is not None:

@@ -1,0 +1,78 @@
+"""Rows become pairs of preferences: a prompt with the answer that was chosen and the one that was
+rejected, each as a conversation that a reward model reads (``isobit.data.conversations``).
+"""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from isobit.config.examples import ExampleSource, SftDataConfig
+from isobit.data.conversations import conversation_ids
+from isobit.data.examples import answer_of
+from isobit.data.prompts import prompts_of_rows
+from isobit.data.sources import Row, load_rows
+from isobit.errors import DataError
+from isobit.records.text import Prompt
+
+_ADVICE = "a pair has a prompt and two answers: name their columns in `chosen` and `rejected`"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One prompt, and the tokens of the whole conversation with either answer."""
+
+    prompt: Prompt
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+
+    @property
+    def learnt(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What is learnt."""
+        return self.chosen_ids, self.rejected_ids
+
+    @property
+    def tokens(self) -> int:
+        """Of both conversations, which are always scored together."""
+        return len(self.chosen_ids) + len(self.rejected_ids)
+
+
+def build_pairs(
+    name: str,
+    source: ExampleSource,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SftDataConfig,
+    context_tokens: int,
+) -> list[Pair]:
+    """The pairs of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows.
+
+    Raises ``DataError`` as ``load_rows`` does, and for an answer that is missing or no text, for
+    two answers that are the same, and for a conversation that is longer than ``config.max_tokens``
+    or the model's context.
+    """
+    rows = load_rows(source)
+    prompts = prompts_of_rows(name, rows, tokenizer, config.chat, context_tokens=context_tokens)
+    pairs = []
+    for prompt, row in zip(prompts, rows, strict=True):
+        answers = [answer_of(row, key, _ADVICE) for key in (source.chosen, source.rejected)]
+        if answers[0] == answers[1]:
+            raise DataError(
+                f"{row.place}: {source.chosen!r} and {source.rejected!r} are the same, so neither "
+                "can be preferred; leave the row out"
+            )
+        chosen, rejected = (
+            conversation_ids(row, answer, tokenizer, config.chat) for answer in answers
+        )
+        _check_length(max(len(chosen), len(rejected)), row, config, context_tokens)
+        pairs.append(Pair(prompt, chosen, rejected))
+    return pairs
+
+
+def _check_length(tokens: int, row: Row, config: SftDataConfig, context_tokens: int) -> None:
+    limit, name = min(
+        (config.max_tokens, "data.max_tokens"), (context_tokens, "the model's context")
+    )
+    if tokens > limit:
+        raise DataError(
+            f"{row.place}: prompt and answer have {tokens} tokens, more than {name} = {limit}: "
+            "shorten or drop the row"
+        )
