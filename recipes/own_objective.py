@@ -9,7 +9,7 @@ At r = 1 its gradient is that of -A log pi.  It falls off smoothly on both sides
 the larger t is.  Advantages, means, KL and entropy are GRPO's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,7 +26,7 @@ from isobit.records.scores import TokenScores
 class Sapo(Grpo):
     """The objective; its fields are the recipe's ``options``."""
 
-    config: GrpoConfig = GrpoConfig()
+    config: GrpoConfig = field(default_factory=GrpoConfig)
     positive: float = 1.0
     negative: float = 1.05
 
