@@ -26,13 +26,14 @@ class Section:
     """Whether it is shown on demand only."""
 
 
+_REWARD = Panel(
+    "Reward",
+    "mean",
+    (Curve("reward/mean", "mean", spread="reward/std"),),
+    "band: one standard deviation over the completions",
+)
+
 _RESULTS = (
-    Panel(
-        "Reward",
-        "mean",
-        (Curve("reward/mean", "mean", spread="reward/std"),),
-        "band: one standard deviation over the completions",
-    ),
     Panel(
         "Response length",
         "tokens",
@@ -97,9 +98,9 @@ _LEARNING = (
     Panel("Value loss", "mean of the updates", (Curve("value/loss", "loss"),)),
     Panel(
         "Explained variance",
-        "of the returns",
+        "share",
         (Curve("value/explained_variance", "explained"),),
-        "by the value head; 1 is all of it",
+        "of the returns, by the value head; 1 is all of it",
     ),
 )
 
@@ -133,9 +134,9 @@ _EXACTNESS = (
     ),
     Panel(
         "Probability error",
-        "mean of exp |difference|",
+        "factor",
         (Curve("mismatch/mult_prob_error", "mean"),),
-        "1 where rollout and training are one function",
+        "mean of exp(absolute difference); 1 where rollout and training are one function",
     ),
     Panel(
         "Effective sample size",
@@ -203,7 +204,7 @@ def build_sections(record: RunRecord) -> list[Section]:
         for name in evaluation_sets(record.names, "loss")
     ]
     panels = {
-        "Results": (*evaluation, *losses, *_RESULTS, *_reward_panels(record)),
+        "Results": (*evaluation, *losses, _REWARD, *_reward_panels(record), *_RESULTS),
         **_SECTIONS,
         "Replay": _REPLAY if "replay/size" in record.names else (),
     }
