@@ -5,8 +5,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from isobit.config.reward import RewardConfig
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
+from isobit.records.text import Completion, Prompt
 from isobit.run.rl.loop import train
 from isobit.run.sft.loop import sft
 
@@ -15,6 +17,11 @@ ON_A_GPU = {
     "memory/training_peak_gib",
     "time/offload_s",
 }  # (tests/run/test_turns.py writes them)
+SUBSTITUTES = {
+    r"@\d+$": "@K",
+    r"^eval/held_out/": "eval/SET/",
+    r"^reward/(first|second)/": "reward/NAME/",
+}
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
@@ -24,7 +31,33 @@ def written(folder: Path) -> set[str]:
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     names = {name for line in lines for name in line if name != "step"}
-    return {re.sub(r"@\d+$", "@K", re.sub(r"^eval/held_out/", "eval/SET/", name)) for name in names}
+    for written, documented in SUBSTITUTES.items():
+        names = {re.sub(written, documented, name) for name in names}
+    return names
+
+
+def with_all_there_is(make_config: Callable[..., RunConfig], output: Path) -> RunConfig:
+    """A reference model, a value head, refills, replay and corrections in two functions, and
+    several rewards.
+    """
+    kl = {"kl_coefficient": 0.1, "kl_estimator": "k3", "kl_in": "loss"}
+    algorithm = {"name": "ppo", "dual_clip": 3.0, "dynamic_sampling": True, **kl}
+    config = make_config(
+        output=output,
+        precision="fp8-rollout",
+        algorithm=algorithm,
+        replay={"fraction": 0.5},
+        corrections=[{"type": "tis"}],
+    )
+    part = {"function": f"{__file__}:first_token"}
+    parts = {"first": part, "second": part}
+    reward = RewardConfig.model_validate({"parts": parts, "in_process": True})
+    return config.model_copy(update={"reward": reward})
+
+
+def first_token(prompt: Prompt, completion: Completion) -> float:
+    """A reward that differs within a group, and so do PPO's returns."""
+    return completion.token_ids[0] / 100
 
 
 def test_every_figure_is_on_the_page_and_the_page_has_no_other(
@@ -32,6 +65,7 @@ def test_every_figure_is_on_the_page_and_the_page_has_no_other(
 ) -> None:
     config = make_config(evaluation={"temperature": 1.0, "samples": 2})
     train(config)
+    train(with_all_there_is(make_config, tmp_path / "all"))
     examples = {"type": "jsonl", "path": "starter:train.jsonl", "completion": "answer", "limit": 4}
     supervised = {
         "model": config.model,
@@ -47,7 +81,8 @@ def test_every_figure_is_on_the_page_and_the_page_has_no_other(
         r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE
     )
     assert len(documented) == len(set(documented))
-    assert written(config.output) | written(tmp_path / "sft") | ON_A_GPU == set(documented)
+    runs = (config.output, tmp_path / "all", tmp_path / "sft")
+    assert set[str]().union(ON_A_GPU, *map(written, runs)) == set(documented)
 
 
 def test_every_row_says_all_that_the_head_promises() -> None:

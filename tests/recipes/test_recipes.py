@@ -3,6 +3,7 @@ all.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,19 @@ from isobit.run.rl.setup import prepare_rl
 from tools.starter.build import save_tokenizer, write_text
 from tools.starter.tokenizer import build_tokenizer
 
+Figures = dict[str, float]
+
 RECIPES = Path(__file__).parents[2] / "recipes"
-TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "your_data")
+CLAIMS: dict[str, Callable[[Figures, Figures], bool]] = {
+    "dapo": lambda first, _: first["reward/level_groups"] == 0 < first["rollout/refills"],
+    "kl": lambda first, last: first["kl/k1"] == first["kl/k3"] == 0 < last["kl/k3"],
+    "off_policy": lambda first, _: first["correction/rejected"] < 1 != first["correction/mean"],
+    "own_objective": lambda first, _: first["ratio/max"] > 1 and "clip_fraction/low" not in first,
+    "ppo": lambda _, last: last["value/loss"] > 0 and "value/explained_variance" in last,
+    "replay": lambda first, last: first["replay/samples"] == 0 < last["staleness/mean"],
+}
+"""What a recipe for one capability shows in its first or its last step."""
+TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "your_data", *CLAIMS)
 SFT = ("fine_tune", "reward_model", "starter")
 SMALL = {"training.steps": 1, "training.prompts_per_step": 2, "threads": 1}
 CHAT = (
@@ -83,6 +95,17 @@ def test_recipes_of_the_starter_model_train(name: str, tmp_path: Path) -> None:
         data__eval__held_out__limit=4,
     )
     assert summary["tokens_differing"] == 0 != summary["tokens_compared"]
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_recipes_of_one_capability_show_it(name: str, tmp_path: Path) -> None:
+    small = {"training__prompts_per_step": 4, "training__samples_per_prompt": 4}
+    changes = {**small, "training__steps": 2, "data__eval__held_out__limit": 4}
+    summary = run("train", name, tmp_path / "run", **changes)
+    assert (summary["tokens_differing"] == 0) == (name != "off_policy")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    first, last = (line for text in lines if "loss" in (line := json.loads(text)))
+    assert CLAIMS[name](first, last)
 
 
 def test_the_mix_of_tasks_trains_and_evaluates_each(tmp_path: Path) -> None:

@@ -283,6 +283,6 @@ def _correction_figures(parts: Sequence[Sequence[TokenSequence]]) -> dict[str, f
     weights = torch.tensor([weight for column in columns for weight in column])
     return {
         "mean": float(weights.double().mean()),
-        "ess": effective_sample_size(weights),
+        "effective_sample_size": effective_sample_size(weights),
         "rejected": float((weights == 0).double().mean()),
     }

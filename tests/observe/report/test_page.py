@@ -133,6 +133,12 @@ def test_five_hundred_steps_stay_below_two_megabytes(write_run: WriteRun) -> Non
     assert "something/new" in page.text, "a figure that no panel names is drawn as well"
 
 
+def test_a_mean_reward_is_not_called_an_accuracy(write_run: WriteRun) -> None:
+    metrics = [evaluation_line(0, 0.5), evaluation_line(1, 1.25)]
+    text = Page(write_report(write_run(metrics, None, manifest()))).text
+    assert "held_out mean reward" in text and "held_out accuracy" not in text
+
+
 def test_what_the_model_and_the_data_wrote_is_text(write_run: WriteRun) -> None:
     evil = (
         "<script>alert(1)</script>\x1b[31m\u202e\x00\ud800\" onmouseover='x' {{ 7 * 7 }} {% raw %}"

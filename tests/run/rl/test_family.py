@@ -141,7 +141,7 @@ def test_off_policy_log_probs_are_corrected(
     train(config)
     line = steps(config.output)[0]
     assert line["mismatch/k3"] > 0
-    assert 0 < line["correction/ess"] < 1
+    assert 0 < line["correction/effective_sample_size"] < 1
     assert line["correction/rejected"] == 0.0
     assert line["log_prob_diff/mean"] <= line["log_prob_diff/p99"] <= line["log_prob_diff/max"]
 

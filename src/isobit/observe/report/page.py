@@ -194,7 +194,7 @@ def _accuracy_tile(record: RunRecord, name: str) -> Tile:
     )
     before = "" if len(rows) == 1 else f"from {number_text(accuracy[0], percent)}; "
     return Tile(
-        f"{name} accuracy",
+        f"{name} accuracy" if percent else f"{name} mean reward",
         number_text(accuracy[1], percent),
         f"{before}{interval}{number_text(last.get(f'eval/{name}/problems'))} problems",
     )

@@ -26,19 +26,35 @@ class Section:
     """Whether it is shown on demand only."""
 
 
+_REWARD = Panel(
+    "Reward",
+    "mean",
+    (Curve("reward/mean", "mean", spread="reward/std"),),
+    "band: one standard deviation over the completions",
+)
+
 _RESULTS = (
-    Panel(
-        "Reward",
-        "mean",
-        (Curve("reward/mean", "mean", spread="reward/std"),),
-        "band: one standard deviation over the completions",
-    ),
     Panel(
         "Response length",
         "tokens",
         (
             Curve("response_length/mean", "mean"),
             Curve("response_length/max", "longest", take="max"),
+        ),
+    ),
+    Panel(
+        "Level groups",
+        "of the step's groups",
+        (Curve("reward/level_share", "share"),),
+        "without two rewards that differ: nothing is learnt from them",
+        percent=True,
+    ),
+    Panel(
+        "Refills",
+        "a step",
+        (
+            Curve("rollout/refills", "refills"),
+            Curve("rollout/dropped_groups", "level groups replaced"),
         ),
     ),
 )
@@ -56,13 +72,35 @@ _LEARNING = (
     Panel(
         "Clip fraction",
         "of response tokens",
-        (Curve("clip_fraction/low", "lower clip"), Curve("clip_fraction/high", "upper clip")),
+        (
+            Curve("clip_fraction/low", "lower clip"),
+            Curve("clip_fraction/high", "upper clip"),
+            Curve("clip_fraction/dual", "dual clip"),
+            Curve("value/clip_fraction", "of the value"),
+        ),
         percent=True,
     ),
     Panel(
         "Ratio",
         "new over old probability",
-        (Curve("ratio/mean", "mean"), Curve("ratio/max", "largest", take="max")),
+        (
+            Curve("ratio/mean", "mean"),
+            Curve("ratio/max", "largest", take="max"),
+            Curve("ratio/min", "smallest"),
+        ),
+    ),
+    Panel(
+        "KL to the reference",
+        "nats a token",
+        (Curve("kl/k3", "k3"), Curve("kl/k1", "k1")),
+        "two estimates of the same divergence",
+    ),
+    Panel("Value loss", "mean of the updates", (Curve("value/loss", "loss"),)),
+    Panel(
+        "Explained variance",
+        "share",
+        (Curve("value/explained_variance", "explained"),),
+        "of the returns, by the value head; 1 is all of it",
     ),
 )
 
@@ -82,9 +120,52 @@ _EXACTNESS = (
     Panel(
         "Largest difference",
         "nats",
-        (Curve("log_prob_diff/max", "largest", take="max"),),
+        (
+            Curve("log_prob_diff/max", "largest", take="max"),
+            Curve("log_prob_diff/p99", "99th percentile"),
+        ),
         "of log-probabilities, absolute",
     ),
+    Panel(
+        "Divergence",
+        "nats a token",
+        (Curve("mismatch/k3", "k3"), Curve("mismatch/k1", "k1")),
+        "of training from rollout, two estimates",
+    ),
+    Panel(
+        "Probability error",
+        "factor",
+        (Curve("mismatch/mult_prob_error", "mean"),),
+        "mean of exp(absolute difference); 1 where rollout and training are one function",
+    ),
+    Panel(
+        "Effective sample size",
+        "of the tokens",
+        (
+            Curve("mismatch/effective_sample_size", "of the ratios"),
+            Curve("correction/effective_sample_size", "of the corrections' weights"),
+        ),
+        percent=True,
+    ),
+    Panel("Correction", "mean weight", (Curve("correction/mean", "mean"),)),
+    Panel(
+        "Rejected",
+        "of response tokens",
+        (Curve("correction/rejected", "weight 0"),),
+        "by the corrections",
+        percent=True,
+    ),
+)
+
+_REPLAY = (
+    Panel(
+        "Staleness",
+        "updates",
+        (Curve("staleness/mean", "mean"),),
+        "since the weights that drew a response token, fresh ones included",
+    ),
+    Panel("Replayed", "completions a step", (Curve("replay/samples", "replayed"),)),
+    Panel("Replay buffer", "completions", (Curve("replay/size", "held"),)),
 )
 
 _SPEED = (
@@ -122,7 +203,11 @@ def build_sections(record: RunRecord) -> list[Section]:
         Panel(f"{name} loss", "nats a token", (Curve(f"eval/{name}/loss", "loss"),))
         for name in evaluation_sets(record.names, "loss")
     ]
-    panels = {"Results": (*evaluation, *losses, *_RESULTS), **_SECTIONS}
+    panels = {
+        "Results": (*evaluation, *losses, _REWARD, *_reward_panels(record), *_RESULTS),
+        **_SECTIONS,
+        "Replay": _REPLAY if "replay/size" in record.names else (),
+    }
     sections = [Section(title, _draw(record, chosen)) for title, chosen in panels.items()]
     return [section for section in [*sections, _others(record, panels)] if section.charts]
 
@@ -151,6 +236,21 @@ def _evaluation_panel(record: RunRecord, name: str) -> Panel:
         "bars: 95% interval over problems",
         percent,
     )
+
+
+def _reward_panels(record: RunRecord) -> list[Panel]:
+    """One for each of several rewards."""
+    pattern = re.compile(r"reward/(?P<name>[^/]+)/mean")
+    names = [found["name"] for name in record.names if (found := pattern.fullmatch(name))]
+    return [
+        Panel(
+            f"Reward {name}",
+            "mean",
+            (Curve(f"reward/{name}/mean", "mean", spread=f"reward/{name}/std"),),
+            "before its weight; band: one standard deviation",
+        )
+        for name in names
+    ]
 
 
 def _others(record: RunRecord, panels: dict[str, Sequence[Panel]]) -> Section:
