@@ -179,6 +179,10 @@ class PpoConfig(TokenClipConfig):
     """
     value_coefficient: float = Field(default=0.1, ge=0)
     """Weight of the value loss beside the policy's."""
+    value_learning_rate: float | None = Field(default=None, gt=0)
+    """Of the value head, under the same schedule; by default ten times ``training.learning_rate``:
+    it starts from nothing.
+    """
     value_clip: float = Field(default=0.2, gt=0)
     """How far a value may move from the one of before the step and still be taught."""
     kl_estimator: KlEstimator = "k1"

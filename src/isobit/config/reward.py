@@ -54,6 +54,8 @@ class RewardConfig(Strict):
     """What the reward is multiplied by."""
     parts: dict[PartName, RewardPart] = Field(default={})
     """Several rewards by name, added up by their weights; then none stands in this table itself."""
+    offload: bool = False
+    """Keep reward models in host memory except while they score; a CPU ignores it."""
     max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
     """Stop the run when a larger share of a step's rewards raised, took too long, ended their
     process or were not finite; below it they are excluded and counted.

@@ -27,6 +27,9 @@ from isobit.models.layers.scalar_head import ScalarHead
 from isobit.models.layers.unit import Master, MlpUnit
 from isobit.models.weights import Weights
 
+VALUE_HEAD = "value_head"
+"""What a value head and its master are called by."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -99,7 +102,7 @@ def build_decoder(config: ModelConfig) -> Decoder:
         return Decoder(
             embedding, layers, norm, None, ScalarHead("score", config.hidden_size, "score.weight")
         )
-    value = ScalarHead("value_head", config.hidden_size, None) if config.value_head else None
+    value = ScalarHead(VALUE_HEAD, config.hidden_size, None) if config.value_head else None
     return Decoder(embedding, layers, norm, head, value)
 
 

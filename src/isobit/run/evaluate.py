@@ -7,6 +7,7 @@ differ by the weights and by nothing else.  The figures are described in
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from isobit.rollout.engine import RolloutEngine, generate
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
+from isobit.run.reward_models import ModelRewards
 
 OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
@@ -108,5 +110,7 @@ def _evaluate_folder(
     }
     requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
     graders.describe()
-    evaluation = Evaluator(engine, requests).run(progress, graders.collect)
+    models = ModelRewards(config.reward, model.policy.device).scores(engine.release)
+    grading = partial(graders.collect, models=models)
+    evaluation = Evaluator(engine, requests).run(progress, grading)
     return {name: result for name, (result, _) in evaluation.items()}

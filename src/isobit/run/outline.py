@@ -38,6 +38,8 @@ class Outline:
     """Models that only score: a reference model, reward models."""
     extra_bytes: int = 0
     """Of a checkpoint, beside policy and optimiser."""
+    head_rate: float = 1.0
+    """How many times as fast as the rest a value head learns."""
 
     @property
     def model(self) -> DescribedModel:

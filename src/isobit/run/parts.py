@@ -20,6 +20,7 @@ from isobit.rewards.grading import ModelScores
 from isobit.rollout.native.engine import NativeEngine
 from isobit.run.outline import Outline
 from isobit.run.plan import plan_device_memory
+from isobit.run.reward_models import ModelRewards
 from isobit.store.training_run import Extra
 from isobit.training.trainer import Trainer
 
@@ -33,6 +34,7 @@ class Parts:
     """None where nothing is ever generated."""
     trainer: Trainer
     turns: Turns
+    reward_models: ModelRewards
 
 
 def build_parts(outline: Outline) -> Parts:
@@ -54,9 +56,15 @@ def build_parts(outline: Outline) -> Parts:
     engine = None
     if outline.generates:
         engine = NativeEngine(model.policy, rollout, model.tokenizer, config.seed)
-    trainer = Trainer(model.policy, outline.training, outline.updates, config.seed)
+    trainer = Trainer(
+        model.policy,
+        outline.training,
+        outline.updates,
+        config.seed,
+        head_rate=outline.head_rate,
+    )
     turns = NoTurns() if plan is None else DeviceTurns(plan, engine, trainer)
-    return Parts(model, engine, trainer, turns)
+    return Parts(model, engine, trainer, turns, ModelRewards(config.reward, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +94,18 @@ class PreparedRun:
 
     @property
     def extras(self) -> Mapping[str, Extra]:
-        """Nothing but policy and trainer has a state."""
-        return {}
+        """What else has a state."""
+        return self.reward_extras()
+
+    def reward_extras(self) -> dict[str, Extra]:
+        """The reward models, where there are any."""
+        models = self.parts.reward_models
+        return {"reward_models": models} if len(models) else {}
 
     @property
     def model_scores(self) -> ModelScores:
-        """No reward is a model."""
-        return {}
+        """What scores the rewards that are models, once the engine has made room."""
+        return self.parts.reward_models.scores(self.turns.release_engine)
 
     def engine_figures(self) -> dict[str, Any] | None:
         """The sizes that its engine has, whatever the recipe asked for; None without an engine."""

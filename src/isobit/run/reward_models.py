@@ -1,24 +1,37 @@
-"""A reward model as a part of a run's reward: the prompt and each completion become a conversation
+"""Reward models as parts of a run's reward: the prompt and each completion become a conversation
 of the reward model's own tokenizer and chat template (``isobit.data.conversations``), which gets a
 score.
 
 The completion is its text, without the token that ended it: the reward model's template ends the
 turn in its own way.  The prompt is as the dataset has it, rendered by that template; messages for
 which the reward model has none are the text that the policy read.
+
+On a device with memory of its own the engine gives back its cache before a reward model scores, and
+makes it again when it is next asked.  A run goes on with the reward models that it began with: a
+checkpoint holds their digests.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from isobit.config.precision import PrecisionConfig
+from isobit.config.reward import RewardConfig
 from isobit.data.conversations import conversation_ids, row_of
+from isobit.errors import CheckpointError
+from isobit.memory.frozen import FrozenModel
+from isobit.models.folder import read_reward_config
 from isobit.models.reward_model import RewardModel, load_reward_model
+from isobit.precision.flow import build_flow
 from isobit.records.text import Completion, Prompt
+from isobit.rewards.grading import ModelScores
 
+NAME = "reward models"
 TOKENS_PER_BATCH = 16384
 """Of a forward; no score depends on it."""
 
@@ -58,3 +71,78 @@ def load_model_reward(
     ``load_reward_model`` does.
     """
     return ModelReward(load_reward_model(folder, precision, device))
+
+
+def plan_reward_models(reward: RewardConfig | None) -> tuple[FrozenModel, ...]:
+    """The reward models of a recipe as a plan of the memory knows them.  Raises ModelError for a
+    folder that holds none.
+    """
+    return tuple(
+        FrozenModel(NAME, shape, build_flow(precision, shape.shape), "reward", reward.offload)
+        for _, folder, precision in _models(reward)
+        if reward is not None and (shape := read_reward_config(folder))
+    )
+
+
+class ModelRewards:
+    """All reward models of a recipe on their device (``isobit.store.training_run.Extra``)."""
+
+    def __init__(self, reward: RewardConfig | None, device: torch.device) -> None:
+        """Load them.  Raises ModelError for a folder that holds none."""
+        self._folders = {name: folder for name, folder, _ in _models(reward)}
+        self._models = {
+            name: load_model_reward(folder, precision, device)
+            for name, folder, precision in _models(reward)
+        }
+        if reward is not None and reward.offload:
+            for model in self._models.values():
+                model.model.policy.offload()
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def scores(self, make_room: Callable[[], None]) -> ModelScores:
+        """What scores the parts that are models; ``make_room`` is called before one does."""
+
+        def scored(model: ModelReward, samples: Sequence[tuple[Prompt, Completion]]) -> list[float]:
+            make_room()
+            with model.model.policy.on_device():
+                return model(samples)
+
+        return {name: partial(scored, model) for name, model in self._models.items()}
+
+    def state(self) -> dict[str, Any]:
+        """The digest of each one's weights, as its back end publishes them."""
+        return {
+            name: {"back_end": frozen.backend.name, "sha256": frozen.digest()}
+            for name, model in self._models.items()
+            if (frozen := model.model.policy)
+        }
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """None: they are those of the folders."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises CheckpointError where a folder no longer holds the weights that the run began
+        with.
+        """
+        for name, found in self.state().items():
+            recorded = state[name]
+            if recorded["back_end"] == found["back_end"] and recorded != found:
+                raise CheckpointError(
+                    f"the weights in {self._folders[name]} are not those that this run was graded "
+                    f"by: published they have the SHA-256 {found['sha256']}, and "
+                    f"{recorded['sha256']} was recorded; put the folder's old files back, or start "
+                    "a new run (--output PATH)"
+                )
+
+
+def _models(reward: RewardConfig | None) -> list[tuple[str, Path, PrecisionConfig]]:
+    """Name, folder and flow of each part that is a model."""
+    parts = {} if reward is None else reward.named()
+    return [
+        (name, Path(part.model), PrecisionConfig(preset=part.model_precision))
+        for name, part in parts.items()
+        if part.model is not None
+    ]

@@ -18,6 +18,9 @@ from isobit.kernels.adamw import FIRST, SECOND, AdamWFactors, noise_key, num_gro
 from isobit.kernels.backend import Backend
 from isobit.precision.formats import DTYPES
 
+_RATE = "rate"
+"""Of a parameter group: what its learning rate is, times the run's."""
+
 
 def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> float:
     """The learning rate of update 0, 1, .. ``total_updates`` - 1.
@@ -123,16 +126,21 @@ def build_optimiser(
     config: TrainingConfig,
     backend: Backend,
     seed: int = 0,
+    head: torch.nn.Parameter | None = None,
+    head_rate: float = 1.0,
 ) -> torch.optim.AdamW | CompactAdamW:
     """AdamW over masters on a back end; the trainer sets the learning rate before each update.
-    ``seed`` is that of the rounding of moments.
+
+    ``seed`` is that of the rounding of moments.  ``head`` is the one of the masters, a value head,
+    that learns ``head_rate`` times as fast as the others.
     """
-    masters = list(masters)
+    masters = [master for master in masters if master is not head]
     matrices = [master for master in masters if master.dim() >= 2]
     vectors = [master for master in masters if master.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay, _RATE: 1.0},
+        {"params": vectors, "weight_decay": 0.0, _RATE: 1.0},
+        {"params": [] if head is None else [head], "weight_decay": 0.0, _RATE: head_rate},
     ]
     groups, betas = [group for group in groups if group["params"]], (config.beta1, config.beta2)
     if config.moments != "fp32":
@@ -151,9 +159,9 @@ def step_device(optimiser: torch.optim.Optimizer, master: torch.Tensor) -> torch
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
-    """The same learning rate for every parameter group."""
+    """The learning rate of every parameter group, as ``build_optimiser`` has made them."""
     for group in optimiser.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group[_RATE]
 
 
 def gradient_norm(masters: Iterable[torch.nn.Parameter], backend: Backend) -> float:

@@ -20,6 +20,7 @@ from isobit.algorithms.objective import LossOutputs, Objective
 from isobit.clock import Timing, untimed
 from isobit.config.training import TrainingConfig
 from isobit.errors import NonFiniteError
+from isobit.models.decoder import VALUE_HEAD
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass, Scorer
@@ -141,10 +142,12 @@ class Trainer:
         total_updates: int,
         seed: int = 0,
         timing: Timing = untimed,
+        head_rate: float = 1.0,
     ) -> None:
         """``total_updates`` is the number of optimiser steps of the whole run: the length of the
         schedule; ``seed`` is the run's.  ``timing`` is told of an update's phases: backward (with
-        the loss, and interrupted by each forward), optimiser, and publish within it.
+        the loss, and interrupted by each forward), optimiser, and publish within it.  A value head
+        learns ``head_rate`` times as fast as the rest.
         """
         self.timing = timing
         self.policy = policy
@@ -152,7 +155,10 @@ class Trainer:
         """Log-probabilities by the training forward, without learning from them."""
         self.config = config
         self.total_updates = total_updates
-        self._optimiser = build_optimiser(policy.masters.values(), config, policy.backend, seed)
+        head = policy.masters.get(f"{VALUE_HEAD}.weight")
+        self._optimiser = build_optimiser(
+            policy.masters.values(), config, policy.backend, seed, head, head_rate
+        )
         self.updates = 0
         """Updates taken or skipped so far."""
         self.budget = MicrobatchBudget(config.tokens_per_microbatch)

@@ -11,6 +11,7 @@ from typing import Any
 
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.registry import build_algorithm
+from isobit.config.algorithm import PpoConfig
 from isobit.config.rules import check_run
 from isobit.config.run import RunConfig
 from isobit.data.sampler import PromptSampler
@@ -30,6 +31,7 @@ from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
 from isobit.run.reference import checkpoint_bytes, describe_reference, load_reference
+from isobit.run.reward_models import plan_reward_models
 from isobit.run.rl.data import RlData, load_prompts
 from isobit.store.training_run import Extra
 from isobit.training.calibration import Calibration
@@ -37,6 +39,9 @@ from isobit.training.judge import Judge
 from isobit.training.reference import Reference
 from isobit.training.replay import ReplayBuffer
 from isobit.training.step import Learner
+
+VALUE_HEAD_RATE = 10.0
+"""Of a value head over the policy's, where the recipe does not say: it starts from nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +138,16 @@ class RlRun(PreparedRun):
 
     @property
     def extras(self) -> Mapping[str, Extra]:
-        """The reference model, the replay buffer and the clip's bounds, as far as there are any."""
+        """Reward models, the reference model, the replay buffer and the clip's bounds, as far as
+        there are any.
+        """
         found = {
             "reference": self.reference,
             "replay": self.replay,
             "calibration": self.calibration,
         }
-        return {name: extra for name, extra in found.items() if extra is not None}
+        made = {name: extra for name, extra in found.items() if extra is not None}
+        return {**self.reward_extras(), **made}
 
     def evaluate(self, progress: OnProgress, grading: Grading) -> Evaluation[EvalResult]:
         """Every evaluation set under the current policy."""
@@ -201,8 +209,12 @@ def read_rl(config: RunConfig) -> RlMaterial:
             f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "
             f"each; sequences of at most {longest} tokens",
         ),
-        frozen=tuple(one for one in frozen if one is not None),
+        frozen=(
+            *(one for one in frozen if one is not None),
+            *plan_reward_models(config.reward),
+        ),
         extra_bytes=extra_bytes(config, model.config),
+        head_rate=_head_rate(config),
     )
     return RlMaterial(outline, data, algorithm, sampling, evaluation, samples)
 
@@ -211,3 +223,11 @@ def extra_bytes(config: RunConfig, model: ModelConfig) -> int:
     """The most that a checkpoint holds beside policy and optimiser."""
     replay = config.replay.max_mib * (1 << 20) if config.replay.fraction > 0 else 0
     return checkpoint_bytes(config, model) + int(replay)
+
+
+def _head_rate(config: RunConfig) -> float:
+    """The learning rate of a value head over that of the policy."""
+    algorithm = config.algorithm
+    if not isinstance(algorithm, PpoConfig) or algorithm.value_learning_rate is None:
+        return VALUE_HEAD_RATE
+    return algorithm.value_learning_rate / config.training.learning_rate

@@ -24,6 +24,7 @@ from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_re
 from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
+from isobit.run.reward_models import plan_reward_models
 from isobit.run.sft.data import Item, SftData, load_examples
 from isobit.run.sft.held_out import HeldOut
 from isobit.run.sft.lesson import LESSONS, Lesson
@@ -171,6 +172,7 @@ def read_sft(config: SftConfig) -> SftMaterial:
             f"{'pairs' if data.objective == 'preference' else 'sequences'} of at most "
             f"{data.longest} tokens",
         ),
+        frozen=plan_reward_models(config.reward),
     )
     return SftMaterial(outline, data, evaluation)
 

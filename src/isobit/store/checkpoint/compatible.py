@@ -19,6 +19,7 @@ MAY_CHANGE = {
     "rollout.max_batched_tokens": "nor on the chunks of a prompt",
     "rollout.kv_pages": "nor on the size of its cache",
     "rollout.kv_memory_gib": "nor on the memory for it",
+    "reward.offload": "where reward models lie changes no score",
     "reference.offload": "nor on where the reference model lies while it does not score",
     "training.recompute": "a layer that is computed again has the same bits",
     "training.offload_moments": "where the moments lie changes none of them",
