@@ -28,8 +28,8 @@ from isobit.run.parts import PreparedRun
 from isobit.run.rl import loop
 from isobit.run.rl.loop import train
 from isobit.run.rl.setup import prepare_rl
+from isobit.run.sft import lesson
 from isobit.run.sft import loop as sft_loop
-from isobit.run.sft import setup as sft_setup
 from isobit.run.sft.setup import prepare_sft
 from isobit.starter.tasks import correct_answer
 from isobit.training.supervised import mean_loss
@@ -227,7 +227,7 @@ def test_held_out_losses_are_measured_without_the_cache(
         held.append(engine._works)
         return mean_loss(trainer, batches)
 
-    monkeypatch.setattr(sft_setup, "mean_loss", watched)
+    monkeypatch.setattr(lesson, "mean_loss", watched)
     graded = run.evaluate(None, partial(grade, reward=correct_answer))
     assert graded.keys() == {"held_out"}
     assert held == [None]
