@@ -22,7 +22,9 @@ SUBSTITUTES = {
     r"^eval/held_out/": "eval/SET/",
     r"^reward/(first|second)/": "reward/NAME/",
 }
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "metrics.md"
+RECIPES = ROOT / "recipes"
 
 
 def written(folder: Path) -> set[str]:
@@ -77,11 +79,22 @@ def test_every_figure_is_on_the_page_and_the_page_has_no_other(
         "training": {"steps": 1, "prompts_per_step": 2},
     }
     sft(SftConfig.model_validate(supervised))
+    pairs, others = (
+        {"type": "jsonl", "path": str(RECIPES / f"{name}.jsonl"), "limit": 4}
+        for name in ("preferences", "preferences_held_out")
+    )
+    preferences = {
+        **supervised,
+        "objective": "preference",
+        "output": tmp_path / "preferences",
+        "data": {"train": pairs, "eval": {"held_out": others}},
+    }
+    sft(SftConfig.model_validate(preferences))
     documented = re.findall(
         r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE
     )
     assert len(documented) == len(set(documented))
-    runs = (config.output, tmp_path / "all", tmp_path / "sft")
+    runs = (config.output, tmp_path / "all", tmp_path / "sft", tmp_path / "preferences")
     assert set[str]().union(ON_A_GPU, *map(written, runs)) == set(documented)
 
 
