@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 import isobit  # noqa: F401, I001  sets OpenMP's spinning, which must precede torch
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,18 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         tokenizer_from=starter_folder(),
     )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random reward model with the starter's tokenizer, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("reward")
+    config = replace(TINY, tied_embeddings=False, score_head=True, pad_token_id=0)
+    policy = random_policy(config, PrecisionConfig(preset="fp32"), seed=1)
+    with torch.no_grad():
+        policy.masters["score.weight"].mul_(50.0)  # scores that differ
+    save_policy(policy, folder, tokenizer_from=starter_folder())
     return folder
 
 

@@ -35,6 +35,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "kl": {"algorithm": {"kl_coefficient": 0.1}, "reference": {"refresh_every": 4}},
     "ppo": {"algorithm": {"name": "ppo", "kl_coefficient": 0.01}},
     "replay": {"replay": {"fraction": 0.5, "max_staleness": 8}},
+    "reward model": {"reward": {"parts": {"right": {"weight": 2.0}, "liked": {"weight": 0.5}}}},
 }
 """What has a state of its own beside policy and optimiser: a reference model, a value head, a
 buffer.
@@ -118,6 +119,7 @@ def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
     values: dict[str, Any],
     hook: Callable[[str], None],
     outcome: Callable[[Path], dict[str, Any]],
+    reward_folder: Path,
     tmp_path: Path,
 ) -> None:
     hook(SLOW_REWARD)
