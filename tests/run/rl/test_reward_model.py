@@ -117,7 +117,7 @@ def test_a_plan_knows_it(make_config: MakeConfig, reward_folder: Path) -> None:
 
 def test_a_policy_is_no_reward_model(make_config: MakeConfig, tiny_folder: Path) -> None:
     config = graded_by(make_config(), model=str(tiny_folder))
-    with pytest.raises(ModelError, match="CausalLM"):
+    with pytest.raises(ModelError, match="is a language model: it has no score"):
         train(config)
     assert not config.output.exists()
 
