@@ -41,7 +41,7 @@ _ALGORITHMS: dict[str, Changes] = {
     "gspo": {"training.updates_per_batch": "2"},
     "cispo": {"training.updates_per_batch": "2"},
     "remax": {},
-    "ppo": {"training.updates_per_batch": "2"},
+    "ppo": {"training.updates_per_batch": "4"},
 }
 _TIS = '{type = "tis", level = "token", max = 2.0}'
 _MIS = '{type = "mis", level = "geometric", min = 0.99, max = 1.001}'
@@ -64,7 +64,7 @@ RUNS: dict[str, dict[str, Changes]] = {
         "fp8-rollout, IcePop": {"precision": "fp8-rollout", "corrections": f"[{_ICEPOP}]"},
     },
     "stages": {
-        "kl 0.05": {"algorithm.kl_coefficient": "0.05"},
+        "kl 1": {"algorithm.kl_coefficient": "1"},
         "kl measured": {"algorithm.kl_coefficient": "1e-12"},
         "entropy bonus": {"algorithm.entropy_coefficient": "0.01"},
         "replay 0.5": {"replay.fraction": "0.5", "replay.max_staleness": "4"},

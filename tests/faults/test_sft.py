@@ -69,7 +69,7 @@ def tuning(place: Path) -> dict[str, Any]:
                 }
             },
         },
-        "reward": {"function": f"{place / 'reward.py'}:reward"},
+        "reward": {"function": f"{place / 'reward.py'}:reward", "in_process": True},
         "rollout": {"max_new_tokens": 6},
         "training": {
             "steps": 6,
