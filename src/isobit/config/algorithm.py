@@ -177,7 +177,7 @@ class PpoConfig(TokenClipConfig):
     """Of generalised advantage estimation (arXiv 1506.02438): 0 trusts the next value, 1 the
     rewards.
     """
-    value_coefficient: float = Field(default=1.0, ge=0)
+    value_coefficient: float = Field(default=0.1, ge=0)
     """Weight of the value loss beside the policy's."""
     value_learning_rate: float | None = Field(default=None, gt=0)
     """Of the value head, under the same schedule; by default ten times ``training.learning_rate``:
