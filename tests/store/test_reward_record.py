@@ -116,3 +116,24 @@ def test_several_rewards_are_recorded_each(tmp_path: Path) -> None:
         ("a", [None, 0.5, 0.5]),
     ]
     assert replayed[1].rewards == [None, 1.5, 2.5]
+
+
+def test_what_graders_met_is_recorded_where_they_met_something(tmp_path: Path) -> None:
+    met = {"math_verify: power": 3, "code: time limit": 1}
+
+    def counting(asked: Sequence[Group]) -> GradeStats:
+        for group in asked:
+            group.rewards = [0.0, 0.0, 1.0]
+        return GradeStats(6, 0, {}, None, met)
+
+    path = tmp_path / "rewards.jsonl"
+    record = RewardRecord(print)
+    record.open(path)
+    first = record.grade(groups(), counting)
+    record.grade(groups(6), by(some_fail))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0]["counts"] == met and "counts" not in lines[1]
+    again = RewardRecord(print, path)
+    replayed = again.grade(groups(), never)
+    assert replayed == first and list(replayed.counts.items()) == list(met.items())
+    assert again.grade(groups(6), never).counts == {}

@@ -72,6 +72,7 @@ def step_metrics(
     return {
         **reward_metrics(groups),
         "reward/failed": grades.failed,
+        "reward/counted": sum(grades.counts.values()),
         "reward/level_groups": trained.level_groups,
         "reward/level_share": trained.level_groups / trained.groups,
         **length_metrics(groups),

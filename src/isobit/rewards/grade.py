@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Group, Prompt
+from isobit.rewards.counts import bounded
 from isobit.rewards.function import RewardFunction
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 
@@ -23,8 +24,8 @@ Weights: TypeAlias = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class GradeStats:
-    """How grading went: completions graded and failed, the failures by kind, and the first one's
-    message.
+    """How grading went: completions graded and failed, the failures by kind, the first one's
+    message, and what graders met.
     """
 
     graded: int
@@ -34,6 +35,10 @@ class GradeStats:
     ``deadline`` or ``crash``; of several rewards of a completion each counts.
     """
     first_error: str | None
+    counts: dict[str, int] = field(default_factory=dict)
+    """How often graders met something unusual in a completion that they scored, by kind
+    (``isobit.rewards.counts``); no failures.
+    """
 
     @property
     def failed_fraction(self) -> float:
@@ -47,6 +52,7 @@ class GradeStats:
             self.failed + other.failed,
             dict(Counter(self.failures) + Counter(other.failures)),
             self.first_error or other.first_error,
+            bounded(Counter(self.counts) + Counter(other.counts)),
         )
 
 
@@ -62,6 +68,7 @@ class Tally:
     failed: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     first_error: str | None = None
+    counts: Counter[str] = field(default_factory=Counter)
 
     def fill(
         self, group: Group, weights: Weights, outcomes: Mapping[str, Sequence[Outcome]]
@@ -91,7 +98,11 @@ class Tally:
         ``max_failed_fraction`` failed, or all did.
         """
         stats = GradeStats(
-            self.completions - self.failed, self.failed, dict(self.failures), self.first_error
+            self.completions - self.failed,
+            self.failed,
+            dict(self.failures),
+            self.first_error,
+            bounded(self.counts),
         )
         if self.failed and (stats.graded == 0 or stats.failed_fraction > max_failed_fraction):
             raise RewardError(

@@ -18,6 +18,7 @@ from typing import Self, TypeAlias
 from isobit.config.reward import WHOLE, RewardConfig, RewardPart
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Group, Prompt
+from isobit.rewards.counts import take
 from isobit.rewards.form import Reward
 from isobit.rewards.function import load_reward
 from isobit.rewards.grade import GradeStats, Tally
@@ -124,6 +125,8 @@ class Graders:
             del self._submitted[id(group)]
             outcomes = {name: _outcomes(task) for name, task in tasks[index].items()}
             tally.fill(group, weights, outcomes | {n: of[index] for n, of in of_models.items()})
+            for task in tasks[index].values():
+                tally.counts.update(task.counts)
         return tally.stats(self._config.max_failed_fraction)
 
     def _model_outcomes(
@@ -167,9 +170,11 @@ class InProcess:
         for task in tasks:
             if task.is_done:
                 continue
+            take()  # what others met in this process
             try:
                 for index, outcome in self._rewards[task.part].grade(task.prompt, task.completions):
                     task.outcomes[index] = outcome
+                    task.counts.update(take())
                     self._check_process()
                     watch()
             except BaseException:

@@ -21,7 +21,7 @@ import math
 import os
 import pickle
 import select
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
+from isobit.rewards.counts import bounded
 from isobit.rewards.form import Mode
 from isobit.rewards.outcome import Failure, Outcome
 from isobit.rewards.process import GraderProcess
@@ -57,6 +58,8 @@ class Task:
     prompt: Prompt
     completions: Sequence[Completion]
     outcomes: list[Outcome | None] = field(init=False)
+    counts: Counter[str] = field(default_factory=Counter)
+    """What the reward's grader met in them (``isobit.rewards.counts``)."""
 
     def __post_init__(self) -> None:
         self.outcomes = [None] * len(self.completions)
@@ -259,6 +262,8 @@ class Pool:
         else:
             outcome = Failure(str(answer.get("kind")), str(answer.get("message")))
         task.outcomes[worker.indices[place]] = outcome
+        if isinstance(counts := answer.get("counts"), dict):
+            task.counts.update(bounded(counts))
         worker.since, worker.is_last = monotonic(), bool(answer.get("last"))
         self._barren_ends = self._barren_ends if worker.is_last else 0
         if worker.is_last or task.is_done:

@@ -12,7 +12,8 @@ here:
 
     {"ready": {part: [mode, description]}} or {"refused": message}
     {"item": i, "value": 1.0} or {"item": i, "kind": .., "message": ..}, one a completion; with
-        "last" the process ends after it, since what it ran may have left it in any state
+        "last" the process ends after it, since what it ran may have left it in any state; with
+        "counts" graders have met something unusual since the last answer, how often by kind
     {"fatal": message}, where the reward says that nothing can be graded
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from isobit.rewards.counts import take
 from isobit.rewards.keeper import adopt_orphans, die_with_parent, keep
 from isobit.rewards.wire import line, read_frame, write_all
 
@@ -103,6 +105,7 @@ class Grader:
             self._refuse(str(error))
         except BaseException as error:  # a KeyboardInterrupt of the module's own
             self._refuse(f"a reward cannot be loaded: {type(error).__name__}: {error}")
+        take()  # what they met while they were loaded is no answer's
         self._reply(
             {"ready": {part: [one.mode, one.describe()[:300]] for part, one in rewards.items()}}
         )
@@ -125,7 +128,7 @@ class Grader:
                     leaves |= outcome.kind in ENDS_AFTER
                     self._fail(index, outcome, leaves and (one_by_one or not missing))
                 else:
-                    self._reply({"item": index, "value": outcome})
+                    self._answer({"item": index, "value": outcome})
         except RewardError as error:
             self._reply({"fatal": str(error)}, text="fatal")
         except OSError:
@@ -137,9 +140,13 @@ class Grader:
 
     def _fail(self, index: int, failure: Any, last: bool) -> None:
         content = {"item": index, "kind": failure.kind[:100], "message": failure.message[:2000]}
-        self._reply(content | ({"last": True} if last else {}))
+        self._answer(content | ({"last": True} if last else {}))
         if last:
             os._exit(0)
+
+    def _answer(self, content: dict[str, Any]) -> None:
+        counts = take()
+        self._reply(content | ({"counts": counts} if counts else {}))
 
     def _reply(self, content: dict[str, Any], text: str = "message") -> None:
         """Tell the trainer, if this is still the grader and its pipe still the pipe."""

@@ -4,7 +4,8 @@ gradings.
     {"weights_version": 3, "prompts": [["train/7", 0], ..], "completions": SHA-256 of their tokens,
     "rewards": [[1.0, null], ..], "parts": {"format": [[0.5, null], ..], ..}, ..}
 
-``parts`` stands there where a run has several rewards.
+``parts`` stands there where a run has several rewards, ``counts`` where graders met something
+unusual (``isobit.rewards.counts``).
 
 A run is a pure function of its configuration, its data and these rewards.  A reward function need
 not be one (a judge, a clock): a resumed run therefore takes the rewards of the steps that it does
@@ -75,6 +76,7 @@ class RewardRecord:
             **({"parts": parts} if parts else {}),
             "failures": stats.failures,
             "first_error": stats.first_error,
+            **({"counts": stats.counts} if stats.counts else {}),
         }
         self._write((json.dumps(content, allow_nan=False) + "\n").encode())
         return stats
@@ -136,4 +138,10 @@ def _replay(groups: Sequence[Group], recorded: dict[str, Any]) -> GradeStats:
         group.reward_parts = {name: list(rewards[index]) for name, rewards in parts.items()}
     failed = sum(reward is None for group in groups for reward in group.rewards)
     completions = sum(len(group.completions) for group in groups)
-    return GradeStats(completions - failed, failed, recorded["failures"], recorded["first_error"])
+    return GradeStats(
+        completions - failed,
+        failed,
+        recorded["failures"],
+        recorded["first_error"],
+        recorded.get("counts", {}),
+    )

@@ -3,6 +3,7 @@ elsewhere.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -123,6 +124,24 @@ def test_rewards_that_fail_are_excluded_counted_and_said(
     assert sum(line["reward/failed"] for line in steps) == summary.failed_rewards > 0
     assert all(line["reward/mean"] == 1.0 for line in steps), "a failed reward is no zero"
     assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_what_graders_met_is_noted_under_its_step(
+    make_config: MakeConfig, write_reward: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = (
+        "token = completion.token_ids[0] % 2; "
+        "token or __import__('isobit.rewards.counts').rewards.counts.count('mine: even'); "
+        "return float(token)"
+    )
+    config = make_config(write_reward(body), data={"eval": {}})
+    train(config)
+    steps = [line for line in lines(config.output / "metrics.jsonl") if "reward/counted" in line]
+    graded = config.training.prompts_per_step * config.training.samples_per_prompt
+    met = [round(graded * (1 - line["reward/mean"])) for line in steps]
+    assert [line["reward/counted"] for line in steps] == met and any(met)
+    noted = re.findall("graders met: (.*)", capsys.readouterr().out)
+    assert noted == [f"{number} mine: even" for number in met if number]
 
 
 def test_a_run_that_ends_early_keeps_its_weights_and_figures(

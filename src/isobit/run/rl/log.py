@@ -135,6 +135,9 @@ def _notes(grades: GradeStats, trained: StepMetrics) -> list[str]:
         notes.append(
             f"{grades.failed} rewards failed and are excluded; the first was {grades.first_error}"
         )
+    if grades.counts:
+        met = ", ".join(f"{number:,} {kind}" for kind, number in grades.counts.items())
+        notes.append(f"graders met: {met}")
     if not trained.updates:
         notes.append("no group had two valid rewards: the weights did not change")
     return notes
