@@ -35,6 +35,9 @@ def test_what_contradicts_nothing_passes() -> None:
     check_sft(sft_config(checkpoint={"keep_best": "eval/held_out/loss"}))
     check_sft(sft_config(reward={}, checkpoint={"keep_best": BEST}))
     check_run(run_config(reward={"model": "folder"}))
+    check_run(run_config(reward={"function": "code", "options": {"seconds": 9.5}}))
+    check_run(run_config(reward={"function": "code", "deadline_s": 1, "in_process": True}))
+    check_run(run_config(reward={"function": "mine.py:f", "options": {"seconds": 60}}))
     check_run(run_config(reward={"parts": {"a": {"function": "math_verify"}, "b": PART_MODEL}}))
     check_samples(EvaluationConfig())
     check_run(run_config(algorithm={"name": "rloo", "kl_coefficient": 0.1}))
@@ -148,6 +151,15 @@ def test_what_contradicts_nothing_passes() -> None:
         (
             {"reward": {"parts": {"a": {"function": "f.py:f", "model": "folder"}}}},
             "reward.parts.a needs a function or a model, and has 'f.py:f' and 'folder'",
+        ),
+        (
+            {"reward": {"function": "code", "options": {"seconds": 10}}},
+            "reward.options.seconds of the grader 'code' is 10, but reward.deadline_s is 10: code "
+            "that hangs would be left out instead of scored 0; set seconds below the deadline",
+        ),
+        (
+            {"reward": {"parts": {"a": {"function": "code"}}, "deadline_s": 5}},
+            "reward.parts.a.options.seconds of the grader 'code' is 5 by default, but",
         ),
     ],
 )

@@ -18,6 +18,8 @@ from isobit.config.base import Strict
 WHOLE = "reward"
 """What the one reward is called where there are no parts."""
 DEFAULT_FUNCTION = "reasoning_gym"
+CODE_SECONDS = 5.0
+"""The grader ``code``'s own default of its option ``seconds``."""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 

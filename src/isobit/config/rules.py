@@ -16,7 +16,7 @@ from isobit.config.correction import (
     TisCorrection,
 )
 from isobit.config.evaluation import EvaluationConfig
-from isobit.config.reward import RewardConfig, RewardPart
+from isobit.config.reward import CODE_SECONDS, RewardConfig, RewardPart
 from isobit.config.rollout import RolloutConfig
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
@@ -188,8 +188,9 @@ def check_corrections(corrections: Sequence[Correction]) -> None:
 
 
 def check_reward(reward: RewardConfig) -> None:
-    """Refuse a reward that is two things at once, or nothing."""
+    """Refuse a reward that is two things at once, or nothing, and one whose time is never up."""
     defaults = RewardConfig()
+    _check_seconds(reward)
     if reward.parts:
         for key in ("function", "model", "model_precision", "options", "weight"):
             if getattr(reward, key) != getattr(defaults, key):
@@ -207,6 +208,23 @@ def check_reward(reward: RewardConfig) -> None:
             "reward.parts"
         )
     _check_options("reward", next(iter(reward.named().values())))
+
+
+def _check_seconds(reward: RewardConfig) -> None:
+    """Code that takes too long scores 0 after ``seconds``; after the deadline it is left out."""
+    if reward.in_process:
+        return
+    for name, part in reward.named().items():
+        seconds = part.options.get("seconds", CODE_SECONDS)
+        is_number = isinstance(seconds, (int, float))
+        if part.function == "code" and is_number and seconds >= reward.deadline_s:
+            key = f"reward.parts.{name}" if reward.parts else "reward"
+            given = "" if "seconds" in part.options else " by default"
+            raise ConfigError(
+                f"{key}.options.seconds of the grader 'code' is {seconds:g}{given}, but "
+                f"reward.deadline_s is {reward.deadline_s:g}: code that hangs would be left out "
+                "instead of scored 0; set seconds below the deadline"
+            )
 
 
 def _check_part(key: str, part: RewardPart) -> None:

@@ -1,5 +1,6 @@
 """Code that a model wrote: what is right passes, and what is hostile neither passes nor hangs."""
 
+import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from isobit.config.reward import CODE_SECONDS
 from isobit.errors import RewardError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
@@ -40,6 +42,10 @@ def score(code: str, row: dict[str, Any], fence: str = "python", **options: Any)
     text = f"Here it is:\n```{fence}\n{code}\n```\nDone."
     completion = Completion(TokenSequence.of_answer((1,), (2,)), text, "stop")
     return grader.score(Prompt("train/0", "", (1,), row), completion, **options)
+
+
+def test_the_configuration_knows_the_default_of_seconds() -> None:
+    assert inspect.signature(grader.score).parameters["seconds"].default == CODE_SECONDS
 
 
 @pytest.mark.parametrize(
