@@ -122,7 +122,7 @@ def test_at_step_0_the_reference_is_the_policy_bit_for_bit(
     reference = FrozenPolicy.of(trainer.policy)
     judge = judge_of(trainer, GrpoConfig(kl_coefficient=0.1), reference=reference)
     with monkeypatch.context() as patch:
-        patch.delattr("isobit.training.judge.score_sequences")
+        patch.delattr("isobit.training.scoring.score_sequences")
         skipped = scored(judge, groups)
     assert [one.reference_log_probs for one in skipped] == [one.log_probs for one in skipped]
     monkeypatch.setattr(FrozenPolicy, "is_equal_to", lambda *_: False)

@@ -129,7 +129,7 @@ def read_masters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     for name, master in build_decoder(config).masters().items():
-        values = torch.zeros(master.shape)
+        values = (torch.empty if master.parts else torch.zeros)(master.shape)
         for part, rows in master.of_checkpoint(values).items():
             rows.copy_(_read_tensor(files[part], part))
         yield name, values

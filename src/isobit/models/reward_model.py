@@ -22,6 +22,7 @@ from isobit.data.tokenizer import load_tokenizer
 from isobit.errors import ModelError
 from isobit.models.folder import read_masters, read_reward_config
 from isobit.models.frozen import FrozenPolicy
+from isobit.models.scorer import Scorer
 from isobit.records.batch import PackedBatch
 from isobit.records.bins import first_fit_decreasing
 
@@ -33,9 +34,8 @@ class RewardModel:
         """``policy`` is the decoder with its score head; where it is offloaded, scores are asked
         for within its ``on_device``.
         """
-        head = policy.decoder.value
-        assert head is not None, "a reward model has a score head"
-        self.policy, self.tokenizer, self._head = policy, tokenizer, head
+        assert policy.decoder.value is not None, "a reward model has a score head"
+        self.policy, self.tokenizer, self._scorer = policy, tokenizer, Scorer(policy)
 
     @property
     def context(self) -> int:
@@ -58,14 +58,10 @@ class RewardModel:
                 scores[index] = score
         return scores
 
-    @torch.no_grad()
     def _forward(self, batch: PackedBatch) -> list[float]:
-        policy, weights = self.policy, self.policy.weights("training")
-        to_device = policy.backend.to_device
-        positions = to_device(batch.positions)
-        attend = policy.backend.packed_attention(policy.flow.training, batch.lengths, positions)
-        hidden = policy.decoder.hidden_states(weights, to_device(batch.token_ids), attend)
-        return self._head.forward(weights, hidden.index_select(0, to_device(batch.rows))).tolist()
+        values = self._scorer.score(batch).values
+        assert values is not None, "a reward model has a score head"
+        return values.tolist()
 
     def _check_vocabulary(self, largest: int) -> None:
         if largest >= self.policy.config.vocab_size:

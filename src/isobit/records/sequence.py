@@ -109,6 +109,13 @@ class TokenSequence:
         return len(self.token_ids)
 
     @property
+    def ratio_log_probs(self) -> tuple[float, ...]:
+        """What the loss's ratio is taken to: the old log-probabilities, or the recorded ones, which
+        stand in for them.
+        """
+        return self.log_probs if self.old_log_probs is None else self.old_log_probs
+
+    @property
     def response_ids(self) -> tuple[int, ...]:
         """The tokens in the loss mask."""
         return self.of_response(self.token_ids)

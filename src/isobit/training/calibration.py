@@ -24,10 +24,8 @@ from isobit.config.precision import PrecisionConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.frozen import FrozenPolicy, without_value_head
 from isobit.models.policy import Policy
-from isobit.models.scorer import Scorer
 from isobit.records.sequence import TokenSequence
-from isobit.training.out_of_memory import measured_within_memory, within_memory
-from isobit.training.scoring import SequenceScores, score_sequences
+from isobit.training.scoring import SequenceScores, scores_by_frozen, scores_by_policy
 from isobit.training.trainer import Trainer
 
 SHADOW = PrecisionConfig(preset="bf16")
@@ -83,7 +81,8 @@ class Calibration:
             return
         config, sequences = self._configured.config, begun.sequences
         self._bounds = calibrated_bounds(
-            self._by_policy(sequences) - _joined(sequences, map(_old_log_probs, sequences)),
+            self._by_policy(sequences)
+            - _joined(sequences, [one.ratio_log_probs for one in sequences]),
             self._by_shadow(sequences) - begun.shadow,
             _joined(sequences, map(_weighted_advantages, sequences)),
             ClipBounds(config.clip_low, config.clip_high),
@@ -105,26 +104,13 @@ class Calibration:
 
     def _by_policy(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """log pi of the response tokens, by the weights as they are now."""
-        trainer = self._trainer
-        scores = within_memory(
-            trainer,
-            [sequence.length for sequence in sequences],
-            lambda tokens: score_sequences(trainer.scorer, sequences, tokens),
-        )
-        return _log_probs(sequences, scores)
+        return _log_probs(sequences, scores_by_policy(self._trainer, sequences))
 
     def _by_shadow(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """The same by a shadow of these weights, of which nothing remains."""
-        trainer = self._trainer
-        scores = measured_within_memory(
-            trainer,
-            [sequence.length for sequence in sequences],
-            trainer.budget.at(trainer.updates),
-            lambda tokens: score_sequences(Scorer(shadow_of(trainer.policy)), sequences, tokens),
-            "the BF16 shadow's forward",
-            "lower rollout.max_new_tokens or data.max_prompt_tokens",
-        )
-        return _log_probs(sequences, scores)
+        trainer, phase = self._trainer, "the BF16 shadow's forward"
+        made = scores_by_frozen(trainer, lambda: shadow_of(trainer.policy), sequences, phase)
+        return _log_probs(sequences, made)
 
 
 def shadow_of(policy: Policy) -> FrozenPolicy:
@@ -132,11 +118,6 @@ def shadow_of(policy: Policy) -> FrozenPolicy:
     config = without_value_head(policy.config)
     masters = {name: policy.masters[name].detach() for name in build_decoder(config).masters()}
     return FrozenPolicy.publish(config, SHADOW, masters, policy.device)
-
-
-def _old_log_probs(sequence: TokenSequence) -> Sequence[float]:
-    """What the loss takes its ratio to."""
-    return sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
 
 
 def _weighted_advantages(sequence: TokenSequence) -> Sequence[float]:

@@ -28,12 +28,10 @@ from isobit.config.algorithm import StepConfig
 from isobit.config.correction import Correction
 from isobit.config.training import OldLogProbs
 from isobit.models.frozen import FrozenPolicy
-from isobit.models.scorer import Scorer
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
-from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.sample import Sample
-from isobit.training.scoring import SequenceScores, score_sequences
+from isobit.training.scoring import SequenceScores, scores_by_frozen, scores_by_policy
 from isobit.training.trainer import Trainer
 
 
@@ -150,7 +148,9 @@ class Judge:
         if self.recomputes or self.algorithm.needs_values:
             found = [
                 self._with_policy_scores(sequence, scores)
-                for sequence, scores in zip(found, self._by_policy(found), strict=True)
+                for sequence, scores in zip(
+                    found, scores_by_policy(self.trainer, found), strict=True
+                )
             ]
         if self.reference is None:
             return found
@@ -159,14 +159,6 @@ class Judge:
     def _with_policy_scores(self, sequence: TokenSequence, scores: SequenceScores) -> TokenSequence:
         old = scores.log_probs if self.recomputes else sequence.old_log_probs
         return replace(sequence, old_log_probs=old, values=scores.values)
-
-    def _by_policy(self, sequences: Sequence[TokenSequence]) -> list[SequenceScores]:
-        trainer = self.trainer
-        return within_memory(
-            trainer,
-            [sequence.length for sequence in sequences],
-            lambda tokens: score_sequences(trainer.scorer, sequences, tokens),
-        )
 
     def _with_reference(
         self, reference: FrozenPolicy, sequences: Sequence[TokenSequence]
@@ -179,30 +171,16 @@ class Judge:
             for sequence in sequences
         )
         if own_are_known and reference.is_equal_to(self.trainer.policy):
-            columns = [
-                sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
-                for sequence in sequences
-            ]
+            columns = [sequence.ratio_log_probs for sequence in sequences]
         else:
+            phase = "the reference model's forward"
             with self.trainer.timing("reference"), reference.on_device():
-                columns = [one.log_probs for one in self._by_reference(reference, sequences)]
+                scores = scores_by_frozen(self.trainer, lambda: reference, sequences, phase)
+            columns = [one.log_probs for one in scores]
         return [
             replace(sequence, reference_log_probs=column)
             for sequence, column in zip(sequences, columns, strict=True)
         ]
-
-    def _by_reference(
-        self, reference: FrozenPolicy, sequences: Sequence[TokenSequence]
-    ) -> list[SequenceScores]:
-        scorer, trainer = Scorer(reference), self.trainer
-        return measured_within_memory(
-            trainer,
-            [sequence.length for sequence in sequences],
-            trainer.budget.at(trainer.updates),
-            lambda tokens: score_sequences(scorer, sequences, tokens),
-            "the reference model's forward",
-            "lower rollout.max_new_tokens or data.max_prompt_tokens",
-        )
 
     def _judged(self, sample: Sample) -> Judged:
         sequence, kl = sample.sequence, None
@@ -215,8 +193,7 @@ class Judge:
         """The coefficient times the divergence at each response token; None without a reference."""
         if sequence.reference_log_probs is None:
             return None
-        old = sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
-        log_probs = torch.tensor(sequence.of_response(old), dtype=torch.float32)
+        log_probs = torch.tensor(sequence.of_response(sequence.ratio_log_probs))
         reference = torch.tensor(sequence.of_response(sequence.reference_log_probs))
         kl = token_kl(self.config.kl_estimator, log_probs, reference)
         return (self.config.kl_coefficient * kl).tolist()
@@ -224,7 +201,5 @@ class Judge:
 
 def _log_ratio(sequence: TokenSequence) -> list[float]:
     """log (old / recorded) at each response token."""
-    if sequence.old_log_probs is None:
-        return [0.0] * sum(sequence.loss_mask)
-    old, recorded = map(sequence.of_response, (sequence.old_log_probs, sequence.log_probs))
+    old, recorded = map(sequence.of_response, (sequence.ratio_log_probs, sequence.log_probs))
     return [a - b for a, b in zip(old, recorded, strict=True)]

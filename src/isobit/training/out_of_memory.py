@@ -80,7 +80,7 @@ def measured_within_memory(
     tokens: int,
     attempt: Callable[[int], Result],
     phase: str,
-    shorter: str,
+    shorter: str = _SHORTER_SAMPLES,
 ) -> Result:
     """``attempt``, which takes no gradients and whose result does not depend on the cut, with
     ``tokens`` a micro-batch, or as many fewer as there is memory for.

@@ -71,10 +71,7 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
         sequence=owner,
         temperatures=temperatures[owner],
         recorded_log_probs=numbers(sequence.log_probs for sequence in sequences),
-        old_log_probs=numbers(
-            sequence.log_probs if sequence.old_log_probs is None else sequence.old_log_probs
-            for sequence in sequences
-        ),
+        old_log_probs=numbers(sequence.ratio_log_probs for sequence in sequences),
         advantages=numbers(sequence.advantages for sequence in sequences),
         reference_log_probs=optional(sequence.reference_log_probs for sequence in sequences),
         values=optional(sequence.values for sequence in sequences),

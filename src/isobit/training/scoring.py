@@ -5,16 +5,18 @@ What a forward says of a sequence does not depend on how it is packed, so sequen
 anew, by length, and the columns go back to where they belong.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
 from isobit.records.bins import first_fit_decreasing
-from isobit.records.scores import TokenScores
 from isobit.records.sequence import TokenSequence
+from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.packing import lay_end_to_end
+from isobit.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,40 @@ def score_sequences(
         batch = lay_end_to_end([sequences[index] for index in members])
         counts = torch.bincount(batch.sequence, minlength=len(members)).tolist()
         scores = scorer.score(batch)
-        for place, index in enumerate(members):
-            found[index] = _of_sequence(sequences[index], scores, counts, place)
+        log_probs = scores.log_probs.split(counts)
+        values = [None] * len(members) if scores.values is None else scores.values.split(counts)
+        for index, ours, theirs in zip(members, log_probs, values, strict=True):
+            spread = sequences[index].spread
+            found[index] = SequenceScores(
+                spread(ours.tolist()), None if theirs is None else spread(theirs.tolist())
+            )
     return [found[index] for index in range(len(sequences))]
 
 
-def _of_sequence(
-    sequence: TokenSequence, scores: TokenScores, counts: Sequence[int], place: int
-) -> SequenceScores:
-    rows = slice(sum(counts[:place]), sum(counts[: place + 1]))
-    values = None if scores.values is None else sequence.spread(scores.values[rows].tolist())
-    return SequenceScores(sequence.spread(scores.log_probs[rows].tolist()), values)
+def scores_by_policy(trainer: Trainer, sequences: Sequence[TokenSequence]) -> list[SequenceScores]:
+    """By the policy as it is now.  What runs out of memory lowers the budget of the update that
+    comes next.
+    """
+    return within_memory(
+        trainer,
+        [sequence.length for sequence in sequences],
+        lambda tokens: score_sequences(trainer.scorer, sequences, tokens),
+    )
+
+
+def scores_by_frozen(
+    trainer: Trainer,
+    model: Callable[[], FrozenPolicy],
+    sequences: Sequence[TokenSequence],
+    phase: str,
+) -> list[SequenceScores]:
+    """By another model, beside the trainer; ``phase`` names it where the memory does not suffice.
+    ``model`` is called again for each attempt, so that one which is made for it goes with it.
+    """
+    return measured_within_memory(
+        trainer,
+        [sequence.length for sequence in sequences],
+        trainer.budget.at(trainer.updates),
+        lambda tokens: score_sequences(Scorer(model()), sequences, tokens),
+        phase,
+    )
