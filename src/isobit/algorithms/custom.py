@@ -6,11 +6,8 @@ user's own module and nothing else.
 """
 
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -18,6 +15,7 @@ from typing import Any, cast
 from isobit.algorithms.objective import Algorithm
 from isobit.config.algorithm import CustomConfig
 from isobit.errors import ConfigError
+from isobit.user_module import describe_missing, run_file
 
 _METHODS = {
     "credit": ("groups",),
@@ -58,34 +56,15 @@ def _from_file(name: str) -> ModuleType:
         raise ConfigError(
             f"there is no file {path} for the algorithm (looked in {path.absolute().parent})"
         )
-    spec = importlib.util.spec_from_file_location(f"isobit_algorithm_{path.stem}", path)
-    assert spec is not None, "a .py file always has a loader"
-    assert spec.loader is not None, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and typing look a class's module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    return module
+    return run_file(path, f"isobit_algorithm_{path.stem}")
 
 
 def _class(module: ModuleType, module_name: str, class_name: str) -> Callable[..., Any]:
     found = getattr(module, class_name, None)
     if inspect.isclass(found):
         return found
-    classes = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isclass(value) and value.__module__ == module.__name__
-    ]
-    near = get_close_matches(class_name, classes, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(
-        f"{module_name} has no class {class_name!r}; its classes are "
-        f"{', '.join(classes) or 'none'}{hint}"
-    )
+    classes = describe_missing(module, class_name, inspect.isclass)
+    raise ConfigError(f"{module_name} has no class {class_name!r}; its classes are {classes}")
 
 
 def _made(kind: Callable[..., Any], config: CustomConfig) -> Any:

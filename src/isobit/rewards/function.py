@@ -6,11 +6,8 @@ runs the user's own module and nothing else.
 """
 
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -19,6 +16,7 @@ from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.form import Reward, recognise
 from isobit.rewards.graders import GRADERS
+from isobit.user_module import describe_missing, run_file
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float]
 
@@ -46,17 +44,10 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise RewardError(f"there is no reward file {path} (looked in {path.absolute().parent})")
-    spec = importlib.util.spec_from_file_location(f"isobit_reward_{path.stem}", path)
-    assert spec is not None, "a .py file always has a loader"
-    assert spec.loader is not None, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and typing look a class's module up there
     try:
-        spec.loader.exec_module(module)
+        return run_file(path, f"isobit_reward_{path.stem}")
     except (Exception, SystemExit) as error:  # whatever it raises is the user's to see, in a line
-        del sys.modules[spec.name]
         raise RewardError(f"the reward file {path} fails on import: {_in_a_line(error)}") from error
-    return module
 
 
 def _from_module(name: str) -> ModuleType:
@@ -78,16 +69,9 @@ def _function(module: ModuleType, module_name: str, function_name: str) -> Calla
     function = getattr(module, function_name, None)
     if callable(function):
         return function
-    functions = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    near = get_close_matches(function_name, functions, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    functions = describe_missing(module, function_name, inspect.isfunction)
     raise RewardError(
-        f"{module_name} has no function {function_name!r}; its functions are "
-        f"{', '.join(functions) or 'none'}{hint}"
+        f"{module_name} has no function {function_name!r}; its functions are {functions}"
     )
 
 
