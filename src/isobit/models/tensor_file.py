@@ -41,6 +41,12 @@ DTYPES = {name: dtype for dtype, name in _FORMATS.items()} | {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 """Of what is read."""
+_MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+_FLAGS = mmap.MAP_PRIVATE | _MAP_NORESERVE
+_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
+"""What is written to a mapped tensor stays in the process; nothing is reserved for that, as a file
+may be larger than the memory.
+"""
 _ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
 
 
@@ -102,7 +108,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
+                self._map = mmap.mmap(file.fileno(), size, _FLAGS, _ACCESS) if size else b""
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}") from None
         with memoryview(self._map) as data:
