@@ -45,8 +45,9 @@ class Policy:
         device: torch.device | str = "cpu",
         trainable: bool = True,
     ) -> None:
-        """``masters`` in the order of ``master_shapes``; pairs are taken one by one, so they need
-        not fit the memory together.
+        """``masters`` in the order of the forward pass.  Those of a mapping are copied; pairs are
+        taken one by one, so they need not fit the memory together, and are handed over: what is in
+        FP32 on the device becomes the master itself.
         """
         self.config = config
         self.decoder = build_decoder(config)
@@ -69,7 +70,8 @@ class Policy:
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
         for name, tensor in pairs:
-            master = torch.nn.Parameter(tensor.to(self.device, torch.float32, copy=True))
+            copied = tensor.to(self.device, torch.float32, copy=isinstance(masters, Mapping))
+            master = torch.nn.Parameter(copied)
             names.append(name)
             self._publish(name, master)
             if trainable:

@@ -124,6 +124,13 @@ class TensorFile(Mapping[str, torch.Tensor]):
         flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=stored.begin)
         return flat.view(stored.shape)
 
+    def read_ahead(self, name: str) -> None:
+        """Have the system begin to read a tensor from the disk, and return at once."""
+        stored = self.stored[name]
+        begin = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if stored.end > begin and isinstance(self._map, mmap.mmap):
+            self._map.madvise(mmap.MADV_WILLNEED, begin, stored.end - begin)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
 
