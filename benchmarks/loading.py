@@ -7,9 +7,9 @@ What was written is in the system's cache, and stays there where it fits.  Then 
 reads it, publishes it and draws one token.  A JSON line each:
 
 folder     bytes of the files, of the largest of them, and of the largest tensor as it is stored
-phase      seconds: ``imports`` from the start of the process, ``weights`` (files to published weights
-           on the device), ``first_token`` (the engine made, kernels compiled or found, one token
-           drawn), and ``total``
+phase      seconds: ``imports`` from the start of the process, ``weights`` (files to published
+           weights on the device), ``first_token`` (the engine made, kernels compiled or found, one
+           token drawn), and ``total``
 memory     anonymous memory of the host, what no file backs: before the weights, the largest while
            they are read (looked at every millisecond), and what the policy holds on the host
 """
