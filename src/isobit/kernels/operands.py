@@ -90,8 +90,8 @@ class Routing:
 class RouterLoss:
     """What the router's own losses add to its gradient.
 
-    For each sequence, with f_e the share of its T_s k choices that fell on expert e times E, P_e the
-    mean over its tokens of the softmax, and z_t = log sum_e exp(logit_te):
+    For each sequence, with f_e the share of its T_s k choices that fell on expert e times E, P_e
+    the mean over its tokens of the softmax, and z_t = log sum_e exp(logit_te):
 
         balance * sum_e f_e P_e  +  z * mean over its tokens of z_t^2
 
