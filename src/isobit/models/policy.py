@@ -137,15 +137,17 @@ class Policy:
             linears[path] = made[site]
 
     def _publish_bias(self, path: str, master: torch.Tensor) -> None:
+        bias: torch.Tensor | None = None
         made: dict[int, LinearWeight] = {}
         for side in ("rollout", "training"):
             linears = self._sides[side].linears
             held = linears[path]
-            if held.bias is None:
-                bias = master.detach().to(DTYPES[self.flow.training.activations], copy=True)
-                linears[path] = made.setdefault(id(held.matrix), replace(held, bias=bias))
-            else:
+            if held.bias is not None:
                 held.bias.copy_(master)
+                continue
+            if bias is None:  # both sides read one
+                bias = master.detach().to(DTYPES[self.flow.training.activations], copy=True)
+            linears[path] = made.setdefault(id(held.matrix), replace(held, bias=bias))
 
     def _publish_plain(self, name: str, master: torch.Tensor) -> None:
         dtype = DTYPES[self.flow.training.activations]
