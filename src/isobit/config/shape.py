@@ -6,7 +6,7 @@ from pydantic import Field
 
 from isobit.config.base import Strict
 
-Family = Literal["llama", "qwen2", "qwen3", "mistral"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 """As the ``model_type`` of a Hugging Face ``config.json``."""
 
 MAX_VOCAB_SIZE = 1 << 22
@@ -14,6 +14,7 @@ MAX_WIDTH = 1 << 20
 """Elements of a hidden state, a head, or within an MLP."""
 MAX_LAYERS = 1000
 MAX_HEADS = 1024
+MAX_EXPERTS = 1024
 MAX_POSITIONS = 1 << 20
 """More than any model that there is; a number beyond is a mistake, which would otherwise show as a
 plan without end or a machine without memory."""

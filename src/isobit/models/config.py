@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from isobit.config.shape import (
+    MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -25,12 +26,26 @@ from isobit.models.config_fields import ConfigFields, is_neutral
 from isobit.models.families import ARCHITECTURES, FAMILIES, FEATURES, REWARD_ARCHITECTURES
 from isobit.models.rope_json import read_rope, rope_json
 from isobit.models.rope_scaling import RopeScaling
-from isobit.precision.flow import DecoderShape, LinearShape
 
 MAX_HEAD_DIM = 128
 
 _LABELS_BY_DEFAULT = 2
 """What transformers takes a classifier to have whose config.json says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts that stand in the place of the MLP in a mixture of experts."""
+
+    count: int
+    top_k: int
+    """Experts that each token goes to."""
+    intermediate_size: int
+    """Of each expert."""
+    renormalise: bool
+    """Whether the weights of a token's experts add up to 1."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have an ordinary MLP instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +65,8 @@ class ModelConfig:
     rope_theta: float
     tied_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    experts: Experts | None = None
+    """Of a mixture of experts."""
     score_head: bool = False
     """A reward model: one score instead of lm_head's logits."""
     value_head: bool = False
@@ -71,6 +88,11 @@ class ModelConfig:
                 f"head size {self.head_dim} is not supported: it must be even and at most "
                 f"{MAX_HEAD_DIM}"
             )
+        if self.experts is not None and self.experts.top_k > self.experts.count:
+            raise ModelError(
+                f"{self.experts.top_k} experts for each token are more than there are, "
+                f"{self.experts.count}"
+            )
 
     @property
     def qk_norm(self) -> bool:
@@ -91,22 +113,9 @@ class ModelConfig:
         """How many keys a query of a layer sees, its own included; None: all before it."""
         return self.sliding_window if layer >= self.full_layers else None
 
-    @property
-    def shape(self) -> DecoderShape:
-        """The linears by site name, with the checkpoint's matrices that each fuses."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        linears = {
-            "qkv_proj": LinearShape(
-                {"q_proj": queries, "k_proj": keys, "v_proj": keys}, self.hidden_size
-            ),
-            "o_proj": LinearShape({"o_proj": self.hidden_size}, queries),
-            "gate_up_proj": LinearShape(
-                {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
-                self.hidden_size,
-            ),
-            "down_proj": LinearShape({"down_proj": self.hidden_size}, self.intermediate_size),
-        }
-        return DecoderShape(self.num_layers, linears)
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of the MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], source: str) -> "ModelConfig":
@@ -115,7 +124,7 @@ class ModelConfig:
         """
         fields = ConfigFields(config, source)
         family, scores = _read_architecture(fields)
-        _refuse_unsupported(fields)
+        _refuse_unsupported(fields, family)
         if scores:
             _refuse_labels(fields)
         heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
@@ -123,6 +132,7 @@ class ModelConfig:
         positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
         head_dim = FAMILIES[family].default_head_dim or hidden // heads
+        theta, scaling = read_rope(fields, FAMILIES[family].default_rope_theta, positions)
         values: dict[str, Any] = {
             "family": family,
             "vocab_size": fields.integer("vocab_size", 1, MAX_VOCAB_SIZE),
@@ -134,11 +144,13 @@ class ModelConfig:
             "head_dim": fields.integer("head_dim", 1, MAX_WIDTH, head_dim),
             "max_positions": positions,
             "rms_epsilon": fields.number("rms_norm_eps", 1e-30, 1),
+            "rope_theta": theta,
             "tied_embeddings": fields.flag("tie_word_embeddings", False),
+            "rope_scaling": scaling,
+            "experts": _read_experts(fields, family, layers),
             "score_head": scores,
             "pad_token_id": _read_padding(fields) if scores else None,
         }
-        values |= read_rope(fields, FAMILIES[family].default_rope_theta, positions)
         values |= _read_window(fields, family, layers)
         try:
             return cls(**values)
@@ -169,6 +181,7 @@ class ModelConfig:
             "tie_word_embeddings": self.tied_embeddings,
             **rope_json(self.rope_theta, self.rope_scaling),
             **self._window_json(),
+            **self._experts_json(),
             "dtype": "bfloat16",
         }
 
@@ -180,6 +193,17 @@ class ModelConfig:
             return {}
         upper = {"use_sliding_window": True, "max_window_layers": self.full_layers}
         return upper | {"sliding_window": self.sliding_window}
+
+    def _experts_json(self) -> dict[str, Any]:
+        experts, keys = self.experts, FAMILIES[self.family].experts
+        if experts is None or keys is None:
+            return {}
+        found: dict[str, Any] = {keys.count: experts.count, keys.width: experts.intermediate_size}
+        found["num_experts_per_tok"] = experts.top_k
+        if keys.renormalise is not None:
+            found[keys.renormalise] = experts.renormalise
+            found |= {"decoder_sparse_step": 1, "mlp_only_layers": list(experts.dense_layers)}
+        return found
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -202,10 +226,12 @@ def _read_architecture(fields: ConfigFields) -> tuple[Family, bool]:
     return family, named[0] in REWARD_ARCHITECTURES
 
 
-def _refuse_unsupported(fields: ConfigFields) -> None:
+def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
     """What would make the decoder another function, and what is not built."""
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.refusal("hidden_act", "expected 'silu'")
+    if fields.flag("attention_bias", False) and not FAMILIES[family].qkv_bias:
+        raise fields.refusal("attention_bias")
     if fields.has("quantization_config"):
         raise fields.refusal("quantization_config")
     for key, neutral in FEATURES.items():
@@ -252,3 +278,23 @@ def _read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str,
     if kinds is not None and kinds != expected:
         raise fields.refusal("layer_types", "sliding_window and its neighbours say otherwise")
     return {"sliding_window": window, "full_layers": full_layers}
+
+
+def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts | None:
+    keys = FAMILIES[family].experts
+    if keys is None:
+        return None
+    count = fields.integer(keys.count, 1, MAX_EXPERTS)
+    renormalise, dense = True, tuple[int, ...]()
+    if keys.renormalise is not None:
+        renormalise = fields.flag(keys.renormalise, False)
+        step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
+        named = fields.list_of("mlp_only_layers", int) or []
+        dense = tuple(n for n in range(layers) if n in named or (n + 1) % step)
+    return Experts(
+        count=count,
+        top_k=fields.integer("num_experts_per_tok", 1, count),
+        intermediate_size=fields.integer(keys.width, 1, MAX_WIDTH),
+        renormalise=renormalise,
+        dense_layers=dense,
+    )

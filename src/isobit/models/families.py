@@ -12,6 +12,28 @@ from isobit.config.shape import Family
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a family of mixtures of experts calls their parts, in config.json and in a layer's
+    tensors.
+    """
+
+    count: str
+    """The key of the number of experts."""
+    width: str
+    """The key of an expert's intermediate size."""
+    renormalise: str | None
+    """The key that says whether a token's weights add up to 1; None: they always do.  Families that
+    have it may also have dense layers.
+    """
+    block: str
+    """The module in a layer that has ``gate``, the router, and ``experts``."""
+    gate: str
+    """Of an expert, as the next two."""
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
 class Traits:
     """What is peculiar to a family.
 
@@ -32,6 +54,8 @@ class Traits:
     windows: Literal["none", "every layer", "upper layers"] = "none"
     """Which layers a sliding window is for, where config.json switches one on."""
     default_window: int | None = None
+    experts: ExpertNames | None = None
+    """Of a mixture of experts."""
 
 
 FAMILIES: dict[Family, Traits] = {
@@ -51,6 +75,35 @@ FAMILIES: dict[Family, Traits] = {
         "MistralForSequenceClassification",
         windows="every layer",
         default_window=4096,
+    ),
+    "qwen3_moe": Traits(
+        "Qwen3MoeForCausalLM",
+        None,
+        qk_norm=True,
+        experts=ExpertNames(
+            count="num_experts",
+            width="moe_intermediate_size",
+            renormalise="norm_topk_prob",
+            block="mlp",
+            gate="gate_proj",
+            up="up_proj",
+            down="down_proj",
+        ),
+    ),
+    "mixtral": Traits(
+        "MixtralForCausalLM",
+        None,
+        default_rope_theta=1e6,
+        windows="every layer",
+        experts=ExpertNames(
+            count="num_local_experts",
+            width="intermediate_size",
+            renormalise=None,
+            block="block_sparse_moe",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
     ),
 }
 """By the ``model_type`` of a config.json."""

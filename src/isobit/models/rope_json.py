@@ -10,7 +10,7 @@ from typing import Any
 
 from isobit.config.shape import MAX_POSITIONS
 from isobit.models.config_fields import ConfigFields
-from isobit.models.rope_scaling import Llama3Scaling, LinearScaling, RopeScaling, YarnScaling
+from isobit.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 KINDS = ("default", "linear", "llama3", "yarn")
 _MIN_THETA, _MAX_THETA = 1.01, 1e15
