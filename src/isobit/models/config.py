@@ -198,7 +198,10 @@ class ModelConfig:
         experts, keys = self.experts, FAMILIES[self.family].experts
         if experts is None or keys is None:
             return {}
-        found: dict[str, Any] = {keys.count: experts.count, keys.width: experts.intermediate_size}
+        found: dict[str, Any] = {
+            keys.counts[0]: experts.count,
+            keys.width: experts.intermediate_size,
+        }
         found["num_experts_per_tok"] = experts.top_k
         if keys.renormalise is not None:
             found[keys.renormalise] = experts.renormalise
@@ -284,13 +287,16 @@ def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts 
     keys = FAMILIES[family].experts
     if keys is None:
         return None
-    count = fields.integer(keys.count, 1, MAX_EXPERTS)
+    named = [key for key in keys.counts if fields.has(key)] or [keys.counts[0]]
+    count, *others = (fields.integer(key, 1, MAX_EXPERTS) for key in named)
+    if any(other != count for other in others):
+        raise fields.refusal(named[1], f"{named[0]} is {count:,}")
     renormalise, dense = True, tuple[int, ...]()
     if keys.renormalise is not None:
         renormalise = fields.flag(keys.renormalise, False)
         step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
-        named = fields.list_of("mlp_only_layers", int) or []
-        dense = tuple(n for n in range(layers) if n in named or (n + 1) % step)
+        dense_by_name = fields.list_of("mlp_only_layers", int) or []
+        dense = tuple(n for n in range(layers) if n in dense_by_name or (n + 1) % step)
     return Experts(
         count=count,
         top_k=fields.integer("num_experts_per_tok", 1, count),

@@ -17,8 +17,10 @@ class ExpertNames:
     tensors.
     """
 
-    count: str
-    """The key of the number of experts."""
+    counts: tuple[str, ...]
+    """Keys of the number of experts; the first is that of the published checkpoints, and
+    transformers 5 writes the other for Qwen3.
+    """
     width: str
     """The key of an expert's intermediate size."""
     renormalise: str | None
@@ -81,7 +83,7 @@ FAMILIES: dict[Family, Traits] = {
         None,
         qk_norm=True,
         experts=ExpertNames(
-            count="num_experts",
+            counts=("num_experts", "num_local_experts"),
             width="moe_intermediate_size",
             renormalise="norm_topk_prob",
             block="mlp",
@@ -96,7 +98,7 @@ FAMILIES: dict[Family, Traits] = {
         default_rope_theta=1e6,
         windows="every layer",
         experts=ExpertNames(
-            count="num_local_experts",
+            counts=("num_local_experts", "num_experts"),
             width="intermediate_size",
             renormalise=None,
             block="block_sparse_moe",
