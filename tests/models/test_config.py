@@ -42,7 +42,7 @@ SAID_OTHERWISE = {
 
 def make_config(family: Family = "qwen3", **changes: Any) -> ModelConfig:
     config = ModelConfig(family, 64, 48, 40, 3, 4, 2, 16, 128, 1e-5, 1e6, tied_embeddings=False)
-    return replace(config, experts=EXPERTS.get(family), **changes)
+    return replace(config, **({"experts": EXPERTS.get(family)} | changes))
 
 
 def windowed(family: Family) -> list[ModelConfig]:

@@ -78,8 +78,7 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(
         num_attention_heads=2,
         head_dim=head_dim,
         max_position_embeddings=POSITIONS,
-        rope_scaling=dict(table),
-        rope_theta=theta,
+        rope_parameters=table | {"rope_theta": theta},
     )
     expected, scaling = ROPE_INIT_FUNCTIONS[table["rope_type"]](hf, torch.device("cpu"))
     ours = read(rope_scaling=table, rope_theta=theta, head_dim=head_dim)
