@@ -268,10 +268,12 @@ def test_tensors_that_disagree(
 
 def test_fp8_without_a_word_in_the_configuration_and_against_its_word(tmp_path: Path) -> None:
     write(tmp_path, modules_to_not_convert=["lm_head", "model.layers.1.mlp"])
-    with pytest.raises(ModelError, match="is F8_E4M3, but modules_to_not_convert in config.json"):
+    with pytest.raises(ModelError, match=r"is F8_E4M3, but modules_to_not_convert in config\.json"):
         load_policy(tmp_path, FP8)
     edit(tmp_path, quantization_config=None)
-    with pytest.raises(ModelError, match="is F8_E4M3, but config.json has no quantization_config"):
+    with pytest.raises(
+        ModelError, match=r"is F8_E4M3, but config\.json has no quantization_config"
+    ):
         load_policy(tmp_path, FP8)
 
 
@@ -308,7 +310,9 @@ def test_what_a_quantization_config_may_leave_out_and_say_besides() -> None:
     more = {"scale_fmt": "ue8m0", "dequantize": False, "ignored_layers": ["lm_head", "mlp.gate"]}
     found = read_fp8_format({"quantization_config": least | more}, "config.json")
     assert found is not None and found.keeps("lm_head")
-    assert found.keeps("model.layers.3.mlp.gate") and not found.keeps("model.layers.3.mlp.gate_proj")
+    assert found.keeps("model.layers.3.mlp.gate") and not found.keeps(
+        "model.layers.3.mlp.gate_proj"
+    )
     assert read_fp8_format({}, "config.json") is None
     with pytest.raises(ModelError, match="expected an object"):
         read_fp8_format({"quantization_config": "fp8"}, "config.json")

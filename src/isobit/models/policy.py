@@ -70,7 +70,9 @@ class Policy:
         """Of a folder's FP8 whose scales the flow does not have."""
         self._reads_folder = False
         """Whether matrices are a folder's FP8 as it is."""
-        rope = RopeTable.build(inverse_frequencies(config), config.max_positions).to(self.device)
+        frequencies = inverse_frequencies(config)
+        rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
+        rope = rope.to(self.device)
         self._sides: dict[Side, Weights] = {
             "rollout": Weights(self.backend, rope),
             "training": Weights(self.backend, rope),
@@ -152,9 +154,7 @@ class Policy:
         numbers that it stands for on any other.
         """
         path = name.rpartition(".")[0]
-        sites: dict[Side, Site] = {
-            side: self.flow.graph(side).site(path) for side in self._sides
-        }
+        sites: dict[Side, Site] = {side: self.flow.graph(side).site(path) for side in self._sides}
         taken = {site: is_taken(site, given) for site in sites.values()}
         master = None
         if trainable or not all(taken.values()):
