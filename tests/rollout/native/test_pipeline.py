@@ -171,7 +171,7 @@ def test_a_step_during_which_weights_change_is_not_used():
     engine, model, runner = make_pipelined(max_batched_tokens=30)
     forward = model.forward
 
-    def forward_and_publish(batch: Any) -> torch.Tensor:
+    def forward_and_publish(batch: Any) -> Any:
         hidden = forward(batch)
         model.version += (
             model.version == 0 and len(model.batches) > 3 and max(batch.paged.counts) > 1
