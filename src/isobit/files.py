@@ -6,6 +6,7 @@ file), and the name itself after (fsync of the directory).
 """
 
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def commit_folder(partial: Path, target: Path) -> None:

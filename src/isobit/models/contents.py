@@ -8,12 +8,13 @@ FP8 as a policy multiplies with them.
                                        byte * scale
             every other tensor in BF16, and its module in ``modules_to_not_convert``
 
-Stock loaders read whole blocks only, and engines fuse q with k and v, gate with up, and all experts:
-where one part of a fused matrix does not fill its blocks, all of its parts are written in BF16, as
-the numbers that their bytes stand for.  E4M3 times a power of two is a BF16, so nothing is lost.
+Stock loaders read whole blocks only, and engines fuse q with k and v, gate with up, and all
+experts: where one part of a fused matrix does not fill its blocks, all of its parts are written in
+BF16, as the numbers that their bytes stand for.  E4M3 times a power of two is a BF16, so nothing is
+lost.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -33,8 +34,13 @@ from isobit.precision.quant_tensor import QuantTensor, num_blocks
 class Tensors(Protocol):
     """A checkpoint's tensors by name, wherever they lie; each is read when it is asked for."""
 
+    @property
+    def in_e4m3(self) -> Set[str]:
+        """The matrices that lie there in E4M3."""
+        ...
+
     def tensor(self, name: str) -> torch.Tensor:
-        """The numbers, in any format but E4M3."""
+        """The numbers, in any format but E4M3; dequantised where they lie there in that."""
         ...
 
     def quantised(self, name: str) -> QuantTensor | None:
@@ -53,6 +59,11 @@ class Contents:
     not_whole: tuple[str, ...] = ()
     """Matrices in E4M3 whose sizes are no multiples of 128, and which are BF16 here."""
 
+    @property
+    def num_quantised(self) -> int:
+        """Matrices in E4M3."""
+        return sum(tensor.dtype == E4M3 for tensor in self.layout.values())
+
 
 def bf16_contents(config: ModelConfig, tensors: Tensors) -> Contents:
     """Every tensor of the checkpoint, rounded to BF16."""
@@ -65,42 +76,63 @@ def bf16_contents(config: ModelConfig, tensors: Tensors) -> Contents:
 
 
 def fp8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> Contents:
-    """The matrices that the flow's rollout has in E4M3 with their scales, and the rest in BF16.
+    """The matrices that the flow's rollout has in E4M3 with their scales, published from the
+    tensors' numbers, and the rest in BF16.
 
     Raises ConfigError for a flow that has none.
     """
     sites = e4m3_sites(config, flow)
     if not sites:
         raise ConfigError(
-            f"the flow {flow.preset} samples with no matrix in FP8, so there is nothing to write in "
-            "it; export with --format bf16, or name another flow, for example --precision fp8"
+            f"the flow {flow.preset} samples with no matrix in FP8, so there is nothing to write "
+            "in it; export with --format bf16, or name another flow, for example --precision fp8"
         )
-    whole = _whole_blocks(config, sites)
+
+    def made(matrix: str) -> QuantTensor:
+        return publish_part(sites[matrix], tensors.tensor(matrix))
+
+    return _in_fp8(config, sites.keys(), made, tensors)
+
+
+def stored_contents(config: ModelConfig, tensors: Tensors) -> Contents:
+    """The matrices that lie there in E4M3, byte for byte, and the rest in BF16."""
+
+    def stored(matrix: str) -> QuantTensor:
+        found = tensors.quantised(matrix)
+        assert found is not None, f"{matrix} is in E4M3"
+        return found
+
+    return _in_fp8(config, tensors.in_e4m3, stored, tensors)
+
+
+def _in_fp8(
+    config: ModelConfig,
+    matrices: Set[str],
+    made: Callable[[str], QuantTensor],
+    tensors: Tensors,
+) -> Contents:
+    whole = _whole_blocks(config, matrices)
     layout: dict[str, torch.Tensor] = {}
     for name, tensor in bf16_contents(config, tensors).layout.items():
-        if name in whole:
-            rows, columns = tensor.shape
-            layout[name] = _meta((rows, columns), E4M3)
-            grid = num_blocks(rows), num_blocks(columns)
-            layout[name + SCALES_SUFFIX] = _meta(grid, torch.float32)
-        else:
+        if name not in whole:
             layout[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        layout[name] = _meta((rows, columns), E4M3)
+        grid = num_blocks(rows), num_blocks(columns)
+        layout[name + SCALES_SUFFIX] = _meta(grid, torch.float32)
 
     def value(name: str) -> torch.Tensor:
         matrix = name.removesuffix(SCALES_SUFFIX)
-        if matrix not in sites:
+        if matrix not in matrices:
             return tensors.tensor(name).bfloat16()
-        made = tensors.quantised(matrix) or publish_part(sites[matrix], tensors.tensor(matrix))
+        quantised = made(matrix)
         if matrix not in whole:
-            return dequantise(made).bfloat16()
-        return made.scales if name != matrix else made.values
+            return dequantise(quantised).bfloat16()
+        return quantised.values if name == matrix else quantised.scales
 
-    return Contents(
-        layout,
-        value,
-        _quantization_config(layout, whole),
-        tuple(name for name in sites if name not in whole),
-    )
+    not_whole = tuple(name for name in layout if name in matrices and name not in whole)
+    return Contents(layout, value, _quantization_config(layout, whole), not_whole)
 
 
 def e4m3_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
@@ -124,15 +156,15 @@ def publish_part(site: Site, values: torch.Tensor) -> QuantTensor:
     return made
 
 
-def _whole_blocks(config: ModelConfig, sites: Mapping[str, Site]) -> set[str]:
-    """The matrices in E4M3 of those masters whose parts all consist of whole blocks."""
+def _whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
+    """Those of the matrices whose masters have parts of whole blocks alone."""
     return {
         part
         for master in build_decoder(config).masters().values()
         if len(master.shape) == 2
         and all(size % BLOCK == 0 for size in (*master.parts.values(), master.shape[1]))
         for part in master.parts
-        if part in sites
+        if part in matrices
     }
 
 

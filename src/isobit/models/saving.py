@@ -50,8 +50,13 @@ class PolicyTensors:
         """FP32."""
         return self.parts[name]
 
-    def quantised(self, name: str) -> QuantTensor | None:
+    @property
+    def in_e4m3(self) -> frozenset[str]:
         """None: masters are FP32."""
+        return frozenset()
+
+    def quantised(self, name: str) -> QuantTensor | None:
+        """None."""
         return None
 
 

@@ -99,10 +99,6 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def rows(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Some rows of a tensor; no others are read."""
-        return self._file.get_slice(name)[begin:end]
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor; none is read."""
         return {name: tuple(self._file.get_slice(name).get_shape()) for name in self._names}

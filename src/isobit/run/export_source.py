@@ -1,5 +1,5 @@
-"""What ``isobit export`` takes a model from: a run, its finished model or one of its checkpoints, or
-a Hugging Face folder.
+"""What ``isobit export`` takes a model from: a run, that is its finished model or one of its
+checkpoints, or a Hugging Face folder.
 
 A run's checkpoint holds FP32 masters, of which the checkpoint's tensors are rows; a finished model
 is their BF16 rounding, from which the same FP8 bytes are published.
@@ -20,7 +20,8 @@ from isobit.errors import CheckpointError, ConfigError
 from isobit.models.config import ModelConfig
 from isobit.models.contents import Tensors
 from isobit.models.decoder import build_decoder
-from isobit.models.folder import FolderTensors, read_any_config
+from isobit.models.folder import read_any_config
+from isobit.models.folder_tensors import FolderTensors
 from isobit.models.loaded import model_folder
 from isobit.models.tensor_file import TensorFile
 from isobit.observe.report.source import RunRecord, read_run
@@ -51,11 +52,6 @@ class ExportSource:
     step: int | None = None
     """Steps of the run that the model has learnt from."""
 
-    @property
-    def stored_in_fp8(self) -> bool:
-        """Whether the folder's matrices are E4M3 already."""
-        return isinstance(self.tensors, FolderTensors) and self.tensors.is_fp8
-
 
 @dataclass(frozen=True, slots=True)
 class MasterTensors:
@@ -84,11 +80,17 @@ class MasterTensors:
         return cls(file, places)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """FP32; no other rows are read."""
-        return self.file.rows(*self.places[name])
+        """FP32."""
+        master, first, last = self.places[name]
+        return self.file[master][first:last]
+
+    @property
+    def in_e4m3(self) -> frozenset[str]:
+        """None: masters are FP32."""
+        return frozenset()
 
     def quantised(self, name: str) -> QuantTensor | None:
-        """None: masters are FP32."""
+        """None."""
         return None
 
 
@@ -118,7 +120,7 @@ def _is_run(path: Path) -> bool:
 
 def _folder(path: Path) -> ExportSource:
     config = read_any_config(path)
-    return ExportSource(path, config, FolderTensors(path, config), path)
+    return ExportSource(path, config, FolderTensors.open(path, config), path)
 
 
 def _finished(directory: RunDirectory, record: RunRecord) -> ExportSource:
@@ -127,7 +129,7 @@ def _finished(directory: RunDirectory, record: RunRecord) -> ExportSource:
     return ExportSource(
         directory.root,
         config,
-        FolderTensors(directory.model, config),
+        FolderTensors.open(directory.model, config),
         directory.model,
         None if recipe is None else _precision(recipe),
         record,
@@ -157,8 +159,11 @@ def _of_checkpoint(
     directory: RunDirectory, record: RunRecord, checkpoint: Checkpoint
 ) -> ExportSource:
     recipe = _recipe(checkpoint)
-    objective = recipe.objective if isinstance(recipe, SftConfig) else "supervised"
-    config = source_config(recipe.model, recipe.from_scratch, objective)
+    config = (
+        source_config(recipe.model, recipe.from_scratch, recipe.objective)
+        if isinstance(recipe, SftConfig)
+        else source_config(recipe.model)
+    )
     return ExportSource(
         directory.root,
         config,
