@@ -30,6 +30,12 @@ class ExportConfig(Strict):
     """By default the run's own."""
 
 
+class InspectConfig(Strict):
+    """What ``isobit inspect`` takes of a run's settings."""
+
+    precision: PrecisionConfig = PrecisionConfig()
+
+
 class ScoringConfig(Strict):
     """What ``isobit eval --reward-model`` takes of a run's settings."""
 

@@ -36,6 +36,16 @@ class FolderTensors:
         """None."""
         return frozenset()
 
+    @property
+    def num_files(self) -> int:
+        """Files that hold them."""
+        return len({id(file) for file in self.files.values()})
+
+    def stored_format(self, name: str) -> tuple[str, int]:
+        """The format's name, as the file has it, and bytes of a number."""
+        dtype = self.tensor(name).dtype
+        return str(dtype).removeprefix("torch."), dtype.itemsize
+
     def tensor(self, name: str) -> torch.Tensor:
         """As it is stored."""
         return self.files[name][name]
