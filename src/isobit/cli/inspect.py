@@ -51,8 +51,8 @@ def _parser() -> ArgumentParser:
     parser = folder_parser(
         "inspect",
         "Look at a model folder: its tensors and formats, the error of its weights in FP8 by "
-        "layer, what each preset\nquantises, and the memory that it takes.  A folder in FP8 is shown as "
-        "it is stored.",
+        "layer, what each preset\nquantises, and the memory that it takes.  A folder in FP8 is "
+        "shown as it is stored.",
         "precision",
         with_seed=False,
     )

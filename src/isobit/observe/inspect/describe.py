@@ -1,7 +1,7 @@
 """An inspection as text, in at most 80 columns."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from textwrap import wrap
 
 from isobit.observe.inspect.gpu import GpuFigures
@@ -27,7 +27,7 @@ def percent(share: float | None) -> str:
     if share is None:
         return "-"
     size = 100 * share
-    return "0" if size == 0 else f"{size:.1e}%" if size < 0.001 else f"{size:.3g}%"
+    return "0" if size == 0 else f"{size:.2g}%" if size < 0.001 else f"{size:.3g}%"
 
 
 def scale_text(scale: float) -> str:
@@ -87,12 +87,13 @@ def _fp8(found: Inspection) -> list[list[str]]:
     rows.append(("all", *_cells(everything)))
     header = ("layer", "error", "worst block", "saturated", "flushed", "scales")
     title = f"the {len(found.matrices):,} matrices in E4M3: {flow_name(found)}"
-    legend = [
-        "error: sqrt(sum (q - x)^2 / sum x^2); saturated: stored as 448; flushed: not 0 before",
-    ]
-    if found.stored:
-        legend = ["as they are stored: what they were made from, and so their error, is not known"]
-    parts = [[title, *_table(header, rows), *(f"  {line}" for line in _wrapped(legend))]]
+    legend = (
+        "what they were made from, and so their error, is not known"
+        if found.stored
+        else "error: sqrt(sum (q - x)^2 / sum x^2) of the layer; saturated: stored as 448; "
+        "flushed: stored as 0, and not 0 before"
+    )
+    parts = [[title, *_table(header, rows), *_wrapped(legend)]]
     worst = found.worst(WORST)
     if worst:
         rows = [
@@ -128,8 +129,10 @@ def _presets(found: Inspection) -> list[str]:
     where = "a GPU" if found.back_end == "cuda" else "a CPU"
     return [
         *_table(header, rows),
-        f"  E4M3: share of all parameters; weights: as published on {where}; functions: of rollout",
-        "  and training",
+        *_wrapped(
+            f"E4M3: share of all parameters; weights: as published on {where}; functions: of "
+            "rollout and training"
+        ),
     ]
 
 
@@ -143,13 +146,15 @@ def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
     else:
         lines.append("  to generate: its weights and a forward do not fit")
     lines.append(f"  to train, sequences of up to {gpu.longest:,} tokens:")
-    if gpu.training is not None:
-        return [*lines, *(f"    {line}" for line in gpu.training.describe())]
-    return [*lines, *(f"    {line}" for line in wrap(gpu.problem, WIDTH - 4))]
+    plan = [gpu.problem] if gpu.training is None else gpu.training.describe()
+    return [*lines, *(part for line in plan for part in _wrapped(line))]
 
 
-def _wrapped(lines: Iterable[str]) -> list[str]:
-    return [part for line in lines for part in wrap(line, WIDTH - 2)]
+def _wrapped(line: str) -> list[str]:
+    """A line within the width, in as many as it takes; what is a table's row stays one."""
+    if len(line) <= WIDTH - 2:
+        return [f"  {line}"]
+    return [f"  {part}" for part in wrap(line, WIDTH - 2)]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> list[str]:

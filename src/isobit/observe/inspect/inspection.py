@@ -4,16 +4,17 @@ read one after the other, and none is kept.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import support
 from isobit.models.config import ModelConfig
 from isobit.models.contents import Tensors, e4m3_sites, publish_part
 from isobit.models.decoder import build_decoder
-from isobit.models.folder import checkpoint_shapes, read_any_config
+from isobit.models.folder import read_any_config
 from isobit.models.folder_tensors import FolderTensors
 from isobit.observe.inspect.gpu import GpuFigures, gpu_figures
 from isobit.observe.inspect.presets import PresetFigures, parameter_count, preset_figures
@@ -157,7 +158,7 @@ def inspect_folder(
         config,
         parameter_count(config),
         tensors.num_files,
-        _formats(config, tensors),
+        _formats(tensors),
         bool(tensors.in_e4m3),
         precision.preset,
         precision.scales,
@@ -193,15 +194,15 @@ def _all_sites(config: ModelConfig) -> dict[str, Site]:
     return e4m3_sites(config, build_flow(PrecisionConfig(preset="fp8"), shape))
 
 
-def _formats(config: ModelConfig, tensors: FolderTensors) -> tuple[FormatFigures, ...]:
+def _formats(tensors: FolderTensors) -> tuple[FormatFigures, ...]:
     """By format, the one with most numbers first; scales are none of the checkpoint's tensors."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for name, shape in checkpoint_shapes(config).items():
-        numbers = prod(shape)
-        form, width = tensors.stored_format(name)
-        found.setdefault(form, []).append((numbers, numbers * width))
+    found: dict[str, list[torch.Tensor]] = {}
+    for tensor in tensors.checkpoint.tensors.values():
+        found.setdefault(tensor.format, []).append(tensor.mapped)
     made = [
-        FormatFigures(form, len(each), sum(n for n, _ in each), sum(size for _, size in each))
+        FormatFigures(
+            form, len(each), sum(one.numel() for one in each), sum(one.nbytes for one in each)
+        )
         for form, each in found.items()
     ]
     return tuple(sorted(made, key=lambda one: -one.numbers))
