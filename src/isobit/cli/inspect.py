@@ -5,14 +5,13 @@ takes.
 import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from pathlib import Path
 
 from isobit.cli.arguments import folder_parser, positive, set_threads, settings_from
 from isobit.cli.waiting import starting
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Look, print the tables, and write the page where one is asked for.  Raises IsobitError for a
+    """Look and print the tables.  Raises IsobitError for a
     folder that cannot be read.
     """
     options, overrides = _parser().parse_known_args(arguments)
@@ -20,8 +19,8 @@ def run(arguments: Sequence[str]) -> int:
         from isobit.config.commands import InspectConfig
         from isobit.models.loaded import model_folder
         from isobit.observe.console import Console
-        from isobit.observe.inspect.describe import describe_inspection
-        from isobit.observe.inspect.inspection import inspect_folder
+        from isobit.observe.inspection.describe import describe_inspection
+        from isobit.observe.inspection.record import inspect_folder
     settings = settings_from(InspectConfig, {"precision": options.precision}, overrides)
     set_threads(options)
 
@@ -38,12 +37,6 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps(found.as_json(), indent=2))
     else:
         console.lines(describe_inspection(found))
-    if options.out is not None:
-        from isobit.observe.inspect.page import write_page
-
-        path = write_page(found, options.out)
-        if not options.json:
-            console.line(f"\n{path} ({path.stat().st_size / 1000:,.0f} kB)")
     return 0
 
 
@@ -65,6 +58,5 @@ def _parser() -> ArgumentParser:
         metavar="N",
         help="with --gpu: tokens of the longest sequence in training; by default 4096",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="also write it as an HTML page")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser

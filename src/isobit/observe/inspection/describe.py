@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from textwrap import wrap
 
-from isobit.observe.inspect.gpu import GpuFigures
-from isobit.observe.inspect.inspection import Inspection
-from isobit.observe.inspect.quantised import Fp8Figures, together
+from isobit.observe.inspection.gpu import GpuFigures
+from isobit.observe.inspection.quantised import Fp8Figures, together
+from isobit.observe.inspection.record import Inspection
 from isobit.units import gib
 
 WIDTH = 80

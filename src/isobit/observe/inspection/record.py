@@ -16,9 +16,9 @@ from isobit.models.contents import Tensors, e4m3_sites, publish_part
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import read_any_config
 from isobit.models.folder_tensors import FolderTensors
-from isobit.observe.inspect.gpu import GpuFigures, gpu_figures
-from isobit.observe.inspect.presets import PresetFigures, parameter_count, preset_figures
-from isobit.observe.inspect.quantised import (
+from isobit.observe.inspection.gpu import GpuFigures, gpu_figures
+from isobit.observe.inspection.presets import PresetFigures, parameter_count, preset_figures
+from isobit.observe.inspection.quantised import (
     Fp8Figures,
     measure_published,
     measure_stored,
