@@ -90,8 +90,8 @@ class Routing:
 class RouterLoss:
     """What the router's own losses add to its gradient.
 
-    For each sequence, with f_e the share of its T_s k choices that fell on expert e times E, P_e the
-    mean over its tokens of the softmax, and z_t = log sum_e exp(logit_te):
+    For each sequence, with f_e the share of its T_s k choices that fell on expert e times E, P_e
+    the mean over its tokens of the softmax, and z_t = log sum_e exp(logit_te):
 
         balance * sum_e f_e P_e  +  z * mean over its tokens of z_t^2
 
@@ -99,8 +99,10 @@ class RouterLoss:
     taken as a constant.
     """
 
-    lengths: tuple[int, ...]
-    """Tokens of each sequence, end to end."""
+    means: torch.Tensor
+    """FP32 [S, T]: a row has 1 / T_s at the tokens of its sequence, so that a product with it is a
+    sequence's mean (``isobit.kernels.router_loss``).
+    """
     balance: float
     """Coefficient of a sequence's load-balancing loss, divided by the update's sequences."""
     z: float
