@@ -106,7 +106,7 @@ def _chosen(EXPERTS, block, tokens, TOP_K: tl.constexpr, E: tl.constexpr):
     token = block * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, E)
     chosen = tl.zeros([TOKENS, E], tl.int32)
-    for rank in tl.static_range(TOP_K):
+    for rank in range(TOP_K):
         choice = tl.load(EXPERTS + token * TOP_K + rank, mask=token < tokens, other=-1)
         chosen += (choice[:, None] == expert[None, :]).to(tl.int32)
     return chosen
@@ -144,7 +144,7 @@ def _place_kernel(
     chosen = _chosen(EXPERTS, block, tokens, TOP_K, E)
     place = tl.cumsum(chosen, 0) - chosen + (start + before)[None, :]
     token = block * TOKENS + tl.arange(0, TOKENS)
-    for rank in tl.static_range(TOP_K):
+    for rank in range(TOP_K):
         at = token * TOP_K + rank
         choice = tl.load(EXPERTS + at, mask=token < tokens, other=-1)
         mine = tl.sum(tl.where(choice[:, None] == expert[None, :], place, 0), 1)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.gemm import bf16_gemm_nt
-from isobit.kernels.hopper.memory import to_device
 from isobit.kernels.operands import RouterLoss, Routing
+from isobit.kernels.router_loss import logit_gradient
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _choose_kernel(
     experts = tl.zeros([RANKS], tl.int32)
     weights = tl.zeros([RANKS], tl.float32)
     total = 0.0
-    for j in tl.static_range(TOP_K):
+    for j in range(TOP_K):
         best = tl.max(keys, 0)
         chosen = E - 1 - (best & 0xFFFFFFFF).to(tl.int32)
         weight = tl.sum(tl.where(expert == chosen, shares, 0.0), 0)
@@ -89,49 +89,32 @@ def route(x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool) 
 
 @triton.jit
 def _choose_backward_kernel(
-    D_WEIGHTS, LOGITS, EXPERTS, WEIGHTS, SEQUENCE, SHARES, COEFFICIENTS, D_LOGITS,
+    D_WEIGHTS, LOGITS, EXPERTS, WEIGHTS, D_LOGITS,
     NUM_EXPERTS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """One program a token.
-
-    With p the softmax, w the weights, d their gradients:
+    """One program a token.  With p the softmax, w the weights and d their gradients:
 
         renormalised   d logit_e = w_e (d_e - sum_j w_j d_j) for the chosen alone
         else           d logit_e = p_e (d_e - sum_j w_j d_j), d_e = 0 for the others
-        balance        p_e (f_e - sum_i f_i p_i) times a coefficient of the sequence
-        z              2 p_e log sum_i exp(logit_i), times another
     """
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E)
     inside = expert < NUM_EXPERTS
-    logits = tl.load(
-        LOGITS + token * NUM_EXPERTS + expert, mask=inside, other=float("-inf")
-    )
-    largest = tl.max(logits, 0)
-    powers = tl.exp(logits - largest)
-    total = tl.sum(powers, 0)
-    p = tl.div_rn(powers, total)
-    d = tl.zeros([E], tl.float32)
+    at = token * NUM_EXPERTS + expert
     factor = tl.zeros([E], tl.float32)
+    if not RENORMALISE:
+        factor = _softmax(tl.load(LOGITS + at, mask=inside, other=float("-inf")))
+    d = tl.zeros([E], tl.float32)
     mean = 0.0
-    for rank in tl.static_range(TOP_K):
+    for rank in range(TOP_K):
         chosen = tl.load(EXPERTS + token * TOP_K + rank)
         weight = tl.load(WEIGHTS + token * TOP_K + rank)
         slope = tl.load(D_WEIGHTS + token * TOP_K + rank)
         d = tl.where(expert == chosen, slope, d)
-        factor = tl.where(expert == chosen, weight, factor)
+        if RENORMALISE:
+            factor = tl.where(expert == chosen, weight, factor)
         mean += weight * slope
-    if not RENORMALISE:
-        factor = p
-    d_logits = factor * (d - mean)
-    if SEQUENCE is not None:
-        sequence = tl.load(SEQUENCE + token)
-        f = tl.load(SHARES + sequence * NUM_EXPERTS + expert, mask=inside, other=0.0)
-        balance = tl.load(COEFFICIENTS + sequence * 2)
-        z = tl.load(COEFFICIENTS + sequence * 2 + 1)
-        d_logits += balance * p * (f - tl.sum(f * p, 0))
-        d_logits += z * 2.0 * (largest + tl.log(total)) * p
-    tl.store(D_LOGITS + token * NUM_EXPERTS + expert, d_logits, mask=inside)
+    tl.store(D_LOGITS + at, factor * (d - mean), mask=inside)
 
 
 def route_backward(
@@ -148,32 +131,12 @@ def route_backward(
     """
     d_logits = torch.empty_like(routing.logits)
     tokens, num_experts = d_logits.shape
-    sequence = shares = coefficients = None
-    if loss is not None:
-        sequence, shares, coefficients = _of_sequences(routing, loss)
     _choose_backward_kernel[(tokens,)](
-        d_weights, routing.logits, routing.experts, routing.weights, sequence, shares, coefficients,
-        d_logits, num_experts, triton.next_power_of_2(num_experts), d_weights.shape[1], renormalise,
+        d_weights, routing.logits, routing.experts, routing.weights, d_logits,
+        num_experts, triton.next_power_of_2(num_experts), d_weights.shape[1], renormalise,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
+    if loss is not None:
+        d_logits += logit_gradient(routing, loss)
     grad.addmm_(d_logits.t(), x.float())
     return torch.mm(d_logits, router.float()).to(x.dtype)
-
-
-def _of_sequences(
-    routing: Routing, loss: RouterLoss
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """int32 [T], the sequence of each token; FP32 [S, E], the shares f of ``RouterLoss``; and FP32
-    [S, 2], the coefficients of a token's terms.
-    """
-    device, num_experts = routing.logits.device, routing.logits.shape[1]
-    lengths = torch.tensor(loss.lengths)
-    numbers = torch.repeat_interleave(torch.arange(len(loss.lengths)), lengths)
-    sequence = to_device(numbers, device)
-    counts = torch.zeros(len(loss.lengths) * num_experts, dtype=torch.int64, device=device)
-    chosen = sequence[:, None] * num_experts + routing.experts
-    counts.scatter_add_(0, chosen.view(-1), torch.ones_like(chosen).view(-1))
-    choices = to_device(lengths.float() * routing.experts.shape[1] / num_experts, device)
-    shares = counts.view(-1, num_experts).float() / choices[:, None]
-    each = torch.tensor([loss.balance, loss.z]) / lengths[:, None]
-    return sequence.int(), shares, to_device(each, device)
