@@ -122,13 +122,14 @@ def test_experts_by_either_name_and_dense_layers_by_either_way() -> None:
 
 
 def test_qwen_windows_are_for_the_upper_layers() -> None:
-    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8}
+    window["max_window_layers"] = 2
     config = read("qwen2", **window)
     assert [config.window(layer) for layer in range(3)] == [None, None, 8]
     kinds = ["full_attention"] * 2 + ["sliding_attention"]
     assert read("qwen2", **window, layer_types=kinds) == config
-    unused = read("qwen2", **(window | {"max_window_layers": 28}))
-    assert unused == read("qwen2", **(window | {"use_sliding_window": False}))
+    unused = read("qwen2", None, **(window | {"max_window_layers": 28}))
+    assert unused == read("qwen2", None, **(window | {"use_sliding_window": False}))
 
 
 def test_what_is_harmless_is_ignored() -> None:

@@ -145,14 +145,14 @@ def _outputs(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """What each token's experts give [T, k, C], and gate and up of each expert that has tokens."""
     tokens, top_k = routing.experts.shape
-    rows = x.shape[1] if isinstance(x, torch.Tensor) else x.values.shape[1]
-    dtype = torch.bfloat16 if isinstance(x, QuantTensor) else x.dtype
-    outputs, made = torch.empty(tokens * top_k, rows, dtype=dtype), list[torch.Tensor]()
+    dtype = x.dtype if isinstance(x, torch.Tensor) else torch.bfloat16
+    columns = (x if isinstance(x, torch.Tensor) else x.values).shape[1]
+    outputs, made = torch.empty(tokens * top_k, columns, dtype=dtype), list[torch.Tensor]()
     for expert in experts_with_tokens(routing, gate_up, down):
         made.append(linear(_rows(x, expert.tokens), expert.gate_up))
         activation = swiglu_input(made[-1], expert.down.site)
         outputs[expert.choices] = linear(activation.read, expert.down)
-    return outputs.view(tokens, top_k, rows), made
+    return outputs.view(tokens, top_k, columns), made
 
 
 def _rows(x: Operand, index: torch.Tensor) -> Operand:

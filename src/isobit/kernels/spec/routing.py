@@ -30,7 +30,7 @@ from isobit.kernels.spec.norm import row_sum
 def route(x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
     """x [T, C] and the published router [E, C] -> the experts and weights of each token."""
     logits = grid_gemm_nt(snap_rows(x), snap_rows(router))
-    experts = logits.sort(-1, descending=True, stable=True).indices[:, :top_k]
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = _softmax(logits).gather(1, experts)
     if renormalise:
         weights = weights / sum_of_ranks(weights)
