@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 
-from .test_compile import MOST_SHARED, assert_wgmma, compile_for_hopper, stack_bytes
+from .test_compile import MOST_SHARED, compile_for_hopper, stack_bytes
 
 triton = pytest.importorskip(
     "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
 )
 
-from isobit.kernels.hopper import dispatch, experts, experts_backward, grouped_gemm, routing  # noqa: E402, I001
+from isobit.kernels.hopper import (  # noqa: E402
+    dispatch,
+    experts,
+    experts_backward,
+    grouped_gemm,
+    routing,
+)
 
 E4M3 = "*fp8e4nv"
 POINTERS = {
@@ -21,16 +27,23 @@ POINTERS = {
     **dict.fromkeys(("LOGITS", "WEIGHTS", "D_WEIGHTS", "D_LOGITS", "SCALES", "GRAD"), "*fp32"),
     **dict.fromkeys(("A_SCALE", "B_SCALE", "OUT_SCALES"), "*fp32"),
     **dict.fromkeys(("X", "ROWS", "OUT", "GATE_UP", "DY", "D_ROWS", "A", "B"), "*bf16"),
-    **dict.fromkeys(("tokens", "blocks", "height", "rows", "scale_stride", "a_scale_stride"), "i32"),
+    **dict.fromkeys(
+        ("tokens", "blocks", "height", "rows", "scale_stride", "a_scale_stride"), "i32"
+    ),
 }
 
 
 def compiled(
-    kernel: Any, constants: dict[str, Any], tmp_path: Path, warps: int, stages: int = 3, **types: str
+    kernel: Any,
+    constants: dict[str, Any],
+    tmp_path: Path,
+    warps: int,
+    stages: int = 3,
+    **types: str,
 ) -> tuple[Any, str]:
     """-> the compiled kernel and its SASS, which neither spills nor adds in any order."""
     names = {parameter.name for parameter in kernel.params}
-    known = {name: type for name, type in (POINTERS | types).items() if name in names}
+    known = {name: type for name, type in (POINTERS | also).items() if name in names}
     made, sass, usage = compile_for_hopper(kernel, known, constants, warps, stages, tmp_path)
     assert stack_bytes(usage) == 0
     assert "ATOM" not in sass and "RED.E" not in sass

@@ -137,10 +137,7 @@ def _place_kernel(
         before += tl.sum(tl.where(other < block, counts, 0), 0)
     groups = (total + 127) // 128
     end = tl.cumsum(groups, 0)
-    if MASKED:
-        start = expert * height
-    else:
-        start = (end - groups) * 128
+    start = expert * height if MASKED else (end - groups) * 128
     chosen = _chosen(EXPERTS, block, tokens, TOP_K, E)
     place = tl.cumsum(chosen, 0) - chosen + (start + before)[None, :]
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -209,12 +206,12 @@ def _gather_kernel(
     x = tl.load(X + token * C + column, mask=column < C)
     tl.store(OUT + row * C + column, x, mask=column < C)
     if SCALES is not None:
-        if tl.program_id(1) == 0:
-            number: tl.constexpr = (C + 127) // 128
-            group = tl.arange(0, GROUPS)
-            scales = tl.load(SCALES + group * scale_stride + token, mask=group < number)
-            place = OUT_SCALES + row // height * number * height + row % height
-            tl.store(place + group.to(tl.int64) * height, scales, mask=group < number)
+        number: tl.constexpr = (C + 127) // 128
+        group = tl.arange(0, GROUPS)
+        inside = (group < number) & (tl.program_id(1) == 0)
+        scales = tl.load(SCALES + group * scale_stride + token, mask=inside)
+        place = OUT_SCALES + row // height * number * height + row % height
+        tl.store(place + group.to(tl.int64) * height, scales, mask=inside)
 
 
 def gather(x: Operand, dispatch: Dispatch, pads: bool = False) -> GroupedRows:

@@ -25,13 +25,11 @@ import triton.language as tl
 from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows, combine, gather, make_dispatch
 from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_back_end, grouped_gemm_nt
 from isobit.kernels.hopper.quantise import gated, quantise_groups
+from isobit.kernels.hopper.sizes import MASKED_TOKENS
 from isobit.kernels.operands import LinearInput, LinearWeight, Operand, Routing
 from isobit.precision.flow import Site
 from isobit.precision.formats import BLOCK, ScaleKind
 from isobit.precision.quant_tensor import num_blocks
-
-MASKED_TOKENS = 256
-"""Up to so many, DeepGEMM's masked kernel is the faster."""
 
 
 @dataclass(frozen=True, slots=True)

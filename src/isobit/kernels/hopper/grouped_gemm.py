@@ -180,8 +180,8 @@ def _transpose_kernel(
     VALUES, SCALES, OUT_VALUES, OUT_SCALES,
     N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of one expert and its scale, of N rows to COLUMNS, where each part is padded to
-    whole blocks with zeros; bytes as integers, since nothing is computed with them.
+    """One program a block of one expert and its scale, of N rows to COLUMNS, where each part is
+    padded to whole blocks with zeros; bytes as integers, since nothing is computed with them.
     """
     of_part: tl.constexpr = (PART + 127) // 128
     blocks_n: tl.constexpr = N // PART * of_part

@@ -94,8 +94,8 @@ def _choose_backward_kernel(
 ):  # fmt: skip
     """One program a token.  With p the softmax, w the weights and d their gradients:
 
-        renormalised   d logit_e = w_e (d_e - sum_j w_j d_j) for the chosen alone
-        else           d logit_e = p_e (d_e - sum_j w_j d_j), d_e = 0 for the others
+    renormalised   d logit_e = w_e (d_e - sum_j w_j d_j) for the chosen alone
+    else           d logit_e = p_e (d_e - sum_j w_j d_j), d_e = 0 for the others
     """
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E)
