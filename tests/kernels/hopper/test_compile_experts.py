@@ -39,7 +39,7 @@ def compiled(
     tmp_path: Path,
     warps: int,
     stages: int = 3,
-    **types: str,
+    **also: str,
 ) -> tuple[Any, str]:
     """-> the compiled kernel and its SASS, which neither spills nor adds in any order."""
     names = {parameter.name for parameter in kernel.params}
