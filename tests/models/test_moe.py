@@ -109,7 +109,7 @@ def plain_mixture(config: Experts, b: torch.Tensor, masters: dict[str, torch.Ten
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_gradients_of_the_unit_are_those_of_autograd(renormalise: bool) -> None:
     """With both of the router's losses."""
-    policy = make(replace(CONFIG, experts=replace(CONFIG.experts, renormalise=renormalise)))
+    policy = make(replace(CONFIG, experts=Experts(8, 2, 40, renormalise)))
     unit, config = policy.decoder.layers[0].mlp, policy.config.experts
     assert config is not None
     generator = torch.Generator().manual_seed(3)
