@@ -15,10 +15,11 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.shape import Family
 from isobit.errors import ModelError
 from isobit.kernels.spec.packed_attention import PackedAttention
-from isobit.models.config import ModelConfig, RopeScaling
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import load_policy, read_config, read_masters
 from isobit.models.policy import random_policy
+from isobit.models.rope_scaling import Llama3Scaling
 from isobit.models.saving import save_policy
 from isobit.models.shards import WEIGHTS_FILE
 
@@ -26,7 +27,7 @@ FP32 = PrecisionConfig(preset="fp32")
 
 
 def make_config(
-    family: Family = "qwen3", tied: bool = True, scaling: RopeScaling | None = None
+    family: Family = "qwen3", tied: bool = True, scaling: Llama3Scaling | None = None
 ) -> ModelConfig:
     return ModelConfig(family, 64, 128, 256, 2, 4, 2, 32, 128, 1e-6, 1e4, tied, scaling)
 
@@ -45,7 +46,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path) -> None:
-    scaling = RopeScaling(8.0, 1.0, 4.0, 32) if family == "llama" else None
+    scaling = Llama3Scaling(8.0, 1.0, 4.0, 32) if family == "llama" else None
     policy = random_policy(make_config(family, tied, scaling), FP32, seed=1)
     with torch.no_grad():
         for master in policy.masters.values():
@@ -124,14 +125,14 @@ def test_config_that_is_not_an_object(folder: Path, content: bytes) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM",
+            r"GPT2LMHeadModel'\] is not supported; supported are LlamaForCausalLM",
         ),
         ({"architectures": None}, "not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"head_dim": 256}, "head size 256"),
         (

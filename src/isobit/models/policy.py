@@ -61,7 +61,9 @@ class Policy:
         self.masters: dict[str, torch.nn.Parameter] = {}
         self.change = PublishedChange()
         """What the last publication changed."""
-        rope = RopeTable.build(inverse_frequencies(config), config.max_positions).to(self.device)
+        frequencies = inverse_frequencies(config)
+        rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
+        rope = rope.to(self.device)
         self._sides: dict[Side, Weights] = {
             "rollout": Weights(self.backend, rope),
             "training": Weights(self.backend, rope),
