@@ -116,7 +116,8 @@ def test_prepare(dim: int, e4m3: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "experts"), [(24576, 4096, False), (896, 384, False), (1536, 2048, True)]
+    ("n", "k", "experts"),
+    [(24576, 4096, False), (896, 384, False), (960, 576, False), (1536, 2048, True)],
 )
 def test_wgrad(n: int, k: int, experts: bool, tmp_path: Path) -> None:
     rows, block, part = wgrad.ROWS.value, wgrad.BLOCK.value, wgrad.PART.value
