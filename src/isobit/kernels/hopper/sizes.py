@@ -120,8 +120,9 @@ def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
     kept = 4 * width + 2 * hidden + _LABELS
     made = _LABELS + max(gathered + 4 * width, 4 * width + activation + 2 * hidden)
     from_down, from_gate_up = gradient(down, hidden), gradient(gate_up, 2 * width)
+    d_outputs = 2 * hidden if down.wgrad == "e4m3" else 0  # else in what is from down
     gradients = max(
-        2 * hidden + from_down + saved(down, width) + 2 * width,
+        d_outputs + from_down + saved(down, width) + 2 * width,
         from_down + 2 * width + from_gate_up,
         from_gate_up + 2 * width + 2 * hidden + saved(gate_up, hidden, is_kept=True),
         from_gate_up + 2 * hidden,
