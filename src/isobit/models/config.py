@@ -20,7 +20,7 @@ from isobit.config.shape import Family
 from isobit.errors import ModelError
 from isobit.precision.flow import DecoderShape, LinearShape
 
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -69,6 +69,10 @@ class ModelConfig:
     """Beside lm_head, the value of each state (PPO's critic); no checkpoint has it."""
     pad_token_id: int | None = None
     """Of a reward model alone: the token that does not count where it ends a sequence."""
+    sliding_window: int | None = None
+    """How many keys a query sees, its own included; None: all before it."""
+    full_layers: int = 0
+    """The first layers, to which the window does not apply."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -90,6 +94,10 @@ class ModelConfig:
     def qkv_bias(self) -> bool:
         """Whether q, k and v have biases."""
         return self.family == "qwen2"
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a query of a layer sees, its own included; None: all before it."""
+        return self.sliding_window if layer >= self.full_layers else None
 
     @property
     def shape(self) -> DecoderShape:
