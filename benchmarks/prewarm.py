@@ -15,6 +15,7 @@ import torch
 
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.quantise import QuantRows
+from isobit.models.decoder import decoder_shape
 from isobit.models.shapes import model_shape
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.rollout.native.graph_runner import graph_sizes
@@ -49,9 +50,8 @@ def main() -> int:
 def multiply(shape: str, part: int, parts: int) -> None:
     """Run this part's share of all products once; their values do not matter."""
     config, device = model_shape(shape), torch.device("cuda")
-    linears = [
-        (linear.out_features, linear.in_features) for linear in config.shape.linears.values()
-    ]
+    sites = decoder_shape(config)
+    linears = [(linear.out_features, linear.in_features) for linear in sites.linears_of(0)]
     sizes = [*graph_sizes(MAX_SEQUENCES), *PROMPT_ROWS]
     work = [(kind, m, n, k) for kind in ("fp8", "bf16") for n, k in linears for m in sizes]
     work += [("head", m, config.vocab_size, config.hidden_size) for m in graph_sizes(MAX_SEQUENCES)]

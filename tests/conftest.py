@@ -25,7 +25,7 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.run import RunConfig
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.config import ModelConfig
-from isobit.models.folder import save_policy
+from isobit.models.saving import save_policy
 from isobit.models.policy import random_policy
 from isobit.starter import starter_folder
 

@@ -6,6 +6,7 @@ from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import DeviceMemory, backend_of, support
 from isobit.memory.device import DevicePlanner
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 from isobit.precision.flow import build_flow
 
 CARD = "cuda"
@@ -27,6 +28,6 @@ def card_planner(config: ModelConfig, precision: str, total: int | None = None) 
     """Plans for the card's back end; of ``total`` bytes, or of those that this process can have
     now.
     """
-    flow = build_flow(PrecisionConfig.model_validate(precision), config.shape)
+    flow = build_flow(PrecisionConfig.model_validate(precision), decoder_shape(config))
     total = card_memory().available() if total is None else total
     return DevicePlanner(config, flow, support(CARD).sizes, total)

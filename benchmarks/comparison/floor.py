@@ -25,6 +25,7 @@ from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import quantise_rows
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 from isobit.models.shapes import model_shape
 from isobit.precision.formats import E4M3
 from isobit.precision.quant_tensor import QuantTensor
@@ -90,7 +91,8 @@ def kv_bytes(config: ModelConfig, mode: str, case: Case) -> int:
 
 def linears_seconds(config: ModelConfig, mode: str, rows: int) -> float:
     """One layer's four products over ``rows`` rows."""
-    shapes = [(linear.out_features, linear.in_features) for linear in config.shape.linears.values()]
+    linears = decoder_shape(config).linears_of(0)
+    shapes = [(linear.out_features, linear.in_features) for linear in linears]
     weights_bytes = sum(n * k for n, k in shapes) * (2 if mode == "bf16" else 1)
     layers = min(config.num_layers, -(-_PAST_THE_CACHE // weights_bytes))
     works = [_product(mode, rows, n, k) for _ in range(layers) for n, k in shapes]

@@ -35,6 +35,7 @@ from isobit.config.training import TrainingConfig
 from isobit.memory.frozen import FrozenModel
 from isobit.memory.turns import DeviceTurns
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.function import is_one_function
 from isobit.models.policy import random_masters, random_policy
@@ -94,7 +95,7 @@ class Loop:
         reference: ReferencePlace = "none",
     ) -> None:
         precision = PrecisionConfig.model_validate(mode)
-        flow, offload = build_flow(precision, shape.shape), reference == "offload"
+        flow, offload = build_flow(precision, decoder_shape(shape)), reference == "offload"
         frozen = FrozenModel("reference model", shape, flow, "reference", offload)
         training = TrainingConfig.model_validate(
             {"moments": "bf16", "learning_rate": LEARNING_RATE, **settings}

@@ -32,12 +32,12 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.errors import IsobitError as IsobitError
     from isobit.models.config import ModelConfig as ModelConfig
     from isobit.models.folder import load_policy as load_policy
-    from isobit.models.folder import save_policy as save_policy
     from isobit.models.function import is_one_function as is_one_function
     from isobit.models.loaded import LoadedModel as LoadedModel
     from isobit.models.loaded import load_model as load_model
     from isobit.models.policy import Policy as Policy
     from isobit.models.policy import random_policy as random_policy
+    from isobit.models.saving import save_policy as save_policy
     from isobit.models.scorer import Scorer as Scorer
     from isobit.precision.compare import describe_flow as describe_flow
     from isobit.precision.flow import PrecisionFlow as PrecisionFlow
@@ -81,7 +81,8 @@ _HOMES = {
     "config.sft": ("SftConfig",),
     "errors": ("IsobitError",),
     "models.function": ("is_one_function",),
-    "models.folder": ("load_policy", "save_policy"),
+    "models.folder": ("load_policy",),
+    "models.saving": ("save_policy",),
     "models.config": ("ModelConfig",),
     "models.policy": ("Policy", "random_policy"),
     "models.scorer": ("Scorer",),

@@ -9,9 +9,10 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.config.precision import PrecisionConfig
-from isobit.models.folder import read_reward_masters, reward_config, save_policy
+from isobit.models.folder import read_reward_masters, reward_config
 from isobit.models.policy import Policy
 from isobit.models.reward_model import RewardModel, load_reward_model
+from isobit.models.saving import save_policy
 from isobit.run import score
 from isobit.starter import starter_folder
 from tools.starter.tokenizer import PAD_ID

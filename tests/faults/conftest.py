@@ -11,8 +11,8 @@ import pytest
 from isobit.config.precision import PrecisionConfig
 from isobit.config.run import RunConfig
 from isobit.models.config import ModelConfig
-from isobit.models.folder import save_policy
 from isobit.models.policy import random_policy
+from isobit.models.saving import save_policy
 from isobit.run.rl.loop import train
 from isobit.starter import starter_folder
 

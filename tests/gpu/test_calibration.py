@@ -17,6 +17,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.grpo import Grpo
 from isobit.memory.frozen import FrozenModel
+from isobit.models.decoder import decoder_shape
 from isobit.models.policy import Policy
 from isobit.precision.flow import build_flow
 from isobit.records.text import Group, Prompt, SamplingParams
@@ -66,7 +67,7 @@ def calibrated(policy: Policy) -> Calibration:
 def test_the_shadow_is_the_policy_of_bf16(shape: str, make_policy: MakePolicy) -> None:
     shadow = shadow_of(make_policy(shape, "fp8"))
     assert shadow.is_equal_to(make_policy(shape, "bf16"))
-    flow = build_flow(SHADOW, shadow.config.shape)
+    flow = build_flow(SHADOW, decoder_shape(shadow.config))
     planned = FrozenModel("BF16 shadow", shadow.config, flow, "algorithm", lasting=False)
     assert planned.weight_bytes(shadow.backend.sizes) == shadow.num_bytes
 

@@ -26,8 +26,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.config.precision import PrecisionConfig
 from isobit.models.config import ModelConfig
-from isobit.models.folder import save_policy
 from isobit.models.policy import random_policy
+from isobit.models.saving import save_policy
 from isobit.models.shapes import model_shape
 from isobit.starter import starter_folder
 from isobit.starter.tasks import problems, question, worked_out

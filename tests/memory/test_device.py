@@ -16,6 +16,7 @@ from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
 
@@ -115,7 +116,7 @@ def check_weights(config: ModelConfig, preset: str) -> None:
 
 
 def planner(preset: str = "fp8", shape: ModelConfig = QWEN3_8B, total: int = H200) -> DevicePlanner:
-    return DevicePlanner(shape, build_flow(precision(preset), shape.shape), sizes, total)
+    return DevicePlanner(shape, build_flow(precision(preset), decoder_shape(shape)), sizes, total)
 
 
 def plan(

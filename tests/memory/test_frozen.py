@@ -18,6 +18,7 @@ from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.memory.frozen import FrozenModel, page_locked
 from isobit.memory.host import MemoryEstimate, estimate_memory
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import random_masters
 from isobit.models.scorer import Scorer
@@ -41,7 +42,7 @@ PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
 
 
 def described(shape: ModelConfig, preset: Preset = "fp8", **fields: Any) -> FrozenModel:
-    flow = build_flow(PrecisionConfig(preset=preset), shape.shape)
+    flow = build_flow(PrecisionConfig(preset=preset), decoder_shape(shape))
     return replace(FrozenModel("reference model", shape, flow, "reference"), **fields)
 
 
@@ -95,7 +96,7 @@ def meta_batch(lengths: tuple[int, ...]) -> PackedBatch:
 
 
 def estimate(*frozen: FrozenModel) -> MemoryEstimate:
-    flow = build_flow(PrecisionConfig(), TIED.shape)
+    flow = build_flow(PrecisionConfig(), decoder_shape(TIED))
     return estimate_memory(TIED, flow, RolloutConfig(), TrainingConfig(), 64, spec_sizes, frozen)
 
 
@@ -119,7 +120,7 @@ def test_a_warning_about_a_large_reward_model_names_who_sets_it() -> None:
 
 
 def planner(*frozen: FrozenModel, total: int = H200) -> DevicePlanner:
-    flow = build_flow(PrecisionConfig(preset="fp8"), QWEN3_8B.shape)
+    flow = build_flow(PrecisionConfig(preset="fp8"), decoder_shape(QWEN3_8B))
     return DevicePlanner(QWEN3_8B, flow, hopper_sizes, total, frozen)
 
 

@@ -18,6 +18,7 @@ from isobit.memory.cache_size import num_pages_for
 from isobit.memory.host import MemoryEstimate, estimate_memory
 from isobit.memory.published import published_bytes
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass
 from isobit.precision.flow import build_flow
@@ -135,7 +136,7 @@ def test_activations_are_what_the_forward_keeps(
 
 
 def estimate(**rollout: float) -> MemoryEstimate:
-    flow = build_flow(PrecisionConfig(), QWEN3.shape)
+    flow = build_flow(PrecisionConfig(), decoder_shape(QWEN3))
     return estimate_memory(
         QWEN3, flow, RolloutConfig.model_validate(rollout), TrainingConfig(), 64, sizes
     )
@@ -162,7 +163,7 @@ def test_a_warning_about_the_model_itself_names_another_key_too() -> None:
     )
     parts = estimate_memory(
         large,
-        build_flow(PrecisionConfig(), large.shape),
+        build_flow(PrecisionConfig(), decoder_shape(large)),
         RolloutConfig(),
         TrainingConfig(),
         512,
@@ -177,7 +178,7 @@ def test_a_warning_about_the_model_itself_names_another_key_too() -> None:
 
 
 def test_a_longer_sequence_than_the_budget_is_a_micro_batch_of_its_own() -> None:
-    flow = build_flow(PrecisionConfig(), QWEN3.shape)
+    flow = build_flow(PrecisionConfig(), decoder_shape(QWEN3))
     training = TrainingConfig(tokens_per_microbatch=100)
     parts = [
         estimate_memory(QWEN3, flow, RolloutConfig(), training, longest, sizes).size("activations")

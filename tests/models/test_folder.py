@@ -19,16 +19,10 @@ from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.models import folder as folder_module
 from isobit.models.config import ModelConfig, RopeScaling
 from isobit.models.decoder import build_decoder
-from isobit.models.folder import (
-    INDEX_FILE,
-    WEIGHTS_FILE,
-    checkpoint_shapes,
-    load_policy,
-    read_config,
-    read_masters,
-    save_policy,
-)
+from isobit.models.folder import checkpoint_shapes, load_policy, read_config, read_masters
 from isobit.models.policy import random_policy
+from isobit.models.saving import save_policy
+from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
 
 FP32 = PrecisionConfig(preset="fp32")
 

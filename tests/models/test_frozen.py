@@ -14,9 +14,10 @@ import torch
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.errors import CheckpointError, ModelError
 from isobit.models.config import ModelConfig
-from isobit.models.folder import load_policy, save_policy
+from isobit.models.folder import load_policy
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
+from isobit.models.saving import save_policy
 from isobit.models.scorable import Scorable
 from isobit.models.scorer import Scorer
 from isobit.precision.quant_tensor import QuantTensor

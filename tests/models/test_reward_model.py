@@ -22,16 +22,11 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.shape import Family
 from isobit.errors import ModelError
 from isobit.models.config import ModelConfig
-from isobit.models.folder import (
-    WEIGHTS_FILE,
-    load_policy,
-    read_reward_config,
-    read_reward_masters,
-    reward_config,
-    save_policy,
-)
+from isobit.models.folder import load_policy, read_reward_config, read_reward_masters, reward_config
 from isobit.models.policy import Policy, random_policy
 from isobit.models.reward_model import load_reward_model, without_padding
+from isobit.models.saving import save_policy
+from isobit.models.shards import WEIGHTS_FILE
 from isobit.starter import starter_folder
 from tools.starter.build import save_tokenizer
 from tools.starter.tokenizer import PAD_ID, build_tokenizer

@@ -1,4 +1,4 @@
-"""Presets, options and fallbacks of a precision flow."""
+"""Presets and options of a precision flow."""
 
 from collections.abc import Iterator
 
@@ -8,6 +8,7 @@ from isobit.config.precision import PrecisionConfig, Preset
 from isobit.errors import ConfigError
 from isobit.precision.compare import describe_flow, graph_differences
 from isobit.precision.flow import DecoderShape, Graph, LinearShape, Site, build_flow
+from tests.sites import shape_of_layers
 
 
 def make_shape(layers: int = 4, hidden: int = 256, intermediate: int = 512) -> DecoderShape:
@@ -17,7 +18,7 @@ def make_shape(layers: int = 4, hidden: int = 256, intermediate: int = 512) -> D
         "gate_up_proj": LinearShape({"gate_proj": intermediate, "up_proj": intermediate}, hidden),
         "down_proj": LinearShape({"down_proj": hidden}, intermediate),
     }
-    return DecoderShape(layers, linears)
+    return shape_of_layers(layers, linears)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,6 @@ def test_presets(
     ) == linears
     assert (flow.rollout.attention_format(0), flow.training.attention_format(0)) == attention
     assert flow.rollout.site("lm_head").forward == ("fp32" if preset == "fp32" else "bf16")
-    assert not flow.fallbacks
 
 
 def test_backward_formats() -> None:
@@ -97,16 +97,11 @@ def test_more_bf16_layers_than_layers_are_refused() -> None:
         )
 
 
-def test_sizes_that_do_not_fill_blocks_stay_in_bf16_and_are_named() -> None:
+def test_every_size_is_quantised_and_a_site_knows_the_parts_that_it_fuses() -> None:
     flow = build_flow(PrecisionConfig(preset="fp8"), make_shape(intermediate=320))
-    assert (
-        flow.training.linear(0, "gate_up_proj").forward
-        == flow.training.linear(0, "down_proj").forward
-        == "bf16"
-    )
-    assert flow.training.linear(0, "o_proj").forward == "e4m3"
-    assert [reason.split()[0] for reason in flow.fallbacks] == ["gate_up_proj", "down_proj"]
-    assert not build_flow(PrecisionConfig(preset="bf16"), make_shape(intermediate=320)).fallbacks
+    site = flow.training.linear(0, "gate_up_proj")
+    assert (site.forward, site.parts) == ("e4m3", (320, 320))
+    assert flow.training.linear(0, "qkv_proj").parts == (256, 128, 128)
 
 
 def test_graph_differences_name_the_sites() -> None:

@@ -15,10 +15,11 @@ from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.run import RunConfig
 from isobit.errors import MismatchError
 from isobit.kernels.spec import sampling
-from isobit.precision.flow import DecoderShape, LinearShape, PrecisionFlow, build_flow
+from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.proof.check import check_step
 from isobit.run.rl.loop import train
 from isobit.training.comparison import Comparison
+from tests.sites import shape_of_layers
 
 MakeConfig = Callable[..., RunConfig]
 Action = Literal["warn", "stop", "ignore"]
@@ -29,7 +30,7 @@ EQUAL, PARTED = Comparison(8, 0, 0.0, 0.0), Comparison(8, 3, 0.5, 0.8)
 def flow(preset: Preset) -> PrecisionFlow:
     return build_flow(
         PrecisionConfig(preset=preset),
-        DecoderShape(1, {"qkv_proj": LinearShape({"qkv_proj": 128}, 128)}),
+        shape_of_layers(1, {"qkv_proj": LinearShape({"qkv_proj": 128}, 128)}),
     )
 
 

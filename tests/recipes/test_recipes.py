@@ -15,8 +15,8 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.sft import SftConfig
 from isobit.errors import ModelError
 from isobit.models.config import ModelConfig
-from isobit.models.folder import save_policy
 from isobit.models.policy import random_policy
+from isobit.models.saving import save_policy
 from isobit.run.rl.setup import prepare_rl
 from tools.starter.build import save_tokenizer, write_text
 from tools.starter.tokenizer import build_tokenizer

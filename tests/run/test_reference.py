@@ -16,9 +16,10 @@ from isobit.config.run import RunConfig
 from isobit.errors import CheckpointError, ConfigError, ModelError
 from isobit.kernels.spec import sizes
 from isobit.models.config import ModelConfig
-from isobit.models.folder import load_policy, read_config, save_policy
+from isobit.models.folder import load_policy, read_config
 from isobit.models.loaded import DescribedModel, describe_model
 from isobit.models.policy import random_policy
+from isobit.models.saving import save_policy
 from isobit.run.plan import plan_training
 from isobit.run.reference import checkpoint_bytes, describe_reference, load_reference
 from isobit.run.rl.loop import train

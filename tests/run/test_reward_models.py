@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from isobit.config.precision import PrecisionConfig
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row
-from isobit.models.folder import read_reward_masters, reward_config, save_policy
+from isobit.models.folder import read_reward_masters, reward_config
 from isobit.models.policy import Policy
+from isobit.models.saving import save_policy
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
 from isobit.run.reward_models import ModelReward, load_model_reward

@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.training import TrainingConfig
-from isobit.models.folder import save_policy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.reward_model import last_tokens_batch
+from isobit.models.saving import save_policy
 from isobit.records.scores import TokenScores
 from isobit.training.preference import (
     PreferenceObjective,

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from isobit.config.base import Strict
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 
 
 class ModelShape(Strict):

@@ -58,8 +58,8 @@ class Sizes(Protocol):
         """
         ...
 
-    def matrix(self, site: Site, numbers: int) -> int:
-        """A published matrix."""
+    def matrix(self, site: Site, columns: int) -> int:
+        """A published matrix [sum of the site's parts, columns]."""
         ...
 
     def head_copy(self, numbers: int, itemsize: int) -> int:
@@ -78,8 +78,8 @@ class Sizes(Protocol):
         """See above."""
         ...
 
-    def transposed(self, site: Site, numbers: int) -> int:
-        """A matrix as DGrad makes it for itself."""
+    def transposed(self, site: Site, columns: int) -> int:
+        """A matrix [sum of the site's parts, columns] as DGrad makes it for itself."""
         ...
 
     def encoded(self, shape: AttentionShape, format: Format) -> int:

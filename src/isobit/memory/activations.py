@@ -25,7 +25,7 @@ from functools import cache
 from isobit.config.training import Recompute
 from isobit.kernels.sizes import AttentionShape, Sizes, WorkShape
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder
+from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.layers.unit import UnitBytes
 from isobit.precision.flow import PrecisionFlow
 
@@ -71,9 +71,10 @@ def scoring_bytes(
 
 
 def _work(shape: ModelConfig, tokens: int, longest: int) -> WorkShape:
+    sites = decoder_shape(shape)
     return WorkShape(
         AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim),
-        tuple(shape.shape.linears.values()),
+        tuple(linear for i in range(shape.num_layers) for linear in sites.linears_of(i)),
         shape.hidden_size,
         0 if shape.score_head else shape.vocab_size,
         tokens,

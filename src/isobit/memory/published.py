@@ -26,7 +26,7 @@ def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
         numbers, path = prod(master.shape), name.rpartition(".")[0]
         if master.kind == "matrix":
             sites = {flow.rollout.site(path), flow.training.site(path)}
-            total += sum(sizes.matrix(site, numbers) for site in sites)
+            total += sum(sizes.matrix(site, master.shape[1]) for site in sites)
         else:
             total += width * numbers
     return total

@@ -18,7 +18,6 @@ import torch
 
 from isobit.config.shape import Family
 from isobit.errors import ModelError
-from isobit.precision.flow import DecoderShape, LinearShape
 
 MAX_HEAD_DIM = 256
 
@@ -47,6 +46,21 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts that stand in the place of the MLP in a mixture of experts."""
+
+    count: int
+    top_k: int
+    """Experts that each token goes to."""
+    intermediate_size: int
+    """Of each expert."""
+    renormalise: bool
+    """Whether the weights of a token's experts add up to 1."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have an ordinary MLP instead."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape and constants of one decoder."""
 
@@ -63,6 +77,8 @@ class ModelConfig:
     rope_theta: float
     tied_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    experts: Experts | None = None
+    """Of a mixture of experts."""
     score_head: bool = False
     """A reward model: one score instead of lm_head's logits."""
     value_head: bool = False
@@ -88,7 +104,7 @@ class ModelConfig:
     @property
     def qk_norm(self) -> bool:
         """Whether each query and key head has an RMSNorm."""
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe")
 
     @property
     def qkv_bias(self) -> bool:
@@ -99,22 +115,9 @@ class ModelConfig:
         """How many keys a query of a layer sees, its own included; None: all before it."""
         return self.sliding_window if layer >= self.full_layers else None
 
-    @property
-    def shape(self) -> DecoderShape:
-        """The linears by site name, with the checkpoint's matrices that each fuses."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        linears = {
-            "qkv_proj": LinearShape(
-                {"q_proj": queries, "k_proj": keys, "v_proj": keys}, self.hidden_size
-            ),
-            "o_proj": LinearShape({"o_proj": self.hidden_size}, queries),
-            "gate_up_proj": LinearShape(
-                {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
-                self.hidden_size,
-            ),
-            "down_proj": LinearShape({"down_proj": self.hidden_size}, self.intermediate_size),
-        }
-        return DecoderShape(self.num_layers, linears)
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of the MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], source: str) -> "ModelConfig":

@@ -26,6 +26,7 @@ from isobit.models.layers.norm import Norm
 from isobit.models.layers.scalar_head import ScalarHead
 from isobit.models.layers.unit import Master, MlpUnit
 from isobit.models.weights import Weights
+from isobit.precision.flow import DecoderShape, SiteShape
 
 VALUE_HEAD = "value_head"
 """What a value head and its master are called by."""
@@ -59,6 +60,16 @@ class Decoder:
     """lm_head; None in a reward model."""
     value: ScalarHead | None = None
     """The values of states, or a reward model's scores."""
+
+    @property
+    def shape(self) -> DecoderShape:
+        """What a flow needs to know."""
+        sites = [SiteShape("embed_tokens", "embedding")]
+        for index, layer in enumerate(self.layers):
+            sites += [*layer.attention.sites(), *layer.mlp.sites()]
+            sites.append(SiteShape(f"layers.{index}.norms", "norm", index))
+        sites += [SiteShape("norm", "norm"), SiteShape("lm_head", "head")]
+        return DecoderShape(len(self.layers), tuple(sites))
 
     @property
     def lm_head(self) -> Head:
@@ -104,6 +115,11 @@ def build_decoder(config: ModelConfig) -> Decoder:
         )
     value = ScalarHead(VALUE_HEAD, config.hidden_size, None) if config.value_head else None
     return Decoder(embedding, layers, norm, head, value)
+
+
+def decoder_shape(config: ModelConfig) -> DecoderShape:
+    """The sites of a model, for its flow."""
+    return build_decoder(config).shape
 
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

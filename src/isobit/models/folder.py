@@ -1,10 +1,9 @@
-"""Hugging Face folders in and out: ``config.json``, safetensors (one file or an index of shards),
+"""Hugging Face folders in: ``config.json``, safetensors (one file or an index of shards),
 tokenizer files.
 
 Reading is strict, because silence here is the worst fault of the field: every tensor that the
 decoder needs must be there, with its shape and finite values, and every tensor that is there must
-be one that the decoder reads.  Nothing is unpickled. Writing gives BF16 safetensors under the
-checkpoint's own names, which transformers and every engine load.
+be one that the decoder reads.  Nothing is unpickled.  ``isobit.models.saving`` writes them.
 
 A folder holds a language model (``...ForCausalLM``) or a reward model
 (``...ForSequenceClassification``); whoever asks for the one is refused the other.
@@ -12,7 +11,6 @@ A folder holds a language model (``...ForCausalLM``) or a reward model
 
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,21 +25,7 @@ from isobit.errors import ModelError
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy
-from isobit.models.tensor_file import write_tensors
-
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -166,30 +150,6 @@ def reward_config(folder: Path, pad_token_id: int | None) -> ModelConfig:
     if stored.score_head:
         return stored
     return replace(stored, score_head=True, pad_token_id=pad_token_id)
-
-
-def save_policy(policy: Policy, folder: Path, tokenizer_from: Path | None = None) -> None:
-    """Write the BF16 rounding of the masters that checkpoints have as a Hugging Face folder, with
-    the tokenizer files of another folder if given.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    masters: dict[str, torch.Tensor] = {}
-    for name, described in policy.decoder.masters().items():
-        masters |= described.of_checkpoint(policy.masters[name].detach())
-    layout = {
-        part: torch.empty(master.shape, dtype=torch.bfloat16, device="meta")
-        for part, master in masters.items()
-    }
-    write_tensors(
-        folder / WEIGHTS_FILE, layout, lambda part: masters[part].bfloat16(), {"format": "pt"}
-    )
-    (folder / "config.json").write_text(
-        json.dumps(policy.config.to_hf(), indent=2) + "\n", encoding="utf-8"
-    )
-    if tokenizer_from is not None:
-        for file in _TOKENIZER_FILES:
-            if (tokenizer_from / file).is_file():
-                shutil.copyfile(tokenizer_from / file, folder / file)
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

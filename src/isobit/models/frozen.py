@@ -27,7 +27,7 @@ from isobit.kernels.backend import Backend
 from isobit.kernels.operands import LinearWeight, Operand
 from isobit.kernels.rope import RopeTable
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import Decoder, build_decoder
+from isobit.models.decoder import Decoder, build_decoder, decoder_shape
 from isobit.models.folder import read_config, read_masters
 from isobit.models.layers.head import PUBLISHED
 from isobit.models.policy import Policy
@@ -73,7 +73,7 @@ class FrozenPolicy:
         device: torch.device | str = "cpu",
     ) -> "FrozenPolicy":
         """Publish masters, one by one and as a ``Policy`` does; none of them is kept."""
-        flow = build_flow(precision, config.shape).one_sided(SIDE)
+        flow = build_flow(precision, decoder_shape(config)).one_sided(SIDE)
         made = Policy(config, flow, masters, device, trainable=False)
         return cls(config, flow, made.backend, made.weights(SIDE))
 
@@ -276,7 +276,7 @@ def _copy(weights: Weights, decoder: Decoder) -> Weights:
             return copies[id(matrix)]
         assert isinstance(matrix, QuantTensor), "a weight is in blocks"
         values, scales = copies[id(matrix.values)], copies[id(matrix.scales)]
-        return QuantTensor(values, scales, matrix.granularity)
+        return replace(matrix, values=values, scales=scales)
 
     linears = {
         path: LinearWeight(

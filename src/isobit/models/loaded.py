@@ -19,8 +19,9 @@ from isobit.data.tokenizer import load_tokenizer, stop_token_ids
 from isobit.files import replace_folder, sync
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
-from isobit.models.folder import load_policy, read_config, save_policy
+from isobit.models.folder import load_policy, read_config
 from isobit.models.policy import Policy
+from isobit.models.saving import save_policy
 from isobit.records.text import SamplingParams
 from isobit.starter import starter_folder
 

@@ -55,7 +55,7 @@ class Policy:
         self.flow = (
             precision
             if isinstance(precision, PrecisionFlow)
-            else build_flow(precision, config.shape)
+            else build_flow(precision, self.decoder.shape)
         )
         self.masters: dict[str, torch.nn.Parameter] = {}
         self.change = PublishedChange()

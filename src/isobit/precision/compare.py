@@ -34,7 +34,7 @@ def graph_differences(rollout: Graph, training: Graph) -> list[Difference]:
 
 
 def describe_flow(flow: PrecisionFlow) -> list[str]:
-    """The flow as text: a line a site, equal layers folded together, then the fallbacks and whether
+    """The flow as text: a line a site, equal layers folded together, then whether
     the sides are one function.
     """
     training = {site.name: site for site in flow.training.sites}
@@ -51,7 +51,6 @@ def describe_flow(flow: PrecisionFlow) -> list[str]:
         span = f"layers.{numbers[0]}" if len(numbers) == 1 else f"layers.{numbers[0]}-{numbers[-1]}"
         lines += [_line(f"{span}.{name}", a, b) for name, a, b in key]
     lines += [_line(*row) for row in rows[1:] if not row[0].startswith("layers.")]
-    lines += [f"fallback: {reason}" for reason in flow.fallbacks]
     differing = len(graph_differences(flow.rollout, flow.training))
     total = len(flow.rollout.sites)
     verdict = (

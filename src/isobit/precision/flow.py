@@ -16,45 +16,73 @@ from typing import Literal
 
 from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
-from isobit.precision.formats import BLOCK, Format, ScaleKind, Side
+from isobit.precision.formats import Format, ScaleKind, Side
 
-SiteKind = Literal["embedding", "norm", "linear", "attention", "kv_cache", "head"]
+SiteKind = Literal["embedding", "norm", "linear", "router", "attention", "kv_cache", "head"]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
     """A linear of the decoder: the output sizes of the checkpoint's matrices that it fuses, by
     name, and its input size.
+
+    A linear of ``experts`` has so many matrices of one shape, one below the other; each multiplies
+    the tokens that are routed to it.
     """
 
     parts: Mapping[str, int]
     in_features: int
+    experts: int = 1
 
     @property
     def out_features(self) -> int:
-        """Rows of the fused matrix: outputs of the linear."""
+        """Rows of the fused matrix, all experts together."""
         return sum(self.parts.values())
 
     @property
-    def fills_blocks(self) -> bool:
-        """Whether 128x128 blocks tile it without a remainder and without crossing from one fused
-        matrix into the next.
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each part."""
+        return tuple(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SiteShape:
+    """A site as its unit names it, before a flow gives it formats."""
+
+    name: str
+    kind: SiteKind
+    layer: int | None = None
+    linear: LinearShape | None = None
+    """Of a linear."""
+
+    @property
+    def aliases(self) -> set[str]:
+        """What ``precision.modules_bf16`` may call a linear: by its own name or that of a part, in
+        all layers or in one.
         """
-        return all(size % BLOCK == 0 for size in (*self.parts.values(), self.in_features))
+        assert self.linear is not None
+        names = {name.rpartition(".")[2] for name in (self.name, *self.linear.parts)}
+        return names | {f"layers.{self.layer}.{name}" for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What a flow needs to know of a model: its linears, layer by layer, by site name."""
+    """What a flow needs to know of a model: its sites, in the order of the forward pass."""
 
     num_layers: int
-    linears: Mapping[str, LinearShape]
+    sites: tuple[SiteShape, ...]
+
+    def linears_of(self, layer: int) -> tuple[LinearShape, ...]:
+        """The linears of one layer."""
+        return tuple(
+            site.linear for site in self.sites if site.linear is not None and site.layer == layer
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One operation of the decoder and the formats it works in; ``dgrad`` and ``wgrad`` are set for
-    linears only.
+    """One operation of the decoder and the formats it works in; ``dgrad``, ``wgrad`` and ``parts``
+    are set for linears only.
     """
 
     name: str
@@ -63,6 +91,8 @@ class Site:
     scales: ScaleKind = "power_of_two"
     dgrad: Format | None = None
     wgrad: Format | None = None
+    parts: tuple[int, ...] = ()
+    """Rows of each matrix that a linear fuses, whose blocks begin anew there; none: one matrix."""
 
     @property
     def forward_formats(self) -> tuple[str, Format, ScaleKind]:
@@ -98,14 +128,11 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionFlow:
-    """The graphs of both sides, and the linears that had to stay in BF16 with the reason for
-    each.
-    """
+    """The graphs of both sides."""
 
     preset: str
     rollout: Graph
     training: Graph
-    fallbacks: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -145,17 +172,8 @@ def build_flow(config: PrecisionConfig, shape: DecoderShape) -> PrecisionFlow:
     has.
     """
     _check_options(config, shape)
-    graphs: dict[Side, Graph] = {
-        side: _build_graph(config, shape, side) for side in ("rollout", "training")
-    }
-    uses_fp8 = any(site.forward == "e4m3" for graph in graphs.values() for site in graph.sites)
-    fallbacks = tuple(
-        f"{name} stays in BF16: its sizes {tuple(linear.parts.values())} x {linear.in_features} "
-        f"are no multiples of {BLOCK}"
-        for name, linear in shape.linears.items()
-        if uses_fp8 and not linear.fills_blocks
-    )
-    return PrecisionFlow(config.preset, graphs["rollout"], graphs["training"], fallbacks)
+    rollout, training = (_build_graph(config, shape, side) for side in ("rollout", "training"))
+    return PrecisionFlow(config.preset, rollout, training)
 
 
 def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
@@ -165,15 +183,13 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
             f"{config.first_layers_bf16 + config.last_layers_bf16}, "
             f"but the model has {shape.num_layers} layers"
         )
-    known = {alias for name, linear in shape.linears.items() for alias in (name, *linear.parts)}
+    known = {name for site in shape.sites if site.linear is not None for name in site.aliases}
     for module in config.modules_bf16:
-        layer, _, name = module.removeprefix("layers.").rpartition(".")
-        if name not in known or (
-            layer and not (layer.isdecimal() and int(layer) < shape.num_layers)
-        ):
+        if module not in known:
+            names = sorted(name for name in known if not name.startswith("layers."))
             raise ConfigError(
                 f"precision.modules_bf16 names {module!r}, which the model does not have; name one "
-                f"of {', '.join(sorted(known))}, "
+                f"of {', '.join(names)}, "
                 f"alone or as layers.N.NAME with N below {shape.num_layers}"
             )
 
@@ -181,29 +197,22 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
 def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Graph:
     linears, attention = _PRESETS[config.preset][side]
     base: Format = "fp32" if config.preset == "fp32" else "bf16"
-    sites = [Site("embed_tokens", "embedding", base)]
-    for layer in range(shape.num_layers):
-        kept = (
-            layer < config.first_layers_bf16 or layer >= shape.num_layers - config.last_layers_bf16
-        )
-        layer_linears, layer_attention = (base, base) if kept else (linears, attention)
-        path = f"layers.{layer}"
-        for name, linear in shape.linears.items():
-            sites.append(_linear_site(config, f"{path}.{name}", linear, layer_linears, base))
-            if name == "qkv_proj":
-                sites.append(Site(f"{path}.kv_cache", "kv_cache", layer_attention))
-                sites.append(Site(f"{path}.attention", "attention", layer_attention))
-        sites.append(Site(f"{path}.norms", "norm", base))
-    sites += [Site("norm", "norm", base), Site("lm_head", "head", base)]
+    last = shape.num_layers - config.last_layers_bf16
+    sites: list[Site] = []
+    for site in shape.sites:
+        kept = site.layer is not None and not config.first_layers_bf16 <= site.layer < last
+        if site.linear is not None:
+            wanted = base if kept or site.aliases & set(config.modules_bf16) else linears
+            sites.append(_linear_site(config, site.name, site.linear, wanted))
+        elif site.kind in ("kv_cache", "attention"):
+            sites.append(Site(site.name, site.kind, base if kept else attention))
+        else:
+            sites.append(Site(site.name, site.kind, base))
     return Graph(tuple(sites), base)
 
 
-def _linear_site(
-    config: PrecisionConfig, path: str, linear: LinearShape, wanted: Format, base: Format
-) -> Site:
-    layer_path, _, name = path.rpartition(".")
-    aliases = {alias for part in (name, *linear.parts) for alias in (part, f"{layer_path}.{part}")}
-    if wanted != "e4m3" or not linear.fills_blocks or aliases & set(config.modules_bf16):
-        return Site(path, "linear", base, dgrad=base, wgrad=base)
+def _linear_site(config: PrecisionConfig, name: str, linear: LinearShape, format: Format) -> Site:
+    if format != "e4m3":
+        return Site(name, "linear", format, dgrad=format, wgrad=format, parts=linear.rows)
     wgrad: Format = "e4m3" if config.wgrad == "fp8" else "bf16"
-    return Site(path, "linear", "e4m3", config.scales, dgrad="e4m3", wgrad=wgrad)
+    return Site(name, "linear", format, config.scales, format, wgrad, linear.rows)

@@ -1,14 +1,18 @@
 """A quantised matrix: E4M3 values and the FP32 scales of their groups.
 
-Granularities of an [R, C] matrix, by the shape of the group that shares a scale:
+Granularities of an [R, C] matrix, by the shape of the group that shares a scale; with b(n) =
+ceil(n / 128), since the last group of a row, column or matrix may be short:
 
-    1x128      scales [R, C/128]        activations and output gradients, along the contraction
-    128x128    scales [R/128, C/128]    weights
-    128x1      scales [ceil(R/128), C]  WGrad's operands, along the tokens; the last group may be
-               short
+    1x128      scales [R, b(C)]       activations and output gradients, along the contraction
+    128x128    scales [b(R), b(C)]    weights
+    128x1      scales [b(R), C]       WGrad's operands, along the tokens
+
+A matrix fused of several, one below the other, has ``parts``, the rows of each: blocks begin anew
+at each part, so b(R) is the sum of the parts' own.  So have the columns of an output's gradient.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -16,6 +20,17 @@ import torch
 from isobit.precision.formats import BLOCK, E4M3
 
 Granularity = Literal["1x128", "128x128", "128x1"]
+
+
+def num_blocks(size: int) -> int:
+    """Groups of 128 that ``size`` neighbours are cut into."""
+    return -(-size // BLOCK)
+
+
+@cache
+def block_sizes(parts: tuple[int, ...]) -> tuple[int, ...]:
+    """How many neighbours each block has, of parts with so many."""
+    return tuple(min(BLOCK, part - first) for part in parts for first in range(0, part, BLOCK))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +42,38 @@ class QuantTensor:
     values: torch.Tensor
     scales: torch.Tensor
     granularity: Granularity
+    parts: tuple[int, ...] = ()
+    """Of the rows of 128x128 blocks, or of the columns of 1x128 groups; none: one part."""
 
     def __post_init__(self) -> None:
         rows, columns = self.values.shape
-        row_groups, column_groups = -(-rows // BLOCK), columns // BLOCK
+        fused = rows if self.granularity == "128x128" else columns
+        assert sum(self.parts or (fused,)) == fused, (self.values.shape, self.parts)
+        fused_blocks = sum(num_blocks(part) for part in self.parts or (fused,))
         expected = {
-            "1x128": (rows, column_groups),
-            "128x128": (row_groups, column_groups),
-            "128x1": (row_groups, columns),
+            "1x128": (rows, fused_blocks),
+            "128x128": (fused_blocks, num_blocks(columns)),
+            "128x1": (num_blocks(rows), columns),
         }
         assert self.scales.shape == expected[self.granularity], (
             self.values.shape,
             self.scales.shape,
             self.granularity,
+            self.parts,
         )
 
     @classmethod
-    def empty_blocks(cls, rows: int, columns: int, device: torch.device) -> "QuantTensor":
+    def empty_blocks(
+        cls, rows: int, columns: int, device: torch.device, parts: tuple[int, ...] = ()
+    ) -> "QuantTensor":
         """Unwritten storage for a weight in 128x128 blocks."""
-        scales = torch.empty((rows // BLOCK, columns // BLOCK), dtype=torch.float32, device=device)
-        return cls(torch.empty((rows, columns), dtype=E4M3, device=device), scales, "128x128")
+        grid = (sum(num_blocks(part) for part in parts or (rows,)), num_blocks(columns))
+        scales = torch.empty(grid, dtype=torch.float32, device=device)
+        values = torch.empty((rows, columns), dtype=E4M3, device=device)
+        return cls(values, scales, "128x128", parts)
 
     def copy_(self, other: "QuantTensor") -> None:
         """Overwrite in place: whoever holds this tensor sees the new weight."""
-        assert self.granularity == other.granularity
+        assert (self.granularity, self.parts) == (other.granularity, other.parts)
         self.values.view(torch.uint8).copy_(other.values.view(torch.uint8))
         self.scales.copy_(other.scales)

@@ -6,6 +6,7 @@ from isobit.config.algorithm import TokenClipConfig
 from isobit.config.run import RunConfig
 from isobit.memory.frozen import FrozenModel
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import without_value_head
 from isobit.precision.flow import build_flow
 from isobit.training.calibration import SHADOW, Calibration
@@ -23,7 +24,7 @@ def describe_shadow(config: RunConfig, policy: ModelConfig) -> FrozenModel | Non
     if not calibrates(config):
         return None
     shape = without_value_head(policy)
-    flow = build_flow(SHADOW, shape.shape)
+    flow = build_flow(SHADOW, decoder_shape(shape))
     return FrozenModel("BF16 shadow", shape, flow, "algorithm", lasting=False)
 
 

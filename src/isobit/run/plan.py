@@ -26,7 +26,7 @@ from isobit.memory.cache_size import num_pages_for
 from isobit.memory.device import MOMENTS, DevicePlan, DevicePlanner
 from isobit.memory.host import MemoryEstimate, estimate_memory
 from isobit.memory.machine import Memory, read_memory
-from isobit.models.decoder import master_shapes
+from isobit.models.decoder import decoder_shape, master_shapes
 from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.rewards.grading import Graders
@@ -95,7 +95,7 @@ def plan_training(
     outline = material.outline
     model = outline.model.config
     weight_bytes = outline.source.weight_bytes
-    flow = build_flow(config.precision, model.shape)
+    flow = build_flow(config.precision, decoder_shape(model))
     device = outline.choose_device()
     sizes = support(device.type).sizes
     if support(device.type).has_own_memory:
@@ -137,7 +137,7 @@ def plan_device_memory(outline: Outline, device: torch.device) -> DevicePlan:
     to go there.
     """
     config, training, shape = outline.config, outline.training, outline.model.config
-    flow, memory = build_flow(config.precision, shape.shape), read_memory()
+    flow, memory = build_flow(config.precision, decoder_shape(shape)), read_memory()
     rollout = config.rollout if outline.generates else None
     sizes, total = support(device.type).sizes, available_memory(device)
     planner = DevicePlanner(shape, flow, sizes, total, outline.frozen)

@@ -7,6 +7,7 @@ from isobit.errors import ConfigError
 from isobit.kernels.backend import support
 from isobit.memory.frozen import FrozenModel
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy, without_value_head
 from isobit.models.loaded import DescribedModel, describe_model, model_folder
 from isobit.models.policy import Policy
@@ -37,7 +38,7 @@ def describe_reference(
     shape = without_value_head(policy.config)
     if folder != policy.folder:
         shape = _described(config, describe_model(folder), policy, longest)
-    flow = build_flow(config.precision, shape.shape)
+    flow = build_flow(config.precision, decoder_shape(shape))
     return FrozenModel(_NAME, shape, flow, "reference", config.reference.offload)
 
 
@@ -62,7 +63,7 @@ def checkpoint_bytes(config: RunConfig, policy: ModelConfig) -> int:
     if config.algorithm.kl_coefficient == 0 or not config.reference.refresh_every:
         return 0
     shape = without_value_head(policy)
-    flow = build_flow(config.precision, shape.shape)
+    flow = build_flow(config.precision, decoder_shape(shape))
     # published bytes are as many on every device but in fp32, which is the CPU's alone
     return FrozenModel(_NAME, shape, flow, "reference").checkpoint_bytes(support("cpu").sizes)
 

@@ -25,6 +25,7 @@ from isobit.config.reward import RewardConfig
 from isobit.data.conversations import conversation_ids, row_of
 from isobit.errors import CheckpointError
 from isobit.memory.frozen import FrozenModel
+from isobit.models.decoder import decoder_shape
 from isobit.models.folder import read_reward_config
 from isobit.models.reward_model import RewardModel, load_reward_model
 from isobit.precision.flow import build_flow
@@ -78,7 +79,9 @@ def plan_reward_models(reward: RewardConfig | None) -> tuple[FrozenModel, ...]:
     folder that holds none.
     """
     return tuple(
-        FrozenModel(NAME, shape, build_flow(precision, shape.shape), "reward", reward.offload)
+        FrozenModel(
+            NAME, shape, build_flow(precision, decoder_shape(shape)), "reward", reward.offload
+        )
         for _, folder, precision in _models(reward)
         if reward is not None and (shape := read_reward_config(folder))
     )

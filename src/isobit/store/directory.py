@@ -1,7 +1,6 @@
 """The directory of a run: where each file lies, and the refusal of one that is already used.
 
-    run.json            manifest: versions, machine, resolved configuration, precision graph and
-                        fallbacks
+    run.json            manifest: versions, machine, resolved configuration, precision graph
     metrics.jsonl       one JSON object a step
     tensorboard/        the same figures as TensorBoard events
     completions.jsonl   a few graded completions of each step and evaluation

@@ -19,7 +19,7 @@ import isobit
 from isobit.kernels.backend import support
 from isobit.memory.machine import openmp_libraries, processor_name, read_memory, usable_cores
 from isobit.precision.compare import graph_differences
-from isobit.precision.flow import PrecisionFlow
+from isobit.precision.flow import PrecisionFlow, Site
 from isobit.store.training_run import TrainingRun
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
@@ -92,10 +92,14 @@ def precision_graph(flow: PrecisionFlow) -> dict[str, Any]:
     return {
         "preset": flow.preset,
         "exact": flow.exact,
-        "fallbacks": list(flow.fallbacks),
         "differing_sites": [
             difference.name for difference in graph_differences(flow.rollout, flow.training)
         ],
-        "rollout": [asdict(site) for site in flow.rollout.sites],
-        "training": [asdict(site) for site in flow.training.sites],
+        "rollout": [_formats(site) for site in flow.rollout.sites],
+        "training": [_formats(site) for site in flow.training.sites],
     }
+
+
+def _formats(site: Site) -> dict[str, object]:
+    """A site without its sizes, which are the model's."""
+    return {name: value for name, value in asdict(site).items() if name != "parts"}

@@ -11,10 +11,11 @@ from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
 from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.kv_cache import PAGE_TOKENS, HopperKvCache
-from isobit.precision.flow import DecoderShape, LinearShape, PrecisionFlow, build_flow
+from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.precision.formats import E4M3
+from tests.sites import shape_of_layers
 
-LAYERS = DecoderShape(4, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})
+LAYERS = shape_of_layers(4, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from isobit.kernels.spec.kv_cache import PAGE_TOKENS, SpecKvCache
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.kernels.spec.paged_attention import PagedAttention
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.formats import DTYPES
 
@@ -33,7 +34,7 @@ def make_model(heads: int, kv_heads: int, dim: int) -> ModelConfig:
 
 
 def make_flow(model: ModelConfig, preset: Preset) -> PrecisionFlow:
-    return build_flow(PrecisionConfig(preset=preset), model.shape)
+    return build_flow(PrecisionConfig(preset=preset), decoder_shape(model))
 
 
 def make_transform(model: ModelConfig) -> QkvTransform:

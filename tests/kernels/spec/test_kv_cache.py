@@ -11,10 +11,11 @@ from isobit.config.precision import PrecisionConfig
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.heads import Heads
 from isobit.kernels.spec.kv_cache import PAGE_TOKENS, SpecKvCache
-from isobit.precision.flow import DecoderShape, LinearShape, PrecisionFlow, build_flow
+from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.precision.formats import DTYPES
+from tests.sites import shape_of_layers
 
-LAYERS = DecoderShape(3, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})
+LAYERS = shape_of_layers(3, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from isobit.kernels.spec import packed_attention
 from isobit.kernels.spec.heads import Heads
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.kernels.spec.qkv import transform_qkv
-from isobit.precision.flow import DecoderShape, Graph, LinearShape, build_flow
+from isobit.precision.flow import Graph, LinearShape, build_flow
 from isobit.precision.formats import DTYPES
+from tests.sites import shape_of_layers
 
-SHAPE = DecoderShape(1, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})
+SHAPE = shape_of_layers(1, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})
 H, G, D = 4, 2, 64
 TABLE = RopeTable.build(0.1 ** torch.arange(D // 2, dtype=torch.float64), 256)
 TRANSFORM = QkvTransform(H, G, D, TABLE.cos, TABLE.sin, 1e-6, None, None, None)

@@ -30,7 +30,6 @@ def manifest(**changes: Any) -> dict[str, Any]:
         "precision": {
             "preset": "fp8",
             "exact": True,
-            "fallbacks": [],
             "differing_sites": [],
             "rollout": SITES,
             "training": SITES,

@@ -156,7 +156,7 @@ def test_what_the_model_and_the_data_wrote_is_text(write_run: WriteRun) -> None:
     run = manifest(
         config={"model": evil, "data": {evil: evil}}, versions={evil: evil}, started=evil
     )
-    run["precision"] |= {"fallbacks": [evil], "preset": evil}
+    run["precision"] |= {"preset": evil}
     metrics = [
         step_line(1) | {evil: 1.0},
         {"step": 1, f"eval/{evil}/accuracy": 0.5, f"eval/{evil}/problems": 3},

@@ -87,7 +87,7 @@ def publish(site: Site, master: torch.Tensor) -> Operand:
     master = master.detach()
     if site.forward != "e4m3":
         return master.to(DTYPES[site.forward], copy=True)
-    made = QuantTensor.empty_blocks(*master.shape, device=master.device)
+    made = QuantTensor.empty_blocks(*master.shape, master.device, site.parts)
     publish_blocks(master, made, site.scales)
     return made
 

@@ -18,6 +18,7 @@ from isobit.kernels.operands import KvShape, kv_formats
 from isobit.kernels.sizes import AttentionShape, WorkShape
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.formats import BLOCK, DTYPES, Format
+from isobit.precision.quant_tensor import block_sizes, num_blocks
 
 page_tokens = 128
 batched_tokens = 16384
@@ -60,9 +61,12 @@ def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
     )
 
 
-def matrix(site: Site, numbers: int) -> int:
+def matrix(site: Site, columns: int) -> int:
     """See ``Sizes``."""
-    return numbers + 4 * (numbers // BLOCK**2) if site.forward == "e4m3" else 2 * numbers
+    numbers = sum(site.parts) * columns
+    if site.forward != "e4m3":
+        return 2 * numbers
+    return numbers + 4 * len(block_sizes(site.parts)) * num_blocks(columns)
 
 
 def head_copy(numbers: int, itemsize: int) -> int:
@@ -90,9 +94,13 @@ def gradient(site: Site, numbers: int) -> int:
     return 2 * rows if site.wgrad == "e4m3" else rows + 2 * numbers
 
 
-def transposed(site: Site, numbers: int) -> int:
-    """The matrix's bytes, which FP8 tensor cores want along the contraction."""
-    return numbers if site.forward == "e4m3" else 0
+def transposed(site: Site, columns: int) -> int:
+    """The matrix's bytes, which FP8 tensor cores want along the contraction, each part in whole
+    blocks.
+    """
+    if site.forward != "e4m3":
+        return 0
+    return BLOCK * len(block_sizes(site.parts)) * columns
 
 
 def encoded(shape: AttentionShape, format: Format) -> int:
@@ -128,4 +136,4 @@ def _rows(logits: int, vocab_size: int) -> int:
 
 
 def _quantised(numbers: int) -> int:
-    return numbers + numbers * 4 // BLOCK
+    return numbers + 4 * num_blocks(numbers)

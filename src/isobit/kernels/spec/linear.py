@@ -15,12 +15,12 @@ import torch
 
 from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
 from isobit.kernels.spec.e4m3 import decode_e4m3
-from isobit.kernels.spec.gemm import fp8_gemm_nt, grid_gemm_nt
+from isobit.kernels.spec.gemm import fp8_gemm_nt, grid_gemm_nt, row_scales
 from isobit.kernels.spec.grid import snap_rows
 from isobit.kernels.spec.quantise import quantise_rows, quantise_tokens
 from isobit.precision.flow import Site
 from isobit.precision.formats import BLOCK
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantTensor, block_sizes
 
 
 def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
@@ -46,7 +46,7 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
     """dY [T, N] in 1x128 groups for DGrad, in groups of 128 tokens for WGrad, or as it is."""
-    rows = quantise_rows(dy, site.scales) if site.dgrad == "e4m3" else dy
+    rows = quantise_rows(dy, site.scales, site.parts) if site.dgrad == "e4m3" else dy
     tokens = quantise_tokens(dy, site.scales) if site.wgrad == "e4m3" else dy
     return OutputGradient(rows, tokens)
 
@@ -68,15 +68,22 @@ def dequantised(weight: LinearWeight) -> torch.Tensor:
     """FP32 [N, K]: the matrix that the forward multiplies with."""
     if isinstance(weight.matrix, torch.Tensor):
         return weight.matrix.float()
-    values, scales = decode_e4m3(weight.matrix.values), weight.matrix.scales
-    blocks = values.view(scales.shape[0], BLOCK, scales.shape[1], BLOCK)
-    return (blocks * scales[:, None, :, None]).view_as(values)
+    values = decode_e4m3(weight.matrix.values)
+    return _by_column(values, row_scales(weight.matrix), (values.shape[1],))
 
 
 def dequantise_rows(x: QuantTensor) -> torch.Tensor:
     """1x128 groups -> FP32 [M, K]."""
     values = decode_e4m3(x.values)
-    return values.view(*x.scales.shape, BLOCK).mul_(x.scales[..., None]).view_as(values)
+    return _by_column(values, x.scales, x.parts or (values.shape[1],))
+
+
+def _by_column(values: torch.Tensor, scales: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
+    """``values`` [R, C], each times the scale [R, blocks of C] of its row and block, in place."""
+    blocks = values.split(block_sizes(parts), 1)
+    for block, scale in zip(blocks, scales.unbind(1), strict=True):
+        block.mul_(scale[:, None])
+    return values
 
 
 def _tokens(x: Operand) -> torch.Tensor:

@@ -18,7 +18,9 @@ def publish(site: Site, master: torch.Tensor) -> Operand:
     """FP32 [N, K] -> the matrix that ``linear`` multiplies with."""
     master = master.detach()
     source = master if site.forward == "fp32" else master.bfloat16()
-    return quantise_blocks(source, site.scales) if site.forward == "e4m3" else snap_rows(source)
+    if site.forward != "e4m3":
+        return snap_rows(source)
+    return quantise_blocks(source, site.scales, site.parts)
 
 
 def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:

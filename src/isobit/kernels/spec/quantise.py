@@ -23,7 +23,7 @@ from isobit.precision.formats import (
     E8M0_NAN_BYTE,
     ScaleKind,
 )
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantTensor, block_sizes
 
 _ROUND_UP_ABOVE_1_75 = 0x1FFFFF  # carries into the exponent exactly when the mantissa is above 0.75
 _SCALES = torch.tensor([2.0 ** (byte - E8M0_BIAS) for byte in range(E8M0_NAN_BYTE)] + [torch.nan])
@@ -32,24 +32,32 @@ _RECIPROCALS = torch.tensor(
 )
 
 
-def quantise_rows(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantTensor:
-    """[M, K], K a multiple of 128 -> 1x128 groups: one scale for 128 neighbours of a row
-    (activations, output gradients).
+def quantise_rows(
+    x: torch.Tensor, scales: ScaleKind = "power_of_two", parts: tuple[int, ...] = ()
+) -> QuantTensor:
+    """[M, K] -> 1x128 groups: one scale for 128 neighbours of a row (activations; output gradients,
+    whose columns are the rows of a weight's ``parts``).
     """
     rows, columns = x.shape
-    values, scale = _quantise(x.float().view(rows, columns // BLOCK, BLOCK), (2,), scales)
-    return QuantTensor(values.view(rows, columns), scale.view(rows, columns // BLOCK), "1x128")
+    whole, place = _whole_blocks(x.float(), 1, parts)
+    values, scale = _quantise(whole.view(rows, -1, BLOCK), (2,), scales)
+    made = _without_padding(values.view(rows, -1), 1, place)
+    return QuantTensor(made.view(rows, columns), scale.view(rows, -1), "1x128", parts)
 
 
-def quantise_blocks(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantTensor:
-    """[N, K], both multiples of 128 -> 128x128 blocks (weights)."""
-    rows, columns = x.shape
-    values, scale = _quantise(
-        x.float().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK), (1, 3), scales
+def quantise_blocks(
+    x: torch.Tensor, scales: ScaleKind = "power_of_two", parts: tuple[int, ...] = ()
+) -> QuantTensor:
+    """[N, K] -> 128x128 blocks (weights), of the ``parts`` that it fuses along N."""
+    whole, row_place = _whole_blocks(x.float(), 0, parts)
+    whole, column_place = _whole_blocks(whole, 1, ())
+    grid = whole.shape[0] // BLOCK, whole.shape[1] // BLOCK
+    blocks = whole.reshape(grid[0], BLOCK, grid[1], BLOCK)
+    values, scale = _quantise(blocks, (1, 3), scales)
+    made = _without_padding(
+        _without_padding(values.view(whole.shape), 1, column_place), 0, row_place
     )
-    return QuantTensor(
-        values.view(rows, columns), scale.view(rows // BLOCK, columns // BLOCK), "128x128"
-    )
+    return QuantTensor(made, scale.view(grid), "128x128", parts)
 
 
 def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantTensor:
@@ -91,6 +99,28 @@ def scale_of_byte(byte: torch.Tensor) -> torch.Tensor:
 def reciprocal_of_byte(byte: torch.Tensor) -> torch.Tensor:
     """E8M0 byte, uint8 or int32 -> FP32 2^(127 - byte); 255 -> NaN."""
     return _RECIPROCALS.index_select(0, byte.to(torch.int32).view(-1)).view(byte.shape)
+
+
+def _whole_blocks(
+    x: torch.Tensor, dim: int, parts: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x with zeros behind each block along ``dim`` that is not whole, and where its own numbers
+    stand then; None where nothing is missing.  A zero changes no group's maximum.
+    """
+    sizes = block_sizes(parts or (x.shape[dim],))
+    if all(size == BLOCK for size in sizes):
+        return x, None
+    place = torch.cat([torch.arange(BLOCK * i, BLOCK * i + size) for i, size in enumerate(sizes)])
+    shape = list(x.shape)
+    shape[dim] = len(sizes) * BLOCK
+    return x.new_zeros(shape).index_copy_(dim, place, x), place
+
+
+def _without_padding(values: torch.Tensor, dim: int, place: torch.Tensor | None) -> torch.Tensor:
+    """E4M3 values at ``place`` along ``dim``."""
+    if place is None:
+        return values
+    return values.view(torch.uint8).index_select(dim, place).view(E4M3)
 
 
 def _quantise(

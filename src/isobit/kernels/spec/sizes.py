@@ -2,7 +2,7 @@
 
 a bytes of an activation (2, or 4 in fp32), f bytes of a number of Q, K, V and of the cache.
 
-    matrix       N K + N K / 4096 in E4M3, else 2 or 4 N K
+    matrix       N K and 4 a block of 128x128 in E4M3, else 2 or 4 N K
     KV page      2 * 64 G (D f + 1)                             a byte of scale a vector
     encoded      (H + 2 G) (D f + 1) + 4 H                      and a log-sum-exp a query
     workspaces   the largest of these, which follow one another:
@@ -23,7 +23,8 @@ from isobit.kernels.spec.attention import TILE
 from isobit.kernels.spec.packed_attention import GROUP_TOKENS, QUERY_BLOCK
 from isobit.kernels.spec.token_log_probs import CHUNK
 from isobit.precision.flow import PrecisionFlow, Site
-from isobit.precision.formats import BLOCK, DTYPES, Format
+from isobit.precision.formats import DTYPES, Format
+from isobit.precision.quant_tensor import block_sizes, num_blocks
 
 page_tokens = TILE
 batched_tokens = 2048
@@ -36,10 +37,11 @@ def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
     return sum(vectors * (shape.head_dim * DTYPES[format].itemsize + 1) for format in formats)
 
 
-def matrix(site: Site, numbers: int) -> int:
+def matrix(site: Site, columns: int) -> int:
     """See ``Sizes``."""
+    numbers = sum(site.parts) * columns
     if site.forward == "e4m3":
-        return numbers + 4 * (numbers // BLOCK**2)
+        return numbers + 4 * len(block_sizes(site.parts)) * num_blocks(columns)
     return DTYPES[site.forward].itemsize * numbers
 
 
@@ -66,9 +68,9 @@ def gradient(site: Site, numbers: int) -> int:
     return rows + (_quantised(numbers) if site.wgrad == "e4m3" else 0)
 
 
-def transposed(site: Site, numbers: int) -> int:
+def transposed(site: Site, columns: int) -> int:
     """DGrad multiplies with the dequantised matrix."""
-    return 4 * numbers
+    return 4 * sum(site.parts) * columns
 
 
 def encoded(shape: AttentionShape, format: Format) -> int:
@@ -123,4 +125,4 @@ def _itemsize(site: Site) -> int:
 
 
 def _quantised(numbers: int) -> int:
-    return numbers + numbers * 4 // BLOCK
+    return numbers + 4 * num_blocks(numbers)

@@ -27,7 +27,7 @@ from isobit.models.layers.linear import Linear
 from isobit.models.layers.norm import Norm
 from isobit.models.layers.unit import Gradient, Master, UnitBytes, norm_master
 from isobit.models.weights import Weights
-from isobit.precision.flow import Graph
+from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.formats import DTYPES
 
 
@@ -49,12 +49,13 @@ class Attention:
     """Attention of layer ``layer``."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        path, linears = f"layers.{layer}", config.shape.linears
+        path, hidden = f"layers.{layer}", config.hidden_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._layer, self._config = layer, config
         self._shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self._norm = Norm(
             f"{path}.input_norm",
-            config.hidden_size,
+            hidden,
             f"model.{path}.input_layernorm.weight",
             config.rms_epsilon,
             residual=f"layers.{layer - 1}.mlp_residual",
@@ -62,14 +63,27 @@ class Attention:
         )
         checkpoint = f"model.{path}.self_attn"
         self._qkv = Linear(
-            f"{path}.qkv_proj", linears["qkv_proj"], checkpoint, has_bias=config.qkv_bias
+            f"{path}.qkv_proj",
+            LinearShape({"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden),
+            checkpoint,
+            has_bias=config.qkv_bias,
         )
-        self._out = Linear(f"{path}.o_proj", linears["o_proj"], checkpoint)
+        self._out = Linear(f"{path}.o_proj", LinearShape({"o_proj": hidden}, queries), checkpoint)
         names = ("q_norm", "k_norm") if config.qk_norm else ()
         self._head_norms = {
             f"{path}.{name}.weight": norm_master(config.head_dim, f"{checkpoint}.{name}.weight")
             for name in names
         }
+
+    def sites(self) -> tuple[SiteShape, ...]:
+        """In the order of the forward."""
+        path, layer = f"layers.{self._layer}", self._layer
+        return (
+            self._qkv.site(layer),
+            SiteShape(f"{path}.kv_cache", "kv_cache", layer),
+            SiteShape(f"{path}.attention", "attention", layer),
+            self._out.site(layer),
+        )
 
     def masters(self) -> dict[str, Master]:
         """In the order of the forward."""
@@ -141,7 +155,7 @@ class Attention:
             made=(read or stream) + encoded,
             gradients=stream + 2 * attended + sizes.attention_gradients(shape) + 2 * keys,
             once=max(
-                sizes.transposed(site, linear.shape.out_features * linear.shape.in_features)
+                sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((qkv_site, self._qkv), (out_site, self._out))
             ),
         )

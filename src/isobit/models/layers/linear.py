@@ -13,7 +13,7 @@ from isobit.kernels.operands import LinearInput, Operand, OutputGradient
 from isobit.kernels.trace import observe
 from isobit.models.layers.unit import Gradient, Master
 from isobit.models.weights import Weights
-from isobit.precision.flow import LinearShape
+from isobit.precision.flow import LinearShape, SiteShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,10 @@ class Linear:
     checkpoint_path: str
     """Where the checkpoint has its matrices, up to their own names."""
     has_bias: bool = False
+
+    def site(self, layer: int) -> SiteShape:
+        """Its site in the flow, in layer ``layer``."""
+        return SiteShape(self.path, "linear", layer, self.shape)
 
     def masters(self) -> dict[str, Master]:
         """The matrix, then the bias."""

@@ -15,7 +15,7 @@ from isobit.models.layers.linear import Linear
 from isobit.models.layers.norm import Norm
 from isobit.models.layers.unit import Gradient, Master, UnitBytes
 from isobit.models.weights import Weights
-from isobit.precision.flow import Graph
+from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.formats import DTYPES
 
 
@@ -36,19 +36,25 @@ class Mlp:
     """The MLP of layer ``layer``."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        path, linears = f"layers.{layer}", config.shape.linears
-        self._path, self._hidden = path, config.hidden_size
+        path, hidden, width = f"layers.{layer}", config.hidden_size, config.intermediate_size
+        self._path, self._layer, self._hidden = path, layer, hidden
         self._norm = Norm(
             f"{path}.post_attention_norm",
-            config.hidden_size,
+            hidden,
             f"model.{path}.post_attention_layernorm.weight",
             config.rms_epsilon,
             residual=f"{path}.attention_residual",
             linear=f"{path}.gate_up_proj",
         )
         checkpoint = f"model.{path}.mlp"
-        self._gate_up = Linear(f"{path}.gate_up_proj", linears["gate_up_proj"], checkpoint)
-        self._down = Linear(f"{path}.down_proj", linears["down_proj"], checkpoint)
+        gate_up = LinearShape({"gate_proj": width, "up_proj": width}, hidden)
+        self._gate_up = Linear(f"{path}.gate_up_proj", gate_up, checkpoint)
+        down = LinearShape({"down_proj": hidden}, width)
+        self._down = Linear(f"{path}.down_proj", down, checkpoint)
+
+    def sites(self) -> tuple[SiteShape, ...]:
+        """In the order of the forward."""
+        return self._gate_up.site(self._layer), self._down.site(self._layer)
 
     def masters(self) -> dict[str, Master]:
         """In the order of the forward."""
@@ -110,7 +116,7 @@ class Mlp:
             made=(read or stream) + gate_up + (activation or a * width),
             gradients=a * width + sizes.gradient(gate_up_site, 2 * width) + 2 * stream,
             once=max(
-                sizes.transposed(site, linear.shape.out_features * linear.shape.in_features)
+                sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((gate_up_site, self._gate_up), (down_site, self._down))
             ),
         )

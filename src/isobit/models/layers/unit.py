@@ -8,7 +8,7 @@ import torch
 
 from isobit.kernels.sizes import Sizes
 from isobit.models.weights import Weights
-from isobit.precision.flow import Graph
+from isobit.precision.flow import Graph, SiteShape
 
 Gradient = Callable[[str], torch.Tensor]
 """A master's FP32 gradient by name, to be added to; zeros where it has none yet."""
@@ -63,6 +63,10 @@ class MlpUnit(Protocol):
     """The second half of a layer, of whatever kind.  What it saves is its own, and no tensor: that
     is how a pass knows what it has to ask for again.
     """
+
+    def sites(self) -> tuple[SiteShape, ...]:
+        """In the order of the forward."""
+        ...
 
     def masters(self) -> Masters:
         """In the order of the forward."""

@@ -50,7 +50,6 @@ class FlowView:
     verdict: str
     exact: bool
     stages: tuple[Stage, ...]
-    fallbacks: tuple[str, ...]
 
 
 def view_flow(record: RunRecord) -> FlowView | None:
@@ -74,13 +73,11 @@ def view_flow(record: RunRecord) -> FlowView | None:
         if exact
         else f"{len(differing)} of {len(sites)} sites differ between the sides"
     )
-    fallbacks = tuple(str(reason) for reason in record.setting("precision", "fallbacks") or ())
     return FlowView(
         str(record.setting("precision", "preset")),
         verdict,
         exact,
         _stages(sites, training),
-        fallbacks,
     )
 
 
