@@ -81,7 +81,7 @@ def stack_bytes(usage: str) -> int:
 
 
 def shape(dim: int, **more: Any) -> dict[str, Any]:
-    return {"H": 32, "G": 8, "D": dim, "PART": attention.PART, **more}
+    return {"H": 32, "G": 8, "D": dim, "PART": attention.PART, "WINDOW": 0} | more
 
 
 def assert_wgmma(sass: str, scaled: bool) -> None:
@@ -153,6 +153,6 @@ def test_prefill(name: str, dim: int, split: bool, tmp_path: Path) -> None:
 
 def test_join(tmp_path: Path) -> None:
     _, _, usage = compile_for_hopper(
-        attention._join_kernel, {}, {"H": 32, "D": 128, "PART": attention.PART}, 1, 2, tmp_path
+        attention._join_kernel, {}, {"H": 32, "D": 128, "PART": attention.PART, "WINDOW": 0}, 1, 2, tmp_path
     )
     assert stack_bytes(usage) == 0

@@ -79,6 +79,7 @@ def test_keys(dim: int, group: int, tmp_path: Path) -> None:
     stats = f"tensordesc<fp32[{attention_backward.BLOCK.value}],{attention_backward.FLAT!r}>"
     types = dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), block) | {"stats_desc": stats}
     constants = {"H": 2 * group, "G": 2, "D": dim, "STAGES": attention_backward.KEY_STAGES}
+    constants["WINDOW"] = 0
     compiled, sass, stack = compile_for_hopper(
         GluonASTSource, attention_backward._keys_kernel, types, constants, tmp_path
     )
@@ -93,6 +94,7 @@ def test_queries(dim: int, tmp_path: Path) -> None:
     )
     types = {"q_desc": group, "do_desc": group, "k_desc": block, "v_desc": block}
     constants = {"H": 32, "G": 8, "D": dim, "STAGES": attention_backward.QUERY_STAGES}
+    constants["WINDOW"] = 0
     compiled, sass, stack = compile_for_hopper(
         GluonASTSource, attention_backward._queries_kernel, types, constants, tmp_path
     )

@@ -59,7 +59,7 @@ def of_each_sequence(
     inputs: Tensors, lengths: tuple[int, ...], window: int | None = None
 ) -> torch.Tensor:
     split = [x.split(lengths) for x in inputs]
-    return torch.cat([reference(*parts, window) for parts in zip(*split, strict=True)])
+    return torch.cat([reference(q, k, v, window) for q, k, v in zip(*split, strict=True)])
 
 
 def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
