@@ -344,33 +344,6 @@ def _join_kernel(
 
 
 @triton.jit
-def _masked_tiles(
-    q, q_scale, K, K_BYTE, V, V_BYTE, c, m, l, acc, start, end, position, length,
-    G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NQ: tl.constexpr, SCALED: tl.constexpr,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Tiles that some queries do not see whole: few, and not worth a pipeline."""
-    d = tl.arange(0, D)
-    t = tl.arange(0, TILE)
-    # V is zero beyond the length because a masked key's weight is multiplied.
-    for first in tl.range(start, end, TILE, num_stages=1):
-        j = first + t
-        inside = j < length
-        k_byte = tl.load(K_BYTE + j * G, mask=inside, other=127) if SCALED else None
-        v_byte = tl.load(V_BYTE + j * G, mask=inside, other=127) if SCALED else None
-        k = tl.load(K + j[None, :] * (G * D) + d[:, None], mask=inside[None, :], other=0.0)
-        v = tl.load(V + j[:, None] * (G * D) + d[None, :], mask=inside[:, None], other=0.0)
-        seen = j[None, :] <= position[:, None]
-        if WINDOW:
-            seen = seen & (j[None, :] > position[:, None] - WINDOW)
-        p, m, l, decay = _weigh(
-            tl.dot(q, k), seen, q_scale, k_byte, v_byte, c, m, l, True, TILE, NQ, 1, SCALED, WINDOW
-        )
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
-    return m, l, acc
-
-
-@triton.jit
 def _prefill_part(
     q, q_scale, K, K_BYTE, V, V_BYTE, c, start, part_end, first_position, position, length,
     G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NQ: tl.constexpr, STAGES: tl.constexpr,
@@ -387,25 +360,17 @@ def _prefill_part(
     m = tl.full([NQ], -float("inf"), tl.float32)
     l = tl.zeros([NQ, 4, 8], tl.float32)
     acc = tl.zeros([NQ, D], tl.float32)
-    # Tiles in which windows begin: from the first query's to the last one's.
-    if WINDOW:
-        windows_end = tl.cdiv(_first_seen(first_position + NQ - 1, WINDOW), TILE) * TILE
-        windows_end = tl.maximum(start, windows_end)
-        m, l, acc = _masked_tiles(
-            q, q_scale, K, K_BYTE, V, V_BYTE, c, m, l, acc, start,
-            tl.minimum(windows_end, part_end), position, length,
-            G, D, TILE, NQ, SCALED, WINDOW,
-        )  # fmt: skip
-        start = windows_end
     # Every query of the block sees the whole of a tile that ends at or before its first position.
     unmasked_end = tl.minimum(part_end, tl.maximum(start, (first_position + 1) // TILE * TILE))
+    if WINDOW:
+        last_window = _first_seen(first_position + NQ - 1, WINDOW)
     # Scale bytes are fetched one tile ahead: no copy of single bytes can be left running, and
     # waiting for one costs a tenth of the time.
     if SCALED:
         next_k_byte = tl.load(K_BYTE + tl.minimum(start + t, length - 1) * G)
         next_v_byte = tl.load(V_BYTE + tl.minimum(start + t, length - 1) * G)
 
-    # Whole tiles: no mask, K and V fetched STAGES tiles ahead.
+    # Whole tiles: no mask, but in those where a window begins; K and V fetched STAGES tiles ahead.
     for first in tl.range(start, unmasked_end, TILE, num_stages=STAGES):
         j = first + t
         k_byte = next_k_byte if SCALED else None
@@ -417,16 +382,28 @@ def _prefill_part(
         k = tl.load(K + j[None, :] * (G * D) + d[:, None])
         v = tl.load(V + j[:, None] * (G * D) + d[None, :])
         p, m, l, decay = _weigh(
-            tl.dot(q, k), position, q_scale, k_byte, v_byte, c, m, l, False, TILE, NQ, 1, SCALED,
-            WINDOW
+            tl.dot(q, k), (j[None, :] > position[:, None] - WINDOW) if WINDOW else None, q_scale,
+            k_byte, v_byte, c, m, l, (first < last_window) if WINDOW else False, TILE, NQ, 1,
+            SCALED, WINDOW
         )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
 
-    # The tiles on the diagonal, and one that the sequence does not fill: three at most.
-    m, l, acc = _masked_tiles(
-        q, q_scale, K, K_BYTE, V, V_BYTE, c, m, l, acc, unmasked_end, part_end, position, length,
-        G, D, TILE, NQ, SCALED, WINDOW,
-    )  # fmt: skip
+    # The tiles on the diagonal, and one that the sequence does not fill: three at most, not worth
+    # a pipeline.  V is zero beyond the length because a masked key's weight is multiplied.
+    for first in tl.range(unmasked_end, part_end, TILE, num_stages=1):
+        j = first + t
+        inside = j < length
+        k_byte = tl.load(K_BYTE + j * G, mask=inside, other=127) if SCALED else None
+        v_byte = tl.load(V_BYTE + j * G, mask=inside, other=127) if SCALED else None
+        k = tl.load(K + j[None, :] * (G * D) + d[:, None], mask=inside[None, :], other=0.0)
+        v = tl.load(V + j[:, None] * (G * D) + d[None, :], mask=inside[:, None], other=0.0)
+        seen = j[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (j[None, :] > position[:, None] - WINDOW)
+        p, m, l, decay = _weigh(
+            tl.dot(q, k), seen, q_scale, k_byte, v_byte, c, m, l, True, TILE, NQ, 1, SCALED, WINDOW
+        )
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     return m, _final_sum(l, NQ, False), acc
 
 
