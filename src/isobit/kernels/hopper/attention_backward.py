@@ -145,19 +145,13 @@ def _ring(STAGES: gl.constexpr):
     return full, empty, ready
 
 
-@gluon.constexpr_function
-def _whole_tiles(window: int, tile: int) -> int:
-    """Tiles of so many rows behind the one on the diagonal that a window covers whole."""
-    return max(0, window // tile - 1)
-
-
 @gluon.jit
 def _keys_tile(
     k, v, q_smem, do_smem, stats_smem, full, empty, step, distance, dk, dv, c,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr,
+    DIAGONAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Add GROUP queries' part to the dK and dV of GROUP keys, the first ``distance`` positions
-    behind the first query; MASKED: a tile on the diagonal, or one that the window's edge cuts.
+    """Add GROUP queries' part to the dK and dV of GROUP keys, of which the first is ``distance``
+    positions behind the first query.
 
     Transposed, keys down and queries across: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T
     are already the left operands of dV = P^T dO and dK = dS^T Q.  All four products read their
@@ -185,14 +179,13 @@ def _keys_tile(
     # P^T behind the first product, beside the second one.
     s = warpgroup_mma_wait(1, deps=[s])  # all but the last product issued
     p = gl.exp2(s * c - lse[None, :])
-    if MASKED:
-        key = gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
-        query = gl.arange(0, GROUP, column)
-        if WINDOW:
-            behind = (query + distance)[None, :] - key[:, None]
-            p = gl.where((behind >= 0) & (behind < WINDOW), p, 0.0)
-        else:
-            p = gl.where(key[:, None] <= query[None, :], p, 0.0)
+    key = gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
+    query = gl.arange(0, GROUP, column)
+    if DIAGONAL:
+        p = gl.where(key[:, None] <= query[None, :], p, 0.0)
+    if WINDOW:
+        if distance + GROUP > WINDOW:  # its edge cuts the tile
+            p = gl.where((query + (distance - WINDOW))[None, :] < key[:, None], p, 0.0)
     dv = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), a_layout), do, dv, is_async=True)
 
     # dS^T behind the second, beside dV's.
@@ -218,7 +211,6 @@ def _keys_consumer(
     Queries' tiles count from the block's own first token, so tile WHICH is on the diagonal.  dK and
     dV are FP32 in registers throughout.
     """
-    WHOLE: gl.constexpr = _whole_tiles(WINDOW, GROUP)
     D: gl.constexpr = q_smem.shape[2]
     STAGES: gl.constexpr = q_smem.shape[0]
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -240,22 +232,12 @@ def _keys_consumer(
                 k, v, q_smem, do_smem, stats_smem, full, empty, step, 0, dk, dv, c, True, WINDOW
             )
             step += 1
-            cut = tiles  # the first tile that the window's edge cuts
-            if WINDOW:
-                cut = gl.minimum(tiles, WHICH + 1 + WHOLE)
-            for _ in range(WHICH + 1, cut):
+            for i in range(WHICH + 1, tiles):
                 dk, dv = _keys_tile(
-                    k, v, q_smem, do_smem, stats_smem, full, empty, step, 0, dk, dv, c, False,
-                    WINDOW,
+                    k, v, q_smem, do_smem, stats_smem, full, empty, step, (i - WHICH) * GROUP, dk,
+                    dv, c, False, WINDOW,
                 )  # fmt: skip
                 step += 1
-            if WINDOW:
-                for i in range(cut, tiles):
-                    dk, dv = _keys_tile(
-                        k, v, q_smem, do_smem, stats_smem, full, empty, step, (i - WHICH) * GROUP,
-                        dk, dv, c, True, WINDOW,
-                    )  # fmt: skip
-                    step += 1
 
     # dS^T Q lacks the 1 / sqrt(D) of the scores.  DK and DV, [T, G, D], point at the KV head.
     key = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, d_layout))
@@ -365,10 +347,9 @@ def _keys_kernel(
 @gluon.jit
 def _queries_tile(
     q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH: gl.constexpr,
-    FIRST: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr
+    DIAGONAL: gl.constexpr, WINDOW: gl.constexpr
 ):  # fmt: skip
-    """Add BLOCK keys' part to the dQ of GROUP queries; FIRST: the tile on the diagonal; MASKED:
-    that, or one that the window's edge cuts.
+    """Add BLOCK keys' part to the dQ of GROUP queries; DIAGONAL: the first tile.
 
     S = Q K^T and dP = dO V^T have queries down and keys across; dS stays in registers as the left
     operand of dQ = dS K.  The last product is in flight when this returns, and the tile's buffer is
@@ -386,7 +367,7 @@ def _queries_tile(
     zeros = gl.zeros([GROUP, BLOCK], gl.float32, s_layout)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     # All but the product just issued: dQ's of the tile before, the last reader of its K.
-    if not FIRST:
+    if not DIAGONAL:
         dq = warpgroup_mma_wait(1, deps=[dq])
         mbarrier.arrive(empty.index((step - 1) % STAGES))
     dp = warpgroup_mma(do, v.permute((1, 0)), zeros - delta[:, None], is_async=True)
@@ -394,14 +375,13 @@ def _queries_tile(
     # P behind the first product, beside dP's, which starts from -delta.
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * c - lse[:, None])
-    if MASKED:
-        query = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
-        key = gl.arange(0, BLOCK, gl.SliceLayout(0, s_layout))
-        if WINDOW:
-            behind = (query + step * BLOCK)[:, None] - key[None, :]
-            p = gl.where((behind >= 0) & (behind < WINDOW), p, 0.0)
-        else:
-            p = gl.where(key[None, :] <= query[:, None], p, 0.0)
+    query = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
+    key = gl.arange(0, BLOCK, gl.SliceLayout(0, s_layout))
+    if DIAGONAL:
+        p = gl.where(key[None, :] <= query[:, None], p, 0.0)
+    if WINDOW:
+        if (step + 1) * BLOCK > WINDOW:  # its edge cuts the tile
+            p = gl.where(key[None, :] > (query + (step * BLOCK - WINDOW))[:, None], p, 0.0)
 
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = gl.convert_layout((p * dp).to(gl.bfloat16), a_layout)
@@ -433,21 +413,12 @@ def _queries_consumer(
     dq = gl.zeros([GROUP, D], gl.float32, d_layout)
     mbarrier.wait(ready, 0)  # Q and dO have come
     dq = _queries_tile(
-        q, do, k_smem, v_smem, full, empty, 0, dq, lse, delta, c, WHICH, True, True, WINDOW
+        q, do, k_smem, v_smem, full, empty, 0, dq, lse, delta, c, WHICH, True, WINDOW
     )
-    cut = tiles  # the first tile that the window's edge cuts
-    if WINDOW:
-        cut = gl.minimum(tiles, 1 + _whole_tiles(WINDOW, BLOCK))
-    for step in range(1, cut):
+    for step in range(1, tiles):
         dq = _queries_tile(
-            q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH, False, False, WINDOW
+            q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH, False, WINDOW
         )
-    if WINDOW:
-        for step in range(cut, tiles):
-            dq = _queries_tile(
-                q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH, False, True,
-                WINDOW,
-            )  # fmt: skip
     dq = warpgroup_mma_wait(0, deps=[dq])  # the last tile's
 
     # dS K lacks the 1 / sqrt(D) of the scores.  DQ, [T, H, D], points at the head.
@@ -461,8 +432,8 @@ def _queries_producer(
     q_desc, k_desc, v_desc, do_desc, q_smem, do_smem, k_smem, v_smem, full, empty, ready, q_row,
     kv_row, tiles
 ):  # fmt: skip
-    """The warp that fetches Q and dO once, and the tiles of keys from the diagonal, whose first row
-    is ``kv_row``, down.
+    """The warp that fetches Q and dO once, and the tiles of keys from the diagonal down to that
+    which begins at ``kv_row``.
     """
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
@@ -476,7 +447,7 @@ def _queries_producer(
         )
     for step in range(tiles):
         stage = step % STAGES
-        row = kv_row - step * BLOCK  # of [G, padded token]
+        row = kv_row + (tiles - 1 - step) * BLOCK  # of [G, padded token]
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
         mbarrier.expect(full.index(stage), 4 * BLOCK * D)
         tma.async_copy_global_to_shared(k_desc, [row, 0], full.index(stage), k_smem.index(stage))
@@ -513,7 +484,9 @@ def _queries_kernel(
     queries = length - first
     DQ += h * D
     q_row = h * padded_tokens + start + first
-    kv_row = h // (H // G) * padded_tokens + start + first
+    kv_row = h // (H // G) * padded_tokens + start
+    if WINDOW:
+        kv_row += first - (tiles - 1) * BLOCK
     # Roles as in `_keys_kernel`.
     gl.warp_specialize(
         [
