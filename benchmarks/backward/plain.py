@@ -30,7 +30,9 @@ def _logits(
 ) -> torch.Tensor:
     batch, length = ids.shape
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    table = RopeTable.build(inverse_frequencies(config), length).to(ids.device)
+    table = RopeTable.build(inverse_frequencies(config), length, config.attention_scaling).to(
+        ids.device
+    )
     table = table.rows(torch.arange(length, device=ids.device).repeat(batch))
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:

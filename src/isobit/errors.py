@@ -12,9 +12,17 @@ from isobit.units import gib
 class IsobitError(Exception):
     """Base of every error caused by input, configuration or data rather than by a fault in
     Isobit.
+
+    Its text quotes what strangers wrote, names of tensors or a template's own error: characters
+    that could drive a terminal are shown as escapes.
     """
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return "".join(
+            c if c in "\t\n" or c.isprintable() else ascii(c)[1:-1] for c in super().__str__()
+        )
 
 
 class OutOfMemoryError(IsobitError):

@@ -26,3 +26,10 @@ def test_rows_are_those_of_the_positions_and_broadcast_over_heads() -> None:
     assert torch.equal(rows.cos[:, 0], table.cos[positions])
     assert torch.equal(rows.backward().sin[:, 0], -table.sin[positions])
     assert torch.equal(rows.backward().cos, rows.cos)
+
+
+def test_an_attention_factor_multiplies_cosines_and_sines_before_they_are_rounded() -> None:
+    table = RopeTable.build(FREQUENCIES, 1000, attention_scaling=1.3)
+    angles = torch.arange(1000, dtype=torch.float64)[:, None] * FREQUENCIES
+    assert torch.equal(table.cos, (angles.cos() * 1.3).float())
+    assert torch.equal(table.sin, (angles.sin() * 1.3).float())

@@ -174,8 +174,8 @@ def test_a_folder_is_read_one_master_at_a_time(
     read: list[weakref.ref[torch.Tensor]] = []
     read_masters = module.read_masters
 
-    def watched(folder: Path, config: ModelConfig) -> Any:
-        for name, master in read_masters(folder, config):
+    def watched(folder: Path, config: ModelConfig, device: torch.device | str) -> Any:
+        for name, master in read_masters(folder, config, device):
             assert sum(before() is not None for before in read) < 2
             read.append(weakref.ref(master))
             yield name, master

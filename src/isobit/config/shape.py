@@ -7,6 +7,17 @@ from pydantic import Field
 from isobit.config.base import Strict
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+"""As the ``model_type`` of a Hugging Face ``config.json``."""
+
+MAX_VOCAB_SIZE = 1 << 22
+MAX_WIDTH = 1 << 20
+"""Elements of a hidden state, a head, or within an MLP."""
+MAX_LAYERS = 1000
+MAX_HEADS = 1024
+MAX_EXPERTS = 1024
+MAX_POSITIONS = 1 << 20
+"""More than any model that there is; a number beyond is a mistake, which would otherwise show as a
+plan without end or a machine without memory."""
 
 
 class ModelShape(Strict):
@@ -15,17 +26,17 @@ class ModelShape(Strict):
     """
 
     family: Family = "qwen3"
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int | None = Field(default=None, gt=0)
+    hidden_size: int = Field(gt=0, le=MAX_WIDTH)
+    intermediate_size: int = Field(gt=0, le=MAX_WIDTH)
+    num_layers: int = Field(gt=0, le=MAX_LAYERS)
+    num_heads: int = Field(gt=0, le=MAX_HEADS)
+    num_kv_heads: int | None = Field(default=None, gt=0, le=MAX_HEADS)
     """By default as many as ``num_heads``."""
-    head_dim: int | None = Field(default=None, gt=0)
+    head_dim: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
     """By default ``hidden_size`` over ``num_heads``."""
-    vocab_size: int | None = Field(default=None, gt=0)
+    vocab_size: int | None = Field(default=None, gt=0, le=MAX_VOCAB_SIZE)
     """By default the tokenizer's, rounded up to a multiple of 128."""
-    max_positions: int = Field(default=512, gt=1)
+    max_positions: int = Field(default=512, gt=1, le=MAX_POSITIONS)
     """Tokens of the context."""
     rms_epsilon: float = Field(default=1e-6, gt=0)
     rope_theta: float = Field(default=10000.0, gt=0)

@@ -34,6 +34,7 @@ from isobit.kernels.operands import (
     DecodeBatch,
     Drawn,
     Draws,
+    ExpertGradients,
     KvCache,
     KvShape,
     LinearInput,
@@ -44,6 +45,9 @@ from isobit.kernels.operands import (
     PagedBatch,
     QkvGradients,
     QkvTransform,
+    RoutedExperts,
+    RouterLoss,
+    Routing,
 )
 from isobit.kernels.sizes import Sizes
 from isobit.precision.flow import Graph, PrecisionFlow, Site
@@ -103,9 +107,10 @@ class Backend(Protocol):
         epsilon: float,
         site: Site | None,
         save: bool = False,
+        keep: bool = False,
     ) -> Normed:
         """h + x (None adds nothing), its RMSNorm, and that as the linear ``site`` reads it; with
-        ``save`` also as WGrad will.  Without a site the norm alone.
+        ``save`` also as WGrad will.  The norm itself with ``keep``, and without a site.
         """
         ...
 
@@ -127,6 +132,31 @@ class Backend(Protocol):
 
     def linear(self, x: Operand, weight: LinearWeight) -> torch.Tensor:
         """FProp, Y = X W^T: [T, K] -> [T, N], without the bias, which ``QkvTransform`` adds."""
+        ...
+
+    def route(
+        self, x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool
+    ) -> Routing:
+        """The ``top_k`` experts of each token: x [T, C] and the published router [E, C] -> logits
+        x router^T in FP32, whose softmax over all experts gives the weights, divided by their sum
+        over the chosen ones where ``renormalise``.
+        """
+        ...
+
+    def experts(
+        self, x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+    ) -> torch.Tensor:
+        """x [T, C] as ``gate_up`` reads it -> y [T, C]: the sum over the ranks j of a token, in
+        FP32 and in their order, of weight_j * down_e(swiglu(gate_up_e(x))), e its expert; rounded
+        once.  Matrices stand one below the other: [E 2 I, C] and [E C, I].  An expert's output for
+        a token has the bits of ``linear`` with its matrix alone.
+        """
+        ...
+
+    def experts_saving(
+        self, x: LinearInput, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+    ) -> tuple[torch.Tensor, RoutedExperts]:
+        """The same bits, and what ``experts_backward`` reads; ``x`` was saved for WGrad."""
         ...
 
     def head_logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -221,6 +251,35 @@ class Backend(Protocol):
         self, d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
     ) -> OutputGradient:
         """The gradient of [T, I] -> that of gate and up [T, 2 I], dY of the linear ``site``."""
+        ...
+
+    def experts_backward(
+        self,
+        dy: torch.Tensor,
+        saved: RoutedExperts,
+        routing: Routing,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+        grads: ExpertGradients,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """dy [T, C] -> dx [T, C] through the experts, and the gradient of the routing's weights,
+        FP32 [T, k].
+        """
+        ...
+
+    def route_backward(
+        self,
+        d_weights: torch.Tensor,
+        x: torch.Tensor,
+        routing: Routing,
+        router: torch.Tensor,
+        renormalise: bool,
+        loss: RouterLoss | None,
+        grad: torch.Tensor,
+    ) -> torch.Tensor:
+        """The gradient of the weights FP32 [T, k], and of the router's own losses -> that of x
+        [T, C]; grad [E, C].  The choice of experts has no gradient.
+        """
         ...
 
     def qkv_backward(

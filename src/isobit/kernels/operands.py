@@ -75,6 +75,53 @@ class Normed:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts each token goes to, by rank, and what the backward of that reads."""
+
+    experts: torch.Tensor
+    """int32 [T, k]: by falling logit; of equal logits the lower expert comes first."""
+    weights: torch.Tensor
+    """FP32 [T, k]: what each expert's output is multiplied with."""
+    logits: torch.Tensor
+    """FP32 [T, E]"""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoss:
+    """What the router's own losses add to its gradient.
+
+    For each sequence, with f_e the share of its T_s k choices that fell on expert e times E, P_e
+    the mean over its tokens of the softmax, and z_t = log sum_e exp(logit_te):
+
+        balance * sum_e f_e P_e  +  z * mean over its tokens of z_t^2
+
+    (Fedus et al., arXiv 2101.03961, section 2.2; Zoph et al., arXiv 2202.08906, section 2.2), f_e
+    taken as a constant.
+    """
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, end to end."""
+    balance: float
+    """Coefficient of a sequence's load-balancing loss, divided by the update's sequences."""
+    z: float
+    """Coefficient of a sequence's z-loss, likewise."""
+
+
+RoutedExperts = Any
+"""What the experts of a layer read and made, for their backward; only its back end looks inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGradients:
+    """FP32 gradients that ``experts_backward`` adds to: of gate and up [E 2 I, C] and of down
+    [E C, I].
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class QkvTransform:
     """What a layer does to Q, K and V between its projection and attention.
 

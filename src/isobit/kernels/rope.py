@@ -12,17 +12,20 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """cos and sin, FP32 [positions, D/2]."""
+    """cos and sin, FP32 [positions, D/2]; with YaRN both times its attention factor."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     @classmethod
-    def build(cls, inverse_frequencies: torch.Tensor, positions: int) -> "RopeTable":
-        """From FP64 inverse frequencies [D/2]."""
+    def build(
+        cls, inverse_frequencies: torch.Tensor, positions: int, attention_scaling: float = 1.0
+    ) -> "RopeTable":
+        """From FP64 inverse frequencies [D/2], and what cos and sin are multiplied by."""
         places = torch.arange(positions, dtype=torch.float64)
         angles = places[:, None] * inverse_frequencies[None, :]
-        return cls(angles.cos().float(), angles.sin().float())
+        cos, sin = (angles.cos() * attention_scaling, angles.sin() * attention_scaling)
+        return cls(cos.float(), sin.float())
 
     def to(self, device: torch.device) -> "RopeTable":
         """The table on a device."""
@@ -36,5 +39,7 @@ class RopeTable:
         return RopeTable(cos, sin)
 
     def backward(self) -> "RopeTable":
-        """The table that takes a rotation back."""
+        """The table of the transposed rotation: it takes a gradient back, and without an attention
+        factor the rotation itself.
+        """
         return RopeTable(self.cos, -self.sin)

@@ -1,9 +1,5 @@
-"""What a decoder is: the fields of a Hugging Face ``config.json`` that Llama 3, Qwen2 and Qwen3
-dense models need.
-
-The three families are one decoder: pre-norm, RMSNorm, rotary positions, grouped-query attention,
-SwiGLU.  They differ in biases on q, k and v (Qwen2), RMSNorm of each query and key head (Qwen3),
-tied or untied heads, and Llama 3's scaled rotary frequencies.
+"""What a decoder is: the fields of a Hugging Face ``config.json`` that the families need
+(``isobit.models.families``).
 
 A reward model (``...ForSequenceClassification`` with one label) is the same decoder with a score
 head [1, C] in the place of lm_head.  Its score is that of the last token of a sequence, trailing
@@ -11,38 +7,30 @@ padding (``pad_token_id``) not counted, as transformers has it.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from isobit.config.shape import Family
+from isobit.config.shape import (
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB_SIZE,
+    MAX_WIDTH,
+    Family,
+)
 from isobit.errors import ModelError
+from isobit.models.config_fields import ConfigFields, is_neutral
+from isobit.models.families import ARCHITECTURES, FAMILIES, FEATURES, REWARD_ARCHITECTURES
+from isobit.models.rope_json import read_rope, rope_json
+from isobit.models.rope_scaling import RopeScaling
 
 MAX_HEAD_DIM = 256
 
-ARCHITECTURES: dict[str, Family] = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-REWARD_ARCHITECTURES: dict[str, Family] = {
-    "LlamaForSequenceClassification": "llama",
-    "Qwen2ForSequenceClassification": "qwen2",
-    "Qwen3ForSequenceClassification": "qwen3",
-}
 _LABELS_BY_DEFAULT = 2
 """What transformers takes a classifier to have whose config.json says nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3's stretch of the low rotary frequencies ("rope_type": "llama3")."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +83,35 @@ class ModelConfig:
             raise ModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
             )
-        if self.head_dim > MAX_HEAD_DIM or self.head_dim % 2:
+        if not 0 < self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
             raise ModelError(
                 f"head size {self.head_dim} is not supported: it must be even and at most "
                 f"{MAX_HEAD_DIM}"
+            )
+        if self.experts is not None and self.experts.top_k > self.experts.count:
+            raise ModelError(
+                f"{self.experts.top_k} experts for each token are more than there are, "
+                f"{self.experts.count}"
             )
 
     @property
     def qk_norm(self) -> bool:
         """Whether each query and key head has an RMSNorm."""
-        return self.family in ("qwen3", "qwen3_moe")
+        return FAMILIES[self.family].qk_norm
 
     @property
     def qkv_bias(self) -> bool:
         """Whether q, k and v have biases."""
-        return self.family == "qwen2"
+        return FAMILIES[self.family].qkv_bias
+
+    @property
+    def attention_scaling(self) -> float:
+        """What cosines and sines of rotary positions are multiplied by."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scaling
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a query of a layer sees, its own included; None: all before it."""
+        return self.sliding_window if layer >= self.full_layers else None
 
     def window(self, layer: int) -> int | None:
         """How many keys a query of a layer sees, its own included; None: all before it."""
@@ -124,58 +126,50 @@ class ModelConfig:
         """Read a ``config.json``; raises ModelError, naming ``source``, for what this decoder
         does not compute.
         """
-        architecture = (config.get("architectures") or ["(none)"])[0]
-        known = ARCHITECTURES | REWARD_ARCHITECTURES
-        if architecture not in known:
-            raise ModelError(
-                f"{source}: architecture {architecture} is not supported; supported are "
-                f"{', '.join(known)}"
-            )
-        family, scores = known[architecture], architecture in REWARD_ARCHITECTURES
-        _refuse_unsupported(config, family, source)
+        fields = ConfigFields(config, source)
+        family, scores = _read_architecture(fields)
+        _refuse_unsupported(fields, family)
         if scores:
-            _refuse_labels(config, source)
+            _refuse_labels(fields)
+        heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+        hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
+        positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
+        layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+        head_dim = FAMILIES[family].default_head_dim or hidden // heads
+        theta, scaling = read_rope(fields, FAMILIES[family].default_rope_theta, positions)
+        values: dict[str, Any] = {
+            "family": family,
+            "vocab_size": fields.integer("vocab_size", 1, MAX_VOCAB_SIZE),
+            "hidden_size": hidden,
+            "intermediate_size": fields.integer("intermediate_size", 1, MAX_WIDTH),
+            "num_layers": layers,
+            "num_heads": heads,
+            "num_kv_heads": fields.integer("num_key_value_heads", 1, MAX_HEADS, heads),
+            "head_dim": fields.integer("head_dim", 1, MAX_WIDTH, head_dim),
+            "max_positions": positions,
+            "rms_epsilon": fields.number("rms_norm_eps", 1e-30, 1),
+            "rope_theta": theta,
+            "tied_embeddings": fields.flag("tie_word_embeddings", False),
+            "rope_scaling": scaling,
+            "experts": _read_experts(fields, family, layers),
+            "score_head": scores,
+            "pad_token_id": _read_padding(fields) if scores else None,
+        }
+        values |= _read_window(fields, family, layers)
         try:
-            heads = config["num_attention_heads"]
-            return cls(
-                family=family,
-                vocab_size=config["vocab_size"],
-                hidden_size=config["hidden_size"],
-                intermediate_size=config["intermediate_size"],
-                num_layers=config["num_hidden_layers"],
-                num_heads=heads,
-                num_kv_heads=config.get("num_key_value_heads") or heads,
-                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-                max_positions=config["max_position_embeddings"],
-                rms_epsilon=config["rms_norm_eps"],
-                rope_theta=_rope_parameters(config).get(
-                    "rope_theta", config.get("rope_theta", 10000.0)
-                ),
-                tied_embeddings=config.get("tie_word_embeddings", False),
-                rope_scaling=_rope_scaling(config, source),
-                score_head=scores,
-                pad_token_id=config.get("pad_token_id") if scores else None,
-            )
-        except KeyError as missing:
-            raise ModelError(f"{source}: the key {missing} is missing") from None
+            return cls(**values)
+        except ModelError as error:
+            raise ModelError(f"{source}: {error}") from None
 
     def to_hf(self) -> dict[str, Any]:
         """A ``config.json`` that transformers loads."""
-        known = REWARD_ARCHITECTURES if self.score_head else ARCHITECTURES
-        architecture = next(name for name, family in known.items() if family == self.family)
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
-        if self.rope_scaling is not None:
-            rope |= {"rope_type": "llama3"} | {
-                f.name: getattr(self.rope_scaling, f.name) for f in fields(RopeScaling)
-            }
-        of_scores = (
-            {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
-            | {"pad_token_id": self.pad_token_id}
-            if self.score_head
-            else {}
-        )
-        return of_scores | {
-            "architectures": [architecture],
+        traits = FAMILIES[self.family]
+        scores: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        scores |= {"num_labels": 1, "pad_token_id": self.pad_token_id}
+        return (scores if self.score_head else {}) | {
+            "architectures": [
+                traits.reward_architecture if self.score_head else traits.architecture
+            ],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -189,66 +183,128 @@ class ModelConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": self.tied_embeddings,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": rope,
+            **rope_json(self.rope_theta, self.rope_scaling),
+            **self._window_json(),
+            **self._experts_json(),
             "dtype": "bfloat16",
         }
 
+    def _window_json(self) -> dict[str, Any]:
+        windows = FAMILIES[self.family].windows
+        if windows == "every layer":
+            return {"sliding_window": self.sliding_window}
+        if self.sliding_window is None:
+            return {}
+        upper = {"use_sliding_window": True, "max_window_layers": self.full_layers}
+        return upper | {"sliding_window": self.sliding_window}
+
+    def _experts_json(self) -> dict[str, Any]:
+        experts, keys = self.experts, FAMILIES[self.family].experts
+        if experts is None or keys is None:
+            return {}
+        found: dict[str, Any] = {
+            keys.counts[0]: experts.count,
+            keys.width: experts.intermediate_size,
+        }
+        found["num_experts_per_tok"] = experts.top_k
+        if keys.renormalise is not None:
+            found[keys.renormalise] = experts.renormalise
+            found |= {"decoder_sparse_step": 1, "mlp_only_layers": list(experts.dense_layers)}
+        return found
+
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Rotary frequencies, FP64 [D/2]: theta^(-2i/D), stretched for Llama 3 as in transformers'
-    ``rope_type: llama3``.
-    """
+    """Rotary frequencies, FP64 [D/2]: theta^(-2i/D), stretched where the config says so."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     frequencies = torch.exp(half * -math.log(config.rope_theta))
     scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    smooth = (
-        (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    ).clamp(0, 1)
-    return frequencies * (smooth + (1 - smooth) / scaling.factor)
+    return frequencies if scaling is None else scaling.stretched(frequencies, config.rope_theta)
 
 
-def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes ``rope_parameters``, earlier ones ``rope_scaling`` beside
-    ``rope_theta``.
-    """
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _read_architecture(fields: ConfigFields) -> tuple[Family, bool]:
+    """The family, and whether it is a reward model."""
+    known = ARCHITECTURES | REWARD_ARCHITECTURES
+    named = fields.list_of("architectures", str) or ["(none)"]
+    if len(named) != 1 or named[0] not in known:
+        raise fields.refusal("architectures", f"supported are {', '.join(known)}")
+    family = known[named[0]]
+    if fields.text("model_type", family) != family:
+        raise fields.refusal("model_type", f"expected {family!r}, as architectures says")
+    return family, named[0] in REWARD_ARCHITECTURES
 
 
-def _rope_scaling(config: dict[str, Any], source: str) -> RopeScaling | None:
-    parameters = _rope_parameters(config)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ModelError(
-            f"{source}: rope_type {kind!r} is not supported; supported are 'default' and 'llama3'"
-        )
-    return RopeScaling(**{f.name: parameters[f.name] for f in fields(RopeScaling)})
+def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
+    """What would make the decoder another function, and what is not built."""
+    if fields.text("hidden_act", "silu") != "silu":
+        raise fields.refusal("hidden_act", "expected 'silu'")
+    if fields.flag("attention_bias", False) and not FAMILIES[family].qkv_bias:
+        raise fields.refusal("attention_bias")
+    if fields.has("quantization_config"):
+        raise fields.refusal("quantization_config")
+    for key, neutral in FEATURES.items():
+        if not is_neutral(fields.values.get(key), neutral):
+            raise fields.refusal(key)
 
 
-def _refuse_unsupported(config: dict[str, Any], family: Family, source: str) -> None:
-    unsupported = {
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(config.get("attention_bias", False)) and family != "qwen2",
-        "mlp_bias": bool(config.get("mlp_bias", False)),
-        "use_sliding_window": bool(config.get("use_sliding_window", False)),
-        "quantization_config": "quantization_config" in config,
-    }
-    for key, refused in unsupported.items():
-        if refused:
-            raise ModelError(f"{source}: {key} = {config[key]!r} is not supported")
-
-
-def _refuse_labels(config: dict[str, Any], source: str) -> None:
+def _refuse_labels(fields: ConfigFields) -> None:
     """``num_labels`` as transformers reads it: said so, or the entries of ``id2label``."""
-    named = config.get("id2label")
-    labels = config.get("num_labels", _LABELS_BY_DEFAULT if named is None else len(named))
+    named = fields.values.get("id2label")
+    counted = len(named) if isinstance(named, dict | list) else _LABELS_BY_DEFAULT
+    labels = fields.integer("num_labels", 0, MAX_WIDTH, counted)
     if labels != 1:
         raise ModelError(
-            f"{source}: num_labels = {labels} is not supported; a reward model gives one score "
-            "(num_labels 1)"
+            f"{fields.source}: num_labels = {labels} is not supported; a reward model gives one "
+            "score (num_labels 1)"
         )
+
+
+def _read_padding(fields: ConfigFields) -> int | None:
+    """-1 is no token, as in folders of early Llama models."""
+    return fields.optional_integer("pad_token_id", -1, MAX_VOCAB_SIZE)
+
+
+def _read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
+    """``sliding_window`` and ``full_layers``."""
+    traits = FAMILIES[family]
+    window, full_layers = traits.default_window, 0
+    if traits.windows == "every layer":
+        if "sliding_window" in fields.values:  # null is none
+            window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
+    elif fields.flag("use_sliding_window", False):
+        if traits.windows == "none":
+            raise fields.refusal("use_sliding_window")
+        window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
+        full_layers = fields.integer("max_window_layers", 0, MAX_LAYERS)
+    elif family == "llama" and fields.has("sliding_window"):
+        raise fields.refusal("sliding_window")
+    if window is None or full_layers >= layers:
+        window, full_layers = None, 0
+    kinds = fields.list_of("layer_types", str)
+    windowed = 0 if window is None else layers - full_layers
+    expected = ["full_attention"] * (layers - windowed) + ["sliding_attention"] * windowed
+    if kinds is not None and kinds != expected:
+        raise fields.refusal("layer_types", "sliding_window and its neighbours say otherwise")
+    return {"sliding_window": window, "full_layers": full_layers}
+
+
+def _read_experts(fields: ConfigFields, family: Family, layers: int) -> Experts | None:
+    keys = FAMILIES[family].experts
+    if keys is None:
+        return None
+    named = [key for key in keys.counts if fields.has(key)] or [keys.counts[0]]
+    count, *others = (fields.integer(key, 1, MAX_EXPERTS) for key in named)
+    if any(other != count for other in others):
+        raise fields.refusal(named[1], f"{named[0]} is {count:,}")
+    renormalise, dense = True, tuple[int, ...]()
+    if keys.renormalise is not None:
+        renormalise = fields.flag(keys.renormalise, False)
+        step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
+        dense_by_name = fields.list_of("mlp_only_layers", int) or []
+        dense = tuple(n for n in range(layers) if n in dense_by_name or (n + 1) % step)
+    return Experts(
+        count=count,
+        top_k=fields.integer("num_experts_per_tok", 1, count),
+        intermediate_size=fields.integer(keys.width, 1, MAX_WIDTH),
+        renormalise=renormalise,
+        dense_layers=dense,
+    )

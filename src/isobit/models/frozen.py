@@ -85,7 +85,7 @@ class FrozenPolicy:
         ModelError as ``load_policy`` does.
         """
         config = read_config(folder)
-        return cls.publish(config, precision, read_masters(folder, config), device)
+        return cls.publish(config, precision, read_masters(folder, config, device), device)
 
     @classmethod
     def of(cls, policy: Policy) -> "FrozenPolicy":

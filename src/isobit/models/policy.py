@@ -45,8 +45,9 @@ class Policy:
         device: torch.device | str = "cpu",
         trainable: bool = True,
     ) -> None:
-        """``masters`` in the order of ``master_shapes``; pairs are taken one by one, so they need
-        not fit the memory together.
+        """``masters`` in the order of the forward pass.  Those of a mapping are copied; pairs are
+        taken one by one, so they need not fit the memory together, and are handed over: what is in
+        FP32 on the device becomes the master itself.
         """
         self.config = config
         self.decoder = build_decoder(config)
@@ -60,7 +61,9 @@ class Policy:
         self.masters: dict[str, torch.nn.Parameter] = {}
         self.change = PublishedChange()
         """What the last publication changed."""
-        rope = RopeTable.build(inverse_frequencies(config), config.max_positions).to(self.device)
+        frequencies = inverse_frequencies(config)
+        rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
+        rope = rope.to(self.device)
         self._sides: dict[Side, Weights] = {
             "rollout": Weights(self.backend, rope),
             "training": Weights(self.backend, rope),
@@ -69,7 +72,8 @@ class Policy:
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
         for name, tensor in pairs:
-            master = torch.nn.Parameter(tensor.to(self.device, torch.float32, copy=True))
+            copied = tensor.to(self.device, torch.float32, copy=isinstance(masters, Mapping))
+            master = torch.nn.Parameter(copied)
             names.append(name)
             self._publish(name, master)
             if trainable:
@@ -135,15 +139,17 @@ class Policy:
             linears[path] = made[site]
 
     def _publish_bias(self, path: str, master: torch.Tensor) -> None:
+        bias: torch.Tensor | None = None
         made: dict[int, LinearWeight] = {}
         for side in ("rollout", "training"):
             linears = self._sides[side].linears
             held = linears[path]
-            if held.bias is None:
-                bias = master.detach().to(DTYPES[self.flow.training.activations], copy=True)
-                linears[path] = made.setdefault(id(held.matrix), replace(held, bias=bias))
-            else:
+            if held.bias is not None:
                 held.bias.copy_(master)
+                continue
+            if bias is None:  # both sides read one
+                bias = master.detach().to(DTYPES[self.flow.training.activations], copy=True)
+            linears[path] = made.setdefault(id(held.matrix), replace(held, bias=bias))
 
     def _publish_plain(self, name: str, master: torch.Tensor) -> None:
         dtype = DTYPES[self.flow.training.activations]

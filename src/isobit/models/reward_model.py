@@ -81,7 +81,7 @@ def load_reward_model(
     """
     config = read_reward_config(folder)
     tokenizer = load_tokenizer(folder)
-    masters = read_masters(folder, config)
+    masters = read_masters(folder, config, device)
     return RewardModel(FrozenPolicy.publish(config, precision, masters, device), tokenizer)
 
 

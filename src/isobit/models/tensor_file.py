@@ -14,13 +14,17 @@ with what was meant, and nothing is read twice.
 
 import hashlib
 import json
+import mmap
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+
+from isobit.errors import ModelError
+from isobit.models.tensor_header import read_header
 
 _FORMATS = {
     torch.int64: "I64",
@@ -32,6 +36,17 @@ _FORMATS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _FORMATS.items()} | {
+    "F16": torch.float16,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""Of what is read."""
+_MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+_FLAGS = mmap.MAP_PRIVATE | _MAP_NORESERVE
+_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
+"""What is written to a mapped tensor stays in the process; nothing is reserved for that, as a file
+may be larger than the memory.
+"""
 _ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
 
 
@@ -82,23 +97,46 @@ def _header(layout: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
-    """The tensors of a file by name, each read from the disk when it is asked for."""
+    """The tensors of a file by name.  The file is opened once and mapped: a tensor is its bytes
+    there, read from the disk when they are looked at, and copied only where somebody writes to it.
+    Mapped bytes are the file's pages in the system's cache and no memory of the process.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = safe_open(path, framework="pt")
-        self._names = tuple(self._file.keys())
+        """Raises ModelError for a file that cannot be read or is damaged."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self._map = mmap.mmap(file.fileno(), size, _FLAGS, _ACCESS) if size else b""
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+        with memoryview(self._map) as data:
+            self.stored = read_header(data, path)
+        """What the header says of each tensor."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._file.get_tensor(name)
+        stored = self.stored[name]
+        dtype = DTYPES[stored.format]
+        if stored.begin == stored.end:
+            return torch.empty(stored.shape, dtype=dtype)
+        count = (stored.end - stored.begin) // dtype.itemsize
+        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=stored.begin)
+        return flat.view(stored.shape)
+
+    def read_ahead(self, name: str) -> None:
+        """Have the system begin to read a tensor from the disk, and return at once."""
+        stored = self.stored[name]
+        begin = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if stored.end > begin and isinstance(self._map, mmap.mmap):
+            self._map.madvise(mmap.MADV_WILLNEED, begin, stored.end - begin)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.stored)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.stored)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor; none is read."""
-        return {name: tuple(self._file.get_slice(name).get_shape()) for name in self._names}
+        return {name: stored.shape for name, stored in self.stored.items()}

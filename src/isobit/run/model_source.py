@@ -13,13 +13,13 @@ from isobit.config.sft import Objective
 from isobit.config.shape import ModelShape
 from isobit.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from isobit.errors import ConfigError
+from isobit.models.checkpoint_files import weight_files
 from isobit.models.config import ModelConfig
 from isobit.models.folder import (
     load_policy,
     read_config,
     read_reward_masters,
     reward_config,
-    weight_files,
 )
 from isobit.models.loaded import DescribedModel, LoadedModel, model_folder
 from isobit.models.policy import Policy, random_policy
@@ -54,7 +54,7 @@ class ModelSource:
         if self.from_scratch:
             policy = random_policy(config, precision, seed, device)
         elif config.score_head:
-            masters = read_reward_masters(described.folder, config, seed)
+            masters = read_reward_masters(described.folder, config, seed, device)
             policy = Policy(config, precision, masters, device)
         else:
             value_head = described.config.value_head

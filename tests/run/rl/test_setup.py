@@ -140,7 +140,7 @@ def test_damaged_models(make_config: MakeConfig, tiny_folder: Path, tmp_path: Pa
     config, weights = folder / "config.json", folder / "model.safetensors"
     good_config, good_weights = config.read_text(), weights.read_bytes()
     config.write_text(good_config.replace("Qwen3ForCausalLM", "MambaForCausalLM"))
-    refused(make_config(model=str(folder)), ModelError, "MambaForCausalLM is not supported")
+    refused(make_config(model=str(folder)), ModelError, r"MambaForCausalLM'\] is not supported")
     config.write_text(good_config)
     weights.write_bytes(good_weights[: len(good_weights) // 2])
     refused(make_config(model=str(folder)), ModelError, "model.safetensors is damaged")

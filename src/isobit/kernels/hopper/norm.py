@@ -18,10 +18,11 @@ def add_rms_norm(
     epsilon: float,
     site: Site | None,
     save: bool = False,
+    keep: bool = False,
 ) -> Normed:
     """h and x BF16 [T, C]; the norm itself is written only where somebody reads it."""
     scales = site.scales if site is not None and site.forward == "e4m3" else None
-    keep = scales is None or save or is_observed()
+    keep = keep or scales is None or save or is_observed()
     h, norm, quantised = rms_norm_quantise(h, x, weight, epsilon, scales, keep)
     if site is None:
         return Normed(h, norm, None)

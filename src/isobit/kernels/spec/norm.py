@@ -41,8 +41,11 @@ def add_rms_norm(
     epsilon: float,
     site: Site | None,
     save: bool = False,
+    keep: bool = False,
 ) -> Normed:
-    """The residual stream [T, C] after the addition, its norm, and that as ``site`` reads it."""
+    """The residual stream [T, C] after the addition, its norm (always kept: it is there), and that
+    as ``site`` reads it.
+    """
     h = h if x is None else h + x
     norm = rms_norm(h, weight, epsilon)
     return Normed(h, norm, None if site is None else linear_input(norm, site, save))

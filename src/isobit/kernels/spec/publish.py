@@ -13,13 +13,15 @@ from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import QuantTensor
 
+_NUMBERS_AT_A_TIME = 1 << 18
+
 
 def publish(site: Site, master: torch.Tensor) -> Operand:
     """FP32 [N, K] -> the matrix that ``linear`` multiplies with."""
     master = master.detach()
     source = master if site.forward == "fp32" else master.bfloat16()
     if site.forward != "e4m3":
-        return snap_rows(source)
+        return _snapped(source)
     return quantise_blocks(source, site.scales, site.parts)
 
 
@@ -40,7 +42,18 @@ def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
 
 def publish_head(table: torch.Tensor) -> torch.Tensor:
     """lm_head [V, C] on the grid of the exact GEMM."""
-    return snap_rows(table)
+    return _snapped(table)
+
+
+def _snapped(matrix: torch.Tensor) -> torch.Tensor:
+    """``snap_rows`` of some rows at a time: its FP64 temporaries of an lm_head would be larger than
+    the rest of a model.
+    """
+    rows = max(1, _NUMBERS_AT_A_TIME // matrix.shape[1])
+    made = torch.empty_like(matrix)
+    for begin in range(0, len(matrix), rows):
+        made[begin : begin + rows] = snap_rows(matrix[begin : begin + rows])
+    return made
 
 
 def _bytes(matrix: QuantTensor) -> torch.Tensor:

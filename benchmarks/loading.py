@@ -1,0 +1,190 @@
+"""How long a model folder takes to its first token, and how much of the host's memory.
+
+    python -m benchmarks.loading [--shape qwen3-8b] [--folder DIR] [--precision fp8] [--trainable]
+
+A folder of the shape is written first, where none is there: random BF16 weights in shards of 5 GB.
+What was written is in the system's cache, and stays there where it fits.  Then a fresh process
+reads it, publishes it and draws one token.  A JSON line each:
+
+folder     bytes of the files, of the largest of them, and of the largest tensor as it is stored
+phase      seconds: ``imports`` from the start of the process, ``weights`` (files to published
+           weights on the device), ``first_token`` (the engine made, kernels compiled or found, one
+           token drawn), and ``total``
+memory     anonymous memory of the host, what no file backs: before the weights, the largest while
+           they are read (looked at every millisecond), and what the policy holds on the host
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter, time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isobit.models.config import ModelConfig
+    from isobit.models.policy import Policy
+
+_SAMPLE_S = 0.001
+
+
+def write_folder(config: "ModelConfig", folder: Path, shard_bytes: int) -> None:
+    """Random weights: matrices from N(0, 0.02), all else ones."""
+    import torch
+
+    from isobit.models.decoder import build_decoder
+    from isobit.models.shards import write_shards
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    layout = {
+        part: torch.empty((rows, *master.shape[1:]), dtype=torch.bfloat16, device="meta")
+        for master in build_decoder(config).masters().values()
+        for part, rows in master.parts.items()
+    }
+
+    def value(name: str) -> torch.Tensor:
+        shape = layout[name].shape
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return drawn.mul_(0.02)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_shards(folder, layout, value, shard_bytes)
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+
+
+def measure(
+    folder: Path, precision: str, trainable: bool, started_at: float
+) -> Iterator[dict[str, Any]]:
+    """The lines of one process that began at ``started_at`` (``time.time``)."""
+    import torch
+
+    from isobit.config.precision import PrecisionConfig
+    from isobit.config.rollout import RolloutConfig
+    from isobit.models.checkpoint_files import open_checkpoint
+    from isobit.models.folder import load_policy
+    from isobit.records.text import Prompt, SamplingParams
+    from isobit.rollout.engine import generate
+    from isobit.rollout.native.engine import NativeEngine
+    from isobit.rollout.request import Request
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.zeros(1, device=device)  # the device's own start counts as an import
+    flow = PrecisionConfig.model_validate(precision)
+    tensors = open_checkpoint(folder).values()
+    files = {tensor.file.path.stat().st_size for tensor in tensors}
+    yield {
+        "line": "folder",
+        "bytes": sum(tensor.mapped.nbytes for tensor in tensors),
+        "largest_file": max(files),
+        "largest_tensor": max(tensor.mapped.nbytes for tensor in tensors),
+    }
+    yield {"line": "phase", "phase": "imports", "seconds": time() - started_at}
+    before = anonymous_bytes()
+    began = perf_counter()
+    with peak_anonymous_bytes() as peak:
+        policy = load_policy(folder, flow, device, trainable)
+        policy.backend.synchronize()
+    yield {"line": "phase", "phase": "weights", "seconds": perf_counter() - began}
+    yield {
+        "line": "memory",
+        "before": before,
+        "peak": peak[0],
+        "policy": policy_bytes(policy) if device == "cpu" else 0,
+    }
+    began = perf_counter()
+    rollout = RolloutConfig(max_sequences=16, max_batched_tokens=2048)
+    engine = NativeEngine(policy, rollout, None, seed=0)
+    sampling = SamplingParams(max_new_tokens=1, temperature=1.0)
+    generate(engine, [Request(Prompt("first", "", (1, 2, 3)), 0, 1, sampling)])
+    yield {"line": "phase", "phase": "first_token", "seconds": perf_counter() - began}
+    yield {"line": "phase", "phase": "total", "seconds": time() - started_at}
+
+
+def policy_bytes(policy: "Policy") -> int:
+    """All that a policy holds: masters, and published tensors once."""
+    held = {id(master): master.nbytes for master in policy.masters.values()}
+    for side in ("rollout", "training"):
+        weights = policy.weights(side)
+        for linear in weights.linears.values():
+            matrix: Any = linear.matrix
+            parts = [matrix] if hasattr(matrix, "nbytes") else [matrix.values, matrix.scales]
+            parts += [] if linear.bias is None else [linear.bias]
+            held |= {id(part): part.nbytes for part in parts}
+        plain = [*weights.plain.values(), weights.rope.cos, weights.rope.sin]
+        held |= {id(tensor): tensor.nbytes for tensor in plain}
+    return sum(held.values())
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def peak_anonymous_bytes() -> Iterator[list[int]]:
+    """The largest of ``anonymous_bytes`` within the block, in a list of one."""
+    peak, over = [anonymous_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_SAMPLE_S):
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        watcher.join()
+
+
+def read_in_fresh_process(
+    folder: Path, precision: str, trainable: bool
+) -> Iterator[dict[str, Any]]:
+    """The lines of ``measure``, as they come; raises CalledProcessError where it fails."""
+    command = [sys.executable, "-m", __spec__.name, "--read", str(folder)]
+    command += ["--precision", precision, "--started-at", repr(time())]
+    command += ["--trainable"] * trainable
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603 (ourselves)
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield json.loads(line)
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--precision", default="fp8")
+    parser.add_argument("--trainable", action="store_true")
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--started-at", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.read is not None:
+        lines = measure(options.read, options.precision, options.trainable, options.started_at)
+    else:
+        from isobit.models.shapes import model_shape
+        from isobit.models.shards import SHARD_BYTES
+
+        folder = options.folder or Path(tempfile.mkdtemp(prefix=f"isobit-{options.shape}-"))
+        if not (folder / "config.json").is_file():
+            write_folder(model_shape(options.shape), folder, SHARD_BYTES)
+        lines = read_in_fresh_process(folder, options.precision, options.trainable)
+    for line in lines:
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Masters from a folder's tensors, and every tensor that does not fit the configuration."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from isobit.config.precision import PrecisionConfig
+from isobit.errors import ModelError
+from isobit.models import checkpoint
+from isobit.models.checkpoint import Checkpoint, copy_in_pieces, is_finite
+from isobit.models.config import ModelConfig
+from isobit.models.policy import random_policy
+from isobit.models.saving import save_policy
+from isobit.models.shards import WEIGHTS_FILE
+
+CONFIG = ModelConfig("qwen2", 64, 128, 256, 2, 4, 2, 32, 128, 1e-6, 1e4, tied_embeddings=True)
+DOWN = "model.layers.1.mlp.down_proj.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    policy = random_policy(CONFIG, PrecisionConfig(preset="fp32"), seed=0)
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.add_(torch.randn_like(master))
+    save_policy(policy, tmp_path)
+    return tmp_path
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Tensors | None]) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    changed = change(tensors)
+    save_file(tensors if changed is None else changed, folder / WEIGHTS_FILE)
+
+
+def masters_of(folder: Path, config: ModelConfig = CONFIG) -> Tensors:
+    return dict(Checkpoint.open(folder, config).masters())
+
+
+def test_masters_are_the_checkpoints_tensors_row_upon_row(folder: Path) -> None:
+    stored, masters = load_file(folder / WEIGHTS_FILE), masters_of(folder)
+    path = "model.layers.1.self_attn"
+    for kind in ("weight", "bias"):
+        parts = [stored[f"{path}.{name}_proj.{kind}"] for name in "qkv"]
+        assert torch.equal(masters[f"layers.1.qkv_proj.{kind}"], torch.cat(parts).float())
+    assert torch.equal(masters["norm.weight"], stored["model.norm.weight"].float())
+    assert all(master.dtype == torch.float32 for master in masters.values())
+
+
+def test_masters_do_not_depend_on_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = masters_of(folder)
+    monkeypatch.setattr(checkpoint, "PIECE", 1000)
+    assert all(torch.equal(master, whole[name]) for name, master in masters_of(folder).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.bfloat16])
+def test_formats_of_weights(folder: Path, dtype: torch.dtype) -> None:
+    exact = {name: x.half().to(dtype) for name, x in load_file(folder / WEIGHTS_FILE).items()}
+    rewrite(folder, lambda _: exact)
+    assert torch.equal(masters_of(folder)["layers.1.down_proj.weight"], exact[DOWN].float())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
+        torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e8m0fnu,
+    ],
+)  # fmt: skip
+def test_every_other_format_is_refused_by_name(folder: Path, dtype: torch.dtype) -> None:
+    """faults.md D6: a matrix of int8, uint8, int64, bool or F8_E5M2 was read without a word."""
+    rewrite(folder, lambda tensors: tensors.update({DOWN: torch.ones(128, 256).to(dtype)}))
+    with pytest.raises(ModelError, match=rf"{DOWN} is \w+; expected F32, BF16, F16 or F64"):
+        masters_of(folder)
+
+
+def with_head(difference: float, dtype: torch.dtype = torch.bfloat16) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[63, 127] += difference
+        tensors["lm_head.weight"] = head.to(dtype)
+
+    return change
+
+
+def test_a_head_stored_beside_the_embedding_that_it_is_tied_to(folder: Path) -> None:
+    rewrite(folder, with_head(0.0))
+    assert "lm_head.weight" not in masters_of(folder)
+    for change in (with_head(0.5), with_head(0.0, torch.float32)):
+        rewrite(folder, change)
+        with pytest.raises(ModelError, match=r"lm_head\.weight is another matrix"):
+            masters_of(folder)
+    untied = replace(CONFIG, tied_embeddings=False)
+    assert "lm_head.weight" in masters_of(folder, untied)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_refused_by_name(folder: Path, value: float) -> None:
+    def spoil(tensors: Tensors) -> None:
+        tensors[DOWN][3, 4] = value
+
+    rewrite(folder, spoil)
+    with pytest.raises(ModelError, match=rf"{DOWN} holds a NaN or an infinity"):
+        masters_of(folder)
+
+
+def test_a_number_too_large_for_a_master_is_refused(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({DOWN: torch.ones(128, 256).double() * 1e300}))
+    with pytest.raises(ModelError, match=f"{DOWN} holds a NaN or an infinity"):
+        masters_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors: {n: x for n, x in tensors.items() if n != DOWN},
+            f"1 tensors are missing, the first is {DOWN}",
+        ),
+        (
+            lambda tensors: tensors.update(renamed=tensors.pop(DOWN)),
+            "holds renamed, which a qwen2 decoder does not read",
+        ),
+        (
+            lambda tensors: tensors.update({f"{DOWN}_scale_inv": torch.ones(1, 2)}),
+            r"down_proj\.weight_scale_inv",
+        ),
+        (
+            lambda tensors: tensors.update({DOWN: torch.ones(256, 128)}),
+            rf"{DOWN} has the shape \(256, 128\), but config.json asks for \(128, 256\)",
+        ),
+        (
+            lambda tensors: tensors.update({"\x1b[31m": torch.ones(1)}),
+            r"holds '\\x1b\[31m', which",
+        ),
+    ],
+)
+def test_config_and_tensors_that_disagree(
+    folder: Path, change: Callable[[Tensors], Tensors | None], message: str
+) -> None:
+    rewrite(folder, change)
+    with pytest.raises(ModelError, match=message):
+        Checkpoint.open(folder, CONFIG)
+
+
+def test_finite_numbers() -> None:
+    x = torch.randn(5, 7)
+    assert is_finite(x)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        x[2, 3] = value
+        assert not is_finite(x)
+
+
+def test_pieces_land_in_rows_of_a_larger_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "PIECE", 10)
+    target, source = torch.zeros(9, 4), torch.randn(5, 4).bfloat16()
+    copy_in_pieces(target[2:7], source)
+    assert torch.equal(target[2:7], source.float())
+    assert not target[:2].any() and not target[7:].any()

@@ -1,0 +1,268 @@
+"""config.json in and out: every family, and every way in which the file can be wrong."""
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from isobit.config.shape import Family
+from isobit.errors import ModelError
+from isobit.models.config import Experts, ModelConfig
+from isobit.models.families import FAMILIES, FEATURES
+from isobit.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+NAMES: list[Family] = list(FAMILIES)
+SCALINGS: list[RopeScaling | None] = [
+    None,
+    LinearScaling(2.0),
+    Llama3Scaling(8.0, 1.0, 4.0, 32),
+    YarnScaling(4.0, 32),
+    YarnScaling(4.0, 32, 8.0, 2.0, truncate=False, mscale=1.0, mscale_all_dim=0.5),
+]
+EXPERTS: dict[Family, Experts] = {
+    "qwen3_moe": Experts(4, 2, 24, renormalise=False, dense_layers=(1,)),
+    "mixtral": Experts(4, 2, 40, renormalise=True),
+}
+
+
+SAID_OTHERWISE = {
+    "attention_bias",  # Qwen2 has them whatever it says
+    "decoder_sparse_step",  # as the next, layers without experts
+    "mlp_only_layers",
+    "rope_parameters",  # null in it is a default
+    "dtype",
+}
+"""Keys that a configuration may write with another value than it read."""
+
+
+def make_config(family: Family = "qwen3", **changes: Any) -> ModelConfig:
+    config = ModelConfig(family, 64, 48, 40, 3, 4, 2, 16, 128, 1e-5, 1e6, tied_embeddings=False)
+    return replace(config, **({"experts": EXPERTS.get(family)} | changes))
+
+
+def windowed(family: Family) -> list[ModelConfig]:
+    """Configurations with the windows that a family can have."""
+    windows = FAMILIES[family].windows
+    every = [make_config(family, sliding_window=8)] if windows != "none" else []
+    upper = [make_config(family, sliding_window=8, full_layers=2)]
+    return every + (upper if windows == "upper layers" else [])
+
+
+def written_by_transformers(config: ModelConfig, folder: Path) -> dict[str, Any]:
+    """Our config.json, read and written again by transformers."""
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    AutoConfig.from_pretrained(folder, local_files_only=True).save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_round_trip_here_and_through_transformers(family: Family, tmp_path: Path) -> None:
+    configs = [make_config(family, rope_scaling=scaling) for scaling in SCALINGS]
+    for config in [*configs, make_config(family, tied_embeddings=True), *windowed(family)]:
+        assert ModelConfig.from_hf(config.to_hf(), "ours") == config
+        again = written_by_transformers(config, tmp_path)
+        assert "rope_scaling" not in again, "transformers writes the newer notation alone"
+        assert ModelConfig.from_hf(again, "theirs") == config
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_transformers_makes_the_model_that_is_meant(family: Family, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(make_config(family).to_hf()))
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert type(made).__name__ == FAMILIES[family].architecture
+    assert made.config.sliding_window is None if hasattr(made.config, "sliding_window") else True
+    reward = FAMILIES[family].reward_architecture
+    if reward is not None:
+        config = make_config(family, score_head=True, pad_token_id=3)
+        (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+        scorer = AutoModelForSequenceClassification.from_config(
+            AutoConfig.from_pretrained(tmp_path)
+        )
+        assert type(scorer).__name__ == reward and scorer.score.weight.shape == (1, 48)
+        assert ModelConfig.from_hf(config.to_hf(), "ours") == config
+
+
+def read(family: Family = "qwen3", without: str | None = None, **changes: Any) -> ModelConfig:
+    config = make_config(family).to_hf()
+    config.pop(without or "", None)
+    return ModelConfig.from_hf(config | changes, "config.json")
+
+
+def test_keys_that_are_missing_are_what_transformers_takes() -> None:
+    assert read("mistral", without="sliding_window").sliding_window == 4096
+    assert read("mistral", sliding_window=None).sliding_window is None
+    assert read("mixtral", without="sliding_window").sliding_window is None
+    assert read("qwen3", without="head_dim").head_dim == 128
+    assert read("llama", without="head_dim").head_dim == 12
+    assert read("llama", num_key_value_heads=None).num_kv_heads == 4
+    bare = make_config("mixtral").to_hf()
+    for key in ("rope_theta", "rope_parameters"):
+        del bare[key]
+    assert ModelConfig.from_hf(bare, "config.json").rope_theta == 1e6
+
+
+def test_experts_by_either_name_and_dense_layers_by_either_way() -> None:
+    def experts(without: str | None = None, **changes: Any) -> Experts:
+        found = read("qwen3_moe", without, **changes).experts
+        assert found is not None
+        return found
+
+    renamed = experts("num_experts", num_local_experts=4)
+    assert renamed == experts() == EXPERTS["qwen3_moe"]
+    assert experts(mlp_only_layers=None, decoder_sparse_step=2).dense_layers == (0, 2)
+    assert experts(mlp_only_layers=[1], decoder_sparse_step=3).dense_layers == (0, 1)
+    assert experts("norm_topk_prob").renormalise is False
+    config = make_config("qwen3_moe")
+    assert [config.is_sparse(layer) for layer in range(3)] == [True, False, True]
+
+
+def test_qwen_windows_are_for_the_upper_layers() -> None:
+    window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8}
+    window["max_window_layers"] = 2
+    config = read("qwen2", **window)
+    assert [config.window(layer) for layer in range(3)] == [None, None, 8]
+    kinds = ["full_attention"] * 2 + ["sliding_attention"]
+    assert read("qwen2", **window, layer_types=kinds) == config
+    unused = read("qwen2", None, **(window | {"max_window_layers": 28}))
+    assert unused == read("qwen2", None, **(window | {"use_sliding_window": False}))
+
+
+def test_what_is_harmless_is_ignored() -> None:
+    """Keys of real folders."""
+    harmless = {
+        "_name_or_path": "x",
+        "attention_dropout": 0.0,
+        "auto_map": {},
+        "bos_token_id": 1,
+        "eos_token_id": [1, 2],
+        "initializer_range": 0.02,
+        "is_llama_config": True,
+        "output_router_logits": False,
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+        "router_aux_loss_coef": 0.001,
+        "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {}},
+        "use_cache": True,
+        "n_group": 1,
+        "logits_scaling": 1.0,
+        "final_logit_softcapping": None,
+        "shared_expert_intermediate_size": 0,
+    }
+    assert read("llama", **harmless) == make_config("llama")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"architectures": ["\x1b[2JForCausalLM"]}, r"architectures = \['\\x1b"),
+        ("llama", {"architectures": []}, "supported are LlamaForCausalLM"),
+        ("llama", {"architectures": {"a": 1}}, "expected a list of str"),
+        ("llama", {"architectures": ["LlamaForCausalLM", "x"]}, "supported are LlamaForCausalLM"),
+        ("llama", {"model_type": "mistral"}, "model_type = 'mistral'.* expected 'llama'"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; expected 'silu'"),
+        ("llama", {"attention_bias": True}, "attention_bias = True"),
+        ("mistral", {"mlp_bias": True}, "mlp_bias = True"),
+        ("llama", {"sliding_window": 8}, "sliding_window = 8"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "max_window_layers.*missing"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer_types = .*say otherwise"),
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0 .*from 1 to"),
+        ("llama", {"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000 .*from 1 to 1,000"),
+        ("llama", {"vocab_size": 10**30}, "vocab_size = 10+ .*expected a whole number from 1 to"),
+        ("llama", {"hidden_size": True}, "hidden_size = True"),
+        ("llama", {"hidden_size": "48"}, "hidden_size = '48' .*expected a whole number"),
+        ("llama", {"hidden_size": 48.0}, "hidden_size = 48.0"),
+        ("llama", {"hidden_size": {"a": [[]]}}, "hidden_size = {"),
+        ("llama", {"hidden_size": None}, "the key 'hidden_size' is missing"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ("llama", {"num_attention_heads": 3}, "3 query heads cannot share 2 KV heads"),
+        ("llama", {"head_dim": 15}, "head size 15"),
+        ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps = nan .*expected a number"),
+        ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06"),
+        ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1 .*true or false"),
+        ("llama", {"max_position_embeddings": -5}, "max_position_embeddings = -5"),
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 .*from 1 to 4"),
+        ("qwen3_moe", {"num_experts": 10**9}, "num_experts = 1000000000"),
+        ("qwen3_moe", {"num_local_experts": 8}, "num_local_experts = 8 .*num_experts is 4"),
+        ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers = .*a list of int"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ("llama", {"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
+        ("llama", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused_by_name(
+    family: Family, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=f"^config.json: .*{message}") as refusal:
+        read(family, **changes)
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 600
+
+
+def random_value(chance: random.Random, value: Any) -> Any:
+    """Another value in the place of one: of another kind, size or sign, or a mutation of it."""
+    if isinstance(value, dict) and value and chance.random() < 0.7:
+        key = chance.choice(list(value))
+        return value | {key: random_value(chance, value[key])}
+    if isinstance(value, int | float) and chance.random() < 0.5:
+        return chance.choice([-value, value + 1, value * 2, value * 10**6, float(value), value / 7])
+    nested: Any = 1
+    for _ in range(chance.choice([1, 60])):
+        nested = chance.choice([[nested], {"a": nested}])
+    numbers = [0, -1, 1, 2, 7, 10**6, 10**30, -(10**30), 1e308, 1e-308, math.nan, math.inf]
+    return chance.choice([None, True, False, *numbers, "", "7", "\ud800\x1b[31m", [], {}, nested])
+
+
+def mutated(chance: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    config = dict(config)
+    for _ in range(chance.choice([1, 1, 1, 2, 4])):
+        action = chance.random()
+        if action < 0.1:
+            config.pop(chance.choice(list(config)))
+        elif action < 0.25:
+            config[chance.choice(list(FEATURES))] = random_value(chance, 1.0)
+        elif action < 0.3:
+            config[chance.choice(["", "\x1b", "rope_scaling", "x" * 5000])] = random_value(
+                chance, 2
+            )
+        else:
+            key = chance.choice(list(config))
+            config[key] = random_value(chance, config[key])
+    return config
+
+
+def outcome(config: dict[str, Any]) -> tuple[ModelConfig | None, str]:
+    """What a file is read as, or why it is refused."""
+    try:
+        return ModelConfig.from_hf(config, "config.json"), ""
+    except ModelError as error:
+        return None, str(error)
+
+
+def test_no_mutation_gives_a_traceback_or_another_shape_in_silence() -> None:
+    """300 mutated files: each is refused by a ModelError, or is a configuration whose file says
+    what the mutated one says of every number that both have.
+    """
+    chance, refused = random.Random(7), 0
+    for index in range(300):
+        family = NAMES[index % len(NAMES)]
+        written = make_config(family, rope_scaling=SCALINGS[index % len(SCALINGS)]).to_hf()
+        config = mutated(chance, written)
+        read, refusal = outcome(config)
+        if read is None:
+            assert refusal.isprintable() and len(refusal) < 1000, refusal
+            refused += 1
+            continue
+        again = read.to_hf()
+        for key in set(again) & set(config) - SAID_OTHERWISE:
+            assert config[key] in (again[key], None, {}), (key, config[key], again[key])
+    assert 150 < refused < 300
