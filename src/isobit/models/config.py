@@ -113,10 +113,6 @@ class ModelConfig:
         """How many keys a query of a layer sees, its own included; None: all before it."""
         return self.sliding_window if layer >= self.full_layers else None
 
-    def window(self, layer: int) -> int | None:
-        """How many keys a query of a layer sees, its own included; None: all before it."""
-        return self.sliding_window if layer >= self.full_layers else None
-
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts in the place of the MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers

@@ -149,7 +149,7 @@ def test_prefill(name: str, dim: int, split: bool, window: int, tmp_path: Path) 
         tmp_path,
     )
     assert_wgmma(sass, form.scaled)
-    assert sass.count("WARPGROUP.DEPBAR") < sass.count("GMMA") // 4  # products overlap
+    assert sass.count("WARPGROUP.DEPBAR") <= sass.count("GMMA") // 4  # products overlap
     assert compiled.metadata.shared <= MOST_SHARED * form.prefill_warps // 8
     assert stack_bytes(usage) <= (
         96 if split else 24
@@ -158,6 +158,11 @@ def test_prefill(name: str, dim: int, split: bool, window: int, tmp_path: Path) 
 
 def test_join(tmp_path: Path) -> None:
     _, _, usage = compile_for_hopper(
-        attention._join_kernel, {}, {"H": 32, "D": 128, "PART": attention.PART, "WINDOW": 0}, 1, 2, tmp_path
+        attention._join_kernel,
+        {},
+        {"H": 32, "D": 128, "PART": attention.PART, "WINDOW": 0},
+        1,
+        2,
+        tmp_path,
     )
     assert stack_bytes(usage) == 0

@@ -183,7 +183,7 @@ def _keys_tile(
     query = gl.arange(0, GROUP, column)
     if DIAGONAL:
         p = gl.where(key[:, None] <= query[None, :], p, 0.0)
-    if WINDOW:
+    if WINDOW:  # noqa: SIM102 (known when it is compiled)
         if distance + GROUP > WINDOW:  # its edge cuts the tile
             p = gl.where((query + (distance - WINDOW))[None, :] < key[:, None], p, 0.0)
     dv = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), a_layout), do, dv, is_async=True)
@@ -379,7 +379,7 @@ def _queries_tile(
     key = gl.arange(0, BLOCK, gl.SliceLayout(0, s_layout))
     if DIAGONAL:
         p = gl.where(key[None, :] <= query[:, None], p, 0.0)
-    if WINDOW:
+    if WINDOW:  # noqa: SIM102 (known when it is compiled)
         if (step + 1) * BLOCK > WINDOW:  # its edge cuts the tile
             p = gl.where(key[None, :] > (query + (step * BLOCK - WINDOW))[:, None], p, 0.0)
 
