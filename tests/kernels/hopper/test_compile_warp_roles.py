@@ -118,7 +118,7 @@ def test_prepare(dim: int, e4m3: bool, tmp_path: Path) -> None:
     assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
 
 
-@pytest.mark.parametrize(("n", "k"), [(24576, 4096), (896, 384)])
+@pytest.mark.parametrize(("n", "k"), [(24576, 4096), (896, 384), (960, 576)])
 def test_wgrad(n: int, k: int, tmp_path: Path) -> None:
     rows, block, part = wgrad.ROWS.value, wgrad.BLOCK.value, wgrad.PART.value
     types = {

@@ -87,11 +87,13 @@ def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
 
 
 def gradient(site: Site, numbers: int) -> int:
-    """Both copies in E4M3, from one read; or one of them beside the gradient itself."""
+    """Both copies in E4M3, from one read; or one of them beside the gradient itself.  DGrad's is in
+    whole blocks of the parts.
+    """
     if site.forward != "e4m3":
         return 2 * numbers
-    rows = _quantised(numbers)
-    return 2 * rows if site.wgrad == "e4m3" else rows + 2 * numbers
+    rows = _quantised(-(-numbers * _whole(site) // sum(site.parts)))
+    return rows + (_quantised(numbers) if site.wgrad == "e4m3" else 2 * numbers)
 
 
 def transposed(site: Site, columns: int) -> int:
@@ -100,7 +102,7 @@ def transposed(site: Site, columns: int) -> int:
     """
     if site.forward != "e4m3":
         return 0
-    return BLOCK * len(block_sizes(site.parts)) * columns
+    return _whole(site) * columns
 
 
 def encoded(shape: AttentionShape, format: Format) -> int:
@@ -133,6 +135,11 @@ def workspaces(shape: WorkShape) -> Mapping[str, int]:
 
 def _rows(logits: int, vocab_size: int) -> int:
     return max(1, logits // vocab_size // _TILE) * _TILE
+
+
+def _whole(site: Site) -> int:
+    """Rows of the matrix, each part in whole blocks."""
+    return BLOCK * len(block_sizes(site.parts))
 
 
 def _quantised(numbers: int) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.hopper import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
+from isobit.precision.flow import LinearShape
 
 has_own_memory = True
 libraries = ("triton", "sgl-deep-gemm")
@@ -22,6 +23,10 @@ _HOPPER = 9
 HEAD_SIZES = (64, 128)
 MOST_QUERY_HEADS = 16
 """Of one KV head."""
+K_MULTIPLE, N_MULTIPLE = 16, 8
+"""Of a linear's sizes in FP8: the copy engine reads rows of whole 16 bytes, of E4M3 inputs and BF16
+outputs.
+"""
 
 
 def device_model(device: torch.device) -> str | None:
@@ -77,7 +82,22 @@ def model_problem(needs: ModelNeeds) -> str | None:
     """Why the kernels do not compute such a model, or None."""
     if needs.preset == "fp32":
         return "precision 'fp32' is the CPU's reference"
+    if needs.preset != "bf16":
+        for linear in needs.linears:
+            if (why_not := linear_problem(linear)) is not None:
+                return why_not
     return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim)
+
+
+def linear_problem(linear: LinearShape) -> str | None:
+    """Why the FP8 products do not take a linear of that shape, or None."""
+    for part, rows in linear.parts.items():
+        if rows % N_MULTIPLE or linear.in_features % K_MULTIPLE:
+            return (
+                f"{part} is [{rows}, {linear.in_features}], and FP8 on the GPU takes outputs in "
+                f"multiples of {N_MULTIPLE} and inputs in multiples of {K_MULTIPLE}"
+            )
+    return None
 
 
 def heads_problem(heads: int, kv_heads: int, head_dim: int) -> str | None:

@@ -58,8 +58,8 @@ def _add_product(sums, a, b, a_scale, b_scale):
 
 @gluon.jit
 def _consumer(
-    a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, rows, groups, K,
-    WHICH: gl.constexpr,
+    a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, groups,
+    N: gl.constexpr, K: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows 2 WHICH PART to 2 PART more of the program's, and all of its columns.
 
@@ -97,10 +97,16 @@ def _consumer(
     column = first_column + gl.arange(0, BLOCK, gl.SliceLayout(0, SUMS))
     row = first_row + 2 * WHICH * PART + gl.arange(0, PART, gl.SliceLayout(1, SUMS))
     at = row.to(gl.int64)[:, None] * K + column[None, :]
-    inside = (row < rows)[:, None]  # whole parts: rows are a multiple of 128
+    inside = (row < N)[:, None]
+    below = inside
+    if N % BLOCK:  # else both parts of a warpgroup are there or neither
+        below = (row + PART < N)[:, None]
+    if K % BLOCK:
+        inside = inside & (column < K)[None, :]
+        below = below & (column < K)[None, :]
     gl.store(GRAD + at, gl.load(GRAD + at, mask=inside) + upper, mask=inside)
     at += PART * K
-    gl.store(GRAD + at, gl.load(GRAD + at, mask=inside) + lower, mask=inside)
+    gl.store(GRAD + at, gl.load(GRAD + at, mask=below) + lower, mask=below)
 
 
 @gluon.jit
@@ -110,7 +116,7 @@ def _producer(
 ):  # fmt: skip
     """The warp that fetches both operands and their scales, a token group at a time.
 
-    Scales are read as vectors [groups * rows].  Where the last tile hangs over, the rows beyond the
+    Scales are read as vectors [groups * rows].  Where a last tile hangs over, the rows beyond the
     matrix are zeros and their scales another group's or zeros: they are computed and not stored.
     """
     STAGES: gl.constexpr = b_smem.shape[0]
@@ -150,10 +156,11 @@ def _wgrad_kernel(
     # Tiles are taken in bands of NEIGHBOURS tile rows, column by column: who follows each other
     # shares B's columns in the L2 cache.  The last band may be lower.
     tiles: gl.constexpr = (N + ROWS - 1) // ROWS
+    across: gl.constexpr = (K + BLOCK - 1) // BLOCK
     pid = gl.program_id(0)
-    first_tile = pid // (NEIGHBOURS * (K // BLOCK)) * NEIGHBOURS
+    first_tile = pid // (NEIGHBOURS * across) * NEIGHBOURS
     height = min(tiles - first_tile, NEIGHBOURS)
-    within = pid % (NEIGHBOURS * (K // BLOCK))
+    within = pid % (NEIGHBOURS * across)
     first_row = (first_tile + within % height) * ROWS
     first_column = within // height * BLOCK
     a_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 4, PART, BLOCK], a_desc.layout)
@@ -172,9 +179,9 @@ def _wgrad_kernel(
     gl.warp_specialize(
         [
             (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row,
-            first_column, N, groups, K, 0)),
+            first_column, groups, N, K, 0)),
             (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row,
-            first_column, N, groups, K, 1)),
+            first_column, groups, N, K, 1)),
             (
                 _producer,
                 (
@@ -191,7 +198,7 @@ def _wgrad_kernel(
 
 def triton_fp8_gemm_tn(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> None:
     """Add dY^T X to grad, FP32 [N, K], contiguous, from dY^T [N, Tp] and X^T [K, Tp] in groups of
-    128 tokens; N and K are multiples of 128.
+    128 tokens; N and K are multiples of 8, for the copy engine.
     """
     (n, tokens), k = dy_t.values.shape, x_t.values.shape[0]
     assert grad.dtype == torch.float32
@@ -205,7 +212,7 @@ def triton_fp8_gemm_tn(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> N
         TensorDescriptor.from_tensor(x.scales.t().view(-1), [rows], FLAT)
         for x, rows in ((dy_t, ROWS.value), (x_t, BLOCK.value))
     )
-    grid = (triton.cdiv(n, ROWS.value) * (k // BLOCK.value),)
+    grid = (triton.cdiv(n, ROWS.value) * triton.cdiv(k, BLOCK.value),)
     _wgrad_kernel[grid](
         a, b, a_scales, b_scales, grad, tokens // BLOCK.value, n, k, STAGES, num_warps=4
     )
