@@ -34,6 +34,8 @@ from isobit.kernels.spec.token_log_probs import (
     token_log_probs_backward,
 )
 from isobit.precision.flow import PrecisionFlow
+from isobit.precision.formats import ScaleKind
+from isobit.precision.quant_tensor import QuantTensor
 
 
 class SpecBackend:
