@@ -185,7 +185,7 @@ def test_swiglu_backward(tmp_path: Path) -> None:
     "sizes", [(24576, 4096, 24576, 192), (576, 1536, 640, 5), (192, 576, 1152, 9)]
 )
 def test_transpose(sizes: tuple[int, int, int, int], tmp_path: Path) -> None:
-    constants = dict(zip(("N", "K", "OUT_ROW", "OUT_BLOCKS"), sizes, strict=True))
+    constants: dict[str, Any] = dict(zip(("N", "K", "OUT_ROW", "OUT_BLOCKS"), sizes, strict=True))
     types = {"VALUES": "*u8", "OUT_VALUES": "*u8"}
     sass = compile_for_hopper(linear_backward._transpose_kernel, constants, tmp_path, 4, types).sass
     assert count(sass, "LDG.E.128") == 8 and count(sass, "STG.E.128") == 8

@@ -20,6 +20,7 @@ remedy = (
 )
 
 _HOPPER = 9
+HEAD_SIZES = (64, 128)
 MOST_QUERY_HEADS = 16
 """Of one KV head."""
 K_MULTIPLE, N_MULTIPLE = 16, 8
@@ -102,9 +103,11 @@ def linear_problem(linear: LinearShape) -> str | None:
 def heads_problem(heads: int, kv_heads: int, head_dim: int) -> str | None:
     """Why attention does not take so many query and KV heads of that size, or None."""
     repeat, rest = divmod(heads, kv_heads)
-    if head_dim in (64, 128) and not rest and repeat <= MOST_QUERY_HEADS:
+    sizes_known = " and ".join(map(str, HEAD_SIZES))
+    if head_dim in HEAD_SIZES and not rest and repeat <= MOST_QUERY_HEADS:
         return None
     return (
         f"the model has {heads} query heads of {head_dim} over {kv_heads} KV heads, and attention "
-        f"on the GPU takes head sizes 64 and 128 and 1 to {MOST_QUERY_HEADS} query heads a KV head"
+        f"on the GPU takes head sizes {sizes_known} and 1 to {MOST_QUERY_HEADS} query heads a KV "
+        "head; the CPU takes every even head size up to 256"
     )
