@@ -24,6 +24,12 @@ def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool = False) -
 
 
 SHAPES: dict[str, ModelConfig] = {
+    "smollm2-135m": ModelConfig(
+        "llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, 1e5, tied_embeddings=True
+    ),
+    "smollm2-360m": ModelConfig(
+        "llama", 49152, 960, 2560, 32, 15, 5, 64, 8192, 1e-5, 1e5, tied_embeddings=True
+    ),
     "qwen3-0.6b": _qwen3(hidden=1024, mlp=3072, layers=28, heads=16, tied=True),
     "qwen3-8b": _qwen3(hidden=4096, mlp=12288, layers=36, heads=32),
     "qwen2.5-7b": ModelConfig(
