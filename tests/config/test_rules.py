@@ -207,7 +207,7 @@ def test_heads_have_a_whole_size() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "mixtral"}, "num_experts is None, and family 'mixtral'"),
+        ({"family": "mixtral", "num_experts": None}, "num_experts is None, and family 'mixtral'"),
         ({"family": "qwen3", "num_experts": 4}, "num_experts is 4, and family 'qwen3'"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, more than there are"),
         ({"family": "mixtral", "moe_intermediate_size": 64}, "moe_intermediate_size is for"),
