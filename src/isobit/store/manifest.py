@@ -88,7 +88,7 @@ def machine() -> dict[str, Any]:
 
 
 def precision_graph(flow: PrecisionFlow) -> dict[str, Any]:
-    """Both graphs site by site, where they differ, and the linears that had to stay in BF16."""
+    """Both graphs site by site, and where they differ."""
     return {
         "preset": flow.preset,
         "exact": flow.exact,

@@ -1,0 +1,1 @@
+"""Measurements on a real pretrained checkpoint (``benchmarks.real_checkpoint``)."""
