@@ -19,7 +19,7 @@ MAX_WIDTH = 1 << 20
 """Elements of a hidden state, a head, or within an MLP."""
 MAX_LAYERS = 1000
 MAX_HEADS = 1024
-MAX_EXPERTS = 1024
+MAX_EXPERTS = 512
 MAX_POSITIONS = 1 << 20
 """More than any model that there is; a number beyond is a mistake, which would otherwise show as a
 plan without end or a machine without memory."""
