@@ -6,6 +6,7 @@ file), and the name itself after (fsync of the directory).
 """
 
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def commit_folder(partial: Path, target: Path) -> None:
@@ -69,9 +76,11 @@ def check_free(path: Path, needed: int, what: str) -> None:
 
 
 @contextmanager
-def disk_errors(path: Path, what: str, needed: int | None = None) -> Iterator[None]:
+def disk_errors(
+    path: Path, what: str, needed: int | None = None, again: str = "go on with --resume"
+) -> Iterator[None]:
     """Turn a failed write below ``path`` into a StorageError with what was being written, the bytes
-    needed and those free.
+    needed, those free, and what to do ``again``.
     """
     try:
         yield
@@ -80,7 +89,7 @@ def disk_errors(path: Path, what: str, needed: int | None = None) -> Iterator[No
     except OSError as error:
         need = f"; needed: {needed:,} bytes" if needed is not None else ""
         remedy = "free some space" if error.errno in _FULL else "make it writable"
-        advice = f"{remedy}, then go on with --resume"
+        advice = f"{remedy}, then {again}"
         reason = error.strerror or str(error)
         raise StorageError(
             f"{what} could not be written in {path}: {reason}{need}, free: {_free_text(path)}; "

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from isobit.config.precision import PrecisionConfig
 from isobit.errors import ModelError
-from isobit.models import checkpoint
-from isobit.models.checkpoint import Checkpoint, copy_in_pieces, is_finite
+from isobit.models import pieces
+from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
@@ -39,7 +40,8 @@ def rewrite(folder: Path, change: Callable[[Tensors], Tensors | None]) -> None:
 
 
 def masters_of(folder: Path, config: ModelConfig = CONFIG) -> Tensors:
-    return dict(Checkpoint.open(folder, config).masters())
+    masters: dict[str, Any] = dict(Checkpoint.open(folder, config).masters())
+    return masters
 
 
 def test_masters_are_the_checkpoints_tensors_row_upon_row(folder: Path) -> None:
@@ -54,7 +56,7 @@ def test_masters_are_the_checkpoints_tensors_row_upon_row(folder: Path) -> None:
 
 def test_masters_do_not_depend_on_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = masters_of(folder)
-    monkeypatch.setattr(checkpoint, "PIECE", 1000)
+    monkeypatch.setattr(pieces, "PIECE", 1000)
     assert all(torch.equal(master, whole[name]) for name, master in masters_of(folder).items())
 
 
@@ -69,11 +71,11 @@ def test_formats_of_weights(folder: Path, dtype: torch.dtype) -> None:
     "dtype",
     [
         torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
-        torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e8m0fnu,
+        torch.float8_e5m2, torch.float8_e8m0fnu,
     ],
 )  # fmt: skip
 def test_every_other_format_is_refused_by_name(folder: Path, dtype: torch.dtype) -> None:
-    """faults.md D6: a matrix of int8, uint8, int64, bool or F8_E5M2 was read without a word."""
+    """faults.md D6: a matrix of int8, uint8, int64, bool or F8_E5M2 was read in silence."""
     rewrite(folder, lambda tensors: tensors.update({DOWN: torch.ones(128, 256).to(dtype)}))
     with pytest.raises(ModelError, match=rf"{DOWN} is \w+; expected F32, BF16, F16 or F64"):
         masters_of(folder)
@@ -146,19 +148,3 @@ def test_config_and_tensors_that_disagree(
     rewrite(folder, change)
     with pytest.raises(ModelError, match=message):
         Checkpoint.open(folder, CONFIG)
-
-
-def test_finite_numbers() -> None:
-    x = torch.randn(5, 7)
-    assert is_finite(x)
-    for value in (torch.nan, torch.inf, -torch.inf):
-        x[2, 3] = value
-        assert not is_finite(x)
-
-
-def test_pieces_land_in_rows_of_a_larger_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PIECE", 10)
-    target, source = torch.zeros(9, 4), torch.randn(5, 4).bfloat16()
-    copy_in_pieces(target[2:7], source)
-    assert torch.equal(target[2:7], source.float())
-    assert not target[:2].any() and not target[7:].any()

@@ -96,7 +96,7 @@ def test_the_masters_of_a_score_head_are_read_as_they_were_written(tmp_path: Pat
     tensors = load_file(tmp_path / WEIGHTS_FILE)
     assert tensors["score.weight"].shape == (1, config.hidden_size)
     assert tensors["score.weight"].any() and "lm_head.weight" not in tensors
-    read = dict(read_masters(tmp_path, config))
+    read: dict[str, Any] = dict(read_masters(tmp_path, config))
     assert read.keys() == policy.masters.keys()
     for name, master in policy.masters.items():
         assert torch.equal(read[name], master.detach().bfloat16().float())
@@ -162,7 +162,7 @@ def test_a_missing_key_is_named(folder: Path) -> None:
 
 def test_one_master_is_in_memory_at_a_time(folder: Path) -> None:
     """A checkpoint need not fit the memory once more beside what is made of it."""
-    config, masters = read_config(folder), list[weakref.ref[torch.Tensor]]()
+    config, masters = read_config(folder), list[weakref.ref[Any]]()
     for _, master in read_masters(folder, config):
         assert not any(earlier() is not None for earlier in masters), "two masters at once"
         masters.append(weakref.ref(master))

@@ -171,7 +171,7 @@ def test_a_folder_is_read_one_master_at_a_time(
 
     policy = make_policy(shape="untied")
     save_policy(policy, tmp_path)
-    read: list[weakref.ref[torch.Tensor]] = []
+    read: list[weakref.ref[Any]] = []
     read_masters = module.read_masters
 
     def watched(folder: Path, config: ModelConfig, device: torch.device | str) -> Any:

@@ -271,15 +271,17 @@ def test_a_sequence_has_no_say_in_the_forward_of_another(preset: Preset) -> None
 class OtherMlp(Mlp):
     """An MLP that saves something of its own."""
 
-    def saving_forward(self, weights: Weights, h: Any, x: Any) -> Any:
-        h, x, saved = super().saving_forward(weights, h, x)
+    def saving_forward(self, weights: Weights, h: Any, x: Any, routes: Any) -> Any:
+        h, x, saved = super().saving_forward(weights, h, x, routes)
         return h, x, {"saved": saved}
 
     def again(self, weights: Weights, h: Any, x: Any) -> Any:
         return {"saved": super().again(weights, h, x)}
 
-    def backward(self, weights: Weights, gradient: Gradient, saved: Any, d: Any) -> Any:
-        return super().backward(weights, gradient, saved["saved"], d)
+    def backward(
+        self, weights: Weights, gradient: Gradient, saved: Any, d: Any, routes: Any
+    ) -> Any:
+        return super().backward(weights, gradient, saved["saved"], d, routes)
 
 
 @pytest.mark.parametrize("recompute", LEVELS)

@@ -5,7 +5,7 @@ and do not depend on what else is scored.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -214,7 +214,10 @@ def test_a_language_model_becomes_a_reward_model_with_a_drawn_head() -> None:
     folder = starter_folder()
     config = reward_config(folder, PAD_ID)
     assert config.score_head and config.pad_token_id == PAD_ID
-    first, again, other = (dict(read_reward_masters(folder, config, seed)) for seed in (0, 0, 1))
+    first, again, other = (
+        cast(dict[str, torch.Tensor], dict(read_reward_masters(folder, config, seed)))
+        for seed in (0, 0, 1)
+    )
     assert list(first)[-1] == "score.weight" and "lm_head.weight" not in first
     trunk = load_policy(folder, FP32).masters
     assert all(torch.equal(first[name], master) for name, master in trunk.items())

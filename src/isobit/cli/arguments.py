@@ -22,10 +22,14 @@ Settings = TypeVar("Settings", bound="Strict")
 
 
 def folder_parser(
-    command: str, description: str, tables: str, with_folder: bool = True
+    command: str,
+    description: str,
+    tables: str,
+    with_folder: bool = True,
+    with_seed: bool = True,
 ) -> ArgumentParser:
-    """A parser with FOLDER (or without), --precision, --seed and --threads; ``tables`` names those
-    whose keys may be set as well.
+    """A parser with FOLDER and --seed (or without), --precision and --threads; ``tables`` names
+    those whose keys may be set as well.
     """
     parser = ArgumentParser(
         prog=f"isobit {command}",
@@ -49,9 +53,14 @@ def folder_parser(
         default="fp8",
         help="fp32, bf16, fp8-rollout, fp8-linear or fp8 (default)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of everything that is drawn; by default 0"
-    )
+    if with_seed:
+        parser.add_argument(
+            "--seed",
+            type=int,
+            default=0,
+            metavar="N",
+            help="of everything that is drawn; by default 0",
+        )
     parser.add_argument(
         "--threads", type=positive, metavar="N", help="CPU threads; by default torch's choice"
     )

@@ -24,6 +24,8 @@ COMMANDS = {
     "verify": (
         "prove that sampled and trained log-probabilities of a model folder are equal, bit for bit"
     ),
+    "export": "write the policy of a run, or a model folder, for other tools, in BF16 or FP8",
+    "inspect": "show what is in a model folder, what FP8 does to its weights, and what it takes",
     "report": "write the figures of a run as one HTML page",
     "doctor": "test this machine: quantisers, kernels, disk, memory, versions",
     "schema": "print the JSON schema of a recipe, for editors, or its keys as a page",

@@ -23,6 +23,19 @@ class VerifyConfig(Strict):
     device: Device = "auto"
 
 
+class ExportConfig(Strict):
+    """What ``isobit export`` takes of a run's settings."""
+
+    precision: PrecisionConfig | None = None
+    """By default the run's own."""
+
+
+class InspectConfig(Strict):
+    """What ``isobit inspect`` takes of a run's settings."""
+
+    precision: PrecisionConfig = PrecisionConfig()
+
+
 class ScoringConfig(Strict):
     """What ``isobit eval --reward-model`` takes of a run's settings."""
 

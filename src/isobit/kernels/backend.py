@@ -156,7 +156,9 @@ class Backend(Protocol):
     def experts_saving(
         self, x: LinearInput, routing: Routing, gate_up: LinearWeight, down: LinearWeight
     ) -> tuple[torch.Tensor, RoutedExperts]:
-        """The same bits, and what ``experts_backward`` reads; ``x`` was saved for WGrad."""
+        """The same bits, and what ``experts_backward`` reads; ``x.saved`` is x itself, [T, C] in
+        the format between operators: each expert groups its own tokens for WGrad.
+        """
         ...
 
     def head_logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

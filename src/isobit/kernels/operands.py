@@ -99,8 +99,10 @@ class RouterLoss:
     taken as a constant.
     """
 
-    lengths: tuple[int, ...]
-    """Tokens of each sequence, end to end."""
+    means: torch.Tensor
+    """FP32 [S, T]: a row has 1 / T_s at the tokens of its sequence, so that a product with it is a
+    sequence's mean (``isobit.kernels.router_loss``).
+    """
     balance: float
     """Coefficient of a sequence's load-balancing loss, divided by the update's sequences."""
     z: float

@@ -39,6 +39,34 @@ class WorkShape:
     """Tokens of the longest sequence."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """A layer's experts: gate and up [2 I, C] and down [C, I] of each."""
+
+    count: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBytes:
+    """Bytes of the experts of a layer, upper bounds: a token each, but for the last two."""
+
+    saved: int
+    """What ``experts_saving`` leaves for the backward, without the input itself."""
+    made: int
+    """What ``experts`` makes at most beside its input and output."""
+    kept: int
+    """What ``experts_saving`` makes at most beside input, output and what it saves."""
+    gradients: int
+    """What ``experts_backward`` makes at most beside dy, dx and what was saved."""
+    once: int
+    """What a forward or backward makes for itself, whatever the tokens."""
+    saved_once: int = 0
+    """Of what is saved, whatever the tokens: rows that fill blocks."""
+
+
 class Sizes(Protocol):
     """Bytes by back end."""
 
@@ -80,6 +108,10 @@ class Sizes(Protocol):
 
     def transposed(self, site: Site, columns: int) -> int:
         """A matrix [sum of the site's parts, columns] as DGrad makes it for itself."""
+        ...
+
+    def experts(self, shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
+        """The experts of a layer."""
         ...
 
     def encoded(self, shape: AttentionShape, format: Format) -> int:

@@ -4,6 +4,7 @@ training.
     h, x = embed(ids), 0
     each layer:  h, x = attention(h, x)   h = h + x,  x = o_proj(attend(qkv_proj(norm(h))))
                  h, x = mlp(h, x)         h = h + x,  x = down_proj(swiglu(gate_up_proj(norm(h))))
+                                          or the weighted sum of a token's experts
     return norm(h + x)
 
 The residual stream and everything between operators is BF16 (FP32 in the ``fp32`` flow).  T tokens
@@ -16,15 +17,17 @@ from functools import cache
 
 import torch
 
-from isobit.kernels.operands import Attend
+from isobit.kernels.operands import Attend, RouterLoss
 from isobit.models.config import ModelConfig
 from isobit.models.layers.attention import Attention
 from isobit.models.layers.embedding import Embedding
 from isobit.models.layers.head import Head
 from isobit.models.layers.mlp import Mlp
+from isobit.models.layers.moe import MixtureOfExperts
 from isobit.models.layers.norm import Norm
 from isobit.models.layers.scalar_head import ScalarHead
 from isobit.models.layers.unit import Master, MlpUnit
+from isobit.models.routes import Routes
 from isobit.models.weights import Weights
 from isobit.precision.flow import DecoderShape, SiteShape
 
@@ -40,10 +43,16 @@ class Layer:
     mlp: MlpUnit
 
     def forward(
-        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: Attend
+        self,
+        weights: Weights,
+        h: torch.Tensor,
+        x: torch.Tensor | None,
+        attend: Attend,
+        routes: Routes | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x [T, C] -> the residual stream, and what there is to add to it."""
-        return self.mlp.forward(weights, *self.attention.forward(weights, h, x, attend))
+        h, x = self.attention.forward(weights, h, x, attend)
+        return self.mlp.forward(weights, h, x, routes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +93,28 @@ class Decoder:
         units = (self.embedding, *halves, self.norm, *heads)
         return {name: master for unit in units for name, master in unit.masters().items()}
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether any layer has experts, so that a forward has a routing."""
+        return any(isinstance(layer.mlp, MixtureOfExperts) for layer in self.layers)
+
+    def routes(self, loss: RouterLoss | None = None) -> Routes | None:
+        """What notes the routing of a forward; None for a dense model."""
+        return Routes(loss) if self.is_sparse else None
+
     def hidden_states(
-        self, weights: Weights, token_ids: torch.Tensor, attend: Attend
+        self,
+        weights: Weights,
+        token_ids: torch.Tensor,
+        attend: Attend,
+        routes: Routes | None = None,
     ) -> torch.Tensor:
-        """int64 [T] -> hidden states [T, C], final norm applied; without a backward."""
+        """int64 [T] -> hidden states [T, C], final norm applied; without a backward.  Routing is
+        noted in ``routes``.
+        """
         h, x = self.embedding.forward(weights, token_ids), None
         for layer in self.layers:
-            h, x = layer.forward(weights, h, x, attend)
+            h, x = layer.forward(weights, h, x, attend, routes)
         return self.norm.final(weights, h, x)[1]
 
 
@@ -98,7 +122,11 @@ class Decoder:
 def build_decoder(config: ModelConfig) -> Decoder:
     """The units of a model."""
     layers = tuple(
-        Layer(Attention(config, layer), Mlp(config, layer)) for layer in range(config.num_layers)
+        Layer(
+            Attention(config, layer),
+            MixtureOfExperts(config, layer) if config.is_sparse(layer) else Mlp(config, layer),
+        )
+        for layer in range(config.num_layers)
     )
     norm = Norm(
         "norm",

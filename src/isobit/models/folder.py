@@ -18,6 +18,7 @@ from isobit.models.checkpoint import Checkpoint
 from isobit.models.checkpoint_files import read_json
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
+from isobit.models.fp8_checkpoint import MasterValues, read_fp8_format
 from isobit.models.policy import Policy
 
 
@@ -58,7 +59,11 @@ def read_any_config(folder: Path) -> ModelConfig:
             f"{folder} is not a folder; expected a Hugging Face model folder with config.json and "
             "safetensors"
         )
-    return ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+    path = folder / "config.json"
+    config = read_json(path)
+    read_fp8_format(config, str(path))
+    config.pop("quantization_config", None)  # how the weights are stored, not what they compute
+    return ModelConfig.from_hf(config, str(path))
 
 
 def load_policy(
@@ -80,7 +85,7 @@ def load_policy(
 
 def read_masters(
     folder: Path, config: ModelConfig, device: torch.device | str = "cpu"
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, MasterValues]]:
     """``Checkpoint.masters`` of a folder: the files are open and their headers checked when this
     returns.
     """
@@ -89,7 +94,7 @@ def read_masters(
 
 def read_reward_masters(
     folder: Path, config: ModelConfig, seed: int, device: torch.device | str = "cpu"
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, MasterValues]]:
     """Each master of a reward model, from a folder of either kind; ``config`` is
     ``reward_config``'s.
 

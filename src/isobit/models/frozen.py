@@ -29,6 +29,7 @@ from isobit.kernels.rope import RopeTable
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import Decoder, build_decoder, decoder_shape
 from isobit.models.folder import read_config, read_masters
+from isobit.models.fp8_checkpoint import MasterValues
 from isobit.models.layers.head import PUBLISHED
 from isobit.models.policy import Policy
 from isobit.models.weights import Weights
@@ -69,7 +70,7 @@ class FrozenPolicy:
         cls,
         config: ModelConfig,
         precision: PrecisionConfig,
-        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, torch.Tensor]],
+        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
         device: torch.device | str = "cpu",
     ) -> "FrozenPolicy":
         """Publish masters, one by one and as a ``Policy`` does; none of them is kept."""

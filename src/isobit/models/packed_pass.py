@@ -23,6 +23,7 @@ from isobit.config.training import Recompute
 from isobit.models.decoder import Layer
 from isobit.models.layers.attention import SavedAttention
 from isobit.models.policy import Policy
+from isobit.models.routes import Routes
 
 Saved = torch.Tensor | tuple[SavedAttention, Any]
 """Of a layer: what its halves save, or the residual stream in the place of what is computed again.
@@ -39,11 +40,15 @@ class PackedPass:
         positions: torch.Tensor,
         lengths: tuple[int, ...],
         recompute: Recompute,
+        routes: Routes | None = None,
     ) -> None:
-        """token_ids and positions int64 [T], on the policy's device."""
+        """token_ids and positions int64 [T], on the policy's device.  Routing is noted in
+        ``routes``, whose loss adds to the router's gradient.
+        """
         self._policy, self._decoder = policy, policy.decoder
         self._weights = policy.weights("training")
         self._token_ids, self._positions, self._recompute = token_ids, positions, recompute
+        self._routes = routes
         graph = policy.flow.training
         self._attend = policy.backend.packed_attention(graph, lengths, positions)
         self._saved: list[Saved] = []
@@ -81,13 +86,13 @@ class PackedPass:
         if self._recompute == "full":
             h, x = layer.attention.forward(weights, h, x, self._attend)
             self._saved.append(h)
-            return layer.mlp.forward(weights, h, x)
+            return layer.mlp.forward(weights, h, x, self._routes)
         h, x, attention = layer.attention.saving_forward(weights, h, x, self._attend)
         if self._recompute == "mlp":
-            h, x = layer.mlp.forward(weights, h, x)
+            h, x = layer.mlp.forward(weights, h, x, self._routes)
             self._saved.append((attention, h))
             return h, x
-        h, x, mlp = layer.mlp.saving_forward(weights, h, x)
+        h, x, mlp = layer.mlp.saving_forward(weights, h, x, self._routes)
         self._saved.append((attention, mlp))
         return h, x
 
@@ -95,7 +100,7 @@ class PackedPass:
         """The gradient of the residual stream behind a layer -> before it."""
         weights, gradient = self._weights, self._policy.gradient
         attention, mlp = self._take(layer)
-        d = layer.mlp.backward(weights, gradient, mlp, d)
+        d = layer.mlp.backward(weights, gradient, mlp, d, self._routes)
         del mlp  # else it would stand beside the gradients of attention
         attend, positions = self._attend, self._positions
         return layer.attention.backward(weights, gradient, attend, positions, attention, d)

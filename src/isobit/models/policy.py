@@ -12,6 +12,7 @@ gate_up_proj, down_proj}.weight`` (q, k, v and gate, up are fused along their ou
 ``value_head.weight`` or ``score.weight``.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -23,11 +24,14 @@ from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import build_decoder
+from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.layers.head import PUBLISHED
+from isobit.models.pieces import is_equal_in_pieces
 from isobit.models.published_change import PublishedChange
 from isobit.models.weights import Weights
 from isobit.precision.flow import PrecisionFlow, Site, build_flow
 from isobit.precision.formats import DTYPES, Side
+from isobit.precision.quant_tensor import QuantTensor
 
 
 class Policy:
@@ -41,13 +45,14 @@ class Policy:
         self,
         config: ModelConfig,
         precision: PrecisionConfig | PrecisionFlow,
-        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, torch.Tensor]],
+        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
         device: torch.device | str = "cpu",
         trainable: bool = True,
     ) -> None:
         """``masters`` in the order of the forward pass.  Those of a mapping are copied; pairs are
         taken one by one, so they need not fit the memory together, and are handed over: what is in
-        FP32 on the device becomes the master itself.
+        FP32 on the device becomes the master itself, and a matrix that a folder has in FP8 is read
+        as it is where the flow has the form of its scales (``isobit.models.fp8_checkpoint``).
         """
         self.config = config
         self.decoder = build_decoder(config)
@@ -61,6 +66,10 @@ class Policy:
         self.masters: dict[str, torch.nn.Parameter] = {}
         self.change = PublishedChange()
         """What the last publication changed."""
+        self.conversion = ScaleConversion()
+        """Of a folder's FP8 whose scales the flow does not have."""
+        self._reads_folder = False
+        """Whether matrices are a folder's FP8 as it is."""
         frequencies = inverse_frequencies(config)
         rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
         rope = rope.to(self.device)
@@ -71,13 +80,18 @@ class Policy:
         self._described = self.decoder.masters()
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
-        for name, tensor in pairs:
-            copied = tensor.to(self.device, torch.float32, copy=isinstance(masters, Mapping))
-            master = torch.nn.Parameter(copied)
+        for name, values in pairs:
             names.append(name)
+            if isinstance(values, QuantTensor):
+                self._take_quantised(name, values, trainable)
+                continue
+            copied = values.to(self.device, torch.float32, copy=isinstance(masters, Mapping))
+            master = torch.nn.Parameter(copied)
             self._publish(name, master)
             if trainable:
                 self.masters[name] = master
+        if len(self.conversion):
+            print(f"isobit: {self.conversion}", file=sys.stderr)
         assert names == list(self._described), "masters do not fit the configuration"
         self.version = 1
 
@@ -101,6 +115,7 @@ class Policy:
         counts the publications.
         """
         self.change = PublishedChange()
+        self._reads_folder = False
         for name, master in self.masters.items():
             self._publish(name, master)
         self.version += 1
@@ -109,10 +124,18 @@ class Policy:
     def restore(self, masters: Mapping[str, torch.Tensor], version: int) -> None:
         """Take the values of other masters of the same names and shapes, publish them, and count on
         from ``version``.
+
+        Until its first publication a policy that was made from a folder's FP8 reads those bytes,
+        and publishing the numbers that they stand for could give others: then nothing is published
+        where the masters are these numbers.
         """
-        for name, master in self.masters.items():
-            master.copy_(masters[name])
-        self.publish()
+        is_as_read = self._reads_folder and all(
+            is_equal_in_pieces(master, masters[name]) for name, master in self.masters.items()
+        )
+        if not is_as_read:
+            for name, master in self.masters.items():
+                master.copy_(masters[name])
+            self.publish()
         self.version = version
 
     @torch.no_grad()
@@ -124,6 +147,30 @@ class Policy:
             self._publish_bias(path, master)
         else:
             self._publish_plain(name, master)
+
+    @torch.no_grad()
+    def _take_quantised(self, name: str, given: QuantTensor, trainable: bool) -> None:
+        """A folder's FP8: as it is on each side whose flow has its form, and published from the
+        numbers that it stands for on any other.
+        """
+        path = name.rpartition(".")[0]
+        sites: dict[Side, Site] = {side: self.flow.graph(side).site(path) for side in self._sides}
+        taken = {site: is_taken(site, given) for site in sites.values()}
+        master = None
+        if trainable or not all(taken.values()):
+            master = torch.nn.Parameter(master_of(given))
+        made = {site: LinearWeight(site, given) for site in sites.values() if taken[site]}
+        self._reads_folder |= bool(made)
+        for side, site in sites.items():
+            if site not in made:
+                assert master is not None
+                matrix = self.backend.publish(site, master)
+                made[site] = LinearWeight(site, matrix)
+                if isinstance(matrix, QuantTensor):
+                    self.conversion.add(path, given, matrix)
+            self._sides[side].linears[path] = made[site]
+        if trainable and master is not None:
+            self.masters[name] = master
 
     def _publish_matrix(self, path: str, master: torch.Tensor) -> None:
         made: dict[Site, LinearWeight] = {}

@@ -1,29 +1,63 @@
-"""Hugging Face folders out: BF16 safetensors under the checkpoint's own names, ``config.json`` and
-the tokenizer's files, which transformers and every engine load.
+"""Hugging Face folders out: safetensors under the checkpoint's own names, ``config.json`` and the
+tokenizer's files, which transformers and every engine load.
 
 What a checkpoint does not have, a value head, no folder gets.
 """
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer, stop_token_ids
+from isobit.models.config import ModelConfig
+from isobit.models.contents import Contents, bf16_contents
 from isobit.models.policy import Policy
 from isobit.models.shards import SHARD_BYTES, write_shards
+from isobit.precision.quant_tensor import QuantTensor
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+GENERATION_FILE = "generation_config.json"
+COPIED = (
+    *TOKENIZER_FILES,
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
-    "tokenizer.model",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION_FILE,
 )
+"""Files that describe text rather than weights: they are taken over as they are."""
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTensors:
+    """The tensors of a policy's masters, by the checkpoint's names (``Tensors``)."""
+
+    parts: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, policy: Policy) -> "PolicyTensors":
+        """Those of a trainable policy."""
+        parts: dict[str, torch.Tensor] = {}
+        for name, described in policy.decoder.masters().items():
+            parts |= described.of_checkpoint(policy.masters[name].detach())
+        return cls(parts)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """FP32."""
+        return self.parts[name]
+
+    @property
+    def in_e4m3(self) -> frozenset[str]:
+        """None: masters are FP32."""
+        return frozenset()
+
+    def quantised(self, name: str) -> QuantTensor | None:
+        """None."""
+        return None
 
 
 def save_policy(
@@ -32,24 +66,49 @@ def save_policy(
     """Write the BF16 rounding of the masters that checkpoints have as a Hugging Face folder, with
     the tokenizer files of another folder if given; files of tensors have at most ``limit`` bytes.
     """
+    contents = bf16_contents(policy.config, PolicyTensors.of(policy))
+    write_folder(folder, policy.config, contents, tokenizer_from, limit)
+
+
+def write_folder(
+    folder: Path,
+    config: ModelConfig,
+    contents: Contents,
+    tokenizer_from: Path | None = None,
+    limit: int = SHARD_BYTES,
+) -> dict[str, str]:
+    """Write a model folder, one tensor at a time; -> the SHA-256 of each file of tensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    masters: dict[str, torch.Tensor] = {}
-    for name, described in policy.decoder.masters().items():
-        masters |= described.of_checkpoint(policy.masters[name].detach())
-    layout = {
-        part: torch.empty(master.shape, dtype=torch.bfloat16, device="meta")
-        for part, master in masters.items()
-    }
-    write_shards(folder, layout, lambda part: masters[part].bfloat16(), limit)
-    (folder / "config.json").write_text(
-        json.dumps(policy.config.to_hf(), indent=2) + "\n", encoding="utf-8"
-    )
+    described = config.to_hf()
     if tokenizer_from is not None:
-        copy_tokenizer(tokenizer_from, folder)
+        described = _token_ids(tokenizer_from) | described
+        _copy_tokenizer(tokenizer_from, folder)
+    if contents.quantization is not None:
+        described["quantization_config"] = contents.quantization
+    _write_json(folder / "config.json", described)
+    return write_shards(folder, contents.layout, contents.value, limit)
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer's files, the chat template and the generation config of another folder."""
-    for file in TOKENIZER_FILES:
+def _token_ids(source: Path) -> dict[str, Any]:
+    """The special tokens that another folder's config.json names."""
+    path = source / "config.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {key: found[key] for key in _TOKEN_IDS if found.get(key) is not None}
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """Also makes the generation config of a folder that has none: without one, other engines would
+    not know every token that ends a completion.
+    """
+    for file in COPIED:
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)
+    has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)
+    if has_tokenizer and not (source / GENERATION_FILE).is_file():
+        stops = stop_token_ids(load_tokenizer(source), source)
+        ids = _token_ids(source) | {"eos_token_id": list(stops)}
+        _write_json(folder / GENERATION_FILE, ids)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -12,8 +12,11 @@ import torch
 
 from isobit.config.training import Recompute
 from isobit.errors import NonFiniteError
+from isobit.kernels.operands import RouterLoss
+from isobit.kernels.router_loss import sequence_means
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
+from isobit.models.routes import RouterCoefficients, Routes
 from isobit.models.scorable import Scorable
 from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
@@ -35,20 +38,37 @@ class Scorer(Generic[Model]):
         positions = to_device(batch.positions)
         attend = policy.backend.packed_attention(policy.flow.training, batch.lengths, positions)
         token_ids = to_device(batch.token_ids)
-        hidden = policy.decoder.hidden_states(weights, token_ids, attend)
-        rows = hidden.index_select(0, to_device(batch.rows))
+        routes = policy.decoder.routes()
+        hidden = policy.decoder.hidden_states(weights, token_ids, attend, routes)
+        rows = to_device(batch.rows)
         targets, temperatures = to_device(batch.targets), to_device(batch.temperatures)
-        return _finite(_scores(policy, rows, targets, temperatures))
+        made = _scores(policy, hidden.index_select(0, rows), targets, temperatures)
+        return _on_host(made, routes, rows)
 
 
 class ScoredPass:
     """The scores of one batch, and the way back from their gradient to the masters."""
 
-    def __init__(self, policy: Policy, batch: PackedBatch, recompute: Recompute) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        batch: PackedBatch,
+        recompute: Recompute,
+        coefficients: RouterCoefficients | None = None,
+    ) -> None:
+        """``coefficients`` are of the router's own losses of each sequence, which the backward adds
+        where the policy has experts.
+        """
         self.batch = batch
         self._policy, to_device = policy, policy.backend.to_device
+        self._routes = _routes_with_loss(policy, batch, coefficients)
         self._pass = PackedPass(
-            policy, to_device(batch.token_ids), to_device(batch.positions), batch.lengths, recompute
+            policy,
+            to_device(batch.token_ids),
+            to_device(batch.positions),
+            batch.lengths,
+            recompute,
+            self._routes,
         )
         self._rows, self._targets = to_device(batch.rows), to_device(batch.targets)
         self._temperatures = to_device(batch.temperatures)
@@ -58,7 +78,8 @@ class ScoredPass:
     def forward(self) -> TokenScores:
         """The bits of ``Scorer.score``; raises as it does."""
         self._hidden = self._pass.forward().index_select(0, self._rows)
-        return _finite(_scores(self._policy, self._hidden, self._targets, self._temperatures))
+        made = _scores(self._policy, self._hidden, self._targets, self._temperatures)
+        return _on_host(made, self._routes, self._rows)
 
     @torch.no_grad()
     def backward(
@@ -139,11 +160,28 @@ def _scores(
     return TokenScores(log_probs, entropies, values)
 
 
-def _finite(found: TokenScores) -> TokenScores:
-    """On the host."""
-    log_probs, entropies = found.log_probs.cpu(), found.entropies.cpu()
+def _routes_with_loss(
+    policy: Policy, batch: PackedBatch, coefficients: RouterCoefficients | None
+) -> Routes | None:
+    """What notes the routing of a batch that is learnt from; None for a dense policy."""
+    if not policy.decoder.is_sparse:
+        return None
+    wanted = coefficients or RouterCoefficients()
+    means = policy.backend.to_device(sequence_means(batch.lengths))
+    return policy.decoder.routes(RouterLoss(means, wanted.balance, wanted.z))
+
+
+def _on_host(found: TokenScores, routes: Routes | None, rows: torch.Tensor) -> TokenScores:
+    """With the routing of the rows, int64 [N], that predict the targets; raises NonFiniteError."""
+    log_probs = found.log_probs.cpu()
     if not torch.isfinite(log_probs).all():
         raise NonFiniteError(
             "training forward: the log-probability of a sampled token is not finite"
         )
-    return TokenScores(log_probs, entropies, None if found.values is None else found.values.cpu())
+    return TokenScores(
+        log_probs,
+        found.entropies.cpu(),
+        None if found.values is None else found.values.cpu(),
+        None if routes is None else routes.digests().index_select(0, rows).cpu(),
+        None if routes is None else routes.scores(),
+    )

@@ -69,6 +69,19 @@ class Console:
             )
 
     @contextmanager
+    def counting(self, what: str) -> Iterator[Callable[[int, int], None] | None]:
+        """A bar for work on so many things, told how many are done and of how many; None without a
+        terminal.
+        """
+        if not self._terminal.is_terminal:
+            yield None
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with ProgressBar(*columns, console=self._terminal, transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+    @contextmanager
     def busy(self, label: str) -> Iterator[None]:
         """A spinner with ``label`` and the seconds so far for work that cannot say how far it is;
         nothing without a terminal.

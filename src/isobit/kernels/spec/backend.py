@@ -15,6 +15,7 @@ from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.adamw import adamw_step
 from isobit.kernels.spec.embedding import embedding, embedding_backward
+from isobit.kernels.spec.experts import experts, experts_backward, experts_saving
 from isobit.kernels.spec.kv_cache import SpecKvCache
 from isobit.kernels.spec.linear import dgrad, linear, linear_input, output_gradient, wgrad
 from isobit.kernels.spec.norm import add_rms_norm, gradient_norm, rms_norm_backward
@@ -23,6 +24,7 @@ from isobit.kernels.spec.paged_attention import PagedAttention
 from isobit.kernels.spec.publish import publish, publish_head, republish
 from isobit.kernels.spec.qkv import qkv_backward
 from isobit.kernels.spec.quantise import quantise_rows
+from isobit.kernels.spec.routing import route, route_backward
 from isobit.kernels.spec.sampling import draw_tokens
 from isobit.kernels.spec.scalar_head import scalar_head, scalar_head_backward
 from isobit.kernels.spec.swiglu import swiglu, swiglu_backward, swiglu_input, swiglu_saved
@@ -54,6 +56,9 @@ class SpecBackend:
     swiglu_input = staticmethod(swiglu_input)
     swiglu_saved = staticmethod(swiglu_saved)
     linear = staticmethod(linear)
+    route = staticmethod(route)
+    experts = staticmethod(experts)
+    experts_saving = staticmethod(experts_saving)
     head_logits = staticmethod(head_logits)
     token_log_probs = staticmethod(token_log_probs)
     scalar_head = staticmethod(scalar_head)
@@ -64,6 +69,8 @@ class SpecBackend:
     dgrad = staticmethod(dgrad)
     wgrad = staticmethod(wgrad)
     swiglu_backward = staticmethod(swiglu_backward)
+    experts_backward = staticmethod(experts_backward)
+    route_backward = staticmethod(route_backward)
     qkv_backward = staticmethod(qkv_backward)
     rms_norm_backward = staticmethod(rms_norm_backward)
     embedding_backward = staticmethod(embedding_backward)

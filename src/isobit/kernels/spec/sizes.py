@@ -6,7 +6,8 @@ a bytes of an activation (2, or 4 in fp32), f bytes of a number of Q, K, V and o
     KV page      2 * 64 G (D f + 1)                             a byte of scale a vector
     encoded      (H + 2 G) (D f + 1) + 4 H                      and a log-sum-exp a query
     workspaces   the largest of these, which follow one another:
-      GEMM       8 T K + 8 N K + 16 T N                         FP64 operands and product
+      GEMM       8 T K + 8 N K + 16 T N                         FP64 operands and product; of one
+                                                                expert
       attention  24 W H D + 1536 W H forward, of B sequences, W tokens
                  4 W (4 H + 6 G) D + 9 B H min(S, 512) S        backward, S the longest sequence
       logits     8 V C + 16 max(2^22, V)                        the head in FP64, and a chunk of
@@ -18,7 +19,7 @@ Workspaces are upper estimates of short-lived tensors.
 from collections.abc import Mapping
 
 from isobit.kernels.operands import KvShape, kv_formats
-from isobit.kernels.sizes import AttentionShape, WorkShape
+from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
 from isobit.kernels.spec.attention import TILE
 from isobit.kernels.spec.packed_attention import GROUP_TOKENS, QUERY_BLOCK
 from isobit.kernels.spec.token_log_probs import CHUNK
@@ -73,6 +74,35 @@ def transposed(site: Site, columns: int) -> int:
     return 4 * sum(site.parts) * columns
 
 
+def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
+    """One expert after the other; at most all tokens are one expert's."""
+    a, k = _itemsize(gate_up), shape.top_k
+    stream, width = a * shape.hidden_size, 2 * a * shape.intermediate_size
+    outputs, sums = k * stream, 12 * k * shape.hidden_size
+    activation = a * shape.intermediate_size + _input(down, shape.intermediate_size)
+    forward = _input(gate_up, shape.hidden_size) + activation + stream
+    backward = (
+        2 * (stream + width)
+        + activation
+        + gradient(down, shape.hidden_size)
+        + gradient(gate_up, 2 * shape.intermediate_size)
+        + saved(gate_up, shape.hidden_size)
+    )
+    return ExpertBytes(
+        saved=outputs + k * width,
+        made=outputs + k * width + max(forward, sums),
+        kept=max(forward, sums),
+        gradients=outputs + max(backward, sums),
+        once=max(
+            transposed(site, columns) // shape.count
+            for site, columns in (
+                (gate_up, shape.hidden_size),
+                (down, shape.intermediate_size),
+            )
+        ),
+    )
+
+
 def encoded(shape: AttentionShape, format: Format) -> int:
     """See above."""
     heads = shape.num_heads + 2 * shape.num_kv_heads
@@ -104,8 +134,8 @@ def _gemm(shape: WorkShape) -> int:
     tokens = shape.tokens
     return max(
         8 * tokens * linear.in_features
-        + 8 * linear.out_features * linear.in_features
-        + 16 * tokens * linear.out_features
+        + 8 * linear.out_features // linear.experts * linear.in_features
+        + 16 * tokens * linear.out_features // linear.experts
         for linear in shape.linears
     )
 
@@ -118,6 +148,11 @@ def _attention(heads: AttentionShape, longest: int) -> int:
     copies = 4 * rows * (4 * heads.num_heads + 6 * heads.num_kv_heads) * heads.head_dim
     scores = 9 * sequences * heads.num_heads * min(longest, QUERY_BLOCK) * longest
     return max(forward, copies + scores)
+
+
+def _input(site: Site, numbers: int) -> int:
+    """An input and the same as FProp reads it."""
+    return _itemsize(site) * numbers + read(site, numbers)
 
 
 def _itemsize(site: Site) -> int:

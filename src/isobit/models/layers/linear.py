@@ -50,10 +50,7 @@ class Linear:
 
     def forward(self, weights: Weights, x: LinearInput) -> torch.Tensor:
         """[T, K] -> [T, N]."""
-        if isinstance(x.read, torch.Tensor):
-            observe(x.read, self.path, "input")
-        else:
-            observe(x.read.values, self.path, "input", scales=x.read.scales)
+        observe_input(x, self.path)
         return observe(weights.backend.linear(x.read, weights.linears[self.path]), self.path)
 
     def input(self, weights: Weights, x: torch.Tensor, save: bool) -> LinearInput:
@@ -75,3 +72,11 @@ class Linear:
             dy = weights.backend.output_gradient(dy, weights.linears[self.path].site)
         weights.backend.wgrad(dy.tokens, x, gradient(f"{self.path}.weight"))
         return weights.backend.dgrad(dy.rows, weights.linears[self.path])
+
+
+def observe_input(x: LinearInput, path: str) -> None:
+    """Show the input of the linear ``path`` as FProp reads it."""
+    if isinstance(x.read, torch.Tensor):
+        observe(x.read, path, "input")
+    else:
+        observe(x.read.values, path, "input", scales=x.read.scales)

@@ -14,6 +14,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.layers.linear import Linear
 from isobit.models.layers.norm import Norm
 from isobit.models.layers.unit import Gradient, Master, UnitBytes
+from isobit.models.routes import Routes
 from isobit.models.weights import Weights
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.formats import DTYPES
@@ -61,7 +62,7 @@ class Mlp:
         return {**self._norm.masters(), **self._gate_up.masters(), **self._down.masters()}
 
     def forward(
-        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x [T, C] -> the residual stream, and what there is to add to it."""
         h, b = self._norm.forward(weights, h, x, save=False)
@@ -72,7 +73,7 @@ class Mlp:
         return h, self._down.forward(weights, activation)
 
     def saving_forward(
-        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor, SavedMlp]:
         """The same bits, and what the backward reads."""
         h, b = self._norm.forward(weights, h, x, save=True)
@@ -91,7 +92,12 @@ class Mlp:
         return SavedMlp(h, b.saved, gate_up, weights.backend.swiglu_saved(gate_up, site))
 
     def backward(
-        self, weights: Weights, gradient: Gradient, saved: SavedMlp, d: torch.Tensor
+        self,
+        weights: Weights,
+        gradient: Gradient,
+        saved: SavedMlp,
+        d: torch.Tensor,
+        routes: Routes | None,
     ) -> torch.Tensor:
         """The gradient of the residual stream behind this unit [T, C] -> before it."""
         d_activation = self._down.backward(weights, gradient, d, saved.activation)

@@ -36,6 +36,17 @@ class Norm:
         assert made is not None
         return h, made
 
+    def keeping(
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, LinearInput]:
+        """h and x [T, C] -> the residual stream, its norm [T, C], and that as the linear reads
+        it.
+        """
+        h, norm, made = self._forward(weights, h, x, save=False, keep=True)
+        assert norm is not None
+        assert made is not None
+        return h, norm, made
+
     def final(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,11 +56,16 @@ class Norm:
         return h, norm
 
     def _forward(
-        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, save: bool
+        self,
+        weights: Weights,
+        h: torch.Tensor,
+        x: torch.Tensor | None,
+        save: bool,
+        keep: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, LinearInput | None]:
         site = None if self.linear is None else weights.linears[self.linear].site
         weight = weights.plain[f"{self.path}.weight"]
-        made = weights.backend.add_rms_norm(h, x, weight, self.epsilon, site, save)
+        made = weights.backend.add_rms_norm(h, x, weight, self.epsilon, site, save, keep)
         if x is not None:
             observe(made.h, self.residual)
         if made.norm is not None:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from isobit.kernels.sizes import Sizes
+from isobit.models.routes import Routes
 from isobit.models.weights import Weights
 from isobit.precision.flow import Graph, SiteShape
 
@@ -57,11 +58,14 @@ class UnitBytes:
     """What the backward makes beside what was saved, and beside the residual stream's gradient."""
     once: int
     """The largest matrix that the backward makes for itself, whatever the tokens."""
+    saved_once: int = 0
+    """What its backward reads, whatever the tokens: rows that fill blocks."""
 
 
 class MlpUnit(Protocol):
     """The second half of a layer, of whatever kind.  What it saves is its own, and no tensor: that
-    is how a pass knows what it has to ask for again.
+    is how a pass knows what it has to ask for again.  A unit that routes notes it in ``routes``,
+    where a pass has any.
     """
 
     def sites(self) -> tuple[SiteShape, ...]:
@@ -73,13 +77,13 @@ class MlpUnit(Protocol):
         ...
 
     def forward(
-        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x [T, C] -> the residual stream, and what there is to add to it."""
         ...
 
     def saving_forward(
-        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """The same bits, and what the backward reads."""
         ...
@@ -89,7 +93,12 @@ class MlpUnit(Protocol):
         ...
 
     def backward(
-        self, weights: Weights, gradient: Gradient, saved: Any, d: torch.Tensor
+        self,
+        weights: Weights,
+        gradient: Gradient,
+        saved: Any,
+        d: torch.Tensor,
+        routes: Routes | None,
     ) -> torch.Tensor:
         """The gradient of the residual stream behind this unit [T, C] -> before it."""
         ...

@@ -33,7 +33,7 @@ from typing import Any
 from torch import Tensor
 
 from isobit.errors import CheckpointError
-from isobit.files import check_free, commit_folder, disk_errors, sync
+from isobit.files import check_free, commit_folder, disk_errors, file_sha256, sync
 from isobit.models.tensor_file import TensorFile, write_tensors
 
 FORMAT = 2
@@ -174,7 +174,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
                 f"{path} has {size:,} bytes, but {recorded['bytes']:,} were written: it was cut or "
                 "overwritten"
             )
-        if _file_sha256(path) != recorded["sha256"]:
+        if file_sha256(path) != recorded["sha256"]:
             raise CheckpointError(
                 f"{path} does not have the SHA-256 of what was written: its bytes have changed"
             )
@@ -208,11 +208,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} is of step {manifest['step']}: it belongs to another checkpoint"
         )
     return manifest
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _json_sha256(content: Mapping[str, Any]) -> str:

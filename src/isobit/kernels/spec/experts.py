@@ -1,0 +1,168 @@
+"""The experts of a layer: each multiplies the tokens that are routed to it.
+
+    out_tj  = down_e(silu(gate) * up),   (gate, up) = gate_up_e(x_t),    e the token's expert of
+                                                                         rank j
+    y_t     = sum over j of w_tj out_tj              FP32, in the order of the ranks, rounded once
+
+Expert e's matrices are rows [e N, (e + 1) N) of the fused ones.  Its products are those of a linear
+(``isobit.kernels.spec.linear``) over its tokens, in ascending order; their bits do not depend on
+how many these are.  The backward, with d_y that of y:
+
+    d_out_tj = w_tj d_y_t          in the format between operators, then dY of expert e's down
+    d_w_tj   = sum_c d_y_tc out_tjc                  FP32
+    d_x_t    = sum over j of expert e's dX           FP32, in the order of the ranks, rounded once
+
+WGrad's operands are quantised in groups of 128 of an expert's tokens, from the format between
+operators.  Each expert adds one finished sum to its rows of the gradients; one without tokens adds
+nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from isobit.kernels.operands import (
+    ExpertGradients,
+    LinearInput,
+    LinearWeight,
+    Operand,
+    Routing,
+)
+from isobit.kernels.spec.linear import dgrad, input_saved, linear, output_gradient, wgrad
+from isobit.kernels.spec.norm import row_sum
+from isobit.kernels.spec.routing import sum_of_ranks
+from isobit.kernels.spec.swiglu import swiglu_backward, swiglu_input, swiglu_saved
+from isobit.precision.formats import E4M3
+from isobit.precision.quant_tensor import QuantTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One expert, and the choices that fell on it."""
+
+    choices: torch.Tensor
+    """int64, ascending: t k + j of token t's expert of rank j."""
+    tokens: torch.Tensor
+    """int64, ascending: t of each."""
+    gate_up: LinearWeight
+    down: LinearWeight
+    gate_up_rows: slice
+    """Of the fused matrix, as ``down_rows``."""
+    down_rows: slice
+
+
+@dataclass(frozen=True, slots=True)
+class SavedExperts:
+    """What the backward reads."""
+
+    x: torch.Tensor
+    """The input [T, C]."""
+    gate_up: tuple[torch.Tensor, ...]
+    """Of each expert that has tokens, [n, 2 I]."""
+    outputs: torch.Tensor
+    """[T, k, C]"""
+
+
+def experts(
+    x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+) -> torch.Tensor:
+    """x [T, C] as ``gate_up`` reads it -> y [T, C]."""
+    return _weighted_sum(_outputs(x, routing, gate_up, down)[0], routing)
+
+
+def experts_saving(
+    x: LinearInput, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+) -> tuple[torch.Tensor, SavedExperts]:
+    """The same bits, and what the backward reads; ``x.saved`` is the input itself [T, C]."""
+    assert isinstance(x.saved, torch.Tensor)
+    outputs, made = _outputs(x.read, routing, gate_up, down)
+    return _weighted_sum(outputs, routing), SavedExperts(x.saved, tuple(made), outputs)
+
+
+def experts_backward(
+    dy: torch.Tensor,
+    saved: SavedExperts,
+    routing: Routing,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    grads: ExpertGradients,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dy [T, C] -> dx [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
+    weights, d_inputs = routing.weights.flatten(), torch.empty_like(saved.outputs).flatten(0, 1)
+    chosen = experts_with_tokens(routing, gate_up, down)
+    for expert, made in zip(chosen, saved.gate_up, strict=True):
+        d_output = weights[expert.choices, None] * dy[expert.tokens].float()
+        d = output_gradient(d_output.to(dy.dtype), expert.down.site)
+        wgrad(d.tokens, swiglu_saved(made, expert.down.site), grads.down[expert.down_rows])
+        d = swiglu_backward(dgrad(d.rows, expert.down), made, expert.gate_up.site)
+        x = input_saved(saved.x[expert.tokens], expert.gate_up.site)
+        wgrad(d.tokens, x, grads.gate_up[expert.gate_up_rows])
+        d_inputs[expert.choices] = dgrad(d.rows, expert.gate_up)
+    d_weights = row_sum(dy.float()[:, None] * saved.outputs.float())[..., 0]
+    d_x = sum_of_ranks(d_inputs.view_as(saved.outputs).float())[:, 0]
+    return d_x.to(dy.dtype), d_weights
+
+
+def experts_with_tokens(
+    routing: Routing, gate_up: LinearWeight, down: LinearWeight
+) -> Iterator[Expert]:
+    """The experts that any token chose, in their order."""
+    count, top_k = routing.logits.shape[1], routing.experts.shape[1]
+    flat = routing.experts.flatten()
+    order = flat.argsort(stable=True)
+    sizes = torch.bincount(flat, minlength=count).tolist()
+    for index, choices in enumerate(order.split(sizes)):
+        if choices.numel():
+            one_gate_up, gate_up_rows = one_expert(gate_up, index, count)
+            one_down, down_rows = one_expert(down, index, count)
+            tokens = choices // top_k
+            yield Expert(choices, tokens, one_gate_up, one_down, gate_up_rows, down_rows)
+
+
+def one_expert(weight: LinearWeight, index: int, count: int) -> tuple[LinearWeight, slice]:
+    """Expert ``index``'s matrix of ``count`` that stand one below the other, not copied; and the
+    rows that it has.
+    """
+    matrix, parts = weight.matrix, len(weight.site.parts) // count
+    site = replace(weight.site, parts=weight.site.parts[parts * index : parts * (index + 1)])
+    if isinstance(matrix, torch.Tensor):
+        rows = _span(matrix.shape[0], index, count)
+        return LinearWeight(site, matrix[rows]), rows
+    assert isinstance(matrix, QuantTensor)
+    rows, blocks = (_span(len(one), index, count) for one in (matrix.values, matrix.scales))
+    own = QuantTensor(matrix.values[rows], matrix.scales[blocks], "128x128", site.parts)
+    return LinearWeight(site, own), rows
+
+
+def _span(rows: int, index: int, count: int) -> slice:
+    each = rows // count
+    return slice(each * index, each * (index + 1))
+
+
+def _outputs(
+    x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What each token's experts give [T, k, C], and gate and up of each expert that has tokens."""
+    tokens, top_k = routing.experts.shape
+    dtype = x.dtype if isinstance(x, torch.Tensor) else torch.bfloat16
+    columns = (x if isinstance(x, torch.Tensor) else x.values).shape[1]
+    outputs, made = torch.empty(tokens * top_k, columns, dtype=dtype), list[torch.Tensor]()
+    for expert in experts_with_tokens(routing, gate_up, down):
+        made.append(linear(_rows(x, expert.tokens), expert.gate_up))
+        activation = swiglu_input(made[-1], expert.down.site)
+        outputs[expert.choices] = linear(activation.read, expert.down)
+    return outputs.view(tokens, top_k, columns), made
+
+
+def _rows(x: Operand, index: torch.Tensor) -> Operand:
+    if isinstance(x, torch.Tensor):
+        return x.index_select(0, index)
+    assert isinstance(x, QuantTensor)
+    values = x.values.view(torch.uint8).index_select(0, index).view(E4M3)
+    return QuantTensor(values, x.scales.index_select(0, index), x.granularity)
+
+
+def _weighted_sum(outputs: torch.Tensor, routing: Routing) -> torch.Tensor:
+    weighted = routing.weights[..., None] * outputs.float()
+    return sum_of_ranks(weighted)[:, 0].to(outputs.dtype)

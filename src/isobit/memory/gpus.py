@@ -1,0 +1,18 @@
+"""GPUs by name, for plans on a machine that has none: the memory that a process finds free on one.
+
+Measured with nothing else on the card; a driver keeps about a gigabyte of what the card is sold
+with.
+"""
+
+from isobit.errors import ConfigError
+
+_GIB = 1 << 30
+GPUS: dict[str, int] = {"h100": 78 * _GIB, "h200": 139 * _GIB}
+"""Bytes."""
+
+
+def gpu_memory(name: str) -> int:
+    """Bytes that a process can have.  Raises ConfigError, with the names that are known."""
+    if name not in GPUS:
+        raise ConfigError(f"the GPU {name!r} is not known; known are {', '.join(GPUS)}")
+    return GPUS[name]

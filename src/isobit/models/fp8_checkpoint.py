@@ -1,0 +1,189 @@
+"""FP8 block checkpoints in, as DeepSeek-V3 introduced them: E4M3 matrices with a scale for each
+block of 128 x 128.
+
+    config.json   quantization_config: {quant_method: "fp8", fmt: "e4m3", activation_scheme:
+                  "dynamic", weight_block_size: [128, 128], modules_to_not_convert: [...]}
+    X.weight             F8_E4M3 [N, K]
+    X.weight_scale_inv   F32, BF16 or F8_E8M0 [ceil(N / 128), ceil(K / 128)]; despite its name a
+                         value is byte * scale
+
+Each of a fused matrix's parts has blocks of its own, as a flow has them: their grids stand one upon
+the other.  Bytes and scales are taken as they are wherever the flow's own have the same form:
+
+    a flow with scales = "fp32"            takes any
+    one with powers of two (the default)   takes those whose scales are powers of two; others are
+                                           quantised anew, once, and the error that this adds is
+                                           counted (``ScaleConversion``)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from isobit.errors import ModelError
+from isobit.models.checkpoint_files import CheckpointTensor
+from isobit.models.tensor_header import shown
+from isobit.precision.dequantise import dequantise
+from isobit.precision.flow import Site
+from isobit.precision.formats import BLOCK, E4M3_MAX
+from isobit.precision.quant_tensor import QuantTensor, num_blocks
+
+MasterValues = torch.Tensor | QuantTensor
+"""What a folder has for a master: numbers, or FP8 as it is."""
+SCALE_FORMATS = ("F32", "BF16", "F8_E8M0")
+_WANTED: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+_BY_DEFAULT = ("fmt", "activation_scheme")
+"""Keys that older folders leave out."""
+_LISTS = ("modules_to_not_convert", "ignored_layers")
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "scale_fmt": (None, "float", "ue8m0"),
+    "dequantize": (None, False, True),
+    "modules_to_convert": (None, []),
+    "expert_dtype": (None, "fp8"),
+}
+"""What else transformers writes, with the values that change nothing here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """The ``quantization_config`` of a folder."""
+
+    kept: tuple[str, ...]
+    """``modules_to_not_convert``: paths of modules, or how such a path begins or ends."""
+
+    def keeps(self, module: str) -> bool:
+        """Whether the folder has the matrix of a module as it was before."""
+        return any(
+            module == name or module.startswith(f"{name}.") or module.endswith(f".{name}")
+            for name in self.kept
+        )
+
+
+def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
+    """What a config.json says; None where it names no quantisation.  Raises ModelError, naming
+    ``source``, for any other than FP8 in blocks of 128 x 128.
+    """
+    found = config.get("quantization_config")
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise ModelError(f"{source}: quantization_config is {shown(found)}, expected an object")
+    for key, wanted in _WANTED.items():
+        if found.get(key, wanted if key in _BY_DEFAULT else None) != wanted:
+            raise ModelError(
+                f"{source}: quantization_config has {key} = {shown(repr(found.get(key)))}, which "
+                f"is not supported; expected {wanted!r}: E4M3 in blocks of 128 x 128, or no "
+                "quantisation"
+            )
+    for key, value in found.items():
+        known = key in _WANTED or key in _LISTS
+        if not known and value not in _HARMLESS.get(key, (None,)):
+            raise ModelError(
+                f"{source}: quantization_config has {shown(key)} = {shown(repr(value))}, which is "
+                "not supported"
+            )
+    kept: list[str] = []
+    for key in _LISTS:
+        names = found.get(key) or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ModelError(f"{source}: {key} is {shown(repr(names))}, expected a list of modules")
+        kept += names
+    return Fp8Format(tuple(kept))
+
+
+def read_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> torch.Tensor:
+    """FP32 scales, on the host.  Raises ModelError where one is no finite, positive number."""
+    found = scales.mapped.float()
+    if not bool(((found > 0) & torch.isfinite(found * E4M3_MAX)).all()):
+        raise ModelError(
+            f"{scales} holds a scale that is not positive and finite, so values of {matrix.name} "
+            "are none; expected positive numbers"
+        )
+    return found
+
+
+def scales_shape(matrix: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a matrix [N, K]."""
+    return tuple(num_blocks(size) for size in matrix)
+
+
+def is_taken(site: Site, given: QuantTensor) -> bool:
+    """Whether a linear multiplies with a folder's bytes and scales as they are."""
+    return site.forward == "e4m3" and (site.scales == "fp32" or _are_powers_of_two(given.scales))
+
+
+def master_of(given: QuantTensor) -> torch.Tensor:
+    """The FP32 numbers that a folder's bytes stand for, part by part."""
+    master = torch.empty(given.values.shape, dtype=torch.float32, device=given.values.device)
+    rows = master.split(list(given.parts))
+    for target, part in zip(rows, parts_of(given), strict=True):
+        target.copy_(dequantise(part))
+    return master
+
+
+def parts_of(matrix: QuantTensor) -> list[QuantTensor]:
+    """Each part of a fused matrix, not copied."""
+    values = matrix.values.split(list(matrix.parts))
+    scales = matrix.scales.split([num_blocks(part) for part in matrix.parts])
+    return [QuantTensor(v, s, "128x128") for v, s in zip(values, scales, strict=True)]
+
+
+class ScaleConversion:
+    """What it costs that FP32 scales of a folder became powers of two: each matrix against the
+    numbers that its bytes stood for.
+
+        relative error = sqrt(sum (new - old)^2 / sum old^2)
+    """
+
+    def __init__(self) -> None:
+        self._squares: dict[str, torch.Tensor] = {}
+        """[error, old], FP64, by the linear's name."""
+
+    def add(self, name: str, old: QuantTensor, new: QuantTensor) -> None:
+        """Count one matrix; nothing waits for its device."""
+        sums = torch.zeros(2, dtype=torch.float64, device=old.values.device)
+        for before, after in zip(parts_of(old), parts_of(new), strict=True):
+            numbers = dequantise(before)
+            sums[1] += numbers.square().sum(dtype=torch.float64)
+            sums[0] += numbers.sub_(dequantise(after)).square_().sum(dtype=torch.float64)
+        self._squares[name] = sums
+
+    def __len__(self) -> int:
+        return len(self._squares)
+
+    def error(self) -> float:
+        """Relative, of all matrices."""
+        return _relative(torch.stack(list(self._squares.values())).sum(0))
+
+    def worst(self) -> tuple[str, float]:
+        """The matrix with the largest relative error, and that error."""
+        return max(self.errors().items(), key=lambda pair: pair[1])
+
+    def errors(self) -> dict[str, float]:
+        """Relative, of each matrix."""
+        return {name: _relative(sums) for name, sums in self._squares.items()}
+
+    def __str__(self) -> str:
+        name, worst = self.worst()
+        return (
+            f"the folder's FP8 has FP32 scales, and the flow powers of two: {len(self)} matrices "
+            f"were quantised anew, which adds a relative error of {self.error():.2%} (rms; worst "
+            f'{name}, {worst:.2%}); precision.scales = "fp32" takes them as they are'
+        )
+
+
+def _are_powers_of_two(scales: torch.Tensor) -> bool:
+    """Of positive FP32: no bit of the mantissa is set."""
+    return not bool(scales.view(torch.int32).bitwise_and(0x7FFFFF).any())
+
+
+def _relative(sums: torch.Tensor) -> float:
+    error, old = sums.tolist()
+    return (error / old) ** 0.5 if old else 0.0

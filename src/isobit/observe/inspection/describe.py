@@ -1,0 +1,168 @@
+"""An inspection as text, in at most 80 columns."""
+
+import math
+from collections.abc import Sequence
+from textwrap import wrap
+
+from isobit.observe.inspection.gpu import GpuFigures
+from isobit.observe.inspection.quantised import Fp8Figures, together
+from isobit.observe.inspection.record import Inspection
+from isobit.units import gib
+
+WIDTH = 80
+WORST = 5
+"""Matrices that are named."""
+
+
+def describe_inspection(found: Inspection) -> list[str]:
+    """The whole, a line an entry."""
+    parts = [_model(found), _formats(found), *_fp8(found), _presets(found)]
+    if found.gpu is not None:
+        parts.append(_memory(found, found.gpu))
+    return [line for part in parts for line in ("", *part)][1:]
+
+
+def percent(share: float | None) -> str:
+    """With as many digits as a reader can use; a dash for what is not known."""
+    if share is None:
+        return "-"
+    size = 100 * share
+    return "0" if size == 0 else f"{size:.2g}%" if size < 0.001 else f"{size:.3g}%"
+
+
+def scale_text(scale: float) -> str:
+    """``2^-12`` of a power of two, else three digits."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.3g}"
+
+
+def scale_range(figures: Fp8Figures) -> str:
+    """The smallest and the largest scale."""
+    low, high = scale_text(figures.smallest_scale), scale_text(figures.largest_scale)
+    return low if low == high else f"{low} to {high}"
+
+
+def flow_name(found: Inspection) -> str:
+    """What the matrices were measured in."""
+    if found.stored:
+        return "stored in FP8"
+    return f"{found.preset}{', FP32 scales' if found.scales == 'fp32' else ''}"
+
+
+def describe_model(found: Inspection) -> list[str]:
+    """What the model is."""
+    config = found.config
+    heads = f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}"
+    mlp = f"MLP {config.intermediate_size:,}"
+    if config.experts is not None:
+        experts = config.experts
+        mlp = f"{experts.count} experts of {experts.intermediate_size:,}, {experts.top_k} a token"
+    head = "score head" if config.score_head else "tied" if config.tied_embeddings else "untied"
+    return [
+        f"{config.family}, {found.parameters:,} parameters, {config.num_layers} layers",
+        f"hidden {config.hidden_size:,}, {heads}, {mlp}",
+        f"vocabulary {config.vocab_size:,} ({head}), context {config.max_positions:,}",
+    ]
+
+
+def _model(found: Inspection) -> list[str]:
+    return [f"model {found.folder}", *(f"  {line}" for line in describe_model(found))]
+
+
+def _formats(found: Inspection) -> list[str]:
+    files = f"{found.files} file{'s' if found.files > 1 else ''}"
+    rows = [
+        (one.format, f"{one.tensors:,}", f"{one.numbers:,}", gib(one.num_bytes))
+        for one in found.formats
+    ]
+    return _table(("stored", "tensors", "numbers", "size"), rows, f"in {files}")
+
+
+def _fp8(found: Inspection) -> list[list[str]]:
+    layers = found.by_layer()
+    if not layers:
+        return [[f"{found.preset}: no matrix is E4M3"]]
+    rows = [(f"{layer}", *_cells(together(list(each.values())))) for layer, each in layers.items()]
+    everything = together([figures for each in layers.values() for figures in each.values()])
+    rows.append(("all", *_cells(everything)))
+    header = ("layer", "error", "worst block", "saturated", "flushed", "scales")
+    title = f"the {len(found.matrices):,} matrices in E4M3: {flow_name(found)}"
+    legend = (
+        "what they were made from, and so their error, is not known"
+        if found.stored
+        else "error: sqrt(sum (q - x)^2 / sum x^2) of the layer; saturated: stored as 448; "
+        "flushed: stored as 0, and not 0 before"
+    )
+    parts = [[title, *_table(header, rows), *_wrapped(legend)]]
+    worst = found.worst(WORST)
+    if worst:
+        rows = [
+            (matrix.name.removesuffix(".weight"), *_cells(matrix.figures)[:2]) for matrix in worst
+        ]
+        parts.append(_table(("highest error", "error", "worst block"), rows))
+    return parts
+
+
+def _cells(figures: Fp8Figures) -> tuple[str, ...]:
+    return (
+        percent(figures.error),
+        percent(figures.worst_block),
+        percent(figures.saturated),
+        percent(figures.flushed),
+        scale_range(figures),
+    )
+
+
+def _presets(found: Inspection) -> list[str]:
+    rows = [
+        (
+            one.preset,
+            percent(one.rollout_e4m3),
+            percent(one.training_e4m3),
+            one.cache.upper(),
+            gib(one.published_bytes),
+            "one" if one.exact else "two",
+        )
+        for one in found.presets
+    ]
+    header = ("preset", "E4M3 rollout", "E4M3 training", "KV cache", "weights", "functions")
+    where = "a GPU" if found.back_end == "cuda" else "a CPU"
+    return [
+        *_table(header, rows),
+        *_wrapped(
+            f"E4M3: share of all parameters; weights: as published on {where}; functions: of "
+            "rollout and training"
+        ),
+    ]
+
+
+def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
+    lines = [f"on an {gpu.gpu.upper()} with {gib(gpu.total)} free, in {found.preset}"]
+    if gpu.generating:
+        lines.append("  to generate alone (isobit rollout, eval):")
+        lines += [f"    {name:<28}{gib(size):>12}" for name, size in gpu.generating.items()]
+        if gpu.cached_tokens:
+            lines.append(f"    the cache holds {gpu.cached_tokens:,} tokens")
+    else:
+        lines.append("  to generate: its weights and a forward do not fit")
+    lines.append(f"  to train, sequences of up to {gpu.longest:,} tokens:")
+    plan = [gpu.problem] if gpu.training is None else gpu.training.describe()
+    return [*lines, *(part for line in plan for part in _wrapped(line))]
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line within the width, in as many as it takes; what is a table's row stays one."""
+    if len(line) <= WIDTH - 2:
+        return [f"  {line}"]
+    return [f"  {part}" for part in wrap(line, WIDTH - 2)]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> list[str]:
+    """Columns as wide as their cells; all but the first are set to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = []
+    for row in (header, *rows):
+        cells = [f"{row[0]:<{widths[0]}}"]
+        cells += [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  " + "   ".join(cells).rstrip())
+    return [lines[0] + (f"   {title}" if title else ""), *lines[1:]]

@@ -1,0 +1,260 @@
+"""Exports of runs and folders: what is in them, where they may go, and what a fault leaves."""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from isobit import files as storage
+from isobit.config.precision import PrecisionConfig
+from isobit.config.run import RunConfig
+from isobit.data.tokenizer import load_tokenizer
+from isobit.errors import CheckpointError, ConfigError, ModelError, StorageError
+from isobit.models.folder import load_policy, read_any_config
+from isobit.models.policy import random_policy
+from isobit.models.saving import PolicyTensors, save_policy
+from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
+from isobit.run import export as export_module
+from isobit.run.export import export
+from isobit.run.export_source import find_source
+from isobit.run.rl.loop import train
+from isobit.starter import starter_folder
+
+MakeConfig = Callable[..., RunConfig]
+Lines = list[str]
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return []
+
+
+def read_folder(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    a, b = read_folder(one), read_folder(other)
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(raw(a[name]), raw(b[name])) for name in a
+    )
+
+
+def test_a_folder_exported_and_imported_has_the_same_bytes(
+    tiny_folder: Path, tmp_path: Path, lines: Lines
+) -> None:
+    result = export(
+        find_source(tiny_folder, None, lines.append), tmp_path / "out", shard_bytes=150_000
+    )
+    out = result.folder
+    assert result.files == len(list(out.glob("model-*.safetensors"))) > 2
+    assert same_tensors(tiny_folder, out)
+    index = json.loads((out / INDEX_FILE).read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in read_folder(out).values())
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ):
+        assert (out / name).read_bytes() == (tiny_folder / name).read_bytes(), name
+    again = export(find_source(out, None, lines.append), tmp_path / "again").folder
+    assert (again / WEIGHTS_FILE).read_bytes() == (tiny_folder / WEIGHTS_FILE).read_bytes()
+    assert load_tokenizer(out).vocab_size == load_tokenizer(tiny_folder).vocab_size
+    assert not list(tmp_path.glob(".*")), "nothing hidden is left"
+    assert not lines
+
+
+def test_the_card_has_the_hash_of_every_file(
+    tiny_folder: Path, tmp_path: Path, lines: Lines
+) -> None:
+    out = export(
+        find_source(tiny_folder, None, lines.append), tmp_path / "out", shard_bytes=150_000
+    ).folder
+    card = (out / "README.md").read_text()
+    found = dict(re.findall(r"\| `([^`]+)` \| `([0-9a-f]{64})` \|", card))
+    others = {file.name: file for file in out.iterdir() if file.name != "README.md"}
+    assert found == {
+        name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in others.items()
+    }
+
+
+def test_a_run_and_its_checkpoints(
+    make_config: MakeConfig, write_reward: Callable[[str], str], tmp_path: Path, lines: Lines
+) -> None:
+    """A finished run gives its model, a step its checkpoint; FP8 bytes of both are the policy's."""
+    reward = write_reward("return float(sum(completion.token_ids) % 3)")
+    config = make_config(reward, checkpoint={"every": 1}, evaluation={"every": 1})
+    train(config)
+    run = config.output
+    finished = export(find_source(run, None, lines.append), tmp_path / "finished").folder
+    assert same_tensors(finished, run / "model")
+    last = export(find_source(run, 2, lines.append), tmp_path / "last").folder
+    assert same_tensors(last, run / "model")
+    first = export(find_source(run, 1, lines.append), tmp_path / "first").folder
+    masters = load_file(run / "checkpoints" / "step_000001" / "masters.safetensors")
+    embedding = masters["embed_tokens.weight"].bfloat16()
+    assert torch.equal(read_folder(first)["model.embed_tokens.weight"], embedding)
+    assert not same_tensors(first, last)
+    fp8 = export(find_source(run, None, lines.append), tmp_path / "fp8", "fp8").folder
+    of_step = export(find_source(run, 2, lines.append), tmp_path / "fp8-step", "fp8").folder
+    assert same_tensors(fp8, of_step)
+    shutil.rmtree(run / "model")
+    (run / "summary.json").unlink()
+    newest = export(find_source(run, None, lines.append), tmp_path / "newest").folder
+    assert same_tensors(newest, last)
+    card = (first / "README.md").read_text()
+    assert "after 1 steps" in card and "| start |" in card and "grpo" in card
+    assert re.search(r"Of [\d,]+ log-probabilities recorded while sampling, 0 differed", card)
+    assert re.search(r"held\\_out accuracy \| \S+.* \| 1 \|", card)
+    with pytest.raises(ConfigError, match=r"--step is 7, but .* there: 1, 2"):
+        find_source(run, 7, lines.append)
+
+
+def test_a_checkpoint_of_another_model_and_a_damaged_one(
+    make_config: MakeConfig, tiny_folder: Path, tmp_path: Path, lines: Lines
+) -> None:
+    folder = tmp_path / "start"
+    shutil.copytree(tiny_folder, folder)
+    config = make_config(model=str(folder), training={"steps": 1}, checkpoint={"every": 1})
+    train(config)
+    wider = replace(read_any_config(tiny_folder), intermediate_size=256)
+    save_policy(random_policy(wider, PrecisionConfig(), seed=0), folder)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj\.weight has the shape .* another"):
+        find_source(config.output, 1, lines.append)
+    masters = config.output / "checkpoints" / "step_000001" / "masters.safetensors"
+    content = bytearray(masters.read_bytes())
+    content[-1] ^= 1
+    masters.write_bytes(content)
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        find_source(config.output, 1, lines.append)
+
+
+def test_what_has_no_model_is_refused(tmp_path: Path, tiny_folder: Path, lines: Lines) -> None:
+    with pytest.raises(ModelError, match="is not a folder"):
+        find_source(tmp_path / "nowhere", None, lines.append)
+    with pytest.raises(ConfigError, match=r"--step is for a run, and .* is none"):
+        find_source(tiny_folder, 1, lines.append)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="neither a finished model nor a checkpoint"):
+        find_source(tmp_path, None, lines.append)
+
+
+def test_nothing_is_overwritten_unasked_and_nothing_in_place(
+    tiny_folder: Path, tmp_path: Path, lines: Lines
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    source = find_source(folder, None, lines.append)
+    for place in (folder, folder / ".." / "model", tmp_path):
+        with pytest.raises(ConfigError, match="never converted in place"):
+            export(source, place, overwrite=True)
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(ConfigError, match="is a file"):
+        export(source, file, overwrite=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    export(source, other)  # an empty one is as good as none
+    (other / "mark").write_text("x")
+    with pytest.raises(ConfigError, match=r"already holds files.*--overwrite"):
+        export(source, other)
+    export(source, other, overwrite=True)
+    assert not (other / "mark").exists()
+    diary = tmp_path / "diary"
+    diary.mkdir()
+    (diary / "monday").write_text("x")
+    with pytest.raises(ConfigError, match=r"no config\.json: it is no model folder"):
+        export(source, diary, overwrite=True)
+    assert (diary / "monday").exists()
+
+
+@pytest.mark.parametrize("broken", ["write", "value"])
+def test_a_fault_leaves_the_old_folder_and_nothing_else(
+    broken: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines
+) -> None:
+    source = find_source(tiny_folder, None, lines.append)
+    out = export(source, tmp_path / "out").folder
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if broken == "write":
+        monkeypatch.setattr(export_module, "sync", full)
+        expected, text = StorageError, "No space left.*then export again"
+    else:
+        tensors = read_folder(tiny_folder)
+        tensors["model.norm.weight"][3] = torch.nan
+        copy = tmp_path / "nan"
+        shutil.copytree(tiny_folder, copy)
+        save_file(tensors, copy / WEIGHTS_FILE)
+        source = find_source(copy, None, lines.append)
+        expected, text = ModelError, r"model\.norm\.weight holds a NaN"
+    with pytest.raises(expected, match=text):
+        export(source, out, overwrite=True)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_full_disk_is_found_before_anything_is_written(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines
+) -> None:
+    monkeypatch.setattr(storage, "free_bytes", lambda _: 10_000)
+    with pytest.raises(StorageError, match=r"needs [\d,]+ bytes, but 10,000 are free"):
+        export(find_source(tiny_folder, None, lines.append), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_flow_of_a_folder_can_be_chosen(
+    tiny_folder: Path, tmp_path: Path, lines: Lines
+) -> None:
+    source = find_source(tiny_folder, None, lines.append)
+    kept = PrecisionConfig(first_layers_bf16=1)
+    result = export(source, tmp_path / "out", "fp8", kept)
+    assert result.quantised + len(result.not_whole) == 7
+    formats = {name: x.dtype for name, x in read_folder(result.folder).items()}
+    assert formats["model.layers.0.mlp.down_proj.weight"] == torch.bfloat16
+    assert formats["model.layers.1.mlp.down_proj.weight"] == torch.float8_e4m3fn
+    whole = export(source, tmp_path / "whole", "fp8")
+    assert whole.quantised > result.quantised
+    with pytest.raises(ConfigError, match="samples with no matrix in FP8"):
+        export(source, tmp_path / "none", "fp8", PrecisionConfig(preset="bf16"))
+
+
+def test_generation_stops_are_written_where_the_folder_has_none(
+    tiny_folder: Path, tmp_path: Path, lines: Lines
+) -> None:
+    """Other engines must still see every token that ends a completion."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 1}))
+    out = export(find_source(folder, None, lines.append), tmp_path / "out").folder
+    assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
+    stops = json.loads((out / "generation_config.json").read_text())
+    assert stops["eos_token_id"] == [load_tokenizer(tiny_folder).eos_token_id]
+
+
+def test_the_model_that_a_policy_saves_is_what_it_exports(tmp_path: Path, lines: Lines) -> None:
+    policy = load_policy(starter_folder(), PrecisionConfig())
+    save_policy(policy, tmp_path / "saved", starter_folder())
+    out = export(find_source("starter", None, lines.append), tmp_path / "out").folder
+    assert (out / WEIGHTS_FILE).read_bytes() == (tmp_path / "saved" / WEIGHTS_FILE).read_bytes()
+    assert PolicyTensors.of(policy).in_e4m3 == frozenset()
