@@ -2,8 +2,8 @@
 tokens of every family, for random small configurations, to positions beyond the context that they
 were pretrained with.
 
-Logits may be 1e-4 apart, absolutely or of their size; a gradient 1e-4 of its tensor's largest
-element.  A greedy token must be theirs wherever their two largest logits are more than 0.01 apart.
+Logits may be apart by 1e-4 of the largest of them, a gradient by 1e-4 of its tensor's largest
+element: with weights of 0.15 FP32 itself is off by 2e-5 of the largest.  A greedy token must be theirs wherever their two largest logits are more than 0.01 apart.
 """
 
 from collections.abc import Mapping
@@ -210,7 +210,7 @@ def check_logits_and_gradients(hf_config: PreTrainedConfig, seed: int) -> None:
     packed = PackedPass(policy, ids, positions, LENGTHS, recompute="none")
     hidden, head, weights = packed.forward(), policy.decoder.lm_head, policy.weights("training")
     ours = head.logits(weights, hidden)
-    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
     check_greedy(ours.argmax(-1), expected.detach())
     targets = torch.randint(0, policy.config.vocab_size, (sum(LENGTHS),))
     temperatures = torch.ones(sum(LENGTHS))
