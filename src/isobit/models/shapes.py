@@ -29,6 +29,12 @@ def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool = False) -
 _LLAMA3_SCALING = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
 SHAPES: dict[str, ModelConfig] = {
+    "smollm2-135m": ModelConfig(
+        "llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, 1e5, tied_embeddings=True
+    ),
+    "smollm2-360m": ModelConfig(
+        "llama", 49152, 960, 2560, 32, 15, 5, 64, 8192, 1e-5, 1e5, tied_embeddings=True
+    ),
     "qwen3-0.6b": _qwen3(hidden=1024, mlp=3072, layers=28, heads=16, tied=True),
     "qwen3-8b": _qwen3(hidden=4096, mlp=12288, layers=36, heads=32),
     "qwen2.5-0.5b": ModelConfig(
@@ -38,9 +44,6 @@ SHAPES: dict[str, ModelConfig] = {
         "qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 32768, 1e-6, 1e6, tied_embeddings=False
     ),
     "qwen3-32b": _qwen3(hidden=5120, mlp=25600, layers=64, heads=64),
-    "smollm2-135m": ModelConfig(
-        "llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, 1e5, tied_embeddings=True
-    ),
     "llama-3.2-1b": ModelConfig(
         *("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5),
         tied_embeddings=True,

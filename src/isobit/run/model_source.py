@@ -11,7 +11,12 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.rules import check_shape
 from isobit.config.sft import Objective
 from isobit.config.shape import ModelShape
-from isobit.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
+from isobit.data.tokenizer import (
+    check_vocabulary,
+    load_tokenizer,
+    pad_token_id,
+    stop_token_ids,
+)
 from isobit.errors import ConfigError
 from isobit.models.checkpoint_files import weight_files
 from isobit.models.config import Experts, ModelConfig
@@ -72,6 +77,7 @@ def describe_source(
     """
     folder = model_folder(model)
     config, tokenizer = source_config(model, shape, objective), load_tokenizer(folder)
+    check_vocabulary(tokenizer, config.vocab_size, folder)
     described = DescribedModel(folder, config, tokenizer, stop_token_ids(tokenizer, folder))
     return ModelSource(described, from_scratch=shape is not None)
 
