@@ -3,7 +3,8 @@ tokens of every family, for random small configurations, to positions beyond the
 were pretrained with.
 
 Logits may be apart by 1e-4 of the largest of them, a gradient by 1e-4 of its tensor's largest
-element: with weights of 0.15 FP32 itself is off by 2e-5 of the largest.  A greedy token must be theirs wherever their two largest logits are more than 0.01 apart.
+element: with weights of 0.15, FP32 itself is off by 2e-5 of the largest.  A greedy token must be
+theirs wherever their two largest logits are more than 0.01 apart.
 """
 
 from collections.abc import Mapping
