@@ -2,8 +2,10 @@
 ``config.json``.
 """
 
+from dataclasses import replace
+
 from isobit.errors import ConfigError
-from isobit.models.config import ModelConfig
+from isobit.models.config import Experts, ModelConfig
 
 
 def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool = False) -> ModelConfig:
@@ -36,6 +38,20 @@ SHAPES: dict[str, ModelConfig] = {
         "qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 32768, 1e-6, 1e6, tied_embeddings=False
     ),
     "qwen3-32b": _qwen3(hidden=5120, mlp=25600, layers=64, heads=64),
+    "qwen3-30b-a3b": replace(
+        _qwen3(hidden=2048, mlp=6144, layers=48, heads=32),
+        family="qwen3_moe",
+        num_kv_heads=4,
+        experts=Experts(128, 8, 768, renormalise=True),
+    ),
+    # Of no checkpoint: experts of Qwen3-30B-A3B, few enough of them to train on one card.
+    "moe-2.7b": replace(
+        _qwen3(hidden=2048, mlp=6144, layers=16, heads=16),
+        family="qwen3_moe",
+        num_kv_heads=4,
+        vocab_size=32000,
+        experts=Experts(32, 4, 768, renormalise=True),
+    ),
 }
 
 
