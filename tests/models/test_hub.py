@@ -87,7 +87,9 @@ def test_a_cached_model_is_loaded_without_a_request(
 
 
 def test_offline_and_not_cached(cache: Path) -> None:
-    with pytest.raises(ModelError, match=r"org/name@v2 is no folder here.* not in the cache .*HF_H"):
+    with pytest.raises(
+        ModelError, match=r"org/name@v2 is no folder here.* not in the cache .*HF_H"
+    ):
         model_folder("org/name@v2")
     put(cache, starter_folder(), ["config.json", "tokenizer.json"])
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids to fetch it"):

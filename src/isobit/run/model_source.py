@@ -19,7 +19,7 @@ from isobit.data.tokenizer import (
 )
 from isobit.errors import ConfigError
 from isobit.models.checkpoint_files import weight_files
-from isobit.models.config import ModelConfig
+from isobit.models.config import Experts, ModelConfig
 from isobit.models.folder import (
     load_policy,
     read_config,
@@ -120,4 +120,13 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
         rms_epsilon=shape.rms_epsilon,
         rope_theta=shape.rope_theta,
         tied_embeddings=shape.tied_embeddings,
+        experts=_experts(shape),
+        sliding_window=shape.sliding_window,
     )
+
+
+def _experts(shape: ModelShape) -> Experts | None:
+    if shape.num_experts is None:
+        return None
+    width = shape.moe_intermediate_size or shape.intermediate_size
+    return Experts(shape.num_experts, shape.num_experts_per_tok, width, renormalise=True)
