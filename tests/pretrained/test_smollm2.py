@@ -8,7 +8,6 @@ On a machine with a GPU that can be used, everything but ``fp32`` runs there; mi
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,8 +24,6 @@ from benchmarks.pretrained.perplexity import (
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import ModelNeeds, choose_device
 from isobit.models.folder import load_policy
-from isobit.proof.verify import VerifyOptions
-from isobit.records.text import Completion, Prompt
 
 pytestmark = pytest.mark.pretrained
 NEEDS = ModelNeeds(num_heads=9, num_kv_heads=3, head_dim=64, preset="fp8")
@@ -46,11 +43,6 @@ def device() -> torch.device:
     return choose_device("auto", NEEDS).device
 
 
-def answer_length(completion: Completion, prompt: Prompt) -> float:
-    """A reward that differs between the samples of any prompt."""
-    return float(len(completion.text) % 7)
-
-
 def test_greedy_answers_are_those_of_transformers(folder: Path) -> None:
     compared = compare_answers(folder, QUESTIONS[:4], 8)
     assert all(one.equal for one in compared), compared
@@ -61,30 +53,27 @@ def test_perplexity_and_no_linear_in_another_format(folder: Path) -> None:
     policy = load_policy(folder, PrecisionConfig(preset="fp8"), device(), trainable=False)
     assert linear_formats(policy) == {"e4m3": 4 * 30}
     theirs = of_transformers(folder, windows, torch.bfloat16, device().type)
-    assert ours(policy, windows) == pytest.approx(theirs, rel=0.02)
+    # over 51,100 tokens it is 3.6% above (docs/models.md); BF16 shows that nothing else is wrong
+    assert ours(policy, windows) == pytest.approx(theirs, rel=0.05)
+    policy = load_policy(folder, PrecisionConfig(preset="bf16"), device(), trainable=False)
+    assert ours(policy, windows) == pytest.approx(theirs, rel=0.005)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_nothing_differs(folder: Path, precision: str) -> None:
-    options = VerifyOptions(prompts=3, samples=2, max_new_tokens=12)
-    result = isobit.verify(folder, options, precision=precision)
-    assert result.comparison.tokens_compared > 300 and result.exit_code == 0, result
+    result = isobit.verify(folder, precision=precision)
+    assert result.comparison.tokens_compared > 1000 and result.exit_code == 0, result
 
 
 def test_fine_tuned_trained_exported_and_loaded_elsewhere(folder: Path, tmp_path: Path) -> None:
-    examples: dict[str, Any] = {
-        "type": "jsonl",
-        "path": "recipes/fine_tune.jsonl",
-        "prompt": "question",
-        "completion": "answer",
-    }
+    examples = {"type": "jsonl", "path": "recipes/fine_tune.jsonl"}
     tuned = isobit.sft(
         {
             "model": str(folder),
             "output": str(tmp_path / "sft"),
             "precision": "fp8",
             "data": {"train": examples, "chat": True},
-            "training": TRAINING | {"examples_per_step": 4},
+            "training": TRAINING | {"prompts_per_step": 4},
         }
     )
     assert tuned.tokens_trained > 0 and tuned.skipped_updates == 0
