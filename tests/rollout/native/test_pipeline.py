@@ -276,7 +276,8 @@ def generate_both(
 
 @pytest.mark.parametrize("sizes", [{}, TIGHT, {"max_sequences": 2}])
 @pytest.mark.parametrize(
-    "sampling", [{"stop_token_ids": (5,)}, {"stop_token_ids": (5,), "temperature": 0.7, "top_k": 9}]
+    "sampling",
+    [{"stop_token_ids": (5, 9)}, {"stop_token_ids": (5, 9), "temperature": 0.7, "top_k": 9}],
 )
 def test_completions_of_a_policy_are_the_same_bit_for_bit_and_those_of_the_training_forward(
     sizes: dict[str, Any], sampling: dict[str, Any]

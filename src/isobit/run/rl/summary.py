@@ -37,11 +37,6 @@ class RlSummary(RunSummary):
     """
     tokens_differing: int
     max_abs_diff: float
-    routings_compared: int
-    """Response tokens of a mixture of experts whose recorded experts were compared with the
-    trainer's; 0 for another model.
-    """
-    routings_differing: int
     tokens_generated: int
     skipped_updates: int
     failed_rewards: int
@@ -50,6 +45,11 @@ class RlSummary(RunSummary):
     rollout_seconds: float
     evaluation_seconds: float
     evaluations: Mapping[str, RlSetSummary]
+    routings_compared: int = 0
+    """Response tokens of a mixture of experts whose recorded experts were compared with the
+    trainer's; 0 for another model.
+    """
+    routings_differing: int = 0
 
 
 def summarise_set(before: EvalResult, after: EvalResult) -> RlSetSummary:
