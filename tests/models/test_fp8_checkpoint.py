@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.errors import ModelError
 from isobit.models.checkpoint import Checkpoint
-from isobit.models.config import ModelConfig
+from isobit.models.config import Experts, ModelConfig
 from isobit.models.folder import load_policy, read_config
 from isobit.models.fp8_checkpoint import master_of, read_fp8_format
 from isobit.models.frozen import FrozenPolicy
@@ -204,6 +204,23 @@ def test_the_numbers_are_those_that_transformers_reads(tmp_path: Path, power_of_
         expected = torch.cat([theirs[name] for name in names])
         assert expected.dtype == torch.bfloat16
         assert torch.equal(masters[ours].bfloat16(), expected)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_experts_stand_one_upon_the_other(tmp_path: Path, power_of_two: bool) -> None:
+    """Blocks begin anew at each expert's matrices; the router is not in FP8."""
+    config = replace(CONFIG, family="qwen3_moe", experts=Experts(4, 2, 136, True))
+    stored = write(tmp_path, power_of_two, config)
+    policy = load_policy(tmp_path, FP8 if power_of_two else FP8_FP32_SCALES, trainable=False)
+    path = "model.layers.1.mlp.experts"
+    gate_up = [f"{path}.{e}.{kind}_proj.weight" for e in range(4) for kind in ("gate", "up")]
+    down = [f"{path}.{e}.down_proj.weight" for e in range(4)]
+    linears = policy.weights("rollout").linears
+    assert is_as_stored(linears["layers.1.experts.gate_up_proj"].matrix, stored, gate_up)
+    assert is_as_stored(linears["layers.1.experts.down_proj"].matrix, stored, down)
+    rewrite(tmp_path, lambda t: t.pop(f"{down[2]}_scale_inv"))
+    with pytest.raises(ModelError, match=rf"{down[2]} is F8_E4M3, and its scales"):
+        load_policy(tmp_path, FP8)
 
 
 def test_a_frozen_policy_takes_them_too(tmp_path: Path) -> None:
