@@ -30,6 +30,7 @@ POINTERS = {
     **dict.fromkeys(("c", "scale"), "fp32"),
     **dict.fromkeys(("padded_tokens", "groups"), "i32"),
     "GRAD": "*fp32",
+    "STARTS": "*i32",
 }
 
 
@@ -118,8 +119,11 @@ def test_prepare(dim: int, e4m3: bool, tmp_path: Path) -> None:
     assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
 
 
-@pytest.mark.parametrize(("n", "k"), [(24576, 4096), (896, 384), (960, 576)])
-def test_wgrad(n: int, k: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("n", "k", "experts"),
+    [(24576, 4096, False), (896, 384, False), (960, 576, False), (1536, 2048, True)],
+)
+def test_wgrad(n: int, k: int, experts: bool, tmp_path: Path) -> None:
     rows, block, part = wgrad.ROWS.value, wgrad.BLOCK.value, wgrad.PART.value
     types = {
         **{
@@ -131,7 +135,7 @@ def test_wgrad(n: int, k: int, tmp_path: Path) -> None:
             for name, size in (("a_scale_desc", rows), ("b_scale_desc", block))
         },
     }
-    constants = {"N": n, "K": k, "STAGES": wgrad.STAGES}
+    constants = {"N": n, "K": k, "STAGES": wgrad.STAGES} | ({} if experts else {"STARTS": None})
     compiled, sass, stack = compile_for_hopper(
         GluonASTSource, wgrad._wgrad_kernel, types, constants, tmp_path
     )
