@@ -34,16 +34,31 @@ def router_losses(routing: Routing, means: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def logit_gradient(routing: Routing, loss: RouterLoss) -> torch.Tensor:
-    """The gradient of all sequences' losses by the logits, FP32 [T, E]."""
+    """The gradient of all sequences' losses by the logits, FP32 [T, E]; what has the coefficient 0
+    is not computed.
+    """
     p = torch.softmax(routing.logits, -1)
-    d_p = loss.means.t() @ _shares(routing, loss.means) * loss.balance
-    d_logits = p * (d_p - (p * d_p).sum(-1, keepdim=True))
-    z = torch.logsumexp(routing.logits, -1) * loss.means.sum(0)
-    return d_logits + (2.0 * loss.z) * z[:, None] * p
+    slope = torch.zeros_like(p[:, :1])
+    if loss.balance:
+        d_p = loss.means.t() @ (_shares(routing, loss.means) * loss.balance)
+        slope = d_p - (p * d_p).sum(-1, keepdim=True)
+    if loss.z:
+        z = torch.logsumexp(routing.logits, -1) * (loss.means.sum(0) * (2.0 * loss.z))
+        slope = slope + z[:, None]
+    return p * slope
+
+
+def expert_load(routing: Routing) -> torch.Tensor:
+    """Choices that fell on each expert: whole numbers in FP32 [E], of fewer than 2^24 tokens."""
+    return _chosen(routing).sum(0)
 
 
 def _shares(routing: Routing, means: torch.Tensor) -> torch.Tensor:
     """f, FP32 [S, E]."""
     count, top_k = routing.logits.shape[1], routing.experts.shape[1]
-    chosen = torch.zeros_like(routing.logits).scatter_(1, routing.experts.long(), 1.0)
-    return means @ chosen * (count / top_k)
+    return means @ _chosen(routing) * (count / top_k)
+
+
+def _chosen(routing: Routing) -> torch.Tensor:
+    """FP32 [T, E]: 1 at a token's experts."""
+    return torch.zeros_like(routing.logits).scatter_(1, routing.experts.long(), 1.0)

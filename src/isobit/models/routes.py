@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from isobit.kernels.operands import RouterLoss, Routing
-from isobit.kernels.router_loss import router_losses
+from isobit.kernels.router_loss import expert_load, router_losses
 from isobit.records.scores import RouterScores
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -47,7 +47,12 @@ class Routes:
         self._experts.append(routing.experts)
         if self.loss is not None:
             self._losses.append(router_losses(routing, self.loss.means))
-            self._load.append(_load(routing))
+            self._load.append(expert_load(routing))
+
+    @property
+    def loss_to_learn(self) -> RouterLoss | None:
+        """The loss, where any coefficient is not 0."""
+        return self.loss if self.loss is not None and (self.loss.balance or self.loss.z) else None
 
     def digests(self) -> torch.Tensor:
         """int64 [T]."""
@@ -58,21 +63,13 @@ class Routes:
         if not self._losses:
             return None
         balance, z = (torch.stack(kind).mean(0).cpu() for kind in zip(*self._losses, strict=True))
-        return RouterScores(balance, z, torch.stack(self._load).cpu())
+        return RouterScores(balance, z, torch.stack(self._load).long().cpu())
 
 
 def digests(experts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The chosen experts int32 [T, k] of each sparse layer -> int64 [T]."""
     chosen = torch.cat(list(experts), 1)
     return ((chosen.long() + 1) * _powers(chosen.shape[1], chosen.device)).sum(1)
-
-
-def _load(routing: Routing) -> torch.Tensor:
-    """int64 [E]: choices that fell on each expert."""
-    chosen = routing.experts.flatten().long()
-    return chosen.new_zeros(routing.logits.shape[1]).scatter_add_(
-        0, chosen, torch.ones_like(chosen)
-    )
 
 
 @cache

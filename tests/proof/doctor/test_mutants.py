@@ -10,6 +10,7 @@ from isobit.kernels import noise
 from isobit.kernels.spec import (
     attention,
     e4m3,
+    experts,
     gemm,
     grid,
     linear,
@@ -18,6 +19,7 @@ from isobit.kernels.spec import (
     paged_attention,
     quantise,
     rope,
+    routing,
     sampling,
     scalar_head,
     swiglu,
@@ -144,6 +146,15 @@ def silu_of_torch(patch: Patch) -> None:
     patch.setattr(swiglu, "swiglu", forward)
 
 
+def router_in_bf16(patch: Patch) -> None:
+    patch.setattr(routing, "grid_gemm_nt", lambda a, b: (a @ b.t()).float())
+
+
+def experts_in_the_wrong_order(patch: Patch) -> None:
+    exact = experts.sum_of_ranks
+    patch.setattr(experts, "sum_of_ranks", lambda values: exact(values.flip(-1)))
+
+
 def exp2_in_attention(patch: Patch) -> None:
     patch.setattr(attention, "torch", TorchWith(exp=torch.exp2))
     patch.setattr(attention, "_LN2", 1.0)
@@ -217,6 +228,8 @@ def exp_that_depends_on_its_place(patch: Patch) -> None:
         (norm_that_is_split_over_threads, "cpu: RMSNorm"),
         (rotation_backwards, "cpu: rotary positions"),
         (silu_of_torch, "cpu: SwiGLU"),
+        (router_in_bf16, "cpu: router"),
+        (experts_in_the_wrong_order, "cpu: experts"),
         (exp2_in_attention, "cpu: attention in BF16"),
         (wrong_exp_on_both_sides_of_attention, "cpu: attention in E4M3"),
         (rollouts_attention_in_fp32, "cpu: attention in BF16"),

@@ -141,7 +141,7 @@ class MixtureOfExperts:
             saved.routing,
             weights.plain[router],
             self._experts.renormalise,
-            None if routes is None else routes.loss,
+            None if routes is None else routes.loss_to_learn,
             gradient(router),
         )
         return self._norm.backward(weights, gradient, d_b, saved.h, d)

@@ -46,6 +46,8 @@ def kernel_checks(threads: Sequence[int]) -> list[Check]:
         "cpu: RMSNorm": operations.check_rms_norm,
         "cpu: rotary positions": operations.check_rope,
         "cpu: SwiGLU": operations.check_swiglu,
+        "cpu: router": operations.check_route,
+        "cpu: experts": operations.check_experts,
         **{
             f"cpu: attention in {format.upper()}": lambda format=format: check_attention(format)
             for format in formats

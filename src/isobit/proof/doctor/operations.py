@@ -13,12 +13,14 @@ import torch
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable
 from isobit.kernels.spec import (
+    experts,
     gemm,
     linear,
     log_prob,
     noise,
     norm,
     rope,
+    routing,
     sampling,
     scalar_head,
     swiglu,
@@ -165,6 +167,44 @@ def check_swiglu() -> torch.Tensor:
     gate, up = x.double().chunk(2, -1)
     require_close("SwiGLU", whole, gate / (1 + torch.exp(-gate)) * up, 1e-6)
     return whole
+
+
+def check_route() -> torch.Tensor:
+    """The weights of a token's experts."""
+    router = _random(24, 301, seed=1).bfloat16()
+    x = 0.1 * _random(_ROWS, 301).bfloat16()
+    whole = rows_alone(lambda rows: routing.route(rows, router, 5, True).weights, x)
+    chosen = (snap_rows(x).double() @ snap_rows(router).double().t()).topk(5).values
+    require_close("the router", whole, chosen.softmax(-1), 1e-5)
+    return whole
+
+
+def check_experts() -> torch.Tensor:
+    """The experts in E4M3, of sizes that fill no blocks: each a linear with its own matrix."""
+    parts = {"gate_up": (72, 72) * 6, "down": (200,) * 6}
+    gate_up, down = (
+        LinearWeight(site, publish(site, 0.1 * _random(sum(rows), columns, seed=1)))
+        for site, rows, columns in (
+            (Site("gate_up", "linear", "e4m3", parts=parts["gate_up"]), parts["gate_up"], 200),
+            (Site("down", "linear", "e4m3", parts=parts["down"]), parts["down"], 72),
+        )
+    )
+    router, x = _random(6, 200, seed=2).bfloat16(), _random(_ROWS, 200).bfloat16()
+
+    def mixture(rows: torch.Tensor) -> torch.Tensor:
+        routed = routing.route(rows, router, 2, True)
+        return experts.experts(linear.linear_input(rows, gate_up.site).read, routed, gate_up, down)
+
+    whole, routed = rows_alone(mixture, x), routing.route(x, router, 2, True)
+    expected = torch.zeros(_ROWS, 200, dtype=torch.float64)
+    for index in range(6):
+        (wide, _), (narrow, _) = (experts.one_expert(w, index, 6) for w in (gate_up, down))
+        inner = swiglu.swiglu(linear.linear(linear.linear_input(x, wide.site).read, wide))
+        out = linear.linear(linear.linear_input(inner, narrow.site).read, narrow)
+        share = routed.weights.masked_fill(routed.experts != index, 0.0).sum(1, keepdim=True)
+        expected += share.double() * out.double()
+    require_close("the sum of the experts", whole, expected, 5e-3)
+    return whole.float()
 
 
 def check_scalar_head() -> torch.Tensor:
