@@ -17,9 +17,9 @@ from typing import Any
 import isobit
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
-from isobit.observe.report.page import visible
 from isobit.observe.report.panels import evaluation_sets
 from isobit.observe.report.source import RunRecord, entry_at
+from isobit.observe.report.template import visible
 from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow
 

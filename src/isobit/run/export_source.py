@@ -17,11 +17,11 @@ from isobit.config.recipe import Recipe
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
 from isobit.errors import CheckpointError, ConfigError
+from isobit.models.checkpoint import Checkpoint as FolderCheckpoint
 from isobit.models.config import ModelConfig
 from isobit.models.contents import Tensors
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import read_any_config
-from isobit.models.folder_tensors import FolderTensors
 from isobit.models.loaded import model_folder
 from isobit.models.tensor_file import TensorFile
 from isobit.observe.report.source import RunRecord, read_run
@@ -120,7 +120,7 @@ def _is_run(path: Path) -> bool:
 
 def _folder(path: Path) -> ExportSource:
     config = read_any_config(path)
-    return ExportSource(path, config, FolderTensors.open(path, config), path)
+    return ExportSource(path, config, FolderCheckpoint.open(path, config), path)
 
 
 def _finished(directory: RunDirectory, record: RunRecord) -> ExportSource:
@@ -129,7 +129,7 @@ def _finished(directory: RunDirectory, record: RunRecord) -> ExportSource:
     return ExportSource(
         directory.root,
         config,
-        FolderTensors.open(directory.model, config),
+        FolderCheckpoint.open(directory.model, config),
         directory.model,
         None if recipe is None else _precision(recipe),
         record,
