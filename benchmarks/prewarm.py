@@ -51,19 +51,21 @@ def multiply(shape: str, part: int, parts: int) -> None:
     """Run this part's share of all products once; their values do not matter."""
     config, device = model_shape(shape), torch.device("cuda")
     sites = decoder_shape(config)
-    linears = [(linear.out_features, linear.in_features) for linear in sites.linears_of(0)]
+    linears = [(linear.rows, linear.in_features) for linear in sites.linears_of(0)]
     sizes = [*graph_sizes(MAX_SEQUENCES), *PROMPT_ROWS]
-    work = [(kind, m, n, k) for kind in ("fp8", "bf16") for n, k in linears for m in sizes]
-    work += [("head", m, config.vocab_size, config.hidden_size) for m in graph_sizes(MAX_SEQUENCES)]
-    for kind, m, n, k in work[part::parts]:
+    head = (config.vocab_size,), config.hidden_size
+    work = [(kind, m, *linear) for kind in ("fp8", "bf16") for linear in linears for m in sizes]
+    work += [("head", m, *head) for m in graph_sizes(MAX_SEQUENCES)]
+    for kind, m, rows, k in work[part::parts]:
+        n = sum(rows)
         if kind == "fp8":
             fp8_gemm_nt(
                 QuantRows.empty(m, k, device),
-                QuantTensor.empty_blocks(n, k, device),
+                QuantTensor.empty_blocks(n, k, device, rows),
                 "power_of_two",
             )
         else:
-            a, b = (torch.empty(rows, k, dtype=torch.bfloat16, device=device) for rows in (m, n))
+            a, b = (torch.empty(size, k, dtype=torch.bfloat16, device=device) for size in (m, n))
             bf16_gemm_nt(a, b, torch.float32 if kind == "head" else torch.bfloat16)
     torch.cuda.synchronize()
 

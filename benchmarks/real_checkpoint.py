@@ -12,7 +12,7 @@ answers      20 questions in the checkpoint's chat template, decoded greedily in
 perplexity   exp of the mean negative log-probability of the tokens of this repository's own docs,
              in windows: by transformers in BF16 and FP32, and by Isobit in each precision.  Also
              which formats the linears have.  ``--device cuda`` runs both on a card (no ``fp32``
-             there).
+             there), and ``fp8:last_layers_bf16=2`` names keys of the table precision.
 """
 
 import argparse
@@ -48,8 +48,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def precisions(text: str) -> list[str]:
+    """Presets, each perhaps with keys of the table precision: ``fp8:last_layers_bf16=2``."""
     names = text.split(",")
-    if unknown := [name for name in names if name not in PRECISIONS]:
+    if unknown := [name for name in names if name.partition(":")[0] not in PRECISIONS]:
         raise argparse.ArgumentTypeError(
             f"{', '.join(unknown)}: the precisions are {', '.join(PRECISIONS)}"
         )

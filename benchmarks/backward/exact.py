@@ -94,9 +94,10 @@ class ExactBackward:
         epsilon: float,
         site: Site | None,
         save: bool = False,
+        keep: bool = False,
     ) -> Normed:
         """Saves the norm itself."""
-        normed = self._inner.add_rms_norm(h, x, weight, epsilon, site, save)
+        normed = self._inner.add_rms_norm(h, x, weight, epsilon, site, save, keep)
         if normed.input is None or not save:
             return normed
         assert normed.norm is not None

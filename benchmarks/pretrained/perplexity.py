@@ -70,7 +70,9 @@ def run(
         found[f"transformers {name}"] = of_transformers(folder, texts, dtype, device)
         print(f"transformers {name}: {found[f'transformers {name}']:.4f}", flush=True)
     for name in precisions:
-        precision = PrecisionConfig.model_validate({"preset": name})
+        preset, *options = name.split(":")
+        keys = dict(option.split("=") for option in options)
+        precision = PrecisionConfig.model_validate_strings({"preset": preset, **keys})
         policy = load_policy(folder, precision, device, trainable=False)
         found[name], formats[name] = ours(policy, texts), linear_formats(policy)
         ratio = found[name] / found["transformers bf16"]

@@ -202,3 +202,26 @@ def test_heads_have_a_whole_size() -> None:
     with pytest.raises(ConfigError, match="which 4 heads do not divide"):
         check_shape(ModelShape.model_validate(sizes))
     check_shape(ModelShape.model_validate({**sizes, "head_dim": 32}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "mixtral", "num_experts": None}, "num_experts is None, and family 'mixtral'"),
+        ({"family": "qwen3", "num_experts": 4}, "num_experts is 4, and family 'qwen3'"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, more than there are"),
+        ({"family": "mixtral", "moe_intermediate_size": 64}, "moe_intermediate_size is for"),
+        ({"sliding_window": 8}, "sliding_window is 8, and family 'qwen3_moe'"),
+        ({}, None),
+        ({"family": "mixtral", "sliding_window": 8}, None),
+    ],
+)
+def test_a_shape_has_what_its_family_has(changes: dict[str, Any], message: str | None) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 1, "num_heads": 4}
+    mixture = {"family": "qwen3_moe", "num_experts": 4}
+    shape = ModelShape.model_validate({**sizes, **mixture, **changes})
+    if message is None:
+        check_shape(shape)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_shape(shape)

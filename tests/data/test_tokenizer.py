@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from isobit.data.tokenizer import decode, load_tokenizer, stop_token_ids
+from isobit.data.tokenizer import check_vocabulary, decode, load_tokenizer, stop_token_ids
 from isobit.errors import ModelError
 from tools.starter.tokenizer import EOS_ID, build_tokenizer
 
@@ -66,6 +66,7 @@ def test_unusable_stop_tokens_are_errors(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     for content, message in (
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"eos_token_id": "x"}', "must be a token id or a list of them, found 'x'"),
     ):
         (folder / "generation_config.json").write_text(content)
@@ -74,6 +75,34 @@ def test_unusable_stop_tokens_are_errors(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     with pytest.raises(ModelError, match="names no end-of-sequence token"):
         stop_token_ids(byte_level_tokenizer(), folder)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(folder: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    check_vocabulary(tokenizer, 256, folder)
+    with pytest.raises(ModelError, match=r"has '.' as token 255, but the embedding has 255 rows"):
+        check_vocabulary(tokenizer, 255, folder)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    with pytest.raises(ModelError, match=r"has '<pad>' as token 256, but the embedding has 256"):
+        check_vocabulary(tokenizer, 256, folder)
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Rust half raises what is no ``Exception``; a user's interrupt is none of it."""
+
+    class PanicException(BaseException):
+        pass
+
+    for raised, expected in ((PanicException, ModelError), (KeyboardInterrupt, KeyboardInterrupt)):
+
+        def fail(*_: object, raised: type[BaseException] = raised, **__: object) -> None:
+            raise raised("slice")
+
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+        with pytest.raises(expected):
+            load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("text", ["3+8=11", "né 日本 🙂", "a  b n't ."])

@@ -66,6 +66,8 @@ class _NoKernel:
 
 class _NoGemm:
     fp8_gemm_nt = bf16_gemm_nt = staticmethod(lambda *arguments, **options: None)
+    m_grouped_fp8_gemm_nt_contiguous = m_grouped_bf16_gemm_nt_contiguous = fp8_gemm_nt
+    fp8_m_grouped_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked = fp8_gemm_nt
 
 
 def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:

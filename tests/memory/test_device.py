@@ -47,6 +47,15 @@ def test_the_pass_of_a_real_model_takes_what_is_planned(
     check_pass(replace(model_shape(shape), num_layers=8), preset, recompute)
 
 
+@pytest.mark.parametrize("preset", ["fp8", "mixed"])
+@pytest.mark.parametrize("shape", ["smollm2-135m", "smollm2-360m"])
+def test_so_does_that_of_a_model_with_short_blocks(
+    shape: str, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta_memory.without_launches(monkeypatch)
+    check_pass(replace(model_shape(shape), num_layers=8), preset, "none")
+
+
 @pytest.mark.parametrize("recompute", LEVELS)
 @pytest.mark.parametrize("head", HEADS)
 def test_scalar_heads_are_within_what_is_planned(

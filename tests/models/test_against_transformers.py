@@ -1,71 +1,161 @@
-"""The decoder in FP32 computes what transformers' own models compute: logits and gradients, for
-random small configurations.
+"""The decoder in FP32 computes what transformers' own models compute: logits, gradients and greedy
+tokens of every family, for random small configurations, to positions beyond the context that they
+were pretrained with.
+
+Logits may be apart by 1e-4 of the largest of them, a gradient by 1e-4 of its tensor's largest
+element: with weights of 0.15, FP32 itself is off by 2e-5 of the largest.  A greedy token must be
+theirs wherever their two largest logits are more than 0.01 apart.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.shape import Family
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
+from isobit.models.families import FAMILIES
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
+from isobit.records.text import Prompt, SamplingParams
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
+from isobit.rollout.request import Request
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+DENSE: dict[Family, Any] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
 }
+MIXTURES: dict[Family, Any] = {"mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig}
+ORIGINAL, LENGTHS = 32, (70, 3)
+"""The context before any stretch, and the lengths of the packed sequences."""
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "truncate": False, "mscale": 1.5}
+    | {"mscale_all_dim": 0.5},
+    {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.8},
+]
+CLOSE_ROUTES = 1e-5
+"""Where the last expert chosen is not further above the first one left, rounding may choose."""
+CLOSE_LOGITS = 0.01
+QUICK = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+
+
+@st.composite
+def configurations(draw: st.DrawFn, families: Mapping[Family, Any]) -> PreTrainedConfig:
+    """Sizes that are no multiples of 128, windows, scalings and experts where there are some."""
+    family: Family = draw(st.sampled_from(sorted(families)))
+    layers = draw(st.integers(1, 2))
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    rope = draw(st.sampled_from(SCALINGS)) | {"rope_theta": draw(st.sampled_from([1e4, 1e6]))}
+    if rope["rope_type"] in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = ORIGINAL
+    values: dict[str, Any] = {
+        "vocab_size": draw(st.sampled_from([50, 128])),
+        # Llama's configuration asks for a multiple of the heads
+        "hidden_size": draw(st.sampled_from([24, 48, 120, 144, 264])),
+        "intermediate_size": draw(st.sampled_from([48, 128, 200])),
+        "num_hidden_layers": layers,
+        "num_attention_heads": kv_heads * draw(st.sampled_from([1, 2, 4])),
+        "num_key_value_heads": kv_heads,
+        "head_dim": draw(st.sampled_from([8, 16, 20, 32])),
+        "max_position_embeddings": 256,
+        "rms_norm_eps": draw(st.sampled_from([1e-5, 1e-6])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "rope_parameters": rope,
+        "initializer_range": draw(st.sampled_from([0.02, 0.15])),
+        "attn_implementation": "eager",
+    }
+    windows = FAMILIES[family].windows
+    window = draw(st.sampled_from([None, 1, 7, 40, 300]))
+    if windows == "every layer":
+        values["sliding_window"] = window
+    elif windows == "upper layers" and window is not None:
+        values |= {"use_sliding_window": True, "sliding_window": window}
+        values["max_window_layers"] = draw(st.integers(0, 2))
+    if family in MIXTURES:
+        values |= draw(experts(family))
+    return families[family](**values)
+
+
+@st.composite
+def experts(draw: st.DrawFn, family: Family) -> dict[str, Any]:
+    count = draw(st.integers(2, 6))
+    values = {"num_experts_per_tok": draw(st.integers(1, count)), "experts_implementation": "eager"}
+    if family == "mixtral":
+        return values | {"num_local_experts": count}
+    return values | {
+        "num_experts": count,
+        "moe_intermediate_size": draw(st.sampled_from([24, 40, 136])),
+        "norm_topk_prob": draw(st.booleans()),
+        "decoder_sparse_step": draw(st.sampled_from([1, 1, 2])),
+        "mlp_only_layers": draw(st.sampled_from([[], [0], [1]])),
+    }
+
+
+def checkpoint_tensors(
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a module of transformers holds -> under the names of a checkpoint.
+
+    The module holds all experts of a layer in one tensor, gate above up: [E, 2 I, C] and [E, C, I].
+    """
+    names = FAMILIES[config.family].experts
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        block, _, matrix = name.partition(".mlp.experts.")
+        if names is None or not (matrix or name.endswith(".mlp.gate.weight")):
+            found[name] = tensor
+        elif not matrix:
+            found[name.replace(".mlp.", f".{names.block}.")] = tensor
+        else:
+            parts = [names.down] if matrix == "down_proj" else [names.gate, names.up]
+            for index, expert in enumerate(tensor):
+                for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                    found[f"{block}.{names.block}.experts.{index}.{part}.weight"] = rows
+    return found
 
 
 def fuse_tensors(
     config: ModelConfig, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors under the checkpoint's names -> under the masters' names, with q, k, v and gate, up
+    """What a module of transformers holds -> under the masters' names, with q, k, v and gate, up
     put together.
     """
-    masters = build_decoder(config).masters()
+    named, masters = checkpoint_tensors(config, tensors), build_decoder(config).masters()
     return {
-        name: torch.cat([tensors[part] for part in master.parts])
-        for name, master in masters.items()
+        name: torch.cat([named[part] for part in master.parts]) for name, master in masters.items()
     }
 
 
-@st.composite
-def configurations(draw: st.DrawFn) -> Any:
-    family = draw(st.sampled_from(sorted(CONFIGS)))
-    kv_heads, repeat, head_dim = (
-        draw(st.sampled_from([1, 2, 3])),
-        draw(st.sampled_from([1, 2, 4])),
-        draw(st.sampled_from([8, 16, 32])),
-    )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": draw(st.sampled_from([1e4, 1e6]))}
-    if family == "llama" and draw(st.booleans()):
-        rope |= {"rope_type": "llama3"} | LLAMA3
-    hidden = draw(
-        st.sampled_from([24, 48, 120, 144, 264])
-    )  # Llama's configuration asks for a multiple of the heads
-    return CONFIGS[family](
-        vocab_size=draw(st.sampled_from([50, 128])),
-        hidden_size=hidden,
-        intermediate_size=draw(st.sampled_from([48, 128, 200])),
-        num_hidden_layers=draw(st.integers(1, 2)),
-        num_attention_heads=kv_heads * repeat,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=256,
-        tie_word_embeddings=draw(st.booleans()),
-        rope_parameters=rope,
-        initializer_range=draw(st.sampled_from([0.02, 0.15])),
-        attn_implementation="eager",
-    )
+def random_model(config: PreTrainedConfig, seed: int) -> Any:
+    """transformers' model, FP32, with biases and norms that show."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    return model
 
 
 def as_policy(model: Any) -> Policy:
@@ -76,32 +166,88 @@ def as_policy(model: Any) -> Policy:
     return Policy(config, PrecisionConfig(preset="fp32"), fuse_tensors(config, tensors))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(configurations(), st.integers(0, 1000))
-def test_logits_and_gradients(hf_config: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(hf_config).float()
-    for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "norm.weight")):
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+def theirs(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
+    """transformers' logits of sequences, each alone, end to end [T, V].  Skips a draw in which
+    rounding decides which expert a token goes to.
+    """
+    # without a single router transformers fails where their logits are asked for
+    routed = any(name.endswith(".mlp.gate.weight") for name, _ in model.named_parameters())
+    logits = []
+    for ids in sequences:
+        given = model(ids[None], **({"output_router_logits": True} if routed else {}))
+        logits.append(given.logits[0])
+        for routes in given.router_logits if routed else ():
+            top, count = routes.sort(-1, descending=True).values, model.config.num_experts_per_tok
+            gaps = top[:, count - 1 : count] - top[:, count : count + 1]
+            assume(not bool((gaps < CLOSE_ROUTES).any()))
+    return torch.cat(logits)
+
+
+def check_greedy(tokens: torch.Tensor, logits: torch.Tensor) -> None:
+    """int64 [T] are the largest of their logits [T, V], wherever the second is not close."""
+    best = logits.topk(2, dim=-1)
+    clear = best.values[:, 0] - best.values[:, 1] > CLOSE_LOGITS
+    assert torch.equal(tokens[clear], best.indices[clear, 0])
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=QUICK)
+@given(configurations(DENSE), st.integers(0, 1000))
+def test_logits_and_gradients(hf_config: PreTrainedConfig, seed: int) -> None:
+    check_logits_and_gradients(hf_config, seed)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=QUICK)
+@given(configurations(MIXTURES), st.integers(0, 1000))
+def test_logits_and_gradients_of_mixtures(hf_config: PreTrainedConfig, seed: int) -> None:
+    check_logits_and_gradients(hf_config, seed)
+
+
+def check_logits_and_gradients(hf_config: PreTrainedConfig, seed: int) -> None:
+    model = random_model(hf_config, seed)
     policy = as_policy(model)
-    lengths = (70, 3)
-    ids = torch.randint(0, hf_config.vocab_size, (sum(lengths),))
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    packed = PackedPass(policy, ids, positions, lengths, recompute="none")
+    ids = torch.randint(0, policy.config.vocab_size, (sum(LENGTHS),))
+    expected = theirs(model, list(ids.split(LENGTHS)))
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    packed = PackedPass(policy, ids, positions, LENGTHS, recompute="none")
     hidden, head, weights = packed.forward(), policy.decoder.lm_head, policy.weights("training")
-    logits = [model(part[None]).logits[0] for part in ids.split(lengths)]
     ours = head.logits(weights, hidden)
-    torch.testing.assert_close(ours, torch.cat(logits), atol=1e-4, rtol=1e-4)
-    targets = torch.randint(0, hf_config.vocab_size, (sum(lengths),))
-    temperatures = torch.ones(sum(lengths))
-    d_loss = torch.full_like(temperatures, -1 / sum(lengths))
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+    check_greedy(ours.argmax(-1), expected.detach())
+    targets = torch.randint(0, policy.config.vocab_size, (sum(LENGTHS),))
+    temperatures = torch.ones(sum(LENGTHS))
+    d_loss = torch.full_like(temperatures, -1 / sum(LENGTHS))
     packed.backward(head.backward(weights, policy.gradient, hidden, targets, temperatures, d_loss))
-    torch.nn.functional.cross_entropy(torch.cat(logits), targets).backward()
-    theirs = fuse_tensors(
-        policy.config, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    torch.nn.functional.cross_entropy(expected, targets).backward()
+    gradients = fuse_tensors(
+        policy.config,
+        {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in model.named_parameters(remove_duplicate=False)
+        },
     )
     for name, master in policy.masters.items():
         assert master.grad is not None
-        scale = theirs[name].abs().max().clamp(min=1e-3)
-        assert (master.grad - theirs[name]).abs().max() <= 1e-4 * scale, name
+        scale = gradients[name].abs().max().clamp(min=1e-3)
+        assert (master.grad - gradients[name]).abs().max() <= 1e-4 * scale, name
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=QUICK)
+@given(configurations(DENSE | MIXTURES), st.integers(0, 1000))
+def test_greedy_tokens_of_the_engine(hf_config: PreTrainedConfig, seed: int) -> None:
+    """Over the pages of the KV cache: each token is theirs after the same tokens before it."""
+    model = random_model(hf_config, seed)
+    policy = as_policy(model)
+    prompts = [
+        torch.randint(0, policy.config.vocab_size, (n,)) for n in (ORIGINAL + 13, 3, ORIGINAL - 2)
+    ]
+    engine = NativeEngine(policy, RolloutConfig(), None, seed=0)
+    wanted = [
+        Request(Prompt(f"p/{n}", "", tuple(ids.tolist())), 0, 1, SamplingParams(24, temperature=0))
+        for n, ids in enumerate(prompts)
+    ]
+    for ids, [completion] in zip(prompts, generate(engine, wanted), strict=True):
+        tokens = torch.tensor(completion.token_ids)
+        assert len(tokens) == 24
+        with torch.no_grad():
+            logits = theirs(model, [torch.cat([ids, tokens])])
+        check_greedy(tokens, logits[len(ids) - 1 : -1])

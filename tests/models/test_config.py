@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from isobit.config.shape import Family
+from isobit.config.shape import MIXTURES, WINDOWED, Family, ModelShape
 from isobit.errors import ModelError
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.families import FAMILIES, FEATURES
 from isobit.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from isobit.run.model_source import decoder_of
 
 NAMES: list[Family] = list(FAMILIES)
 SCALINGS: list[RopeScaling | None] = [
@@ -119,6 +120,18 @@ def test_experts_by_either_name_and_dense_layers_by_either_way() -> None:
     assert experts("norm_topk_prob").renormalise is False
     config = make_config("qwen3_moe")
     assert [config.is_sparse(layer) for layer in range(3)] == [True, False, True]
+
+
+def test_a_shape_from_scratch_knows_of_the_families_what_the_families_say() -> None:
+    assert set(MIXTURES) == {name for name in NAMES if FAMILIES[name].experts is not None}
+    assert set(WINDOWED) == {name for name in NAMES if FAMILIES[name].windows == "every layer"}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 1, "num_heads": 4}
+    shape = ModelShape.model_validate(
+        {**sizes, "family": "mixtral", "num_experts": 8, "sliding_window": 16}
+    )
+    config = decoder_of(shape, tokens=99)
+    assert config.experts == Experts(8, 2, 96, renormalise=True) and config.window(0) == 16
+    assert ModelConfig.from_hf(config.to_hf(), "config.json") == config
 
 
 def test_qwen_windows_are_for_the_upper_layers() -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
+    MistralConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -32,8 +33,13 @@ from tools.starter.build import save_tokenizer
 from tools.starter.tokenizer import PAD_ID, build_tokenizer
 
 FP32 = PrecisionConfig(preset="fp32")
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-FAMILIES: list[Family] = ["llama", "qwen2", "qwen3"]
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]
 LENGTHS = (5, 70, 1, 33, 128, 129, 17)
 
 

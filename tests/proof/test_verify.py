@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,21 @@ def planted(config: ModelConfig) -> Callable[[Preset], Policy]:
 
 def is_proved(result: VerifyResult) -> bool:
     return result.exit_code == 0 and not result.missing and result.comparison.tokens_differing == 0
+
+
+HEADS: dict[str, tuple[Preset, dict[str, Any]]] = {
+    "a window in a tile, heads of 80": ("fp8", {"sliding_window": 20, "head_dim": 80}),
+    "a window above a full layer": ("bf16", {"sliding_window": 100, "full_layers": 1}),
+    "heads of 256": ("fp8", {"head_dim": 256, "family": "qwen3"}),
+}
+
+
+@pytest.mark.parametrize(("preset", "changes"), HEADS.values(), ids=HEADS)
+def test_windows_and_head_sizes_have_no_differences(
+    preset: Preset, changes: dict[str, Any], config: ModelConfig
+) -> None:
+    policy = random_policy(replace(config, **changes), PrecisionConfig(preset=preset), seed=1)
+    assert is_proved(verify_policy(policy, SMALL))
 
 
 @pytest.mark.parametrize("preset", EXACT)

@@ -45,7 +45,8 @@ def folder_parser(
         parser.add_argument(
             "folder",
             metavar="FOLDER",
-            help="a Hugging Face model folder, or `starter` for the shipped model",
+            help="a Hugging Face model folder, a name of the hub (org/name, org/name@revision), or "
+            "`starter` for the shipped model",
         )
     parser.add_argument(
         "--precision",

@@ -79,7 +79,8 @@ def _parser() -> ArgumentParser:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="a Hugging Face folder of a ...ForSequenceClassification model with one label",
+        help="a Hugging Face folder, or a name of the hub, of a ...ForSequenceClassification "
+        "model with one label",
     )
     parser.add_argument(
         "--data",

@@ -11,8 +11,8 @@ class ReferenceConfig(Strict):
     """
 
     model: str | None = None
-    """A Hugging Face folder with the policy's vocabulary, or ``starter``; by default what ``model``
-    names.
+    """A Hugging Face folder or a name of the hub, with the policy's vocabulary, or ``starter``; by
+    default what ``model`` names.
     """
     refresh_every: int = Field(default=0, ge=0)
     """Steps after which it takes the policy's weights of that moment; 0 is never."""

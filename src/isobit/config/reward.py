@@ -49,7 +49,7 @@ class RewardConfig(Strict):
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the function."""
     model: str | None = None
-    """A reward model's folder, in place of a function."""
+    """A reward model's folder or name of the hub, in place of a function."""
     model_precision: Literal["fp8", "bf16"] = "fp8"
     """Of its decoder; the scalar head is BF16 with FP32 sums."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)

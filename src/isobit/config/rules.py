@@ -20,7 +20,7 @@ from isobit.config.reward import CODE_SECONDS, RewardConfig, RewardPart
 from isobit.config.rollout import RolloutConfig
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
-from isobit.config.shape import ModelShape
+from isobit.config.shape import MIXTURES, WINDOWED, ModelShape
 from isobit.config.training import TrainingConfig
 from isobit.errors import ConfigError
 
@@ -294,11 +294,31 @@ def check_best(checkpoint: CheckpointConfig, figures: Collection[str]) -> None:
 
 
 def check_shape(shape: ModelShape) -> None:
-    """Refuse a decoder whose heads have no whole size."""
+    """Refuse a decoder whose heads have no whole size, and what its family does not have."""
     if shape.head_dim is None and shape.hidden_size % shape.num_heads:
         raise ConfigError(
             f"from_scratch.hidden_size is {shape.hidden_size}, which {shape.num_heads} heads do "
             "not divide; change one of them, or set from_scratch.head_dim"
+        )
+    if (shape.num_experts is not None) != (shape.family in MIXTURES):
+        raise ConfigError(
+            f"from_scratch.num_experts is {shape.num_experts}, and family {shape.family!r}; "
+            f"{', '.join(MIXTURES)} have experts, the others none"
+        )
+    if shape.num_experts is not None and shape.num_experts_per_tok > shape.num_experts:
+        raise ConfigError(
+            f"from_scratch.num_experts_per_tok is {shape.num_experts_per_tok}, more than there "
+            f"are: num_experts is {shape.num_experts}"
+        )
+    if shape.moe_intermediate_size is not None and shape.family != "qwen3_moe":
+        raise ConfigError(
+            "from_scratch.moe_intermediate_size is for the family 'qwen3_moe'; experts of "
+            "'mixtral' have intermediate_size"
+        )
+    if shape.sliding_window is not None and shape.family not in WINDOWED:
+        raise ConfigError(
+            f"from_scratch.sliding_window is {shape.sliding_window}, and family {shape.family!r}; "
+            f"{', '.join(WINDOWED)} have windows"
         )
 
 

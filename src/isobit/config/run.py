@@ -24,7 +24,9 @@ class RunConfig(Strict):
     """One training run."""
 
     model: str = "starter"
-    """A Hugging Face folder, or ``starter`` for the small model shipped with Isobit."""
+    """A Hugging Face folder, a name of the hub (``org/name`` or ``org/name@revision``), or
+    ``starter`` for the small model shipped with Isobit.
+    """
     output: Path
     """The run's directory; it must be new or empty, or with ``--resume`` the one to go on in."""
     precision: PrecisionConfig = PrecisionConfig()

@@ -29,9 +29,9 @@ class SftConfig(Strict):
     pairs of answers which of the two is preferred (Bradley-Terry).
     """
     model: str = "starter"
-    """A Hugging Face folder, or ``starter`` for the small model shipped with Isobit.  With the
-    objective ``preference`` it may be a reward model, which learns on; a language model gets a
-    score head in the place of lm_head.
+    """A Hugging Face folder, a name of the hub (``org/name`` or ``org/name@revision``), or
+    ``starter`` for the small model shipped with Isobit.  With the objective ``preference`` it may
+    be a reward model, which learns on; a language model gets a score head in the place of lm_head.
     """
     from_scratch: ModelShape | None = None
     """Start from random weights of this shape; ``model`` then gives its tokenizer and nothing

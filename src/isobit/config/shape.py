@@ -9,12 +9,17 @@ from isobit.config.base import Strict
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 """As the ``model_type`` of a Hugging Face ``config.json``."""
 
+MIXTURES: tuple[Family, ...] = ("qwen3_moe", "mixtral")
+"""Families that have experts."""
+WINDOWED: tuple[Family, ...] = ("mistral", "mixtral")
+"""Families whose layers may all have a sliding window."""
+
 MAX_VOCAB_SIZE = 1 << 22
 MAX_WIDTH = 1 << 20
 """Elements of a hidden state, a head, or within an MLP."""
 MAX_LAYERS = 1000
 MAX_HEADS = 1024
-MAX_EXPERTS = 1024
+MAX_EXPERTS = 512
 MAX_POSITIONS = 1 << 20
 """More than any model that there is; a number beyond is a mistake, which would otherwise show as a
 plan without end or a machine without memory."""
@@ -41,3 +46,11 @@ class ModelShape(Strict):
     rms_epsilon: float = Field(default=1e-6, gt=0)
     rope_theta: float = Field(default=10000.0, gt=0)
     tied_embeddings: bool = True
+    sliding_window: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
+    """Keys that a query sees, in the families mistral and mixtral; by default all before it."""
+    num_experts: int | None = Field(default=None, gt=0, le=MAX_EXPERTS)
+    """Experts of each layer, in the families qwen3_moe and mixtral."""
+    num_experts_per_tok: int = Field(default=2, gt=0, le=MAX_EXPERTS)
+    """Experts that a token goes to."""
+    moe_intermediate_size: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
+    """Of each expert of the family qwen3_moe; by default ``intermediate_size``."""

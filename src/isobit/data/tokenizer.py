@@ -27,9 +27,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except (
-        Exception
-    ) as error:  # the library raises many types, down to bare Exception from its Rust half
+    except BaseException as error:
+        # the library raises many types, and a panic of its Rust half is not even an Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ModelError(
             f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
@@ -57,6 +58,16 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[in
     return tuple(sorted(stops))
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: Path) -> None:
+    """Raise ``ModelError`` where a token has no row in an embedding of so many."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda pair: pair[1], default=("", -1))
+    if largest >= vocab_size:
+        raise ModelError(
+            f"{folder}: the tokenizer has {token!r} as token {largest}, but the embedding has "
+            f"{vocab_size} rows (vocab_size in config.json): the tokenizer belongs to another model"
+        )
+
+
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that batches are padded with; None where the tokenizer names none."""
     found = tokenizer.pad_token_id
@@ -66,7 +77,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def _generation_stops(path: Path) -> list[int]:
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     value = config.get("eos_token_id") if isinstance(config, dict) else None
     ids = [] if value is None else value if isinstance(value, list) else [value]

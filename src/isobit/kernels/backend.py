@@ -50,7 +50,7 @@ from isobit.kernels.operands import (
     Routing,
 )
 from isobit.kernels.sizes import Sizes
-from isobit.precision.flow import Graph, PrecisionFlow, Site
+from isobit.precision.flow import Graph, LinearShape, PrecisionFlow, Site
 from isobit.precision.formats import ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -451,6 +451,8 @@ class ModelNeeds:
     num_kv_heads: int
     head_dim: int
     preset: str
+    linears: tuple[LinearShape, ...] = ()
+    """Each shape once."""
 
 
 class Support(Protocol):

@@ -143,6 +143,8 @@ class QkvTransform:
     k_norm: torch.Tensor | None
     bias: torch.Tensor | None
     """[(H + 2 G) D]"""
+    window: int | None = None
+    """Attention's: a query at position p sees the keys p - window + 1 .. p; None, all up to p."""
 
 
 @dataclass(frozen=True, slots=True)

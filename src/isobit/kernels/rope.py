@@ -24,8 +24,8 @@ class RopeTable:
         """From FP64 inverse frequencies [D/2], and what cos and sin are multiplied by."""
         places = torch.arange(positions, dtype=torch.float64)
         angles = places[:, None] * inverse_frequencies[None, :]
-        cos, sin = (angles.cos() * attention_scaling, angles.sin() * attention_scaling)
-        return cls(cos.float(), sin.float())
+        cos, sin = (f(angles).mul_(attention_scaling).float() for f in (torch.cos, torch.sin))
+        return cls(cos, sin)
 
     def to(self, device: torch.device) -> "RopeTable":
         """The table on a device."""

@@ -84,13 +84,31 @@ def weight_files(folder: Path) -> list[Path]:
                 "(.bin, .pt) are not read"
             )
         return [_inside(folder, WEIGHTS_FILE, folder / WEIGHTS_FILE)]
-    names = sorted(set(_weight_map(folder).values()))
+    names = shard_names(folder)
     if WEIGHTS_FILE not in names and (folder / WEIGHTS_FILE).is_file():
         raise ModelError(
             f"{folder} holds both {WEIGHTS_FILE} and {INDEX_FILE}, which names other files; remove "
             "what belongs to another model"
         )
     return [_inside(folder, name, index) for name in names]
+
+
+def shard_names(folder: Path) -> tuple[str, ...]:
+    """What the index says that the files are called; the one file's name where there is none.
+    Raises ModelError for an index that is damaged or names a file outside of the folder.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return (WEIGHTS_FILE,)
+    names = tuple(sorted(set(_weight_map(folder).values())))
+    for name in names:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\0" in name:
+            raise ModelError(
+                f"{index} names {shown(name)}, which is outside of the folder; expected a file in "
+                "it"
+            )
+    return names
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -122,11 +140,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
 def _inside(folder: Path, name: str, named_by: Path) -> Path:
     """The path of a file that must be the folder's own."""
     path = folder / name
-    pure = PurePosixPath(name)
-    if pure.is_absolute() or ".." in pure.parts or "\0" in name:
-        raise ModelError(
-            f"{named_by} names {shown(name)}, which is outside of the folder; expected a file in it"
-        )
     if not _is_file(path):
         raise ModelError(f"{named_by} names {shown(name)}, which is not there")
     own = folder.resolve()

@@ -27,7 +27,7 @@ from isobit.models.families import ARCHITECTURES, FAMILIES, FEATURES, REWARD_ARC
 from isobit.models.rope_json import read_rope, rope_json
 from isobit.models.rope_scaling import RopeScaling
 
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
 
 _LABELS_BY_DEFAULT = 2
 """What transformers takes a classifier to have whose config.json says nothing."""

@@ -10,6 +10,7 @@ from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels import backend
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import decoder_shape
 
 
 def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfig) -> torch.device:
@@ -26,4 +27,8 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
 
 def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
     """What a model in a flow asks of a back end."""
-    return backend.ModelNeeds(config.num_heads, config.num_kv_heads, config.head_dim, preset)
+    shapes = (site.linear for site in decoder_shape(config).sites)
+    linears = {(linear.rows, linear.in_features): linear for linear in shapes if linear is not None}
+    return backend.ModelNeeds(
+        config.num_heads, config.num_kv_heads, config.head_dim, preset, tuple(linears.values())
+    )

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
-from isobit.data.tokenizer import load_tokenizer, stop_token_ids
+from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from isobit.files import replace_folder, sync
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
 from isobit.models.folder import load_policy, read_config
+from isobit.models.hub import hub_folder, is_hub_name
 from isobit.models.policy import Policy
 from isobit.models.saving import save_policy
 from isobit.records.text import SamplingParams
@@ -72,8 +73,15 @@ def write_model(model: LoadedModel, target: Path) -> None:
 
 
 def model_folder(name: str | Path) -> Path:
-    """A path as it stands; ``starter`` is the folder of the shipped model."""
-    return starter_folder() if str(name) == "starter" else Path(name)
+    """Of a path, of ``starter``, the shipped model, or of a model of the hub (``org/name``,
+    ``org/name@revision``), which is fetched where it is not cached.
+
+    Raises ModelError for a name of the hub that cannot be had; whether a path is a folder is not
+    looked at.
+    """
+    if str(name) == "starter":
+        return starter_folder()
+    return hub_folder(str(name)) if is_hub_name(str(name)) else Path(name)
 
 
 def load_model(
@@ -92,6 +100,7 @@ def load_model(
     folder = model_folder(name)
     policy = load_policy(folder, precision, device, trainable, value_head)
     tokenizer = load_tokenizer(folder)
+    check_vocabulary(tokenizer, policy.config.vocab_size, folder)
     return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
 
 
@@ -114,6 +123,7 @@ def describe_model(name: str | Path) -> DescribedModel:
     """
     folder = model_folder(name)
     config, tokenizer = read_config(folder), load_tokenizer(folder)
+    check_vocabulary(tokenizer, config.vocab_size, folder)
     return DescribedModel(folder, config, tokenizer, stop_token_ids(tokenizer, folder))
 
 

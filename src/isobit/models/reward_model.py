@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.precision import PrecisionConfig
-from isobit.data.tokenizer import load_tokenizer
+from isobit.data.tokenizer import check_vocabulary, load_tokenizer
 from isobit.errors import ModelError
 from isobit.models.folder import read_masters, read_reward_config
 from isobit.models.frozen import FrozenPolicy
@@ -81,6 +81,7 @@ def load_reward_model(
     """
     config = read_reward_config(folder)
     tokenizer = load_tokenizer(folder)
+    check_vocabulary(tokenizer, config.vocab_size, folder)
     masters = read_masters(folder, config, device)
     return RewardModel(FrozenPolicy.publish(config, precision, masters, device), tokenizer)
 

@@ -11,10 +11,15 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.rules import check_shape
 from isobit.config.sft import Objective
 from isobit.config.shape import ModelShape
-from isobit.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
+from isobit.data.tokenizer import (
+    check_vocabulary,
+    load_tokenizer,
+    pad_token_id,
+    stop_token_ids,
+)
 from isobit.errors import ConfigError
 from isobit.models.checkpoint_files import weight_files
-from isobit.models.config import ModelConfig
+from isobit.models.config import Experts, ModelConfig
 from isobit.models.folder import (
     load_policy,
     read_config,
@@ -72,6 +77,7 @@ def describe_source(
     """
     folder = model_folder(model)
     config, tokenizer = source_config(model, shape, objective), load_tokenizer(folder)
+    check_vocabulary(tokenizer, config.vocab_size, folder)
     described = DescribedModel(folder, config, tokenizer, stop_token_ids(tokenizer, folder))
     return ModelSource(described, from_scratch=shape is not None)
 
@@ -114,4 +120,13 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
         rms_epsilon=shape.rms_epsilon,
         rope_theta=shape.rope_theta,
         tied_embeddings=shape.tied_embeddings,
+        experts=_experts(shape),
+        sliding_window=shape.sliding_window,
     )
+
+
+def _experts(shape: ModelShape) -> Experts | None:
+    if shape.num_experts is None:
+        return None
+    width = shape.moe_intermediate_size or shape.intermediate_size
+    return Experts(shape.num_experts, shape.num_experts_per_tok, width, renormalise=True)

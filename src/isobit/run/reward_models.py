@@ -27,6 +27,7 @@ from isobit.errors import CheckpointError
 from isobit.memory.frozen import FrozenModel
 from isobit.models.decoder import decoder_shape
 from isobit.models.folder import read_reward_config
+from isobit.models.loaded import model_folder
 from isobit.models.reward_model import RewardModel, load_reward_model
 from isobit.precision.flow import build_flow
 from isobit.records.text import Completion, Prompt
@@ -145,7 +146,7 @@ def _models(reward: RewardConfig | None) -> list[tuple[str, Path, PrecisionConfi
     """Name, folder and flow of each part that is a model."""
     parts = {} if reward is None else reward.named()
     return [
-        (name, Path(part.model), PrecisionConfig(preset=part.model_precision))
+        (name, model_folder(part.model), PrecisionConfig(preset=part.model_precision))
         for name, part in parts.items()
         if part.model is not None
     ]

@@ -15,6 +15,7 @@ from isobit.data.sources import Row, load_rows
 from isobit.errors import DataError, NonFiniteError
 from isobit.models.device import choose_device
 from isobit.models.folder import read_reward_config
+from isobit.models.loaded import model_folder
 from isobit.models.reward_model import RewardModel, load_reward_model
 
 ROWS_AT_ONCE = 64
@@ -58,6 +59,7 @@ def score_rows(folder: Path, config: ScoringConfig) -> Iterator[ScoredRow]:
     model's context, NonFiniteError for a score that is not finite.
     """
     rows = load_rows(config.data)
+    folder = model_folder(folder)
     device = choose_device(config.device, read_reward_config(folder), config.precision)
     model = load_reward_model(folder, config.precision, device)
     columns = _columns(rows[0], config.data)

@@ -35,6 +35,10 @@ FORMS = {
     "fp8": (attention.FP8, {}),
     "bf16": (attention.BF16, dict.fromkeys(("Q_SCALE", "K_BYTE", "V_BYTE"))),
 }
+VARIANTS = [
+    *((dim, split, 0) for dim in (64, 128) for split in (False, True)),
+    (128, True, 4096),
+]
 
 
 def compile_for_hopper(
@@ -90,10 +94,9 @@ def assert_wgmma(sass: str, scaled: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("dim", "split", "window"), VARIANTS)
 @pytest.mark.parametrize("name", FORMS)
-def test_decode(name: str, dim: int, split: bool, tmp_path: Path) -> None:
+def test_decode(name: str, dim: int, split: bool, window: int, tmp_path: Path) -> None:
     form, absent = FORMS[name]
     inputs = dict.fromkeys("QKV", E4M3 if form.scaled else "*bf16")
     constants = shape(
@@ -104,6 +107,7 @@ def test_decode(name: str, dim: int, split: bool, tmp_path: Path) -> None:
         STAGES=form.decode_stages,
         SPLIT=split,
         SCALED=form.scaled,
+        WINDOW=window,
     )
     compiled, sass, usage = compile_for_hopper(
         attention._decode_kernel,
@@ -122,10 +126,9 @@ def test_decode(name: str, dim: int, split: bool, tmp_path: Path) -> None:
     )  # what does not change in the loop may wait there: four programs need it
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("dim", "split", "window"), VARIANTS)
 @pytest.mark.parametrize("name", FORMS)
-def test_prefill(name: str, dim: int, split: bool, tmp_path: Path) -> None:
+def test_prefill(name: str, dim: int, split: bool, window: int, tmp_path: Path) -> None:
     form, absent = FORMS[name]
     inputs = {"Q": E4M3, "K": E4M3, "V": "*fp16"} if form.scaled else dict.fromkeys("QKV", "*bf16")
     constants = shape(
@@ -135,6 +138,7 @@ def test_prefill(name: str, dim: int, split: bool, tmp_path: Path) -> None:
         STAGES=form.prefill_stages,
         SPLIT=split,
         SCALED=form.scaled,
+        WINDOW=window,
     )
     compiled, sass, usage = compile_for_hopper(
         attention._prefill_kernel,
@@ -145,6 +149,7 @@ def test_prefill(name: str, dim: int, split: bool, tmp_path: Path) -> None:
         tmp_path,
     )
     assert_wgmma(sass, form.scaled)
+    assert sass.count("WARPGROUP.DEPBAR") <= sass.count("GMMA") // 4  # products overlap
     assert compiled.metadata.shared <= MOST_SHARED * form.prefill_warps // 8
     assert stack_bytes(usage) <= (
         96 if split else 24
@@ -153,6 +158,11 @@ def test_prefill(name: str, dim: int, split: bool, tmp_path: Path) -> None:
 
 def test_join(tmp_path: Path) -> None:
     _, _, usage = compile_for_hopper(
-        attention._join_kernel, {}, {"H": 32, "D": 128, "PART": attention.PART}, 1, 2, tmp_path
+        attention._join_kernel,
+        {},
+        {"H": 32, "D": 128, "PART": attention.PART, "WINDOW": 0},
+        1,
+        2,
+        tmp_path,
     )
     assert stack_bytes(usage) == 0

@@ -110,14 +110,24 @@ def assert_strips(made: Compiled, loads: int, rows: int, tokens: int, power_of_t
     )
 
 
+def quantise_columns(columns: int, gated: bool, rows: bool, power_of_two: bool) -> dict[str, Any]:
+    """What a launch over a whole matrix is compiled with."""
+    return {
+        **dict.fromkeys(("C", "OUT", "OUT_ROW", "COLUMNS"), columns),
+        "X_ROW": columns * (1 + gated),
+        "GATED": gated,
+        "ROWS": rows,
+        "POWER_OF_TWO": power_of_two,
+    }
+
+
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("rows", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 def test_quantise(gated: bool, rows: bool, power_of_two: bool, tmp_path: Path) -> None:
-    constants = {"C": 12288, "GATED": gated, "ROWS": rows, "POWER_OF_TWO": power_of_two}
     made = compile_for_hopper(
         token_groups._quantise_kernel,
-        constants,
+        quantise_columns(12288, gated, rows, power_of_two),
         tmp_path,
         token_groups.WARPS,
         source=GluonASTSource,
@@ -126,12 +136,36 @@ def test_quantise(gated: bool, rows: bool, power_of_two: bool, tmp_path: Path) -
     assert programs(made) >= (5 if power_of_two else 4)
 
 
-@pytest.mark.parametrize("power_of_two", [True, False])
-def test_swiglu_backward_quantise(power_of_two: bool, tmp_path: Path) -> None:
+SHORT = {
+    "a row's last group": quantise_columns(576, gated=True, rows=True, power_of_two=True),
+    "a part of a gradient": {
+        **quantise_columns(192, gated=False, rows=True, power_of_two=True),
+        **{"X_ROW": 960, "COLUMNS": 960, "OUT": 256, "OUT_ROW": 1152},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_quantise_with_a_short_group(name: str, tmp_path: Path) -> None:
+    constants = SHORT[name]
+    made = compile_for_hopper(
+        token_groups._quantise_kernel,
+        constants,
+        tmp_path,
+        token_groups.WARPS,
+        source=GluonASTSource,
+    )
+    assert_strips(made, 4 * (1 + constants["GATED"]), 4, 4, power_of_two=True)
+    assert programs(made) >= 5
+
+
+@pytest.mark.parametrize(("columns", "power_of_two"), [(12288, True), (12288, False), (576, True)])
+def test_swiglu_backward_quantise(columns: int, power_of_two: bool, tmp_path: Path) -> None:
     kernel = swiglu_backward._swiglu_backward_quantise_kernel
+    whole = -(-columns // 128) * 128
     made = compile_for_hopper(
         kernel,
-        {"C": 12288, "POWER_OF_TWO": power_of_two},
+        {"C": columns, "WHOLE": whole, "COLUMNS": 2 * columns, "POWER_OF_TWO": power_of_two},
         tmp_path,
         token_groups.WARPS,
         source=GluonASTSource,
@@ -147,9 +181,11 @@ def test_swiglu_backward(tmp_path: Path) -> None:
     assert count(sass, "LDG.E.128") == 3 and count(sass, "STG.E.128") == 2
 
 
-def test_transpose(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes", [(24576, 4096, 24576, 192), (576, 1536, 640, 5), (192, 576, 1152, 9)]
+)
+def test_transpose(sizes: tuple[int, int, int, int], tmp_path: Path) -> None:
+    constants: dict[str, Any] = dict(zip(("N", "K", "OUT_ROW", "OUT_BLOCKS"), sizes, strict=True))
     types = {"VALUES": "*u8", "OUT_VALUES": "*u8"}
-    sass = compile_for_hopper(
-        linear_backward._transpose_kernel, {"N": 24576, "K": 4096}, tmp_path, 4, types
-    ).sass
+    sass = compile_for_hopper(linear_backward._transpose_kernel, constants, tmp_path, 4, types).sass
     assert count(sass, "LDG.E.128") == 8 and count(sass, "STG.E.128") == 8

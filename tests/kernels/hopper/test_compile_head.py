@@ -38,7 +38,7 @@ POINTERS = {
     ),
     **dict.fromkeys(("KEY", "POSITION", "TOKEN"), "*i64"),
     "CHANGED": "*i32",
-    **dict.fromkeys(("m", "n", "k", "a_scale_stride"), "i32"),
+    **dict.fromkeys(("m", "n", "k", "a_scale_stride", "out_stride"), "i32"),
     "VALUES": "*fp8e4nv",
     "GATE_UP": "*bf16",
     "ROW": "*i32",
@@ -59,7 +59,7 @@ def compile_for_hopper(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if signature[name].startswith("*") or name in ("n", "k")
+        if signature[name].startswith("*") or name in ("n", "k", "out_stride")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(
@@ -104,10 +104,14 @@ def test_draw(size: int, tmp_path: Path) -> None:
     assert stack == 0 and "LDG.E.128" in sass
 
 
+@pytest.mark.parametrize(("k", "rows"), [(4096, None), (576, 192), (1536, 576)])
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("power_of_two", [True, False])
-def test_publish(power_of_two: bool, counted: bool, tmp_path: Path) -> None:
-    constants = {"K": 4096, "POWER_OF_TWO": power_of_two} | ({} if counted else {"CHANGED": None})
+def test_publish(
+    power_of_two: bool, counted: bool, k: int, rows: int | None, tmp_path: Path
+) -> None:
+    constants = {"K": k, "ROWS": rows, "POWER_OF_TWO": power_of_two}
+    constants |= {} if counted else {"CHANGED": None}
     _, sass, stack = compile_for_hopper(publish._publish_kernel, constants, tmp_path, num_warps=8)
     assert stack == 0 and "LDG.E.128" in sass
     assert (
@@ -127,8 +131,6 @@ def test_swiglu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("m", "n"), [(16, 4096), (4096, 4096)])
 @pytest.mark.parametrize("whole_k", [True, False])
 def test_gemm(e4m3: bool, m: int, n: int, whole_k: bool, tmp_path: Path) -> None:
-    if e4m3 and not whole_k:
-        pytest.skip("FP8 blocks are whole")
     rows, warps = triton_gemm.tile(m, n)
     stages = triton_gemm.stages(rows, 1 if e4m3 else 2)
     constants: dict[str, Any] = {

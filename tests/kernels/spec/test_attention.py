@@ -4,6 +4,7 @@ the comparison would see it if they did not.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.formats import DTYPES
 
 LENGTHS = (1, 63, 64, 65, 130, 7, 200, 100)
-LAYOUTS = [(4, 4, 32), (4, 2, 64), (6, 1, 64), (2, 2, 128)]
+LAYOUTS = [(4, 4, 32), (4, 2, 64), (6, 1, 64), (2, 2, 128), (4, 2, 80), (2, 1, 96), (2, 1, 256)]
+WINDOWS = [1, 20, 64, 65, 100, 128, 1000]
+"""Below and above a tile of 64 and the sequences, multiples of it and not."""
 
 
 def make_model(heads: int, kv_heads: int, dim: int) -> ModelConfig:
@@ -38,7 +41,8 @@ def make_transform(model: ModelConfig) -> QkvTransform:
     frequencies = 0.1 ** torch.arange(model.head_dim // 2, dtype=torch.float64)
     table = RopeTable.build(frequencies, 256)
     heads = model.num_heads, model.num_kv_heads, model.head_dim
-    return QkvTransform(*heads, table.cos, table.sin, 1e-6, None, None, None)
+    window = model.sliding_window
+    return QkvTransform(*heads, table.cos, table.sin, 1e-6, None, None, None, window)
 
 
 def make_inputs(model: ModelConfig, flow: PrecisionFlow, lengths: tuple[int, ...]) -> torch.Tensor:
@@ -112,6 +116,54 @@ def test_paged_equals_packed_bit_for_bit(preset: Preset, layout: tuple[int, int,
     assert torch.equal(torch.cat(alone), packed)
 
 
+@pytest.mark.parametrize("preset", ["fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_is_as_exact(window: int, preset: Preset) -> None:
+    model = replace(make_model(4, 2, 64), sliding_window=window)
+    flow = make_flow(model, preset)
+    inputs = make_inputs(model, flow, LENGTHS)
+    packed = run_packed(model, flow, inputs, LENGTHS)
+    assert torch.equal(run_paged(model, flow, inputs, LENGTHS, seed=1), packed)
+    alone = [
+        run_packed(model, flow, part, (n,))
+        for n, part in zip(LENGTHS, inputs.split(LENGTHS), strict=True)
+    ]
+    assert torch.equal(torch.cat(alone), packed)
+    full = run_packed(replace(model, sliding_window=None), flow, inputs, LENGTHS)
+    assert torch.equal(packed, full) is (window >= max(LENGTHS))
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 65])
+def test_tiles_before_every_window_are_not_read(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In company too, whatever the lengths; and a long prompt costs what its windows hold."""
+    read = 0
+    build = attention.KeyTile.build
+
+    def counting(pair: Heads) -> attention.KeyTile:
+        nonlocal read
+        read += pair.bytes.shape[1]  # tiles of one sequence
+        return build(pair)
+
+    monkeypatch.setattr(attention.KeyTile, "build", counting)
+    model = replace(make_model(4, 2, 64), sliding_window=window)
+    flow, lengths = make_flow(model, "fp8"), (1000, 700, 690, 100, 3)
+    table = torch.arange(80).view(5, 16)
+    cache = SpecKvCache(model, flow, 80)
+    positions = torch.tensor(lengths) - 1
+    slots = table[torch.arange(5), positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+    transform = replace(make_transform(model), cos=torch.ones(1, 32), sin=torch.zeros(1, 32))
+    batch = PagedBatch((1,) * 5, lengths, table, slots)
+    attend = PagedAttention(cache, batch, torch.zeros_like(positions))
+    attend(0, make_inputs(model, flow, (5,)), transform)
+    assert read <= sum((n - 1) // 64 - max(0, n - window) // 64 + 1 for n in lengths)
+    read = 0
+    packed = PackedAttention(flow.training, (1000,), torch.zeros(1000, dtype=torch.int64))
+    packed(0, make_inputs(model, flow, (1000,)), transform)
+    assert read == 16  # every tile once, for the queries that see it
+
+
 def test_a_decoding_step_is_the_paged_one_of_a_token_each() -> None:
     """With tensors alone: the table is int32 and wider than the sequences need."""
     model = make_model(4, 2, 64)
@@ -138,22 +190,23 @@ def test_a_decoding_step_is_the_paged_one_of_a_token_each() -> None:
         assert torch.equal(out, packed[rows]), position
 
 
-def test_log_sum_exps_agree_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 70])
+def test_log_sum_exps_agree_too(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """BF16 outputs hide most differences; the FP32 log-sum-exp does not."""
     seen: list[torch.Tensor] = []
     original = attention.attend
 
     def recording(
-        queries: Heads, visible: torch.Tensor, tile_at: attention.TileAt
+        queries: Heads, visible: torch.Tensor, tile_at: attention.TileAt, window: int | None
     ) -> attention.AttentionOutput:
-        result = original(queries, visible, tile_at)
+        result = original(queries, visible, tile_at, window)
         last = visible[:, -1:] == visible  # rows of each sequence's last token
         seen.append(result.log_sum_exp[last[:, None, None].expand_as(result.log_sum_exp)])
         return result
 
     for module in ("packed_attention", "paged_attention"):
         monkeypatch.setattr(f"isobit.kernels.spec.{module}.attend", recording)
-    model = make_model(4, 2, 64)
+    model = replace(make_model(4, 2, 64), sliding_window=window)
     flow = make_flow(model, "fp8")
     inputs = make_inputs(model, flow, (150,))
     run_packed(model, flow, inputs, (150,))
@@ -169,6 +222,15 @@ def exp2_mutant(x: torch.Tensor) -> torch.Tensor:
 
 def fp32_bmm_mutant(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.baddbmm(torch.zeros(1, dtype=torch.float32), a.float(), b.float()).double()
+
+
+def test_a_window_of_one_key_less_differs() -> None:
+    model = replace(make_model(4, 2, 64), sliding_window=100)
+    flow = make_flow(model, "fp8")
+    inputs = make_inputs(model, flow, LENGTHS)
+    packed = run_packed(model, flow, inputs, LENGTHS)
+    less = replace(model, sliding_window=99)
+    assert not torch.equal(run_paged(less, flow, inputs, LENGTHS, seed=1), packed)
 
 
 @pytest.mark.parametrize(("name", "mutant"), [("exp", exp2_mutant), ("bmm", fp32_bmm_mutant)])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isobit.kernels.spec.heads import Heads, stack_heads
+from isobit.kernels.spec.heads import Heads, grid_bits, stack_heads
 from isobit.kernels.spec.quantise import scale_of_byte
 from isobit.precision.formats import DTYPES, Format
 
@@ -29,11 +29,23 @@ def test_bf16_loses_only_what_lies_22_bits_below_the_largest() -> None:
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp32"])
-def test_units_are_on_the_grid_and_below_two(format: Format) -> None:
-    x = torch.randn(40, 128) * torch.exp(10 * torch.randn(40, 1))
+@pytest.mark.parametrize(("dim", "bits"), [(80, 22), (128, 22), (130, 21), (256, 21)])
+def test_units_are_on_the_grid_and_below_two(format: Format, dim: int, bits: int) -> None:
+    x = torch.randn(40, dim) * torch.exp(10 * torch.randn(40, 1))
     heads = Heads.encode(x.to(DTYPES[format]), format)
-    steps = heads.units().double() * 2**22
-    assert torch.equal(steps, steps.round()) and steps.abs().max() <= 2**23
+    steps = heads.units().double() * 2**bits
+    assert torch.equal(steps, steps.round()) and steps.abs().max() <= 2 ** (bits + 1)
+
+
+@pytest.mark.parametrize("dim", [80, 128, 256])
+def test_a_product_of_two_heads_is_exact_in_fp64(dim: int) -> None:
+    """The worst case: an odd sum of numbers at the end of the grid."""
+    bits = grid_bits(dim)
+    x = torch.full((dim,), 2 - 2.0**-bits)
+    x[-1] = 0.0
+    units = Heads.encode(x, "fp32").units().double()
+    exact = (dim - 1) * (2 ** (bits + 1) - 1) ** 2
+    assert int(float(torch.dot(units, units)) * 2 ** (2 * bits)) == exact
 
 
 @pytest.mark.parametrize("format", ["e4m3", "bf16", "fp32"])

@@ -1,6 +1,8 @@
 """Attention of the training forward against FP64 attention over the encoded inputs, and its
-explicit backward against autograd of that.
+explicit backward against autograd of that; over all keys or a sliding window's.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,46 +43,58 @@ def encoded(preset: Preset, qkv: torch.Tensor, lengths: tuple[int, ...]) -> Tens
     return tuple(Heads.encode(x, format).dequantised().double() for x in parts)
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+) -> torch.Tensor:
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+    place = torch.arange(q.shape[1])
+    behind = place[:, None] - place[None, :]
+    seen = (behind >= 0) & (behind < (window or len(place)))
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    return attended.transpose(0, 1)
 
 
-def of_each_sequence(inputs: Tensors, lengths: tuple[int, ...]) -> torch.Tensor:
+def of_each_sequence(
+    inputs: Tensors, lengths: tuple[int, ...], window: int | None = None
+) -> torch.Tensor:
     split = [x.split(lengths) for x in inputs]
-    return torch.cat([reference(*parts) for parts in zip(*split, strict=True)])
+    return torch.cat([reference(q, k, v, window) for q, k, v in zip(*split, strict=True)])
 
 
 def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact).norm() / exact.norm())
 
 
+@pytest.mark.parametrize("window", [None, 1, 70])
 @pytest.mark.parametrize(("preset", "bound"), [("fp8", 2.5e-3), ("bf16", 2.5e-3), ("fp32", 2e-6)])
 def test_values_against_fp64_attention_over_the_encoded_inputs(
-    preset: Preset, bound: float
+    preset: Preset, bound: float, window: int | None
 ) -> None:
     lengths = (150, 20)
     attend, qkv = make(preset, lengths)
-    exact = of_each_sequence(encoded(preset, qkv, lengths), lengths)
-    assert error(attend(0, qkv, TRANSFORM).view_as(exact), exact) < bound
+    exact = of_each_sequence(encoded(preset, qkv, lengths), lengths, window)
+    output = attend(0, qkv, replace(TRANSFORM, window=window))
+    assert error(output.view_as(exact), exact) < bound
 
 
+@pytest.mark.parametrize("window", [None, 2, 37, 70, 200])
 @pytest.mark.parametrize("preset", ["fp8", "bf16", "fp32"])
 @pytest.mark.parametrize("block", [50, 512], ids=["several blocks of queries", "one"])
 def test_the_backward_is_straight_through(
-    preset: Preset, block: int, monkeypatch: pytest.MonkeyPatch
+    preset: Preset, block: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the rotated Q, K and V: ``qkv_backward`` goes on from there."""
     monkeypatch.setattr(packed_attention, "QUERY_BLOCK", block)
     lengths = (130, 70, 1)
     attend, qkv = make(preset, lengths)
-    output, attended = attend.attend(0, qkv, TRANSFORM)
-    assert torch.equal(output, attend(0, qkv, TRANSFORM))
+    transform = replace(TRANSFORM, window=window)
+    output, attended = attend.attend(0, qkv, transform)
+    assert torch.equal(output, attend(0, qkv, transform))
     d_output = torch.randn(output.shape).to(output.dtype)
     ours = attend.backward(attended, d_output)
     inputs = tuple(x.requires_grad_() for x in encoded(preset, qkv, lengths))
-    made = of_each_sequence(inputs, lengths)
+    made = of_each_sequence(inputs, lengths, window)
     exact = torch.autograd.grad(made, inputs, d_output.double().view_as(made))
     bound = 1e-5 if preset == "fp32" else 6e-3
     for one, wanted in zip(ours, exact, strict=True):

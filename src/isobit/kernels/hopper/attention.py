@@ -33,6 +33,11 @@ keeps the bits equal:
   - ``enable_fp_fusion=False`` and explicit fma: the compiler may not contract a multiplication and
     an addition in one kernel only.
 
+With a sliding window w a query at position p sees the keys p - w + 1 .. p.  Tiles and parts stay
+where they are; a program begins with the tile of the first key that its queries see, and parts
+before that are not visited.  A query that has seen no key yet has M = -inf, L = O = 0, which tiles
+of masked keys leave as they are: so prefill, whose queries share tiles, and decode agree.
+
 A NaN in K or V reaches the output of every query that sees it.  One in V also reaches the earlier
 queries of its tile, since the weight of a masked key is multiplied too: pages may hold anything
 finite beyond a sequence's length, but no NaN.
@@ -135,9 +140,18 @@ def _final_sum(x, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
+def _finite(m, WINDOW: tl.constexpr):
+    """The maximum as it is taken from exponents; under a window a query may have seen no key."""
+    if WINDOW:
+        return tl.where(m == -float("inf"), 0.0, m)
+    else:
+        return m
+
+
+@triton.jit
 def _weigh(
     qk, seen, q_scale, k_byte, v_byte, c, m, l, MASKED, TILE: tl.constexpr, N: tl.constexpr,
-    AXIS: tl.constexpr, SCALED: tl.constexpr
+    AXIS: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
     """A tile's products q . k, of N queries and with the keys along AXIS -> p, the new maximum and
     sum, and what the old ones decay by.
@@ -159,13 +173,15 @@ def _weigh(
     # BF16: s is the plain product here, and c comes in with the subtraction of the maximum.
     if SCALED:
         m_new = tl.maximum(m, tl.max(s, AXIS))
-        p = tl.math.exp2(s - tl.expand_dims(m_new, AXIS))
+        finite = _finite(m_new, WINDOW)
+        p = tl.math.exp2(s - tl.expand_dims(finite, AXIS))
         terms = p * tl.expand_dims(_power_of_two(254 - v_byte.to(tl.int32)), 1 - AXIS)
     else:
         m_new = tl.maximum(m, tl.max(s, AXIS) * c)
-        p = tl.math.exp2(tl.math.fma(s, c, -tl.expand_dims(m_new, AXIS)))
+        finite = _finite(m_new, WINDOW)
+        p = tl.math.exp2(tl.math.fma(s, c, -tl.expand_dims(finite, AXIS)))
         terms = p
-    decay = tl.math.exp2(m - m_new)
+    decay = tl.math.exp2(m - finite)
     if AXIS == 0:
         l = tl.math.fma(l, decay[None, None, :], _partial_sums(terms, TILE, N, True))
     else:
@@ -174,15 +190,24 @@ def _weigh(
 
 
 @triton.jit
+def _first_seen(position, WINDOW: tl.constexpr):
+    """The first key that the query at a position sees; WINDOW is 0 where there is none."""
+    if WINDOW:
+        return tl.maximum(position - WINDOW + 1, 0)
+    else:
+        return 0
+
+
+@triton.jit
 def _decode_kernel(
     Q, Q_SCALE, K, K_BYTE, V, V_BYTE, TABLE, LENGTH, O, LSE, PART_O, PART_M, PART_L, c,
     table_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     PART: tl.constexpr, N: tl.constexpr,
-    STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program a KV head, sequence and part: the H / G query heads that share the KV head,
-    padded to N columns.
+    padded to N columns.  Parts count from the first that the query sees a key of.
 
     Everything is transposed, keys or D down and query heads across: [TILE, D] K times [D, N] Q,
     then [D, TILE] V^T times [TILE, N] P.  So the side of 64 rows that wgmma needs is full.
@@ -194,9 +219,14 @@ def _decode_kernel(
     part = tl.program_id(2)
     length = tl.load(LENGTH + b)
     start = part * PART
+    if WINDOW:
+        first_seen = _first_seen(length - 1, WINDOW)
+        start += first_seen // PART * PART
     if start >= length:
         return
     end = tl.minimum(length, start + PART)
+    if WINDOW:
+        start = tl.maximum(start, first_seen // TILE * TILE)
 
     # Q of the group's heads is read once.  Columns beyond R repeat addresses, hold zeros and are
     # not stored.
@@ -233,11 +263,14 @@ def _decode_kernel(
         rows = first % PAGE + t  # of the page: a BF16 tile is half of one
         k = tl.load(K + page * (PAGE * D) + rows[:, None] * D + d[None, :])
         # A tile is read whole, also beyond the length: pages hold finite numbers there, and only
-        # the last tile pays for the mask.
+        # the last tile, and the first of a window, pay for the mask.
         seen = (first + t)[:, None] < end
+        masked = first + TILE > end
+        if WINDOW:
+            seen = seen & ((first + t)[:, None] >= first_seen)
+            masked = masked | (first < first_seen)
         p, m, l, decay = _weigh(
-            tl.dot(k, q), seen, q_scale, k_byte, v_byte, c, m, l, first + TILE > end, TILE, N, 0,
-            SCALED
+            tl.dot(k, q), seen, q_scale, k_byte, v_byte, c, m, l, masked, TILE, N, 0, SCALED, WINDOW
         )  # fmt: skip
         if SCALED:  # pages hold V as [D, token] already
             v = tl.load(V + page * (PAGE * D) + d[:, None] * PAGE + t[None, :])
@@ -289,12 +322,14 @@ def _join_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     PART: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One program a query head and sequence: its parts in ascending order."""
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, D)
-    parts = tl.cdiv(tl.load(LENGTH + b), PART)
+    length = tl.load(LENGTH + b)
+    parts = tl.cdiv(length, PART) - _first_seen(length - 1, WINDOW) // PART
     row = b * max_parts * H + h
     o = tl.load(PART_O + row * D + d)
     m = tl.load(PART_M + row)
@@ -312,9 +347,10 @@ def _join_kernel(
 def _prefill_part(
     q, q_scale, K, K_BYTE, V, V_BYTE, c, start, part_end, first_position, position, length,
     G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NQ: tl.constexpr, STAGES: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The keys of one part, for NQ queries: their maximum, sum and accumulator.
+    """The keys of one part from tile ``start`` on, for NQ queries: their maximum, sum and
+    accumulator.
 
     K, V and their bytes point at the sequence's first token and the KV head, so token j stands at
     j (G D), its byte at j G.  K is read transposed: [NQ, D] Q times [D, TILE] K.
@@ -326,13 +362,15 @@ def _prefill_part(
     acc = tl.zeros([NQ, D], tl.float32)
     # Every query of the block sees the whole of a tile that ends at or before its first position.
     unmasked_end = tl.minimum(part_end, tl.maximum(start, (first_position + 1) // TILE * TILE))
+    if WINDOW:
+        last_window = _first_seen(first_position + NQ - 1, WINDOW)
     # Scale bytes are fetched one tile ahead: no copy of single bytes can be left running, and
     # waiting for one costs a tenth of the time.
     if SCALED:
         next_k_byte = tl.load(K_BYTE + tl.minimum(start + t, length - 1) * G)
         next_v_byte = tl.load(V_BYTE + tl.minimum(start + t, length - 1) * G)
 
-    # Whole tiles: no mask, K and V fetched STAGES tiles ahead.
+    # Whole tiles: no mask, but in those where a window begins; K and V fetched STAGES tiles ahead.
     for first in tl.range(start, unmasked_end, TILE, num_stages=STAGES):
         j = first + t
         k_byte = next_k_byte if SCALED else None
@@ -344,8 +382,10 @@ def _prefill_part(
         k = tl.load(K + j[None, :] * (G * D) + d[:, None])
         v = tl.load(V + j[:, None] * (G * D) + d[None, :])
         p, m, l, decay = _weigh(
-            tl.dot(q, k), position, q_scale, k_byte, v_byte, c, m, l, False, TILE, NQ, 1, SCALED
-        )
+            tl.dot(q, k), (j[None, :] > position[:, None] - WINDOW) if WINDOW else None, q_scale,
+            k_byte, v_byte, c, m, l, (first < last_window) if WINDOW else False, TILE, NQ, 1,
+            SCALED, WINDOW
+        )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
 
     # The tiles on the diagonal, and one that the sequence does not fill: three at most, not worth
@@ -358,8 +398,10 @@ def _prefill_part(
         k = tl.load(K + j[None, :] * (G * D) + d[:, None], mask=inside[None, :], other=0.0)
         v = tl.load(V + j[:, None] * (G * D) + d[None, :], mask=inside[:, None], other=0.0)
         seen = j[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (j[None, :] > position[:, None] - WINDOW)
         p, m, l, decay = _weigh(
-            tl.dot(q, k), seen, q_scale, k_byte, v_byte, c, m, l, True, TILE, NQ, 1, SCALED
+            tl.dot(q, k), seen, q_scale, k_byte, v_byte, c, m, l, True, TILE, NQ, 1, SCALED, WINDOW
         )
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     return m, _final_sum(l, NQ, False), acc
@@ -371,7 +413,7 @@ def _prefill_kernel(
     PART_L, c, start,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
     NQ: tl.constexpr,
-    STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program NQ consecutive queries of one head; the queries are the last Q_COUNT of LENGTH
     tokens (all of them, in training).
@@ -388,11 +430,18 @@ def _prefill_kernel(
         return
     length = tl.load(LENGTH + b)
 
-    # Positions count from the sequence's start; keys from ``end`` on are seen by no query here.
+    # Positions count from the sequence's start; keys before ``first_seen`` and from ``end`` on are
+    # seen by no query here.
     first_position = length - count + block * NQ
+    first_seen = _first_seen(first_position, WINDOW)
     end = tl.minimum(length, first_position + NQ)
     if start >= end:
         return
+    first_tile = start
+    if WINDOW:
+        if start + PART <= first_seen:
+            return
+        first_tile = tl.maximum(start, first_seen // TILE * TILE)
     k_start = tl.load(K_START + b).to(tl.int64)
     query = block * NQ + tl.arange(0, NQ)
     valid = query < count
@@ -409,20 +458,21 @@ def _prefill_kernel(
         K_BYTE += k_start * G + g
         V_BYTE += k_start * G + g
     m, total, acc = _prefill_part(
-        q, q_scale, K, K_BYTE, V, V_BYTE, c, start, tl.minimum(end, start + PART), first_position,
-        position, length,
-        G, D, TILE, NQ, STAGES, SCALED,
+        q, q_scale, K, K_BYTE, V, V_BYTE, c, first_tile, tl.minimum(end, start + PART),
+        first_position, position, length,
+        G, D, TILE, NQ, STAGES, SCALED, WINDOW,
     )  # fmt: skip
     place = row[:, None] * D + d[None, :]
 
     # Join it to the parts before it, which earlier launches left; the last part goes on to divide.
     if SPLIT:
-        if start > 0:
+        if start > first_seen:
             before = tl.load(PART_O + place, mask=valid[:, None], other=0.0)
             before_m = tl.load(PART_M + row, mask=valid, other=0.0)
             before_total = tl.load(PART_L + row, mask=valid, other=1.0)
             joined, joined_m, joined_total = _join(before, before_m, before_total, acc, m, total, 1)
-            # An earlier query sees none of this part's keys: its m is -inf, its sums NaN.
+            # An earlier query sees none of this part's keys: its m is -inf, its sums are not to
+            # be used.
             reached = position >= start
             acc = tl.where(reached[:, None], joined, before)
             m = tl.where(reached, joined_m, before_m)
@@ -463,18 +513,22 @@ def decode_attention(
     table: torch.Tensor,
     lengths: torch.Tensor,
     max_length: int,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H], or BF16; table int32
-    [B, pages], lengths int32 [B], at most max_length.
+    [B, pages], lengths int32 [B], at most max_length; of its keys a query sees the last ``window``,
+    or all.
 
-    -> output BF16 [B, H, D] and log-sum-exp (base 2) FP32 [B, H].  The launch depends on B and
-    max_length alone, so it can be captured.
+    -> output BF16 [B, H, D] and log-sum-exp (base 2) FP32 [B, H].  The launch depends on B,
+    max_length and the window alone, so it can be captured.
     """
     batch, heads, dim = queries.shape
     kv_heads = pages.keys.shape[1]
     form = _form(queries, query_scales, pages)
     _check_shape(heads, kv_heads, dim)
     parts = triton.cdiv(max_length, PART)  # beyond a sequence's end, programs return at once
+    if window is not None:
+        parts = min(parts, triton.cdiv(window - 1, PART) + 1)
     output = torch.empty((batch, heads, dim), dtype=torch.bfloat16, device=queries.device)
     log_sum_exp = torch.empty((batch, heads), dtype=torch.float32, device=queries.device)
     part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused with one part
@@ -490,7 +544,7 @@ def decode_attention(
         lengths, output, log_sum_exp,
         part_output, part_max, part_sum, math.log2(math.e) / dim**0.5, table.stride(0),
         heads, kv_heads, dim, TILE, form.tile, PART, _COLUMNS, form.decode_stages, parts > 1,
-        form.scaled,
+        form.scaled, window or 0,
         num_warps=4, num_stages=form.decode_stages, maxnreg=form.decode_registers,
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -506,6 +560,7 @@ def decode_attention(
             heads,
             dim,
             PART,
+            window or 0,
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -522,9 +577,10 @@ def prefill_attention(
     lengths: torch.Tensor,
     max_count: int,
     max_length: int,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed queries, E4M3 [T, H, D] with FP32 scales [T, H], or BF16: of sequence b the last
-    query_counts[b] of lengths[b] tokens.
+    query_counts[b] of lengths[b] tokens; each sees the last ``window`` keys up to its own, or all.
 
     query_starts and key_starts (int32 [B]) say where a sequence's queries and keys begin in their
     packed tensors. -> output BF16 [T, H, D] and log-sum-exp (base 2) FP32 [T, H].
@@ -550,7 +606,7 @@ def prefill_attention(
             lengths, output, log_sum_exp, part_output, part_max, part_sum,
             math.log2(math.e) / dim**0.5, start,
             heads, kv_heads, dim, form.tile, PART, form.queries, form.prefill_stages, split,
-            form.scaled,
+            form.scaled, window or 0,
             num_warps=form.prefill_warps, num_stages=form.prefill_stages, enable_fp_fusion=False,
         )  # fmt: skip
     return output, log_sum_exp

@@ -13,6 +13,10 @@ order; the queries' kernel owns queries and walks the keys that they see.  So ev
 order, which depends on nothing but the sequence itself.  The price is 7 products instead of the 5
 of a kernel that adds dQ up with atomics.
 
+With a sliding window w a key is seen by the w queries from its own position on, and neither kernel
+walks further than that.  Of the tiles that its edge cuts, those of a block of BLOCK rows, a
+warpgroup may find one wholly masked: P = 0 there.
+
 Tiles count from the sequence's own start.  So that the copy engine reads whole tiles, a first
 kernel lays Q, K, V and dO out in BF16 as [head, padded token, D], where sequences begin at
 multiples of BLOCK rows and the padding is zeros (and a log-sum-exp of +inf, hence P = 0): 2 (2H +
@@ -143,9 +147,11 @@ def _ring(STAGES: gl.constexpr):
 
 @gluon.jit
 def _keys_tile(
-    k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, MASKED: gl.constexpr
-):
-    """Add GROUP queries' part to the dK and dV of GROUP keys; MASKED: the tile on the diagonal.
+    k, v, q_smem, do_smem, stats_smem, full, empty, step, distance, dk, dv, c,
+    DIAGONAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Add GROUP queries' part to the dK and dV of GROUP keys, of which the first is ``distance``
+    positions behind the first query.
 
     Transposed, keys down and queries across: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T
     are already the left operands of dV = P^T dO and dK = dS^T Q.  All four products read their
@@ -173,10 +179,13 @@ def _keys_tile(
     # P^T behind the first product, beside the second one.
     s = warpgroup_mma_wait(1, deps=[s])  # all but the last product issued
     p = gl.exp2(s * c - lse[None, :])
-    if MASKED:
-        key = gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
-        query = gl.arange(0, GROUP, column)
+    key = gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
+    query = gl.arange(0, GROUP, column)
+    if DIAGONAL:
         p = gl.where(key[:, None] <= query[None, :], p, 0.0)
+    if WINDOW:  # noqa: SIM102 (known when it is compiled)
+        if distance + GROUP > WINDOW:  # its edge cuts the tile
+            p = gl.where((query + (distance - WINDOW))[None, :] < key[:, None], p, 0.0)
     dv = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), a_layout), do, dv, is_async=True)
 
     # dS^T behind the second, beside dV's.
@@ -195,7 +204,7 @@ def _keys_tile(
 def _keys_consumer(
     k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys, tiles, c,
     scale,
-    R: gl.constexpr, G: gl.constexpr, WHICH: gl.constexpr,
+    R: gl.constexpr, G: gl.constexpr, WHICH: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of a program of `_keys_kernel`: keys WHICH * GROUP to GROUP more of its BLOCK.
 
@@ -220,13 +229,14 @@ def _keys_consumer(
             step += 1
         if tiles > WHICH:  # else the sequence ends before this group's keys
             dk, dv = _keys_tile(
-                k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, True
+                k, v, q_smem, do_smem, stats_smem, full, empty, step, 0, dk, dv, c, True, WINDOW
             )
             step += 1
-            for _ in range(WHICH + 1, tiles):
+            for i in range(WHICH + 1, tiles):
                 dk, dv = _keys_tile(
-                    k, v, q_smem, do_smem, stats_smem, full, empty, step, dk, dv, c, False
-                )
+                    k, v, q_smem, do_smem, stats_smem, full, empty, step, (i - WHICH) * GROUP, dk,
+                    dv, c, False, WINDOW,
+                )  # fmt: skip
                 step += 1
 
     # dS^T Q lacks the 1 / sqrt(D) of the scores.  DK and DV, [T, G, D], point at the KV head.
@@ -277,7 +287,7 @@ def _keys_producer(
 def _keys_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, DK, DV, START, LENGTH, PADDED_START, padded_tokens,
     c, scale,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK keys of one KV head, GROUP a warpgroup, which walks the queries that see
     them; all heads of the group in order.
@@ -294,6 +304,8 @@ def _keys_kernel(
     R: gl.constexpr = H // G
     start = gl.load(PADDED_START + b) + first  # row of a head's padded copy
     tiles = (length - first + GROUP - 1) // GROUP  # of queries, to the sequence's end
+    if WINDOW:  # or to the last that sees the block's last key
+        tiles = gl.minimum(tiles, (BLOCK + WINDOW + GROUP - 2) // GROUP)
     row = (gl.load(START + b) + first).to(gl.int64)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP, D], v_desc.layout)
@@ -310,12 +322,12 @@ def _keys_kernel(
             (
                 _keys_consumer,
                 (k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys,
-                tiles, c, scale, R, G, 0),
+                tiles, c, scale, R, G, 0, WINDOW),
             ),
             (
                 _keys_consumer,
                 (k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys,
-                tiles, c, scale, R, G, 1),
+                tiles, c, scale, R, G, 1, WINDOW),
             ),
             (
                 _keys_producer,
@@ -335,9 +347,9 @@ def _keys_kernel(
 @gluon.jit
 def _queries_tile(
     q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH: gl.constexpr,
-    MASKED: gl.constexpr
+    DIAGONAL: gl.constexpr, WINDOW: gl.constexpr
 ):  # fmt: skip
-    """Add BLOCK keys' part to the dQ of GROUP queries; MASKED: the first tile, on the diagonal.
+    """Add BLOCK keys' part to the dQ of GROUP queries; DIAGONAL: the first tile.
 
     S = Q K^T and dP = dO V^T have queries down and keys across; dS stays in registers as the left
     operand of dQ = dS K.  The last product is in flight when this returns, and the tile's buffer is
@@ -355,7 +367,7 @@ def _queries_tile(
     zeros = gl.zeros([GROUP, BLOCK], gl.float32, s_layout)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     # All but the product just issued: dQ's of the tile before, the last reader of its K.
-    if not MASKED:
+    if not DIAGONAL:
         dq = warpgroup_mma_wait(1, deps=[dq])
         mbarrier.arrive(empty.index((step - 1) % STAGES))
     dp = warpgroup_mma(do, v.permute((1, 0)), zeros - delta[:, None], is_async=True)
@@ -363,10 +375,13 @@ def _queries_tile(
     # P behind the first product, beside dP's, which starts from -delta.
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * c - lse[:, None])
-    if MASKED:
-        query = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
-        key = gl.arange(0, BLOCK, gl.SliceLayout(0, s_layout))
+    query = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
+    key = gl.arange(0, BLOCK, gl.SliceLayout(0, s_layout))
+    if DIAGONAL:
         p = gl.where(key[None, :] <= query[:, None], p, 0.0)
+    if WINDOW:  # noqa: SIM102 (known when it is compiled)
+        if (step + 1) * BLOCK > WINDOW:  # its edge cuts the tile
+            p = gl.where(key[None, :] > (query + (step * BLOCK - WINDOW))[:, None], p, 0.0)
 
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = gl.convert_layout((p * dp).to(gl.bfloat16), a_layout)
@@ -377,7 +392,7 @@ def _queries_tile(
 def _queries_consumer(
     q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, stats_row, queries, tiles,
     c, scale,
-    H: gl.constexpr, WHICH: gl.constexpr,
+    H: gl.constexpr, WHICH: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of a program of `_queries_kernel`: queries WHICH * GROUP to GROUP more of its
     BLOCK.  Their dQ, log-sum-exp and delta are in registers throughout.
@@ -397,10 +412,12 @@ def _queries_consumer(
     do = do_smem.index(WHICH)
     dq = gl.zeros([GROUP, D], gl.float32, d_layout)
     mbarrier.wait(ready, 0)  # Q and dO have come
-    dq = _queries_tile(q, do, k_smem, v_smem, full, empty, 0, dq, lse, delta, c, WHICH, True)
+    dq = _queries_tile(
+        q, do, k_smem, v_smem, full, empty, 0, dq, lse, delta, c, WHICH, True, WINDOW
+    )
     for step in range(1, tiles):
         dq = _queries_tile(
-            q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH, False
+            q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH, False, WINDOW
         )
     dq = warpgroup_mma_wait(0, deps=[dq])  # the last tile's
 
@@ -415,7 +432,9 @@ def _queries_producer(
     q_desc, k_desc, v_desc, do_desc, q_smem, do_smem, k_smem, v_smem, full, empty, ready, q_row,
     kv_row, tiles
 ):  # fmt: skip
-    """The warp that fetches Q and dO once, and the tiles of keys from the diagonal down."""
+    """The warp that fetches Q and dO once, and the tiles of keys from the diagonal down to that
+    which begins at ``kv_row``.
+    """
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
     mbarrier.expect(ready, 4 * BLOCK * D)  # bytes: two BF16 tiles
@@ -439,7 +458,7 @@ def _queries_producer(
 def _queries_kernel(
     q_desc, k_desc, v_desc, do_desc, STATS, DQ, START, LENGTH, PADDED_START, padded_tokens, c,
     scale,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK queries of one head, GROUP a warpgroup, which walks the keys that they see from
     the diagonal down.
@@ -454,6 +473,8 @@ def _queries_kernel(
         return
     start = gl.load(PADDED_START + b)
     tiles = first // BLOCK + 1  # of keys, the one on the diagonal included
+    if WINDOW:  # down to the first key that the block's first query sees
+        tiles = gl.minimum(tiles, (WINDOW + BLOCK - 2) // BLOCK + 1)
     row = (gl.load(START + b) + first).to(gl.int64)
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP, D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP, D], do_desc.layout)
@@ -464,18 +485,20 @@ def _queries_kernel(
     DQ += h * D
     q_row = h * padded_tokens + start + first
     kv_row = h // (H // G) * padded_tokens + start
+    if WINDOW:
+        kv_row += first - (tiles - 1) * BLOCK
     # Roles as in `_keys_kernel`.
     gl.warp_specialize(
         [
             (
                 _queries_consumer,
                 (q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, q_row,
-                queries, tiles, c, scale, H, 0),
+                queries, tiles, c, scale, H, 0, WINDOW),
             ),
             (
                 _queries_consumer,
                 (q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, q_row,
-                queries, tiles, c, scale, H, 1),
+                queries, tiles, c, scale, H, 1, WINDOW),
             ),
             (
                 _queries_producer,
@@ -498,9 +521,10 @@ def attention_backward(
     starts: torch.Tensor,
     lengths: torch.Tensor,
     max_length: int,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``prefill_attention`` over whole sequences, with respect to the dequantised Q, K
-    and V.
+    """Gradients of ``prefill_attention`` over whole sequences and that window, with respect to the
+    dequantised Q, K and V.
 
     queries E4M3 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output BF16
     [T, H, D]; log_sum_exp FP32 [T, H], base 2; sequence b is rows starts[b] to starts[b] +
@@ -522,8 +546,8 @@ def attention_backward(
     copies = _prepare(queries, query_scales, keys, output, log_sum_exp, d_output, places, blocks)
     dq = torch.empty((tokens, heads, dim), dtype=torch.bfloat16, device=device)
     dk, dv = torch.empty((2, tokens, kv_heads, dim), dtype=torch.bfloat16, device=device)
-    _launch_keys(copies, places, blocks, dk, dv)
-    _launch_queries(copies, places, blocks, dq)
+    _launch_keys(copies, places, blocks, window, dk, dv)
+    _launch_queries(copies, places, blocks, window, dq)
     return dq, dk, dv
 
 
@@ -588,7 +612,12 @@ def _prepare(
 
 
 def _launch_keys(
-    copies: _Copies, places: _Places, blocks: int, dk: torch.Tensor, dv: torch.Tensor
+    copies: _Copies,
+    places: _Places,
+    blocks: int,
+    window: int | None,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
 ) -> None:
     """dK and dV; the copy engine reads GROUP rows of each operand at once, as a warpgroup does."""
     _, kv_heads, dim = dk.shape
@@ -597,17 +626,21 @@ def _launch_keys(
         _tiles(copies.q, group), _tiles(copies.k, group), _tiles(copies.v, group),
         _tiles(copies.d_output, group),
         TensorDescriptor.from_tensor(copies.stats, [BLOCK.value], FLAT),
-        dk, dv, *places, *_factors(dim), copies.heads, kv_heads, dim, KEY_STAGES, num_warps=4,
+        dk, dv, *places, *_factors(dim), copies.heads, kv_heads, dim, KEY_STAGES, window or 0,
+        num_warps=4,
     )  # fmt: skip
 
 
-def _launch_queries(copies: _Copies, places: _Places, blocks: int, dq: torch.Tensor) -> None:
+def _launch_queries(
+    copies: _Copies, places: _Places, blocks: int, window: int | None, dq: torch.Tensor
+) -> None:
     """dQ; K and V are read BLOCK rows at once, for both warpgroups."""
     _, heads, dim = dq.shape
     _queries_kernel[(heads, places.lengths.numel(), blocks)](
         _tiles(copies.q, GROUP.value), _tiles(copies.k, BLOCK.value),
         _tiles(copies.v, BLOCK.value), _tiles(copies.d_output, GROUP.value), copies.stats,
-        dq, *places, *_factors(dim), heads, copies.kv_heads, dim, QUERY_STAGES, num_warps=4,
+        dq, *places, *_factors(dim), heads, copies.kv_heads, dim, QUERY_STAGES, window or 0,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.adamw import adamw_step
 from isobit.kernels.hopper.attention import PART
 from isobit.kernels.hopper.embedding_backward import embedding_backward
+from isobit.kernels.hopper.experts import experts, experts_saving
+from isobit.kernels.hopper.experts_backward import experts_backward
 from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
 from isobit.kernels.hopper.gradient_norm import gradient_norm
 from isobit.kernels.hopper.kv_cache import HopperKvCache
@@ -25,6 +27,7 @@ from isobit.kernels.hopper.paged_attention import DecodeAttention, PagedAttentio
 from isobit.kernels.hopper.publish import publish, publish_head, republish
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.hopper.quantise import quantise_rows, swiglu
+from isobit.kernels.hopper.routing import route, route_backward
 from isobit.kernels.hopper.sampling import draw_tokens
 from isobit.kernels.hopper.scalar_head import scalar_head, scalar_head_backward
 from isobit.kernels.hopper.swiglu import swiglu_backward, swiglu_input, swiglu_saved
@@ -61,6 +64,9 @@ class HopperBackend:
     swiglu_input = staticmethod(swiglu_input)
     swiglu_saved = staticmethod(swiglu_saved)
     linear = staticmethod(linear)
+    route = staticmethod(route)
+    experts = staticmethod(experts)
+    experts_saving = staticmethod(experts_saving)
     head_logits = staticmethod(head_logits)
     token_log_probs = staticmethod(token_log_probs)
     scalar_head = staticmethod(scalar_head)
@@ -71,6 +77,8 @@ class HopperBackend:
     dgrad = staticmethod(dgrad)
     wgrad = staticmethod(wgrad)
     swiglu_backward = staticmethod(swiglu_backward)
+    experts_backward = staticmethod(experts_backward)
+    route_backward = staticmethod(route_backward)
     qkv_backward = staticmethod(qkv_backward)
     rms_norm_backward = staticmethod(rms_norm_backward)
     embedding_backward = staticmethod(embedding_backward)

@@ -30,6 +30,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from isobit.kernels.hopper.parts import runs
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.hopper.triton_gemm import triton_bf16_gemm_nt, triton_fp8_gemm_nt
 from isobit.precision.formats import ScaleKind
@@ -39,6 +40,7 @@ BackEnd = Literal["deep_gemm", "scaled_mm", "triton"]
 WGradBackEnd = Literal["deep_gemm", "triton"]
 
 _WHOLE = 64  # DeepGEMM's BF16 tiles: other sizes go to Triton
+_CUBLAS = 16  # of N, that cuBLASLt's FP8 takes: others go to Triton
 
 
 @cache
@@ -111,20 +113,22 @@ def fp8_gemm_nt(
 ) -> torch.Tensor:
     """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks, scales of one kind -> A B^T, BF16
     [M, N].
+
+    The libraries know one grid, so B's parts are multiplied a run at a time, to their own columns.
     """
     assert b.granularity == "128x128"
     back_end = back_end or gemm_back_end(scales)
-    if back_end == "triton":
-        return triton_fp8_gemm_nt(a, b)
-    if back_end == "scaled_mm":
-        assert scales == "power_of_two", "cuBLASLt's rows would depend on the batch"
+    assert back_end != "scaled_mm" or scales == "power_of_two", "its rows would depend on the batch"
+    n = b.values.shape[0]
+    several = runs(b.parts or (n,))
+    if len(several) == 1 and back_end == "scaled_mm" and not n % _CUBLAS:
         return _scaled_mm(a, b)
-    import deep_gemm  # pyright: ignore[reportMissingImports]
-
-    out = torch.empty(
-        (a.values.shape[0], b.values.shape[0]), dtype=torch.bfloat16, device=a.values.device
-    )
-    deep_gemm.fp8_gemm_nt((a.values, a.scales), (b.values, b.scales), out)
+    out = torch.empty((a.values.shape[0], n), dtype=torch.bfloat16, device=a.values.device)
+    for run in several:
+        rows = slice(run.first, run.first + run.size)
+        blocks = slice(run.first_block, run.first_block + run.blocks)
+        part = QuantTensor(b.values[rows], b.scales[blocks], "128x128") if len(several) > 1 else b
+        _multiply(a, part, out[:, rows], back_end)
     return out
 
 
@@ -145,6 +149,18 @@ def bf16_gemm_nt(
     out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
     deep_gemm.bf16_gemm_nt(a, b, out)
     return out
+
+
+def _multiply(a: QuantRows, b: QuantTensor, out: torch.Tensor, back_end: BackEnd) -> None:
+    """A B^T to out; B has one grid of blocks."""
+    if back_end == "deep_gemm":
+        import deep_gemm  # pyright: ignore[reportMissingImports]
+
+        deep_gemm.fp8_gemm_nt((a.values, a.scales), (b.values, b.scales), out)
+    elif back_end == "triton" or b.values.shape[0] % _CUBLAS:
+        triton_fp8_gemm_nt(a, b, out)
+    else:
+        out.copy_(_scaled_mm(a, b))
 
 
 def _scaled_mm(a: QuantRows, b: QuantTensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ from isobit.kernels.hopper.linear_backward import (
     fp8_gemm_nn,
     fp8_gemm_tn,
 )
-from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
-from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens
+from isobit.kernels.hopper.quantise import QuantRows, quantise_gradient, quantise_rows
+from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
 from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import QuantTensor
@@ -50,9 +50,10 @@ def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
     """dY BF16 [T, N] as DGrad and WGrad read it."""
     if site.forward != "e4m3":
         return OutputGradient(dy, dy)
+    parts = site.parts or (dy.shape[1],)
     if site.wgrad != "e4m3":
-        return OutputGradient(quantise_rows(dy, site.scales), dy)
-    return OutputGradient(*quantise_both(dy, site.scales))
+        return OutputGradient(quantise_gradient(dy, parts, site.scales), dy)
+    return OutputGradient(*gradient_both(dy, parts, site.scales))
 
 
 def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:

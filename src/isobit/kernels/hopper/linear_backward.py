@@ -6,7 +6,8 @@
                             (sum_j dY^T[n, tj] X^T[k, tj]) * scale_y[n, t] * scale_x[k, t]
 
 In E4M3, DGrad's dY is in 1x128 groups along N and W's 128x128 blocks are the forward's own, their
-bytes transposed; WGrad's operands are both in groups of 128 tokens (``token_groups``), transposed.
+bytes transposed, both in whole blocks of W's parts (``parts``).  WGrad's operands are both in
+groups of 128 tokens (``token_groups``), transposed.
 
 FP8 tensor cores read both operands along the contraction, so W is transposed a layer at a time,
 here, rather than stored twice. dW is the FP32 gradient of the master: each call adds one finished
@@ -23,49 +24,68 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.gemm import WGradBackEnd, fp8_gemm_nt, wgrad_back_end
+from isobit.kernels.hopper.parts import padded_size, runs
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.hopper.wgrad import triton_fp8_gemm_tn
 from isobit.precision.formats import BLOCK, ScaleKind
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantTensor, num_blocks
 
 
 @triton.jit
-def _transpose_kernel(VALUES, SCALES, OUT_VALUES, OUT_SCALES, N: tl.constexpr, K: tl.constexpr):
-    """One program a block and its scale; bytes as integers, since nothing is computed with them."""
+def _transpose_kernel(
+    VALUES, SCALES, OUT_VALUES, OUT_SCALES,
+    N: tl.constexpr, K: tl.constexpr, OUT_ROW: tl.constexpr, OUT_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program a block and its scale, of N rows to N of the OUT_ROW columns; bytes as integers,
+    since nothing is computed with them.  Behind the rows go zeros, up to a whole block.
+    """
     block_n = tl.program_id(1)
     block_k = tl.program_id(0)
     n = block_n.to(tl.int64) * 128 + tl.arange(0, 128)
     k = block_k.to(tl.int64) * 128 + tl.arange(0, 128)
-    values = tl.load(VALUES + n[:, None] * K + k[None, :])
-    tl.store(OUT_VALUES + k[:, None] * N + n[None, :], tl.trans(values))
+    if N % 128 or K % 128:
+        inside = (n < N)[:, None] & (k < K)[None, :]
+        values = tl.load(VALUES + n[:, None] * K + k[None, :], mask=inside, other=0)
+        kept = (k < K)[:, None]
+        tl.store(OUT_VALUES + k[:, None] * OUT_ROW + n[None, :], tl.trans(values), mask=kept)
+    else:
+        values = tl.load(VALUES + n[:, None] * K + k[None, :])
+        tl.store(OUT_VALUES + k[:, None] * OUT_ROW + n[None, :], tl.trans(values))
     tl.store(
-        OUT_SCALES + block_k * (N // 128) + block_n,
-        tl.load(SCALES + block_n * (K // 128) + block_k),
+        OUT_SCALES + block_k * OUT_BLOCKS + block_n,
+        tl.load(SCALES + block_n * ((K + 127) // 128) + block_k),
     )
 
 
 def transpose_blocks(weight: QuantTensor) -> QuantTensor:
-    """A weight [N, K] in 128x128 blocks -> its transpose [K, N], the same bytes and scales."""
+    """A weight [N, K] in 128x128 blocks -> its transpose, the same bytes and scales: [K, N] where
+    all blocks along N are whole, else [K, ``padded_size``] with zeros behind each short one.
+    """
     assert weight.granularity == "128x128"
     assert weight.values.is_contiguous()
     assert weight.scales.is_contiguous()
     n, k = weight.values.shape
-    out = QuantTensor.empty_blocks(k, n, weight.values.device)
-    _transpose_kernel[(k // BLOCK, n // BLOCK)](
-        weight.values.view(torch.uint8),
-        weight.scales,
-        out.values.view(torch.uint8),
-        out.scales,
-        n,
-        k,
-        num_warps=4,
-    )
+    parts = weight.parts or (n,)
+    out = QuantTensor.empty_blocks(k, padded_size(parts), weight.values.device)
+    from_values, to_values = weight.values.view(torch.uint8), out.values.view(torch.uint8)
+    for run in runs(parts):
+        _transpose_kernel[(num_blocks(k), run.blocks)](
+            from_values[run.first :],
+            weight.scales[run.first_block :],
+            to_values[:, run.first_block * BLOCK :],
+            out.scales[:, run.first_block :],
+            run.size,
+            k,
+            *out.values.shape[1:],
+            *out.scales.shape[1:],
+            num_warps=4,
+        )
     return out
 
 
 def fp8_gemm_nn(dy: QuantRows, weight: QuantTensor, scales: ScaleKind) -> torch.Tensor:
-    """dY [M, N] in 1x128 groups, W [N, K] in 128x128 blocks, scales of one kind -> dX = dY W, BF16
-    [M, K].
+    """dY in 1x128 groups, [M, N] in whole blocks of W's parts, W [N, K] in 128x128 blocks, scales
+    of one kind -> dX = dY W, BF16 [M, K].
     """
     return fp8_gemm_nt(dy, transpose_blocks(weight), scales)
 

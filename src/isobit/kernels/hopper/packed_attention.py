@@ -28,6 +28,7 @@ class Attended:
     """BF16 [T, H, D]"""
     log_sum_exp: torch.Tensor
     """FP32 [T, H], base 2"""
+    window: int | None
 
 
 class PackedAttention:
@@ -69,8 +70,9 @@ class PackedAttention:
             lengths,
             longest,
             longest,
+            transform.window,
         )
-        return out.view(qkv.shape[0], -1), Attended(queries, keys, out, lse)
+        return out.view(qkv.shape[0], -1), Attended(queries, keys, out, lse, transform.window)
 
     def backward(
         self, attended: Attended, d_output: torch.Tensor
@@ -93,6 +95,7 @@ class PackedAttention:
             self._starts,
             self._lengths,
             self._longest,
+            attended.window,
         )
 
 

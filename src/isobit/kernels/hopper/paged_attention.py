@@ -31,7 +31,13 @@ class DecodeAttention:
         batch, pages = self._batch, self._cache.layers[layer]
         queries = encode_paged(qkv, transform, batch.positions, batch.slots, pages)
         out, _ = decode_attention(
-            queries.values, queries.scales, pages, batch.table, batch.lengths, batch.max_length
+            queries.values,
+            queries.scales,
+            pages,
+            batch.table,
+            batch.lengths,
+            batch.max_length,
+            transform.window,
         )
         return out.view(qkv.shape[0], -1)
 
@@ -84,13 +90,14 @@ class PagedAttention:
         if is_observed():
             observe_heads(layer, query_heads(queries), *self._cache.read(layer, self._slots))
         if self._chunks is None:
-            return self._attend_singles(layer, queries).view(qkv.shape[0], -1)
-        out = self._attend_chunks(layer, queries, self._chunks)
+            return self._attend_singles(layer, queries, transform.window).view(qkv.shape[0], -1)
+        out = self._attend_chunks(layer, queries, self._chunks, transform.window)
         if self._singles is not None:
-            out.index_copy_(0, self._singles.rows, self._attend_singles(layer, queries))
+            singles = self._attend_singles(layer, queries, transform.window)
+            out.index_copy_(0, self._singles.rows, singles)
         return out.view(qkv.shape[0], -1)
 
-    def _attend_singles(self, layer: int, queries: Queries) -> torch.Tensor:
+    def _attend_singles(self, layer: int, queries: Queries, window: int | None) -> torch.Tensor:
         singles = self._singles
         assert singles is not None
         values, scales = queries.values, queries.scales
@@ -99,10 +106,12 @@ class PagedAttention:
             scales = None if scales is None else scales.index_select(0, singles.rows)
         pages = self._cache.layers[layer]
         return decode_attention(
-            values, scales, pages, singles.table, singles.lengths, singles.max_length
+            values, scales, pages, singles.table, singles.lengths, singles.max_length, window
         )[0]
 
-    def _attend_chunks(self, layer: int, queries: Queries, chunks: _Chunks) -> torch.Tensor:
+    def _attend_chunks(
+        self, layer: int, queries: Queries, chunks: _Chunks, window: int | None
+    ) -> torch.Tensor:
         pages = self._cache.layers[layer]
         keys = gather_pages(
             pages, chunks.table, chunks.key_starts, chunks.lengths, chunks.total, chunks.max_length
@@ -117,6 +126,7 @@ class PagedAttention:
             chunks.lengths,
             chunks.max_count,
             chunks.max_length,
+            window,
         )[0]
 
 

@@ -1,10 +1,11 @@
 """Publishing a weight on a GPU: FP32 master -> BF16 -> E4M3 in 128x128 blocks, in place and in one
 pass over the master.
 
-The bytes are those of ``isobit.kernels.spec.quantise.quantise_blocks(master.bfloat16())``.  A
-program holds its block in registers, so the master is read once: 4 bytes in and 1 byte out a
-weight, at the card's bandwidth.  Where it is asked how many bytes become others, it reads the old
-ones too.
+The bytes are those of ``isobit.kernels.spec.quantise.quantise_blocks(master.bfloat16())``, blocks
+beginning anew at each part that the matrix fuses: a launch takes one run of them
+(``isobit.kernels.hopper.parts``).  A program holds its block in registers, so the master is read
+once: 4 bytes in and 1 byte out a weight, at the card's bandwidth.  Where it is asked how many bytes
+become others, it reads the old ones too.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -15,16 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
+from isobit.kernels.hopper.parts import runs
 from isobit.kernels.hopper.quantise import amax_bits, to_e4m3
 from isobit.kernels.operands import LinearWeight, Operand
 from isobit.precision.flow import Site
 from isobit.precision.formats import BLOCK, DTYPES, ScaleKind
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantTensor, num_blocks
 
 
 @triton.jit
 def _differing(a, b):
-    """How many bytes differ, int32, counted in every fourth element: whole words.
+    """How many bytes differ, int32, counted in every fourth element: whole words, each of one row.
 
     Byte by byte, ptxas of CUDA 12.8 compares what was never set.
     """
@@ -35,23 +37,32 @@ def _differing(a, b):
 
 
 @triton.jit
-def _publish_kernel(MASTER, VALUES, SCALES, CHANGED, K: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """One program a block; neighbours share rows of the matrix."""
+def _publish_kernel(
+    MASTER, VALUES, SCALES, CHANGED, K: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
+    """One program a block; neighbours share rows of the matrix.  ROWS are its rows where a block is
+    short, or None.
+    """
+    blocks: tl.constexpr = (K + 127) // 128
     block = tl.program_id(0)
-    first_row = (block // (K // 128)).to(tl.int64) * 128
+    first_row = (block // blocks).to(tl.int64) * 128
     row = first_row + tl.arange(0, 128)
-    column = block % (K // 128) * 128 + tl.arange(0, 128)
+    column = block % blocks * 128 + tl.arange(0, 128)
     place = row[:, None] * K + column[None, :]
+    inside = None
+    if ROWS is not None:
+        inside = (row < ROWS)[:, None] & (column < K)[None, :]
+    other = None if inside is None else 0.0
     if CHANGED is not None:
-        before = tl.load(VALUES + place).to(tl.uint8, bitcast=True)
-    x = tl.load(MASTER + place).to(tl.bfloat16).to(tl.float32)
+        before = tl.load(VALUES + place, inside, other).to(tl.uint8, bitcast=True)
+    x = tl.load(MASTER + place, inside, other).to(tl.bfloat16).to(tl.float32)
     values, scale = to_e4m3(x, tl.max(amax_bits(x, 1)[:, None], 0, keep_dims=True), POWER_OF_TWO)
     if CHANGED is not None:
-        tl.store(
-            CHANGED + block,
-            tl.sum(tl.sum(_differing(before, values.to(tl.uint8, bitcast=True)), 1), 0),
-        )
-    tl.store(VALUES + place, values)
+        differing = _differing(before, values.to(tl.uint8, bitcast=True))
+        if inside is not None:  # bytes beyond the matrix are NaN in a block that is not finite
+            differing = tl.where(inside, differing, 0)
+        tl.store(CHANGED + block, tl.sum(tl.sum(differing, 1), 0))
+    tl.store(VALUES + place, values, inside)
     tl.store(SCALES + block + tl.zeros([1, 1], tl.int32), scale)
 
 
@@ -61,25 +72,27 @@ def publish_blocks(
     scales: ScaleKind = "power_of_two",
     changed: torch.Tensor | None = None,
 ) -> None:
-    """Overwrite ``out`` with the quantisation of master, FP32 [N, K], both sizes multiples of 128.
+    """Overwrite ``out`` with the quantisation of master, FP32 [N, K], of its parts.
 
-    ``changed``, int32 [N / 128, K / 128], is given how many bytes of each block are others now.
+    ``changed``, int32 like ``out.scales``, is given how many bytes of each block are others now.
     """
     rows, columns = master.shape
     assert out.granularity == "128x128"
     assert out.values.shape == master.shape
-    assert master.dtype == torch.float32
     assert all(x.is_contiguous() for x in (master, out.values, out.scales))
-    grid = (rows // BLOCK * (columns // BLOCK),)
-    _publish_kernel[grid](
-        master.detach(),
-        out.values,
-        out.scales,
-        changed,
-        columns,
-        scales == "power_of_two",
-        num_warps=8,
-    )
+    master, blocks = master.detach(), num_blocks(columns)
+    for run in runs(out.parts or (rows,)):
+        is_whole = not run.size % BLOCK and not columns % BLOCK
+        _publish_kernel[(run.blocks * blocks,)](
+            master[run.first :],
+            out.values[run.first :],
+            out.scales[run.first_block :],
+            None if changed is None else changed[run.first_block :],
+            columns,
+            None if is_whole else run.size,
+            scales == "power_of_two",
+            num_warps=8,
+        )
 
 
 def publish(site: Site, master: torch.Tensor) -> Operand:

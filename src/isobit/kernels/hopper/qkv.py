@@ -40,6 +40,7 @@ import triton.language as tl
 from isobit.errors import ConfigError
 from isobit.kernels.hopper.attention import TILE, PackedKeys, PagedKeys
 from isobit.kernels.hopper.quantise import _INF_BITS, _ROUND_UP_ABOVE_1_75, FLOOR_BITS
+from isobit.kernels.hopper.support import HEAD_SIZES
 from isobit.kernels.operands import QkvTransform
 from isobit.precision.formats import E4M3, Format
 
@@ -405,10 +406,10 @@ def _encode(
         transform.num_kv_heads,
         transform.head_dim,
     )
-    if dim not in (64, 128) or not qkv.is_contiguous():
+    if dim not in HEAD_SIZES or not qkv.is_contiguous():
         raise ValueError(
             f"heads of {dim}, contiguous: {qkv.is_contiguous()}; qkv must be contiguous, with head "
-            "sizes of 64 or 128"
+            f"sizes of {' or '.join(map(str, HEAD_SIZES))}"
         )
     quantised = out.key_bytes is not None
     values = torch.empty((tokens, heads, dim), dtype=out.keys.dtype, device=qkv.device)

@@ -2,6 +2,7 @@
 ``isobit.kernels.spec.quantise``.
 
     quantise_rows        [M, K] BF16            -> values, scales
+    quantise_gradient    [M, N] BF16            -> values, scales: dY as DGrad reads it
     rms_norm_quantise    h + x, then RMSNorm    -> new h, values, scales (and the norm if asked for)
     swiglu_quantise      silu(gate) * up        -> values, scales
     swiglu               silu(gate) * up        -> BF16, for a layer that stays in BF16
@@ -12,8 +13,9 @@ not finite is found without a comparison that a NaN could pass.  The cast to E4M
 nothing is clamped.  A row's sum of squares is taken by one program with one layout, so it depends
 on that row alone.
 
-Scales are written K-group-major, [K/128, M] with M padded to a multiple of 4, the layout that
-DeepGEMM and cuBLASLt read through TMA.
+Scales are written K-group-major, [ceil(K/128), M] with M padded to a multiple of 4, the layout that
+DeepGEMM and cuBLASLt read through TMA.  The last group of a row may be short; where all are whole,
+no instruction asks.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -26,7 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
+from isobit.kernels.hopper.parts import padded_size, runs
 from isobit.precision.formats import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX, ScaleKind
+from isobit.precision.quant_tensor import num_blocks
 
 _FLOOR_BITS = 0x21800000
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -40,8 +44,8 @@ MAX = tl.constexpr(E4M3_MAX)
 
 @dataclass(frozen=True, slots=True)
 class QuantRows:
-    """E4M3 values [M, K] in 1x128 groups, and their FP32 scales as a view [M, K/128] with strides
-    (1, padded M).
+    """E4M3 values [M, K] in 1x128 groups, and their FP32 scales as a view [M, ceil(K/128)] with
+    strides (1, padded M).
     """
 
     values: torch.Tensor
@@ -51,8 +55,13 @@ class QuantRows:
     def empty(cls, rows: int, columns: int, device: torch.device) -> "QuantRows":
         """Unwritten storage in the right layout."""
         padded = -(-rows // 4) * 4
-        scales = torch.empty((columns // BLOCK, padded), dtype=torch.float32, device=device)
+        scales = torch.empty((num_blocks(columns), padded), dtype=torch.float32, device=device)
         return cls(torch.empty((rows, columns), dtype=E4M3, device=device), scales.t()[:rows])
+
+    def groups(self, first: int, count: int) -> "QuantRows":
+        """So many whole groups of every row, not copied."""
+        columns = slice(first * BLOCK, (first + count) * BLOCK)
+        return QuantRows(self.values[:, columns], self.scales[:, first : first + count])
 
 
 @triton.jit
@@ -101,18 +110,21 @@ def _quantise_kernel(
     SCALES,
     scale_stride,
     K: tl.constexpr,
+    X_ROW: tl.constexpr,
+    OUT: tl.constexpr,
+    OUT_ROW: tl.constexpr,
     GROUPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """One program GROUPS groups of one row."""
+    """One program GROUPS groups of one row: K numbers of the X_ROW in it, to OUT of OUT_ROW."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
     group = first + tl.arange(0, GROUPS)
-    x = tl.load(X + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+    x = tl.load(X + row * X_ROW + column, mask=column < K, other=0.0).to(tl.float32)
     values, scales = quantise_groups(x, GROUPS, POWER_OF_TWO)
-    tl.store(VALUES + row * K + column, values, mask=column < K)
-    tl.store(SCALES + group * scale_stride + row, scales, mask=group < K // 128)
+    tl.store(VALUES + row * OUT_ROW + column, values, mask=column < OUT)
+    tl.store(SCALES + group * scale_stride + row, scales, mask=group < (K + 127) // 128)
 
 
 @triton.jit
@@ -140,7 +152,7 @@ def _rms_norm_kernel(
         values, scales = quantise_groups(y.to(tl.float32), WIDTH // 128, POWER_OF_TWO)
         group = tl.arange(0, WIDTH // 128)
         tl.store(VALUES + row * C + column, values, mask=inside)
-        tl.store(SCALES + group * scale_stride + row, scales, mask=group < C // 128)
+        tl.store(SCALES + group * scale_stride + row, scales, mask=group < (C + 127) // 128)
 
 
 @triton.jit
@@ -209,26 +221,55 @@ def _swiglu_quantise_kernel(
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
     values, scales = quantise_groups(gated(gate, up).to(tl.float32), GROUPS, POWER_OF_TWO)
     tl.store(VALUES + row * C + column, values, mask=inside)
-    tl.store(SCALES + group * scale_stride + row, scales, mask=group < C // 128)
+    tl.store(SCALES + group * scale_stride + row, scales, mask=group < (C + 127) // 128)
 
 
 def quantise_rows(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
-    """[M, K] BF16 or FP32, contiguous, K a multiple of 128."""
+    """[M, K] BF16 or FP32, contiguous."""
     rows, columns = x.shape
     out = QuantRows.empty(rows, columns, x.device)
-    groups = min(8, triton.next_power_of_2(columns // BLOCK))
-    grid = (rows, triton.cdiv(columns, groups * BLOCK))
+    _quantise(x, columns, out, columns, columns, scales)
+    return out
+
+
+def quantise_gradient(
+    dy: torch.Tensor, parts: tuple[int, ...], scales: ScaleKind = "power_of_two"
+) -> QuantRows:
+    """dY [M, N] BF16, contiguous, of a matrix with these ``parts`` -> [M, ``padded_size``]: groups
+    begin anew at each part, and zeros fill up a short one.
+    """
+    out = QuantRows.empty(dy.shape[0], padded_size(parts), dy.device)
+    for run in runs(parts):
+        part = out.groups(run.first_block, run.blocks)
+        _quantise(dy[:, run.first :], dy.shape[1], part, run.size, run.blocks * BLOCK, scales)
+    return out
+
+
+def _quantise(
+    x: torch.Tensor, row: int, out: QuantRows, columns: int, written: int, scales: ScaleKind
+) -> None:
+    """The first ``columns`` of x, whose rows are ``row`` apart, to ``written`` of out: zeros
+    behind.
+    """
+    groups = _groups_of_program(columns)
+    grid = (x.shape[0], triton.cdiv(columns, groups * BLOCK))
     _quantise_kernel[grid](
         x,
         out.values,
         out.scales,
         out.scales.stride(1),
         columns,
+        row,
+        written,
+        out.values.stride(0),
         groups,
         scales == "power_of_two",
         num_warps=4,
     )
-    return out
+
+
+def _groups_of_program(columns: int) -> int:
+    return min(8, 1 << (num_blocks(columns) - 1).bit_length())
 
 
 def rms_norm_quantise(
@@ -252,7 +293,7 @@ def rms_norm_quantise(
     values, scale, stride = (
         (h, h, 0) if out is None else (out.values, out.scales, out.scales.stride(1))
     )
-    width = triton.next_power_of_2(columns)
+    width = max(BLOCK, triton.next_power_of_2(columns))
     _rms_norm_kernel[(rows,)](
         h, h if x is None else x, weight, h_out, h if norm is None else norm, values, scale, stride,
         epsilon,
@@ -266,7 +307,7 @@ def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -
     """[M, 2 C] BF16, gate before up -> the quantisation of silu(gate) * up, [M, C]."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = QuantRows.empty(rows, columns, gate_up.device)
-    groups = min(8, triton.next_power_of_2(columns // BLOCK))
+    groups = _groups_of_program(columns)
     grid = (rows, triton.cdiv(columns, groups * BLOCK))
     _swiglu_quantise_kernel[grid](
         gate_up,

@@ -9,13 +9,15 @@ q(n) = n + n / 32 bytes are n numbers in E4M3 with an FP32 scale for each 128.
     lm_head      6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows backward: a part of the logits
                  of about 1 GiB; logits and their gradient of 2 GiB
     score head   6 C T, of a model without lm_head
+    experts      rows of k choices a token and 127 more an expert, in each of them what the dense
+                 linears take for a token; the matrices of all experts transposed, of one linear
 """
 
 from collections.abc import Mapping
 
 from isobit.errors import ConfigError
 from isobit.kernels.operands import KvShape, kv_formats
-from isobit.kernels.sizes import AttentionShape, WorkShape
+from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.formats import BLOCK, DTYPES, Format
 from isobit.precision.quant_tensor import block_sizes, num_blocks
@@ -27,6 +29,12 @@ FORWARD_LOGITS = 1 << 28
 BACKWARD_BYTES = 2 << 30
 BYTES_A_LOGIT = 6
 """In lm_head's backward: the logit in FP32, and its gradient in BF16."""
+MASKED_TOKENS = 256
+"""Up to so many, each expert has room for them all: DeepGEMM's masked kernel is the faster."""
+_LABELS = 12
+"""Of a row of experts: its place and its expert, and the counts of a block of tokens."""
+_SCALES = 1024
+"""Bytes of a transposed matrix to one of its scales, and more."""
 _TILE = 128
 
 
@@ -87,11 +95,13 @@ def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
 
 
 def gradient(site: Site, numbers: int) -> int:
-    """Both copies in E4M3, from one read; or one of them beside the gradient itself."""
+    """Both copies in E4M3, from one read; or one of them beside the gradient itself.  DGrad's is in
+    whole blocks of the parts.
+    """
     if site.forward != "e4m3":
         return 2 * numbers
-    rows = _quantised(numbers)
-    return 2 * rows if site.wgrad == "e4m3" else rows + 2 * numbers
+    rows = _quantised(-(-numbers * _whole(site) // sum(site.parts)))
+    return rows + (_quantised(numbers) if site.wgrad == "e4m3" else 2 * numbers)
 
 
 def transposed(site: Site, columns: int) -> int:
@@ -100,7 +110,36 @@ def transposed(site: Site, columns: int) -> int:
     """
     if site.forward != "e4m3":
         return 0
-    return BLOCK * len(block_sizes(site.parts)) * columns
+    return _whole(site) * columns
+
+
+def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
+    """By rows: k a token, and padding (``isobit.kernels.hopper.dispatch``)."""
+    hidden, width = shape.hidden_size, shape.intermediate_size
+    gathered, activation = (_operand(site, n) for site, n in ((gate_up, hidden), (down, width)))
+    kept = 4 * width + 2 * hidden + _LABELS
+    made = _LABELS + max(gathered + 4 * width, 4 * width + activation + 2 * hidden)
+    from_down, from_gate_up = gradient(down, hidden), gradient(gate_up, 2 * width)
+    d_outputs = 2 * hidden if down.wgrad == "e4m3" else 0  # else in what is from down
+    gradients = max(
+        d_outputs + from_down + saved(down, width) + 2 * width,
+        from_down + 2 * width + from_gate_up,
+        from_gate_up + 2 * width + 2 * hidden + saved(gate_up, hidden, is_kept=True),
+        from_gate_up + 2 * hidden,
+    )
+    turned = max(
+        transposed(site, columns) or 2 * sum(site.parts) * columns
+        for site, columns in ((gate_up, hidden), (down, width))
+    )
+    padding, masked = (BLOCK - 1) * shape.count, MASKED_TOKENS * shape.count
+    return ExpertBytes(
+        saved=shape.top_k * kept,
+        saved_once=padding * kept,
+        made=shape.top_k * made,
+        kept=shape.top_k * max(gathered, activation),
+        gradients=shape.top_k * (gradients + 4),
+        once=max(masked * made, padding * gradients + turned + turned // _SCALES),
+    )
 
 
 def encoded(shape: AttentionShape, format: Format) -> int:
@@ -133,6 +172,16 @@ def workspaces(shape: WorkShape) -> Mapping[str, int]:
 
 def _rows(logits: int, vocab_size: int) -> int:
     return max(1, logits // vocab_size // _TILE) * _TILE
+
+
+def _operand(site: Site, numbers: int) -> int:
+    """Of a product in the forward, in E4M3 or BF16."""
+    return _quantised(numbers) if site.forward == "e4m3" else 2 * numbers
+
+
+def _whole(site: Site) -> int:
+    """Rows of the matrix, each part in whole blocks."""
+    return BLOCK * len(block_sizes(site.parts))
 
 
 def _quantised(numbers: int) -> int:

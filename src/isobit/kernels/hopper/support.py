@@ -9,6 +9,7 @@ import torch
 
 from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.hopper import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
+from isobit.precision.flow import LinearShape
 
 has_own_memory = True
 libraries = ("triton", "sgl-deep-gemm")
@@ -19,8 +20,13 @@ remedy = (
 )
 
 _HOPPER = 9
+HEAD_SIZES = (64, 128)
 MOST_QUERY_HEADS = 16
 """Of one KV head."""
+K_MULTIPLE, N_MULTIPLE = 16, 8
+"""Of a linear's sizes in FP8: the copy engine reads rows of whole 16 bytes, of E4M3 inputs and BF16
+outputs.
+"""
 
 
 def device_model(device: torch.device) -> str | None:
@@ -76,15 +82,32 @@ def model_problem(needs: ModelNeeds) -> str | None:
     """Why the kernels do not compute such a model, or None."""
     if needs.preset == "fp32":
         return "precision 'fp32' is the CPU's reference"
+    if needs.preset != "bf16":
+        for linear in needs.linears:
+            if (why_not := linear_problem(linear)) is not None:
+                return why_not
     return heads_problem(needs.num_heads, needs.num_kv_heads, needs.head_dim)
+
+
+def linear_problem(linear: LinearShape) -> str | None:
+    """Why the FP8 products do not take a linear of that shape, or None."""
+    for part, rows in linear.parts.items():
+        if rows % N_MULTIPLE or linear.in_features % K_MULTIPLE:
+            return (
+                f"{part} is [{rows}, {linear.in_features}], and FP8 on the GPU takes outputs in "
+                f"multiples of {N_MULTIPLE} and inputs in multiples of {K_MULTIPLE}"
+            )
+    return None
 
 
 def heads_problem(heads: int, kv_heads: int, head_dim: int) -> str | None:
     """Why attention does not take so many query and KV heads of that size, or None."""
     repeat, rest = divmod(heads, kv_heads)
-    if head_dim in (64, 128) and not rest and repeat <= MOST_QUERY_HEADS:
+    sizes_known = " and ".join(map(str, HEAD_SIZES))
+    if head_dim in HEAD_SIZES and not rest and repeat <= MOST_QUERY_HEADS:
         return None
     return (
         f"the model has {heads} query heads of {head_dim} over {kv_heads} KV heads, and attention "
-        f"on the GPU takes head sizes 64 and 128 and 1 to {MOST_QUERY_HEADS} query heads a KV head"
+        f"on the GPU takes head sizes {sizes_known} and 1 to {MOST_QUERY_HEADS} query heads a KV "
+        "head; the CPU takes every even head size up to 256"
     )

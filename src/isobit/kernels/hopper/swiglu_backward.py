@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from isobit.kernels.hopper.parts import padded_size
 from isobit.kernels.hopper.quantise import QuantRows, four_sigmoids
 from isobit.kernels.hopper.token_groups import (
     BY_ROW,
@@ -71,11 +72,12 @@ _d_gate, _d_up = (gluon.jit(part.fn) for part in (_gate_gradient, _up_gradient))
 @gluon.jit(do_not_specialize=["tokens", "scale_stride"])
 def _swiglu_backward_quantise_kernel(
     DY, GATE_UP, ROW_VALUES, ROW_SCALES, scale_stride, TOKEN_VALUES, TOKEN_SCALES, tokens,
-    C: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    C: gl.constexpr, WHOLE: gl.constexpr, COLUMNS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
     """One program a tile of d gate and the same one of d up.
 
-    The gradient is [tokens, 2 C]: column c of d gate is its column c, of d up its column C + c.
+    The gradient is [tokens, 2 C]: column c of d gate is its column c, of d up its column C + c.  In
+    row groups both are padded to WHOLE columns, zeros behind; token scales lie COLUMNS apart.
     """
     gates = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
     ups = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
@@ -89,38 +91,42 @@ def _swiglu_backward_quantise_kernel(
             + gl.arange(0, STRIP, gl.SliceLayout(1, BY_ROW))
         )
         inside = row < tokens
-        dy = widen(load_rows(DY, row, inside, group * 128, C))
-        gate = widen(load_rows(GATE_UP, row, inside, group * 128, 2 * C))
-        up = widen(load_rows(GATE_UP + C, row, inside, group * 128, 2 * C))
+        dy = widen(load_rows(DY, row, inside, group, C, C))
+        gate = widen(load_rows(GATE_UP, row, inside, group, C, 2 * C))
+        up = widen(load_rows(GATE_UP + C, row, inside, group, C, 2 * C))
         d_gate, d_up = _d_gate(dy, gate, up), _d_up(dy, gate)
         gates.slice(strip * STRIP, STRIP, 0).store(d_gate)
         ups.slice(strip * STRIP, STRIP, 0).store(d_up)
         store_rows(
-            d_gate, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, 2 * C, POWER_OF_TWO
-        )
-        store_rows(
-            d_up, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, C // 128 + group, 2 * C,
+            d_gate, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, 2 * WHOLE, 2 * WHOLE,
             POWER_OF_TWO,
+        )  # fmt: skip
+        store_rows(
+            d_up, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, WHOLE // 128 + group,
+            2 * WHOLE, 2 * WHOLE, POWER_OF_TWO,
         )  # fmt: skip
 
     # Strips of 32 columns, from the tiles across.  The compiler puts the barrier between.
-    store_tokens(gates, TOKEN_VALUES, TOKEN_SCALES, group * 128, 2 * C, POWER_OF_TWO)
-    store_tokens(ups, TOKEN_VALUES, TOKEN_SCALES, C + group * 128, 2 * C, POWER_OF_TWO)
+    store_tokens(gates, TOKEN_VALUES, TOKEN_SCALES, group, C, 0, COLUMNS, POWER_OF_TWO)
+    store_tokens(ups, TOKEN_VALUES, TOKEN_SCALES, group, C, C, COLUMNS, POWER_OF_TWO)
 
 
 def swiglu_backward_quantise(
     dy: torch.Tensor, gate_up: torch.Tensor, scales: ScaleKind = "power_of_two"
 ) -> tuple[QuantRows, QuantRows]:
-    """dy [T, C] and gate_up [T, 2 C], BF16, contiguous, C a multiple of 128 -> the gradient d of
-    gate_up: d [T, 2 C] and d^T [2 C, Tp].
+    """dy [T, C] and gate_up [T, 2 C], BF16, contiguous -> the gradient d of gate_up: d in row
+    groups, each half in whole blocks, and d^T [2 C, Tp].
     """
     assert dy.is_contiguous()
     count, columns = dy.shape
-    rows, tokens = QuantRows.empty(*gate_up.shape, dy.device), empty_tokens(gate_up, 2 * columns)
+    parts = (columns, columns)
+    rows = QuantRows.empty(count, padded_size(parts), dy.device)
+    tokens = empty_tokens(gate_up, 2 * columns)
     _swiglu_backward_quantise_kernel[tile_grid(count, columns)](
         dy, gate_up, rows.values, rows.scales, rows.scales.stride(1), tokens.values, tokens.scales,
         count,
-        columns, scales == "power_of_two", num_warps=WARPS, enable_fp_fusion=False,
+        columns, padded_size((columns,)), tokens.scales.stride(1), scales == "power_of_two",
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return rows, tokens
 

@@ -3,6 +3,7 @@ transposed.
 
     quantise_tokens    x                  -> x^T in token groups
     quantise_both      x                  -> x in row groups, and x^T in token groups
+    gradient_both      dY                 -> dY in row groups, and dY^T in token groups
     swiglu_tokens      silu(gate) * up    -> y^T in token groups
     swiglu_both        silu(gate) * up    -> y in row groups, and y^T in token groups
 
@@ -30,8 +31,10 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from isobit.kernels.hopper.parts import padded_size, runs
 from isobit.kernels.hopper.quantise import QuantRows, amax_bits, gated, to_e4m3
 from isobit.precision.formats import BLOCK, ScaleKind
+from isobit.precision.quant_tensor import num_blocks
 
 WARPS = 8
 STRIP = gl.constexpr(32)
@@ -62,49 +65,68 @@ def widen(x):
 
 
 @gluon.jit
-def load_rows(X, row, inside, first, ROW: gl.constexpr):
-    """BF16 strip of X [tokens, ROW], the 128 columns from ``first``; zeros beyond the tokens."""
-    column = first + gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
-    return gl.load(X + row[:, None] * ROW + column[None, :], mask=inside[:, None], other=0.0)
+def load_rows(X, row, inside, group, C: gl.constexpr, ROW: gl.constexpr):
+    """BF16 strip of the first C columns of X [tokens, ROW], a group of 128; zeros beyond the tokens
+    and the columns.
+    """
+    column = group * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
+    mask = inside[:, None]
+    if C % 128:
+        mask = mask & (column < C)[None, :]
+    return gl.load(X + row[:, None] * ROW + column[None, :], mask=mask, other=0.0)
 
 
 @gluon.jit
 def store_rows(
     strip, VALUES, SCALES, scale_stride, row, inside, group,
-    C: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    C: gl.constexpr, ROW: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """BF16 strip, one group of 128 columns -> values [tokens, C] and scales [C/128, tokens]."""
+    """BF16 strip, one group of 128 columns -> the first C columns of values [tokens, ROW], and
+    scales [ceil(C/128), tokens].
+    """
     x = widen(strip)
     values, scales = _to_e4m3(x, _amax_bits(x, 1)[:, None], POWER_OF_TWO)
     column = group * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
-    gl.store(VALUES + row[:, None] * C + column[None, :], values, mask=inside[:, None])
+    mask = inside[:, None]
+    if C % 128:
+        mask = mask & (column < C)[None, :]
+    gl.store(VALUES + row[:, None] * ROW + column[None, :], values, mask=mask)
     gl.store(SCALES + group.to(gl.int64) * scale_stride + row, gl.max(scales, 1), mask=inside)
 
 
 @gluon.jit
-def store_tokens(tile, VALUES, SCALES, first, C: gl.constexpr, POWER_OF_TWO: gl.constexpr):
-    """BF16 tile in shared memory, whose columns count from ``first`` -> values [C, Tp] and scales
-    [Tp/128, C].
+def store_tokens(
+    tile, VALUES, SCALES, group,
+    C: gl.constexpr, START: gl.constexpr, COLUMNS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+):  # fmt: skip
+    """BF16 tile in shared memory, one group of 128 of C columns -> from row START of values
+    [COLUMNS, Tp], and of scales [Tp/128, COLUMNS].
     """
     token = gl.program_id(1) * 128 + gl.arange(0, 128, gl.SliceLayout(1, BY_COLUMN))
     for strip in gl.static_range(128 // STRIP):
         x = tile.slice(strip * STRIP, STRIP, 1).load(BY_COLUMN).to(gl.float32)
         values, scales = _to_e4m3(x, _amax_bits(x, 0)[None, :], POWER_OF_TWO)
-        column = first + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, BY_COLUMN))
+        column = group * 128 + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, BY_COLUMN))
+        row, inside, both = START + column, None, None
+        if C % 128:
+            inside = column < C
+            both = inside[None, :]
         gl.store(
-            VALUES + column.to(gl.int64)[None, :] * (gl.num_programs(1) * 128) + token[:, None],
+            VALUES + row.to(gl.int64)[None, :] * (gl.num_programs(1) * 128) + token[:, None],
             values,
+            mask=both,
         )
-        gl.store(SCALES + gl.program_id(1) * C + column, gl.max(scales, 0))
+        gl.store(SCALES + gl.program_id(1) * COLUMNS + row, gl.max(scales, 0), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["tokens", "scale_stride"])
 def _quantise_kernel(
     X, ROW_VALUES, ROW_SCALES, scale_stride, TOKEN_VALUES, TOKEN_SCALES, tokens,
-    C: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    C: gl.constexpr, X_ROW: gl.constexpr, OUT: gl.constexpr, OUT_ROW: gl.constexpr,
+    COLUMNS: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """One program a tile of X [tokens, C]; or where GATED, of y: X is [tokens, 2 C], gate before
-    up.
+    """One program a tile of C columns of X [tokens, X_ROW], to OUT of OUT_ROW in row groups and to
+    C rows of COLUMNS in token groups; or where GATED, of y: X has gate, and C columns further up.
     """
     tile = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
     group = gl.program_id(0)  # of columns; axis 1 counts groups of tokens
@@ -119,43 +141,64 @@ def _quantise_kernel(
         )
         inside = row < tokens
         if GATED:
-            gate = load_rows(X, row, inside, group * 128, 2 * C)
-            up = load_rows(X + C, row, inside, group * 128, 2 * C)
+            gate = load_rows(X, row, inside, group, C, X_ROW)
+            up = load_rows(X + C, row, inside, group, C, X_ROW)
             x = _gated(widen(gate), widen(up))
         else:
-            x = load_rows(X, row, inside, group * 128, C)
+            x = load_rows(X, row, inside, group, C, X_ROW)
         tile.slice(strip * STRIP, STRIP, 0).store(x)
         if ROWS:
-            store_rows(x, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, C, POWER_OF_TWO)
+            store_rows(
+                x, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, OUT, OUT_ROW,
+                POWER_OF_TWO,
+            )  # fmt: skip
 
     # Strips of 32 columns, in the other layout.  The compiler puts the barrier between.
-    store_tokens(tile, TOKEN_VALUES, TOKEN_SCALES, group * 128, C, POWER_OF_TWO)
+    store_tokens(tile, TOKEN_VALUES, TOKEN_SCALES, group, C, 0, COLUMNS, POWER_OF_TWO)
 
 
 def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
-    """[T, C] BF16, contiguous, C a multiple of 128 -> x^T in token groups, [C, Tp]."""
+    """[T, C] BF16, contiguous -> x^T in token groups, [C, Tp]."""
     tokens = empty_tokens(x, x.shape[1])
-    _quantise(x, None, tokens, scales, gated=False)
+    _quantise(x, None, tokens, scales, x.shape[1])
     return tokens
 
 
 def quantise_both(
     x: torch.Tensor, scales: ScaleKind = "power_of_two"
 ) -> tuple[QuantRows, QuantRows]:
-    """[T, C] BF16, contiguous, C a multiple of 128 -> x in row groups, [T, C], and x^T in token
-    groups, [C, Tp].
-    """
+    """[T, C] BF16, contiguous -> x in row groups, [T, C], and x^T in token groups, [C, Tp]."""
     rows, tokens = QuantRows.empty(*x.shape, x.device), empty_tokens(x, x.shape[1])
-    _quantise(x, rows, tokens, scales, gated=False)
+    _quantise(x, rows, tokens, scales, x.shape[1])
+    return rows, tokens
+
+
+def gradient_both(
+    dy: torch.Tensor, parts: tuple[int, ...], scales: ScaleKind = "power_of_two"
+) -> tuple[QuantRows, QuantRows]:
+    """dY [T, N] BF16, contiguous, of a matrix with these ``parts`` -> dY in row groups as
+    ``quantise_gradient`` gives it, and dY^T in token groups, [N, Tp].
+    """
+    rows = QuantRows.empty(dy.shape[0], padded_size(parts), dy.device)
+    tokens = empty_tokens(dy, dy.shape[1])
+    for run in runs(parts):
+        part = slice(run.first, run.first + run.size)
+        _quantise(
+            dy[:, part],
+            rows.groups(run.first_block, run.blocks),
+            QuantRows(tokens.values[part], tokens.scales[part]),
+            scales,
+            row=dy.shape[1],
+        )
     return rows, tokens
 
 
 def swiglu_tokens(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
-    """[T, 2 C] BF16, contiguous, gate before up, C a multiple of 128 -> y^T in token groups,
-    [C, Tp]; y = silu(gate) * up.
+    """[T, 2 C] BF16, contiguous, gate before up -> y^T in token groups, [C, Tp]; y = silu(gate) *
+    up.
     """
     tokens = empty_tokens(gate_up, gate_up.shape[1] // 2)
-    _quantise(gate_up, None, tokens, scales, gated=True)
+    _quantise(gate_up, None, tokens, scales, gate_up.shape[1], gated=True)
     return tokens
 
 
@@ -167,19 +210,30 @@ def swiglu_both(
     """
     count, columns = gate_up.shape[0], gate_up.shape[1] // 2
     rows, tokens = QuantRows.empty(count, columns, gate_up.device), empty_tokens(gate_up, columns)
-    _quantise(gate_up, rows, tokens, scales, gated=True)
+    _quantise(gate_up, rows, tokens, scales, gate_up.shape[1], gated=True)
     return rows, tokens
 
 
 def _quantise(
-    x: torch.Tensor, rows: QuantRows | None, tokens: QuantRows, scales: ScaleKind, gated: bool
+    x: torch.Tensor,
+    rows: QuantRows | None,
+    tokens: QuantRows,
+    scales: ScaleKind,
+    row: int,
+    gated: bool = False,
 ) -> None:
+    """Columns of x, whose rows are ``row`` apart, to as many rows of ``tokens``, and to ``rows``,
+    zeros behind.
+    """
     count, columns = x.shape[0], tokens.values.shape[0]
     to = tokens if rows is None else rows
+    written, out_row = (
+        (columns, columns) if rows is None else (rows.values.shape[1], rows.values.stride(0))
+    )
     _quantise_kernel[tile_grid(count, columns)](
         x, to.values, to.scales, to.scales.stride(1), tokens.values, tokens.scales, count,
-        columns, gated, rows is not None, scales == "power_of_two",
-        num_warps=WARPS, enable_fp_fusion=False,
+        columns, row, written, out_row, tokens.scales.stride(1), gated, rows is not None,
+        scales == "power_of_two", num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -187,14 +241,9 @@ def empty_tokens(source: torch.Tensor, columns: int) -> QuantRows:
     """Unwritten storage for a matrix [T, columns] in token groups, made from ``source``, T rows."""
     assert source.dtype == torch.bfloat16
     assert source.is_contiguous()
-    assert columns % BLOCK == 0
-    return QuantRows.empty(columns, _groups(source.shape[0]) * BLOCK, source.device)
+    return QuantRows.empty(columns, num_blocks(source.shape[0]) * BLOCK, source.device)
 
 
 def tile_grid(tokens: int, columns: int) -> tuple[int, int]:
     """The grid: neighbours share tokens."""
-    return columns // BLOCK, _groups(tokens)
-
-
-def _groups(tokens: int) -> int:
-    return -(-tokens // BLOCK)
+    return num_blocks(columns), num_blocks(tokens)

@@ -31,7 +31,7 @@ _PROGRAMS = (
 
 @triton.jit(do_not_specialize=["m", "a_scale_stride"])
 def _gemm_kernel(
-    A, B, A_SCALE, B_SCALE, OUT, m, n, k, a_scale_stride,
+    A, B, A_SCALE, B_SCALE, OUT, m, n, k, a_scale_stride, out_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of OUT [m, n]; the tiles of 8 tile rows are walked column by column, so
@@ -60,45 +60,47 @@ def _gemm_kernel(
             b = tl.load(b_place, mask=depth[:, None] < k - block * 128, other=0.0)
         if SCALED:
             scale = tl.load(A_SCALE + block * a_scale_stride + a_row) * tl.load(
-                B_SCALE + tile_n * (k // 128) + block
+                B_SCALE + tile_n * tl.cdiv(k, 128) + block
             )
             acc = tl.math.fma(tl.dot(a, b), tl.broadcast_to(scale[:, None], acc.shape), acc)
         else:
             acc = tl.dot(a, b, acc)
         a_place += 128
         b_place += 128
-    place = OUT + row[:, None].to(tl.int64) * n + column[None, :]
+    place = OUT + row[:, None].to(tl.int64) * out_stride + column[None, :]
     tl.store(place, acc.to(OUT.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
 
 
-def triton_fp8_gemm_nt(a: QuantRows, b: QuantTensor) -> torch.Tensor:
-    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks -> A B^T, BF16 [M, N]."""
-    return _launch(a.values, b.values, torch.bfloat16, a.scales, b.scales)
+def triton_fp8_gemm_nt(a: QuantRows, b: QuantTensor, out: torch.Tensor) -> None:
+    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks of one part -> A B^T to out, BF16
+    [M, N], perhaps columns of a larger matrix.
+    """
+    _launch(a.values, b.values, out, a.scales, b.scales)
 
 
 def triton_bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A BF16 [M, K], B BF16 [N, K] -> A B^T, BF16 or FP32 [M, N]; any sizes."""
-    return _launch(a, b, dtype)
+    out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
+    _launch(a, b, out)
+    return out
 
 
 def _launch(
     a: torch.Tensor,
     b: torch.Tensor,
-    dtype: torch.dtype,
+    out: torch.Tensor,
     a_scales: torch.Tensor | None = None,
     b_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> None:
     (m, k), n = a.shape, b.shape[0]
-    out = torch.empty((m, n), dtype=dtype, device=a.device)
     block_m, warps = tile(m, n)
     grid = (triton.cdiv(m, block_m) * triton.cdiv(n, _BLOCK),)
     stride = 0 if a_scales is None else a_scales.stride(1)
     _gemm_kernel[grid](
-        a, b, a_scales, b_scales, out, m, n, k, stride,
+        a, b, a_scales, b_scales, out, m, n, k, stride, out.stride(0),
         block_m, _BLOCK, a_scales is not None, k % _BLOCK == 0,
         num_warps=warps, num_stages=stages(block_m, a.element_size()), enable_fp_fusion=False,
     )  # fmt: skip
-    return out
 
 
 def tile(m: int, n: int) -> tuple[int, int]:

@@ -58,8 +58,8 @@ def _add_product(sums, a, b, a_scale, b_scale):
 
 @gluon.jit
 def _consumer(
-    a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, rows, groups, K,
-    WHICH: gl.constexpr,
+    a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row, first_column, groups,
+    N: gl.constexpr, K: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows 2 WHICH PART to 2 PART more of the program's, and all of its columns.
 
@@ -97,20 +97,26 @@ def _consumer(
     column = first_column + gl.arange(0, BLOCK, gl.SliceLayout(0, SUMS))
     row = first_row + 2 * WHICH * PART + gl.arange(0, PART, gl.SliceLayout(1, SUMS))
     at = row.to(gl.int64)[:, None] * K + column[None, :]
-    inside = (row < rows)[:, None]  # whole parts: rows are a multiple of 128
+    inside = (row < N)[:, None]
+    below = inside
+    if N % BLOCK:  # else both parts of a warpgroup are there or neither
+        below = (row + PART < N)[:, None]
+    if K % BLOCK:
+        inside = inside & (column < K)[None, :]
+        below = below & (column < K)[None, :]
     gl.store(GRAD + at, gl.load(GRAD + at, mask=inside) + upper, mask=inside)
     at += PART * K
-    gl.store(GRAD + at, gl.load(GRAD + at, mask=inside) + lower, mask=inside)
+    gl.store(GRAD + at, gl.load(GRAD + at, mask=below) + lower, mask=below)
 
 
 @gluon.jit
 def _producer(
     a_desc, b_desc, a_scale_desc, b_scale_desc, a_smem, b_smem, a_scales, b_scales, full, empty,
-    first_row, first_column, rows, K, groups,
+    first_row, first_column, rows, K, first_group, groups,
 ):  # fmt: skip
     """The warp that fetches both operands and their scales, a token group at a time.
 
-    Scales are read as vectors [groups * rows].  Where the last tile hangs over, the rows beyond the
+    Scales are read as vectors [groups * rows].  Where a last tile hangs over, the rows beyond the
     matrix are zeros and their scales another group's or zeros: they are computed and not stored.
     """
     STAGES: gl.constexpr = b_smem.shape[0]
@@ -122,27 +128,28 @@ def _producer(
         for part in gl.static_range(4):
             tma.async_copy_global_to_shared(
                 a_desc,
-                [first_row + part * PART, group * BLOCK],
+                [first_row + part * PART, (first_group + group) * BLOCK],
                 bar,
                 a_smem.index(stage * 4 + part),
             )
         tma.async_copy_global_to_shared(
-            b_desc, [first_column, group * BLOCK], bar, b_smem.index(stage)
+            b_desc, [first_column, (first_group + group) * BLOCK], bar, b_smem.index(stage)
         )
         tma.async_copy_global_to_shared(
-            a_scale_desc, [group * rows + first_row], bar, a_scales.index(stage)
+            a_scale_desc, [(first_group + group) * rows + first_row], bar, a_scales.index(stage)
         )
         tma.async_copy_global_to_shared(
-            b_scale_desc, [group * K + first_column], bar, b_scales.index(stage)
+            b_scale_desc, [(first_group + group) * K + first_column], bar, b_scales.index(stage)
         )
 
 
 @gluon.jit(do_not_specialize=["groups"])
 def _wgrad_kernel(
-    a_desc, b_desc, a_scale_desc, b_scale_desc, GRAD, groups,
+    a_desc, b_desc, a_scale_desc, b_scale_desc, GRAD, STARTS, groups,
     N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One program ROWS x BLOCK numbers of grad.
+    """One program ROWS x BLOCK numbers of grad, or with STARTS of one expert's, from the groups
+    [STARTS[e], STARTS[e + 1]).
 
     Shared memory: the ring, of A in parts of PART rows (part p of buffer s is s * 4 + p), of B, and
     of both scales.
@@ -150,10 +157,18 @@ def _wgrad_kernel(
     # Tiles are taken in bands of NEIGHBOURS tile rows, column by column: who follows each other
     # shares B's columns in the L2 cache.  The last band may be lower.
     tiles: gl.constexpr = (N + ROWS - 1) // ROWS
+    across: gl.constexpr = (K + BLOCK - 1) // BLOCK
     pid = gl.program_id(0)
-    first_tile = pid // (NEIGHBOURS * (K // BLOCK)) * NEIGHBOURS
+    first_group = 0
+    if STARTS is not None:
+        expert = pid // (tiles * across)
+        pid = pid % (tiles * across)
+        first_group = gl.load(STARTS + expert)
+        groups = gl.load(STARTS + expert + 1) - first_group
+        GRAD += expert.to(gl.int64) * N * K
+    first_tile = pid // (NEIGHBOURS * across) * NEIGHBOURS
     height = min(tiles - first_tile, NEIGHBOURS)
-    within = pid % (NEIGHBOURS * (K // BLOCK))
+    within = pid % (NEIGHBOURS * across)
     first_row = (first_tile + within % height) * ROWS
     first_column = within // height * BLOCK
     a_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 4, PART, BLOCK], a_desc.layout)
@@ -172,15 +187,15 @@ def _wgrad_kernel(
     gl.warp_specialize(
         [
             (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row,
-            first_column, N, groups, K, 0)),
+            first_column, groups, N, K, 0)),
             (_consumer, (a_smem, b_smem, a_scales, b_scales, full, empty, GRAD, first_row,
-            first_column, N, groups, K, 1)),
+            first_column, groups, N, K, 1)),
             (
                 _producer,
                 (
                     a_desc, b_desc, a_scale_desc, b_scale_desc, a_smem, b_smem, a_scales, b_scales,
                     full, empty,
-                    first_row, first_column, N, K, groups,
+                    first_row, first_column, N, K, first_group, groups,
                 ),
             ),
         ],
@@ -189,14 +204,20 @@ def _wgrad_kernel(
     )  # fmt: skip
 
 
-def triton_fp8_gemm_tn(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> None:
+def triton_fp8_gemm_tn(
+    dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, starts: torch.Tensor | None = None
+) -> None:
     """Add dY^T X to grad, FP32 [N, K], contiguous, from dY^T [N, Tp] and X^T [K, Tp] in groups of
-    128 tokens; N and K are multiples of 128.
+    128 tokens; N and K are multiples of 8, for the copy engine.
+
+    With ``starts``, int32 [E + 1], grad is [E N, K]: expert e has the groups [starts[e], starts[e +
+    1]).
     """
     (n, tokens), k = dy_t.values.shape, x_t.values.shape[0]
     assert grad.dtype == torch.float32
     assert grad.is_contiguous()
-    assert grad.shape == (n, k)
+    experts = 1 if starts is None else starts.shape[0] - 1
+    assert grad.shape == (experts * n, k)
     a, b = (
         TensorDescriptor.from_tensor(x.values, [rows, BLOCK.value], SWIZZLED)
         for x, rows in ((dy_t, PART.value), (x_t, BLOCK.value))
@@ -205,7 +226,7 @@ def triton_fp8_gemm_tn(dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor) -> N
         TensorDescriptor.from_tensor(x.scales.t().view(-1), [rows], FLAT)
         for x, rows in ((dy_t, ROWS.value), (x_t, BLOCK.value))
     )
-    grid = (triton.cdiv(n, ROWS.value) * (k // BLOCK.value),)
+    grid = (experts * triton.cdiv(n, ROWS.value) * triton.cdiv(k, BLOCK.value),)
     _wgrad_kernel[grid](
-        a, b, a_scales, b_scales, grad, tokens // BLOCK.value, n, k, STAGES, num_warps=4
+        a, b, a_scales, b_scales, grad, starts, tokens // BLOCK.value, n, k, STAGES, num_warps=4
     )

@@ -16,15 +16,19 @@ Why the bits agree: q . k and P . v over a tile are exact in FP64 (at most 53 bi
 to FP32; max has no order; the 64 terms of l (zeros where there are fewer keys) are summed as one
 contiguous row; tiles are combined in ascending order by a multiplication and an addition. 2^x is
 exp(x ln 2), because `exp2` depends on the place in the tensor.  A masked key has p = 0 and a tile
-of masked keys changes nothing.
+of masked keys changes nothing: neither M, l and o of before, nor those of a query that has seen no
+key yet (M = -inf, l = o = 0).
+
+With a sliding window w a query at position p sees the keys p - w + 1 .. p.  Tiles still count from
+position 0; those that no query of a call sees are not touched.
 
 Shapes: B sequences by descending length, G KV heads, R query heads a KV head, L queries a sequence,
 D head size.
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import log, log2
 
@@ -74,50 +78,116 @@ class AttentionOutput:
     log_sum_exp: torch.Tensor  # FP32 [B, G, R, L], base 2
 
 
-TileAt = Callable[[int, int, int], KeyTile]
+TileAt = Callable[[int, slice, int], KeyTile]
+Region = tuple[slice, slice, slice, slice]
+"""Some sequences, all heads, some queries: of [B, G, R, L]."""
 
 
-def attend(queries: Heads, visible: torch.Tensor, tile_at: TileAt) -> AttentionOutput:
-    """Queries [B, G, R, L, D]; ``visible`` int64 [B, L] is how many keys each query sees (from 1,
-    not falling along L, and the sequences by descending last value); ``tile_at(j, n, w)`` gives the
-    first w keys of tile j for the first n sequences.
+@dataclass(slots=True)
+class _Sums:
+    """Of every query, over the tiles so far: M and l, FP32 [B, G, R, L, 1], and o l, [.., D]."""
+
+    maximum: torch.Tensor
+    denominator: torch.Tensor
+    total: torch.Tensor
+
+    @classmethod
+    def of_nothing(cls, q: torch.Tensor) -> "_Sums":
+        """Before the first key."""
+        denominator = torch.zeros(*q.shape[:-1], 1)
+        return cls(torch.full_like(denominator, -torch.inf), denominator, torch.zeros(q.shape))
+
+    def add(self, region: Region, tile: "_Sums") -> None:
+        """A tile's sums, below the new running maximum."""
+        decay = torch.exp((self.maximum[region] - _finite(tile.maximum)) * _LN2)
+        self.maximum[region] = tile.maximum
+        self.denominator[region] = self.denominator[region] * decay + tile.denominator
+        self.total[region] = self.total[region] * decay + tile.total
+
+
+def attend(
+    queries: Heads, visible: torch.Tensor, tile_at: TileAt, window: int | None = None
+) -> AttentionOutput:
+    """Queries [B, G, R, L, D]; ``visible`` int64 [B, L] is how many keys there are up to each
+    query's own (from 1, not falling along L, and the sequences by descending last value), of which
+    it sees the last ``window``, or all; ``tile_at(j, s, w)`` gives the first w keys of tile j for
+    the sequences of the slice s.
     """
-    dim = queries.values.shape[-1]
     q = queries.units().double()
-    q_scale = (scale_of_byte(queries.bytes) * (log2(math.e) / dim**0.5))[..., None]
+    q_scale = (scale_of_byte(queries.bytes) * (log2(math.e) / q.shape[-1] ** 0.5))[..., None]
     narrow = queries.values.dtype == E4M3
-    most_of_sequence = visible[:, -1].tolist()
-    most_of_query = visible.amax(0).tolist()
-    first_tile = tile_at(0, len(most_of_sequence), min(TILE, most_of_sequence[0]))
-    maximum, denominator, total = _tile_sums(q, q_scale, first_tile, visible, None, narrow)
-    for j in range(1, -(-most_of_sequence[0] // TILE)):
-        n = bisect_right(most_of_sequence, -TILE * j - 1, key=lambda count: -count)
-        first = bisect_right(most_of_query, TILE * j)
-        tile = tile_at(j, n, min(TILE, most_of_sequence[0] - TILE * j))
-        region = (slice(0, n), slice(None), slice(None), slice(first, None))
-        old = maximum[region]
-        new, sums, products = _tile_sums(
-            q[region], q_scale[region], tile, visible[:n, first:] - TILE * j, old, narrow
+    first_seen = first_seen_key(visible, window)
+    sums = None if window is None else _Sums.of_nothing(q)
+    shift, most = 1.0, int(visible[0, -1])
+    for j, region in _regions(visible, first_seen):
+        sequences, _, _, rows = region
+        tile = tile_at(j, sequences, min(TILE, most - TILE * j))
+        shift = tile.shift
+        hidden = _hidden(
+            visible[sequences, rows] - TILE * j,
+            None if window is None else first_seen[sequences, rows] - TILE * j,
+            tile.values.shape[1],
         )
-        decay = torch.exp((old - new) * _LN2)
-        maximum[region] = new
-        denominator[region] = denominator[region] * decay + sums
-        total[region] = total[region] * decay + products
+        old = None if sums is None else sums.maximum[region]
+        made = _tile_sums(q[region], q_scale[region], tile, hidden, old, narrow)
+        if sums is None:
+            sums = made  # without a window every query sees a key of tile 0
+        else:
+            sums.add(region, made)
+    assert sums is not None
     return AttentionOutput(
-        total / (denominator / first_tile.shift), (maximum + torch.log2(denominator)).squeeze(-1)
+        sums.total / (sums.denominator / shift),
+        (sums.maximum + torch.log2(sums.denominator)).squeeze(-1),
     )
+
+
+def first_seen_key(visible: torch.Tensor, window: int | None) -> torch.Tensor:
+    """The first key that each query sees, int64 like ``visible``."""
+    return torch.zeros_like(visible) if window is None else (visible - window).clamp_(min=0)
+
+
+def _regions(visible: torch.Tensor, first_seen: torch.Tensor) -> Iterator[tuple[int, Region]]:
+    """Each tile that somebody sees, in ascending order, with the queries that may see it."""
+    most_of_sequence, most_of_query = visible[:, -1].tolist(), visible.amax(0).tolist()
+    # Falling along the sequences and rising along the queries, so that either end can be cut off.
+    first_of_sequence = first_seen[:, 0].cummin(0).values.tolist()
+    first_of_query = first_seen.amin(0).tolist()
+    for j in range(first_of_sequence[-1] // TILE, -(-most_of_sequence[0] // TILE)):
+        start, end = TILE * j, TILE * (j + 1)
+        sequences = slice(
+            bisect_right(first_of_sequence, -end, key=lambda first: -first),
+            bisect_right(most_of_sequence, -start - 1, key=lambda count: -count),
+        )
+        rows = slice(bisect_right(most_of_query, start), bisect_left(first_of_query, end))
+        if sequences.start < sequences.stop and rows.start < rows.stop:
+            yield j, (sequences, slice(None), slice(None), rows)
+
+
+def _hidden(
+    visible: torch.Tensor, first_seen: torch.Tensor | None, width: int
+) -> torch.Tensor | None:
+    """Which keys of a tile the queries do not see, bool [n, L', w], or None where they see all;
+    ``visible`` and ``first_seen`` [n, L'] count from the tile's start.
+    """
+    key, hidden = torch.arange(width), None
+    if int(visible.amin()) < width:
+        hidden = key >= visible[:, :, None]
+    if first_seen is not None and int(first_seen.amax()) > 0:
+        before = key < first_seen[:, :, None]
+        hidden = before if hidden is None else hidden | before
+    return hidden
 
 
 def _tile_sums(
     q: torch.Tensor,
     q_scale: torch.Tensor,
     tile: KeyTile,
-    seen: torch.Tensor,
+    hidden: torch.Tensor | None,
     maximum: torch.Tensor | None,
     narrow: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> _Sums:
     """One tile for queries [n, G, R, L', D]: the new running maximum, sum_j p_j / s_v, and sum_j
-    P(p_j) v_j; ``seen`` [n, L'] counts the visible keys from the tile's start.
+    P(p_j) v_j.
     """
     n, groups, repeat, length, dim = q.shape
     width = tile.values.shape[1]
@@ -127,17 +197,21 @@ def _tile_sums(
         .view(n, groups, repeat, length, width)
     )
     scores.mul_(tile.key_scales).mul_(q_scale).add_(tile.log2_scales)
-    if int(seen.amin()) < width:
-        hidden = torch.arange(width) >= seen[:, :, None]
+    if hidden is not None:
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
     new = scores.amax(-1, keepdim=True)
     if maximum is not None:
         new = torch.maximum(maximum, new)
-    p = torch.exp(scores.sub_(new).mul_(_LN2))
+    p = torch.exp(scores.sub_(_finite(new)).mul_(_LN2))
     sums = _sum_of_64(p * tile.inverse_scales)
     p = p.half().float() if narrow else p.add_(1.0).sub_(1.0)
     products = torch.bmm(p.view(n * groups, repeat * length, width).double(), tile.values).float()
-    return new, sums, products.view(n, groups, repeat, length, dim)
+    return _Sums(new, sums, products.view(n, groups, repeat, length, dim))
+
+
+def _finite(maximum: torch.Tensor) -> torch.Tensor:
+    """What may be taken from scores: a query that has seen no key has the maximum -inf."""
+    return maximum.masked_fill(maximum == -torch.inf, 0.0)
 
 
 def _sum_of_64(x: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,8 @@ from isobit.kernels.spec.token_log_probs import (
     token_log_probs_backward,
 )
 from isobit.precision.flow import PrecisionFlow
+from isobit.precision.formats import ScaleKind
+from isobit.precision.quant_tensor import QuantTensor
 
 
 class SpecBackend:
@@ -79,7 +81,6 @@ class SpecBackend:
 
     adamw_step = staticmethod(adamw_step)
     gradient_norm = staticmethod(gradient_norm)
-    quantise_rows = staticmethod(quantise_rows)
 
     def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
         """See ``Backend``, as for all below."""
@@ -126,6 +127,10 @@ class SpecBackend:
     def fallbacks(self) -> Sequence[str]:
         """None."""
         return ()
+
+    def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
+        """What defines the bytes."""
+        return quantise_rows(x, scales)
 
 
 @dataclass(frozen=True, slots=True)

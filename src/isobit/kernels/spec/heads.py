@@ -5,12 +5,13 @@ head.
 
     e4m3    values are E4M3, the scale is max(amax, 2^-60) / 448 rounded up to a power of two
     bf16    values are BF16 (fp32: FP32) of magnitude below 2 on a grid of 2^-22, the scale is
-            2^floor(log2 amax), at least 2^-60
+            2^floor(log2 amax), at least 2^-60;  heads larger than 128: a grid of 2^-21
 
 The scale depends on that token's vector alone: nothing to calibrate, and a token's entry never
 changes when others come.  In the second form a value loses what lies more than 22 bits below the
 vector's largest number; it is what makes the products of the attention exact
-(``isobit.kernels.spec.grid``).  A vector that is not finite has the byte 255.
+(``isobit.kernels.spec.grid``): a sum of 256 products of integers up to 2^22 is at most 2^52, where
+2^23 would give 2^54.  A vector that is not finite has the byte 255.
 """
 
 from collections.abc import Callable
@@ -21,10 +22,9 @@ import torch
 from isobit.kernels.spec.e4m3 import SHIFT, decode_e4m3, shifted_e4m3
 from isobit.kernels.spec.grid import GRID_BITS, largest_exponent
 from isobit.kernels.spec.quantise import quantise_heads, reciprocal_of_byte, scale_of_byte
-from isobit.precision.formats import DTYPES, E4M3, E8M0_BIAS, Format
+from isobit.precision.formats import BLOCK, DTYPES, E4M3, E8M0_BIAS, Format
 
 _SMALLEST_EXPONENT = -60
-_TO_GRID = 1.5 * 2.0 ** (52 - GRID_BITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Heads:
             return cls(*quantise_heads(x))
         byte = largest_exponent(x).clamp_(min=_SMALLEST_EXPONENT).add_(E8M0_BIAS)
         scaled = (x.float() * reciprocal_of_byte(byte)[..., None]).double()
-        return cls(scaled.add_(_TO_GRID).sub_(_TO_GRID).to(DTYPES[format]), byte.to(torch.uint8))
+        to_grid = 1.5 * 2.0 ** (52 - grid_bits(x.shape[-1]))
+        return cls(scaled.add_(to_grid).sub_(to_grid).to(DTYPES[format]), byte.to(torch.uint8))
 
     def map(self, rearrange: Callable[[torch.Tensor], torch.Tensor]) -> "Heads":
         """The same rearrangement of tokens and heads, applied to values and scale bytes; E4M3
@@ -67,6 +68,11 @@ class Heads:
     def dequantised(self) -> torch.Tensor:
         """FP32 [..., D]."""
         return self.units() * scale_of_byte(self.bytes)[..., None]
+
+
+def grid_bits(head_dim: int) -> int:
+    """Of values in the second form: how far below the largest number they reach."""
+    return GRID_BITS if head_dim <= BLOCK else GRID_BITS - 1
 
 
 def stack_heads(first: Heads, second: Heads) -> Heads:

@@ -1,5 +1,5 @@
-"""Attention of the training forward: causal within each sequence of a packed batch, and
-differentiable.
+"""Attention of the training forward: causal within each sequence of a packed batch, over all keys
+or those of a sliding window, and differentiable.
 
 The forward encodes Q, K and V in the flow's format and attends over exactly those values, with the
 arithmetic of ``isobit.kernels.spec.attention``.  The backward is straight-through: the gradient of
@@ -8,8 +8,8 @@ q.k - lse):
 
     dV = w^T dO      dS = w * (dO V^T - sum(dO * O))      dQ = scale dS K      dK = scale dS^T Q
 
-Sequences of similar length are padded into groups; a padding row repeats the sequence's last token
-and carries no gradient.
+w is zero where a query does not see a key.  Sequences of similar length are padded into groups; a
+padding row repeats the sequence's last token and carries no gradient.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch
 
 from isobit.kernels.operands import QkvTransform
 from isobit.kernels.rope import RopeTable
-from isobit.kernels.spec.attention import TILE, KeyTile, attend
+from isobit.kernels.spec.attention import TILE, KeyTile, attend, first_seen_key
 from isobit.kernels.spec.heads import Heads, stack_heads
 from isobit.kernels.spec.qkv import transform_qkv
 from isobit.kernels.trace import observe_heads
@@ -37,7 +37,7 @@ class PaddedGroup:
     index: torch.Tensor
     """Int64 [B, L]: the packed row of each padded row (the last one, repeated, in the padding)."""
     valid: torch.Tensor  # bool [B, L]
-    visible: torch.Tensor  # int64 [B, L]: keys a query sees
+    visible: torch.Tensor  # int64 [B, L]: keys up to a query's own
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Packed [T, ...] -> [B, L, ...]."""
@@ -54,6 +54,7 @@ class Attended:
     """[T, H, D]"""
     log_sum_exps: tuple[torch.Tensor, ...]
     """Of each group, base 2: FP32 [B, G, R, L]."""
+    window: int | None
 
 
 class PackedAttention:
@@ -85,10 +86,10 @@ class PackedAttention:
             Heads.encode(x, format) for x in transform_qkv(layer, qkv, transform, self._rows)
         )
         observe_heads(layer, q, k, v)
-        made = [_attend_group(group, q, k, v) for group in self._groups]
+        made = [_attend_group(group, q, k, v, transform.window) for group in self._groups]
         padded = torch.cat([output for output, _ in made])
         output = padded.index_select(0, self._inverse).to(qkv.dtype)
-        attended = Attended((q, k, v), output, tuple(lse for _, lse in made))
+        attended = Attended((q, k, v), output, tuple(lse for _, lse in made), transform.window)
         return output.reshape(qkv.shape[0], -1), attended
 
     def backward(
@@ -111,6 +112,7 @@ class PackedAttention:
                     group.gather(v),
                     group.gather(wide) * valid[..., None],
                     group.gather(delta) * valid,
+                    attended.window,
                 )
             )
         dq, dk, dv = (
@@ -149,7 +151,7 @@ def _pad(lengths: tuple[int, ...]) -> tuple[list[PaddedGroup], torch.Tensor]:
 
 
 def _attend_group(
-    group: PaddedGroup, queries: Heads, keys: Heads, values: Heads
+    group: PaddedGroup, queries: Heads, keys: Heads, values: Heads, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> output FP32 [B L, H, D] and log-sum-exp (base 2) [B, G, R, L]."""
     batch, length = group.index.shape
@@ -168,12 +170,12 @@ def _attend_group(
 
     pair = stack_heads(keys.map(key_layout), values.map(key_layout))
 
-    def tile_at(j: int, n: int, width: int) -> KeyTile:
+    def tile_at(j: int, sequences: slice, width: int) -> KeyTile:
         return KeyTile.build(
-            pair.map(lambda x: x[:, :n, :, j * TILE : j * TILE + width].contiguous())
+            pair.map(lambda x: x[:, sequences, :, j * TILE : j * TILE + width].contiguous())
         )
 
-    result = attend(queries.map(query_layout), group.visible, tile_at)
+    result = attend(queries.map(query_layout), group.visible, tile_at, window)
     return result.output.movedim(3, 1).reshape(
         batch * length, -1, result.output.shape[-1]
     ), result.log_sum_exp
@@ -187,9 +189,10 @@ def _group_gradients(
     v: torch.Tensor,
     d_output: torch.Tensor,
     delta: torch.Tensor,
+    window: int | None,
 ) -> tuple[torch.Tensor, ...]:
     """All FP32: q and d_output [B, L, H, D], k and v [B, L, G, D], delta [B, L, H] -> dq, dk, dv as
-    [B L, heads, D].
+    [B L, heads, D].  Of each block of queries only the keys that one of them sees are read.
     """
     batch, length, kv_heads, dim = k.shape
     repeat = q.shape[2] // kv_heads
@@ -201,28 +204,32 @@ def _group_gradients(
         return part.reshape(batch * kv_heads, -1, *x.shape[3:])
 
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    first_seen = first_seen_key(group.visible, window)
     for first in range(0, length, QUERY_BLOCK):
         block = slice(first, min(first + QUERY_BLOCK, length))
-        end = block.stop
+        seen = slice(int(first_seen[:, first].amin()), block.stop)
         q_rows, do_rows = rows(q, block), rows(d_output, block)
         lse = log_sum_exp[..., block].reshape(batch * kv_heads, -1, 1) * log(2.0)
-        hidden = torch.arange(end) >= group.visible[:, None, block, None]
-        scores = torch.bmm(q_rows, k[:, :end].transpose(1, 2)).mul_(scale).sub_(lse)
+        key = torch.arange(seen.start, seen.stop)
+        hidden = (key >= group.visible[:, None, block, None]) | (
+            key < first_seen[:, None, block, None]
+        )
+        scores = torch.bmm(q_rows, k[:, seen].transpose(1, 2)).mul_(scale).sub_(lse)
         weights = (
-            scores.view(batch, kv_heads * repeat, -1, end)
+            scores.view(batch, kv_heads * repeat, -1, key.numel())
             .masked_fill_(hidden, -torch.inf)
             .view_as(scores)
             .exp_()
         )
-        dv[:, :end] += torch.bmm(weights.transpose(1, 2), do_rows)
+        dv[:, seen] += torch.bmm(weights.transpose(1, 2), do_rows)
         ds = (
-            torch.bmm(do_rows, v[:, :end].transpose(1, 2))
+            torch.bmm(do_rows, v[:, seen].transpose(1, 2))
             .sub_(rows(delta, block)[..., None])
             .mul_(weights)
             .mul_(scale)
         )
-        dk[:, :end] += torch.bmm(ds.transpose(1, 2), q_rows)
-        dq_rows = torch.bmm(ds, k[:, :end]).view(batch, kv_heads, repeat, -1, dim).movedim(3, 1)
+        dk[:, seen] += torch.bmm(ds.transpose(1, 2), q_rows)
+        dq_rows = torch.bmm(ds, k[:, seen]).view(batch, kv_heads, repeat, -1, dim).movedim(3, 1)
         dq[:, block] = dq_rows.reshape(batch, -1, kv_heads * repeat, dim)
     dk, dv = (
         x.view(batch, kv_heads, length, dim).transpose(1, 2).reshape(batch * length, kv_heads, dim)

@@ -4,8 +4,8 @@ prompt, over its pages.
 New K and V are written to their slots first, then each query attends over its sequence's pages with
 the arithmetic of ``isobit.kernels.spec.attention``.  Sequences with one new token form one group;
 prompt chunks form another, padded to the longest chunk. Within a group sequences stand by
-descending length, so that tile j is gathered only for those that have one.  Groups are kept small
-enough for the processor's cache.
+descending length, so that tile j is gathered only for those that have one and see it.  Groups are
+kept small enough for the processor's cache.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _TILE_NUMBERS = (
 @dataclass(frozen=True, slots=True)
 class _Group:
     rows: torch.Tensor  # int64 [B', L]: rows of the batch (a short chunk repeats its last)
-    visible: torch.Tensor  # int64 [B', L]
+    visible: torch.Tensor  # int64 [B', L]: keys up to a query's own
     pages: torch.Tensor  # int64 [most pages, B']
 
 
@@ -65,21 +65,26 @@ class PagedAttention:
         heads = Heads.encode(q, self._cache.formats[layer])
         if is_observed():
             observe_heads(layer, heads, *self._cache.read(layer, self._slots))
-        outputs = [self._attend(layer, group, heads, k.shape[1]) for group in self._groups]
+        outputs = [
+            self._attend(layer, group, heads, k.shape[1], transform.window)
+            for group in self._groups
+        ]
         padded = torch.cat(outputs).index_select(0, self._inverse)
         return padded.to(qkv.dtype).reshape(qkv.shape[0], -1)
 
-    def _attend(self, layer: int, group: _Group, heads: Heads, kv_heads: int) -> torch.Tensor:
+    def _attend(
+        self, layer: int, group: _Group, heads: Heads, kv_heads: int, window: int | None
+    ) -> torch.Tensor:
         batch, length = group.rows.shape
 
         def layout(x: torch.Tensor) -> torch.Tensor:  # [T, H, ...] -> [B', G, R, L, ...]
             rows = x.index_select(0, group.rows.view(-1))
             return rows.view(batch, length, kv_heads, -1, *x.shape[2:]).movedim(1, 3).contiguous()
 
-        def tile_at(j: int, n: int, width: int) -> KeyTile:
-            return KeyTile.build(self._cache.gather(layer, group.pages[j, :n], width))
+        def tile_at(j: int, sequences: slice, width: int) -> KeyTile:
+            return KeyTile.build(self._cache.gather(layer, group.pages[j, sequences], width))
 
-        output = attend(heads.map(layout), group.visible, tile_at).output
+        output = attend(heads.map(layout), group.visible, tile_at, window).output
         return output.movedim(3, 1).reshape(batch * length, -1, output.shape[-1])
 
 

@@ -180,6 +180,7 @@ class Attention:
             plain[f"{path}.q_norm.weight"] if config.qk_norm else None,
             plain[f"{path}.k_norm.weight"] if config.qk_norm else None,
             weights.linears[self._qkv.path].bias,
+            config.window(self._layer),
         )
 
     def _gradients(self, gradient: Gradient) -> QkvGradients:

@@ -1,0 +1,104 @@
+"""Models of the Hugging Face hub by name: ``org/name``, or ``org/name@revision`` with a branch, tag
+or commit.
+
+What is in the hub's cache (``HF_HOME``) is taken from there without a request, also where the hub
+has a newer one: to have that, name its commit.  What is not is fetched, unless ``HF_HUB_OFFLINE``
+forbids it, in two turns:
+
+    config.json, the tokenizer's files, the chat template, the index of shards
+    the safetensors that the index names, or model.safetensors
+
+Nothing else is: no pickle, and no code, which is never run either.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from isobit.errors import ModelError
+from isobit.models.checkpoint_files import shard_names, weight_files
+from isobit.models.saving import TOKENIZER_FILES
+from isobit.models.shards import INDEX_FILE
+from isobit.models.tensor_header import shown
+
+_NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
+_DESCRIPTION = ("config.json", INDEX_FILE, *TOKENIZER_FILES, "additional_chat_templates/*.jinja")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this can only be a model's name on the hub: ``org/name``, and there is no folder
+    ``org`` here.
+    """
+    match = _NAME.fullmatch(name)
+    return match is not None and ".." not in name and not Path(name.partition("/")[0]).exists()
+
+
+def hub_folder(name: str) -> Path:
+    """The folder of a model's snapshot in the hub's cache, fetched where it is not there.
+
+    Raises ModelError for a name that the hub does not know or does not give, for a model without
+    safetensors, and for one that is not cached while offline.
+    """
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    repository, revision = match["repository"], match["revision"]
+    folder = _cached(repository, revision)
+    if folder is not None:
+        return folder
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise ModelError(
+            f"{name} is no folder here, and as a model of the hub it is not in the cache "
+            f"{constants.HF_HUB_CACHE}, while HF_HUB_OFFLINE forbids to fetch it; name a folder, "
+            "or fetch it once without HF_HUB_OFFLINE"
+        )
+    print(f"isobit: fetching {name} from the hub to {constants.HF_HUB_CACHE}", file=sys.stderr)
+    folder = _fetched(name, repository, revision, _DESCRIPTION)
+    # the revision is now a commit, the folder's name: both turns see the same files
+    return _fetched(name, repository, folder.name, shard_names(folder))
+
+
+def _cached(repository: str, revision: str | None) -> Path | None:
+    """Where all of it is, if it is: an interrupted fetch leaves a part."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            repository, revision=revision, local_files_only=True, allow_patterns=["config.json"]
+        )
+    except (LocalEntryNotFoundError, ValueError):  # a name that no model can have
+        return None
+    folder = Path(found)
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        return folder if weight_files(folder) else None
+    except ModelError:
+        return None
+
+
+def _fetched(name: str, repository: str, revision: str | None, files: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
+    except RevisionNotFoundError:
+        raise ModelError(
+            f"{name}: the hub has {repository}, but no revision {revision}; name a branch, a tag "
+            "or a commit of it"
+        ) from None
+    except RepositoryNotFoundError:  # gated ones too
+        raise ModelError(
+            f"{name} is no folder here, and the hub has no such model, or none that you may read; "
+            "check the name, accept its terms on its page, and set HF_TOKEN where it is private"
+        ) from None
+    except Exception as error:  # the library raises many types, down to those of its HTTP client
+        reason = str(error).strip().splitlines()
+        raise ModelError(
+            f"{name} is no folder here, and it cannot be fetched from the hub: "
+            f"{type(error).__name__}: {shown(reason[0] if reason else '')}; check the network, or "
+            "name a folder"
+        ) from error
