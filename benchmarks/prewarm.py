@@ -13,10 +13,17 @@ import sys
 
 import torch
 
+from isobit.kernels.hopper.experts import experts
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
+from isobit.kernels.hopper.linear import linear_input
 from isobit.kernels.hopper.quantise import QuantRows
+from isobit.kernels.hopper.routing import choose
+from isobit.kernels.operands import LinearWeight
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
 from isobit.models.shapes import model_shape
+from isobit.precision.flow import Site
+from isobit.precision.formats import Format
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.rollout.native.graph_runner import graph_sizes
 
@@ -51,14 +58,20 @@ def multiply(shape: str, part: int, parts: int) -> None:
     """Run this part's share of all products once; their values do not matter."""
     config, device = model_shape(shape), torch.device("cuda")
     sites = decoder_shape(config)
-    linears = [(linear.rows, linear.in_features) for linear in sites.linears_of(0)]
+    linears = [
+        (linear.rows, linear.in_features) for linear in sites.linears_of(0) if linear.experts == 1
+    ]
     sizes = [*graph_sizes(MAX_SEQUENCES), *PROMPT_ROWS]
     head = (config.vocab_size,), config.hidden_size
     work = [(kind, m, *linear) for kind in ("fp8", "bf16") for linear in linears for m in sizes]
     work += [("head", m, *head) for m in graph_sizes(MAX_SEQUENCES)]
+    if config.experts is not None:
+        work += [(f"experts in {name}", m, (), 0) for name in ("e4m3", "bf16") for m in sizes]
     for kind, m, rows, k in work[part::parts]:
         n = sum(rows)
-        if kind == "fp8":
+        if kind.startswith("experts"):
+            multiply_experts(config, "e4m3" if kind.endswith("e4m3") else "bf16", m, device)
+        elif kind == "fp8":
             fp8_gemm_nt(
                 QuantRows.empty(m, k, device),
                 QuantTensor.empty_blocks(n, k, device, rows),
@@ -68,6 +81,31 @@ def multiply(shape: str, part: int, parts: int) -> None:
             a, b = (torch.empty(size, k, dtype=torch.bfloat16, device=device) for size in (m, n))
             bf16_gemm_nt(a, b, torch.float32 if kind == "head" else torch.bfloat16)
     torch.cuda.synchronize()
+
+
+def multiply_experts(
+    config: ModelConfig, format: Format, tokens: int, device: torch.device
+) -> None:
+    """The experts of a layer, with tokens spread over them at random."""
+    shape, hidden = config.experts, config.hidden_size
+    assert shape is not None
+    width, count = shape.intermediate_size, shape.count
+    weights = []
+    for name, parts, k in (
+        ("gate_up", (width,) * 2 * count, hidden),
+        ("down", (hidden,) * count, width),
+    ):
+        site = Site(name, "linear", format, "power_of_two", format, format, parts)
+        matrix = (
+            QuantTensor.empty_blocks(sum(parts), k, device, parts)
+            if format == "e4m3"
+            else torch.empty(sum(parts), k, dtype=torch.bfloat16, device=device)
+        )
+        weights.append(LinearWeight(site, matrix))
+    gate_up, down = weights
+    routing = choose(torch.randn(tokens, count, device=device), shape.top_k, shape.renormalise)
+    x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
+    experts(linear_input(x, gate_up.site).read, routing, gate_up, down)
 
 
 if __name__ == "__main__":

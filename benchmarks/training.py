@@ -14,7 +14,7 @@ of one length, random tokens and weights; lm_head never holds all logits at once
 
 pass    forward and backward of a micro-batch without an optimiser, gradients added to those that
         are there; the loss is a weighted sum of every token's log-probability.  Model FLOPs a token
-        are 6 P + 12 (L / 2) H D layers, with P the parameters but the embedding.
+        are 6 P + 12 (L / 2) H D layers, with P the parameters of a token but the embedding.
 step    the micro-batches of ``--tokens`` tokens or more, then clip, AdamW with BF16 moments over
         FP32 masters, and publication; the loss is the mean of -log p.  Ours is ``Trainer.update``;
         what transformers does is said in ``passes.peer``.

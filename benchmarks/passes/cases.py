@@ -91,12 +91,14 @@ def check_peer(cases: Sequence[Case]) -> None:
 
 
 def flops(case: Case) -> float:
-    """Of forward and backward, recomputation not counted: 6 a parameter and token, and the products
-    of attention over L / 2 keys.
+    """Of forward and backward, recomputation not counted: 6 a parameter and token, of experts those
+    that a token goes to; and the products of attention over L / 2 keys.
     """
     config = case.config
+    experts = config.experts
+    share = 1.0 if experts is None else experts.top_k / experts.count
     parameters = sum(
-        prod(shape)
+        prod(shape) * (share if ".experts." in name else 1)
         for name, shape in master_shapes(config).items()
         if name != "embed_tokens.weight"
     )

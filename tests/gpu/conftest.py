@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isobit.config.precision import PrecisionConfig, Preset
-from isobit.models.config import ModelConfig
+from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.formats import ScaleKind
 
@@ -15,12 +15,14 @@ QWEN3 = ModelConfig("qwen3", 1000, 512, 768, 3, 8, 2, 128, 1024, 1e-6, 1e6, tied
 QWEN2 = ModelConfig("qwen2", 1000, 512, 768, 3, 16, 1, 64, 1024, 1e-6, 1e6, tied_embeddings=True)
 STARTER = ModelConfig("qwen3", 128, 128, 384, 4, 2, 2, 64, 1024, 1e-6, 1e4, tied_embeddings=True)
 SMOLLM2 = ModelConfig("llama", 1000, 576, 1040, 3, 9, 3, 64, 1024, 1e-5, 1e5, tied_embeddings=True)
+MOE = replace(QWEN3, family="qwen3_moe", experts=Experts(16, 4, 256, True, dense_layers=(0,)))
 SHAPES = {
     "qwen3": QWEN3,
     "qwen2": QWEN2,
     "llama": replace(QWEN3, family="llama", num_heads=4, num_kv_heads=4),
     "starter": STARTER,  # one block along K, one group a row, a vocabulary of one tile
     "smollm2": SMOLLM2,  # short blocks along every side, and in q, k, v, gate and up
+    "moe": MOE,
 }
 
 

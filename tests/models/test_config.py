@@ -15,6 +15,7 @@ from isobit.errors import ModelError
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.families import FAMILIES, FEATURES
 from isobit.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from isobit.models.shapes import model_shape
 from isobit.run.model_source import decoder_of
 
 NAMES: list[Family] = list(FAMILIES)
@@ -143,6 +144,63 @@ def test_qwen_windows_are_for_the_upper_layers() -> None:
     assert read("qwen2", **window, layer_types=kinds) == config
     unused = read("qwen2", None, **(window | {"max_window_layers": 28}))
     assert unused == read("qwen2", None, **(window | {"use_sliding_window": False}))
+
+
+PUBLISHED: dict[str, str] = {
+    "llama-3.1-8b": """{"architectures": ["LlamaForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128001,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": false,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "rope_theta": 500000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.0.dev0", "use_cache": true, "vocab_size": 128256}""",
+    "mistral-7b": """{"architectures": ["MistralForCausalLM"], "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "transformers_version": "4.34.0.dev0", "use_cache": true, "vocab_size": 32000}""",
+    "qwen2.5-0.5b": """{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
+        "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+        "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
+        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+        "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_cache": true,
+        "transformers_version": "4.40.1", "use_mrope": false, "use_sliding_window": false,
+        "vocab_size": 151936}""",
+    "qwen3-30b-a3b": """{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false,
+        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+        "use_sliding_window": false, "vocab_size": 151936}""",
+    "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0,
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "output_router_logits": false, "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0", "use_cache": true, "vocab_size": 32000}""",
+}
+"""As the makers of these checkpoints wrote them."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_the_shapes_of_that_name(name: str) -> None:
+    assert ModelConfig.from_hf(json.loads(PUBLISHED[name]), name) == model_shape(name)
 
 
 def test_what_is_harmless_is_ignored() -> None:

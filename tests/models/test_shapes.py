@@ -20,6 +20,7 @@ PARAMETERS = {
     "mistral-7b": 7_241_732_096,
     "qwen3-30b-a3b": 30_532_122_624,
     "mixtral-8x7b": 46_702_792_704,
+    "moe-2.7b": 2_715_883_520,  # of no checkpoint
 }
 """As Hugging Face counts those checkpoints."""
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+_ROWS = 1 << 16
+"""Positions whose FP64 angles are in memory at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
@@ -22,9 +25,12 @@ class RopeTable:
         cls, inverse_frequencies: torch.Tensor, positions: int, attention_scaling: float = 1.0
     ) -> "RopeTable":
         """From FP64 inverse frequencies [D/2], and what cos and sin are multiplied by."""
-        places = torch.arange(positions, dtype=torch.float64)
-        angles = places[:, None] * inverse_frequencies[None, :]
-        cos, sin = (f(angles).mul_(attention_scaling).float() for f in (torch.cos, torch.sin))
+        cos, sin = torch.empty(2, positions, len(inverse_frequencies)).unbind()
+        for first in range(0, positions, _ROWS):
+            places = torch.arange(first, min(first + _ROWS, positions), dtype=torch.float64)
+            angles = places[:, None] * inverse_frequencies[None, :]
+            cos[first : first + _ROWS] = angles.cos().mul_(attention_scaling)
+            sin[first : first + _ROWS] = angles.sin().mul_(attention_scaling)
         return cls(cos, sin)
 
     def to(self, device: torch.device) -> "RopeTable":

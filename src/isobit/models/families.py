@@ -162,6 +162,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "topk_group": (0, 1),
     "use_bias": (),
     "use_expert_bias": (),
+    "use_mrope": (),
     "use_parallel_residual": (),
     "use_qk_norm": (),
 }

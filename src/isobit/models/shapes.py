@@ -69,6 +69,12 @@ SHAPES: dict[str, ModelConfig] = {
         tied_embeddings=False,
         experts=Experts(8, 2, 14336, renormalise=True),
     ),
+    # Of no checkpoint: experts of Qwen3-30B-A3B, few enough of them to train on one card.
+    "moe-2.7b": ModelConfig(
+        *("qwen3_moe", 32000, 2048, 6144, 16, 16, 4, 128, 40960, 1e-6, 1e6),
+        tied_embeddings=False,
+        experts=Experts(32, 4, 768, renormalise=True),
+    ),
 }
 
 

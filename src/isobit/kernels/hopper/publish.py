@@ -79,6 +79,7 @@ def publish_blocks(
     rows, columns = master.shape
     assert out.granularity == "128x128"
     assert out.values.shape == master.shape
+    assert master.dtype == torch.float32
     assert all(x.is_contiguous() for x in (master, out.values, out.scales))
     master, blocks = master.detach(), num_blocks(columns)
     for run in runs(out.parts or (rows,)):
