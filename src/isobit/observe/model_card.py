@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import isobit
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
+from isobit.models.hub import is_hub_name
 from isobit.observe.report.panels import evaluation_sets
 from isobit.observe.report.source import RunRecord, entry_at
 from isobit.observe.report.template import visible
@@ -24,7 +24,6 @@ from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow
 
 CARD_FILE = "README.md"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,9 @@ class CardFacts:
     """What the card is made of."""
 
     name: str
-    source: Path
+    """Of the folder."""
+    source: str
+    """What was exported: a path, or a model of the hub."""
     config: ModelConfig
     in_fp8: bool
     flow: PrecisionFlow | None
@@ -65,9 +66,9 @@ def _front_matter(facts: CardFacts) -> Iterator[str]:
     """YAML, whose strings are JSON's."""
     yield "library_name: transformers"
     yield f"pipeline_tag: {'text-classification' if facts.config.score_head else 'text-generation'}"
-    base = facts.record.setting("config", "model") if facts.record else None
-    if isinstance(base, str) and _HUB_NAME.fullmatch(base) and not Path(base).exists():
-        yield f"base_model: {json.dumps(base)}"
+    base = facts.record.setting("config", "model") if facts.record else facts.source
+    if isinstance(base, str) and is_hub_name(base):
+        yield f"base_model: {json.dumps(base.partition('@')[0])}"
     tags = ["isobit"]
     if facts.record is not None:
         tags.append("reinforcement-learning" if _is_rl(facts.record) else "fine-tuned")
@@ -82,7 +83,7 @@ def _opening(facts: CardFacts) -> str:
     what = f"A {facts.config.family} {kind} of {parameters:,} parameters, in "
     what += "FP8 (E4M3 in blocks of 128x128)" if facts.in_fp8 else "BF16"
     if facts.record is None:
-        return f"{what}; written by Isobit {isobit.__version__} from {_code(facts.source.name)}."
+        return f"{what}; written by Isobit {isobit.__version__} from {_code(facts.source)}."
     steps = f"after {facts.step} steps" if facts.step is not None else "at its end"
     kind = "reinforcement learning" if _is_rl(facts.record) else "fine-tuning"
     return f"{what}: the policy of a run of {kind} {steps}, written by Isobit {isobit.__version__}."
@@ -197,23 +198,23 @@ def _exactness(rows: Mapping[int, Mapping[str, float | None]]) -> list[str]:
 
 
 def _formats(facts: CardFacts) -> list[str]:
-    if not facts.in_fp8:
+    if not facts.in_fp8 and not facts.not_whole:
         return []
-    lines = describe_flow(facts.flow) if facts.flow is not None else []
-    text = (
-        "A matrix `X.weight` is E4M3 with a scale for each block of 128x128 in "
-        "`X.weight_scale_inv`, which multiplies.  These are the bytes that the policy samples with"
-    )
-    where = " in this flow:" if lines else "."
-    shown = ["```\n" + "\n".join(lines) + "\n```"] if lines else []
-    notes = []
+    parts = ["## Formats"]
+    if facts.in_fp8:
+        parts.append(
+            "A matrix `X.weight` is E4M3 with a scale for each block of 128x128 in "
+            "`X.weight_scale_inv`, which multiplies: the bytes that the policy samples with."
+        )
     if facts.not_whole:
-        notes.append(
+        parts.append(
             f"{len(facts.not_whole)} matrices have sizes that are no multiples of 128, or are "
             "fused with one that has. Stock loaders refuse those in FP8, so they are written in "
             "BF16, as the numbers that the policy's bytes stand for."
         )
-    return ["## Formats", text + where, *shown, *notes]
+    if facts.flow is not None:
+        parts += ["The precision flow:", "```\n" + "\n".join(describe_flow(facts.flow)) + "\n```"]
+    return parts
 
 
 def _loading(facts: CardFacts) -> list[str]:
