@@ -154,7 +154,10 @@ class Watch:
         if isinstance(value, self._tensor):
             return value.ndim == 2 and min(value.shape) >= MATRIX
         if isinstance(value, Mapping):
-            value = list(value.values())
+            try:
+                value = list(value.values())
+            except AttributeError:  # its constructor has only been called
+                return False
         if isinstance(value, (list, tuple)):
             return any(self._holds_matrix(one, depth, any_object) for one in value[:LOOK_AT])
         if depth < WEIGHT_DEPTH and self._is_of_the_tree(value):

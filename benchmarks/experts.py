@@ -1,0 +1,127 @@
+"""The experts of one layer on one Hopper GPU, in FP8 and in BF16: microseconds of routing,
+dispatch, grouped GEMMs and what is between them, kernel by kernel.
+
+    python -m benchmarks.experts [--shape qwen3-30b-a3b] [--tokens 16,64,256,8192] [--out FILE]
+
+Random tokens, weights and routers.  ``forward`` is what a decode or prompt step does, ``training``
+the saving forward and the backward into FP32 gradients.  Weights of several layers take turns, so
+that none is read from the L2 cache.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.comparison.card import measure_card
+from isobit.kernels.hopper.experts import experts, experts_saving
+from isobit.kernels.hopper.experts_backward import experts_backward
+from isobit.kernels.hopper.linear import linear_input
+from isobit.kernels.hopper.publish import publish
+from isobit.kernels.hopper.routing import route
+from isobit.kernels.operands import ExpertGradients, LinearInput, LinearWeight
+from isobit.models.config import Experts, ModelConfig
+from isobit.models.shapes import model_shape
+from isobit.precision.flow import Site
+from isobit.precision.formats import Format
+
+FORMATS: tuple[Format, ...] = ("e4m3", "bf16")
+LAYERS, REPEATS, MOST_TRAINED = 3, 5, 16384
+
+Weights = tuple[LinearWeight, LinearWeight]
+Work = Callable[[], object]
+
+
+def make_weights(config: ModelConfig, experts: Experts, format: Format) -> Weights:
+    """Gate and up, and down, of all experts."""
+    hidden, width, count = config.hidden_size, experts.intermediate_size, experts.count
+    made = []
+    for name, parts, columns in (
+        ("gate_up", (width,) * 2 * count, hidden),
+        ("down", (hidden,) * count, width),
+    ):
+        site = Site(name, "linear", format, "power_of_two", format, format, parts)
+        master = torch.randn(sum(parts), columns, device="cuda") * 0.02
+        made.append(LinearWeight(site, publish(site, master)))
+    return made[0], made[1]
+
+
+def make_work(config: ModelConfig, experts_of: Experts, format: Format, tokens: int) -> list[Work]:
+    """A forward, and a forward with its backward, over each of the layers in turn."""
+    x = torch.randn(tokens, config.hidden_size, device="cuda").bfloat16()
+    router = torch.randn(experts_of.count, config.hidden_size, device="cuda").bfloat16()
+    layers = [make_weights(config, experts_of, format) for _ in range(LAYERS)]
+    shape = experts_of.top_k, experts_of.renormalise
+
+    def forward() -> None:
+        for gate_up, down in layers:
+            read = linear_input(x, gate_up.site).read
+            experts(read, route(x, router, *shape), gate_up, down)
+
+    if tokens < 1024 or tokens > MOST_TRAINED:
+        return [forward]
+    columns = config.hidden_size, experts_of.intermediate_size
+    grads = ExpertGradients(
+        *(
+            torch.zeros(sum(weight.site.parts), k, device="cuda")
+            for weight, k in zip(layers[0], columns, strict=True)
+        )
+    )
+
+    def training() -> None:
+        for gate_up, down in layers:
+            read = LinearInput(linear_input(x, gate_up.site).read, x)
+            routing = route(x, router, *shape)
+            y, saved = experts_saving(read, routing, gate_up, down)
+            experts_backward(y, saved, routing, gate_up, down, grads)
+
+    return [forward, training]
+
+
+def kernel_times(work: Work) -> dict[str, float]:
+    """Microseconds of a layer by kernel, the longest first."""
+    for _ in range(2):
+        work()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(REPEATS):
+            work()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    for event in profiled.events() or ():
+        name = event.name.split("<")[0].split("(")[0].removeprefix("void ")
+        times[name] += event.device_time_total / (REPEATS * LAYERS)
+    return {name: round(time, 2) for name, time in times.most_common()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", default="qwen3-30b-a3b")
+    parser.add_argument("--tokens", default="16,64,256,8192")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    config = model_shape(arguments.shape)
+    assert config.experts is not None, "a shape without experts"
+    torch.manual_seed(0)
+    rows = []
+    for tokens in map(int, arguments.tokens.split(",")):
+        for format in FORMATS:
+            names = ("forward", "training")
+            made = make_work(config, config.experts, format, tokens)
+            for name, work in zip(names, made, strict=False):
+                times = kernel_times(work)
+                total = sum(times.values())
+                rows.append({"tokens": tokens, "format": format, "pass": name, "kernels": times})
+                print(f"{tokens} tokens, {format}, {name}: {total:.0f} us a layer", flush=True)
+                for kernel, time in list(times.items())[:16]:
+                    print(f"    {time:9.1f}  {kernel}", flush=True)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"card": measure_card(), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
