@@ -90,6 +90,7 @@ def test_fp8_and_what_is_not_whole_are_explained() -> None:
     assert "weight_scale_inv" in card and "2 matrices have sizes" in card
     assert "fp8: one function in rollout and training" in card
     assert front_matter(card)["tags"] == ["isobit", "fp8"]
+    assert "from `model`" in model_card(replace(FACTS, source="/home/somebody/model"))
     plain = model_card(FACTS)
     assert "## Formats" not in plain and "base_model" not in front_matter(plain)
     assert front_matter(model_card(replace(FACTS, source="org/it@v1")))["base_model"] == "org/it"

@@ -83,7 +83,7 @@ def _opening(facts: CardFacts) -> str:
     what = f"A {facts.config.family} {kind} of {parameters:,} parameters, in "
     what += "FP8 (E4M3 in blocks of 128x128)" if facts.in_fp8 else "BF16"
     if facts.record is None:
-        return f"{what}; written by Isobit {isobit.__version__} from {_code(facts.source)}."
+        return f"{what}; written by Isobit {isobit.__version__} from {_place(facts.source)}."
     steps = f"after {facts.step} steps" if facts.step is not None else "at its end"
     kind = "reinforcement learning" if _is_rl(facts.record) else "fine-tuning"
     return f"{what}: the policy of a run of {kind} {steps}, written by Isobit {isobit.__version__}."
@@ -102,7 +102,7 @@ def _training(record: RunRecord, step: int | None) -> list[str]:
 
 def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
     """What the recipe says of model, data and algorithm."""
-    yield "start", _code(record.setting("config", "model"))
+    yield "start", _place(record.setting("config", "model"))
     if record.setting("config", "from_scratch") is not None:
         yield "weights", "random at the start; the model above gave its tokenizer"
     for title, path in (
@@ -113,7 +113,7 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
         if found:
             yield title, ", ".join(_data_names(found))
     if _is_rl(record):
-        yield "reward", _code(_reward(record.setting("config", "reward")))
+        yield "reward", _place(_reward(record.setting("config", "reward")))
         yield "algorithm", _code(record.setting("config", "algorithm", "name"))
     else:
         yield "objective", _code(record.setting("config", "objective"))
@@ -138,7 +138,7 @@ def _data_names(entry: Any) -> list[str]:
             (entry[key] for key in ("path", "name", "dataset", "task") if entry.get(key)),
             entry["type"],
         )
-        return [_code(name)]
+        return [_place(name)]
     return [f"{_plain(key)}: {''.join(_data_names(value))}" for key, value in entry.items()]
 
 
@@ -246,6 +246,14 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _code(value: Any) -> str:
     """A name as code, on one line and within its cell."""
     return f"`{_one_line(value).replace('`', chr(0x27))}`"
+
+
+def _place(value: Any) -> str:
+    """Where something is, as code; of an absolute path the last part, as the others are nobody
+    else's business.
+    """
+    text = str(value)
+    return _code(text.rstrip("/").rpartition("/")[2] if text.startswith("/") else text)
 
 
 def _plain(value: Any) -> str:
