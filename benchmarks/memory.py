@@ -119,7 +119,7 @@ def rollout_table(shape: str, gib: float) -> str:
                 weights["published weights"],
                 weights["optimiser moments"] if place == "GPU" else 0,
             ]
-            parts += [forward_bytes(config, rollout, planner.sizes), RESERVE]
+            parts += [forward_bytes(config, planner.flow, rollout, planner.sizes), RESERVE]
             lines.append(
                 [
                     f"`{precision}`",

@@ -20,6 +20,7 @@ SHAPES = {
     "qwen3": QWEN3,
     "qwen2": QWEN2,
     "llama": replace(QWEN3, family="llama", num_heads=4, num_kv_heads=4),
+    "window": replace(QWEN3, family="mistral", sliding_window=100),
     "starter": STARTER,  # one block along K, one group a row, a vocabulary of one tile
     "smollm2": SMOLLM2,  # short blocks along every side, and in q, k, v, gate and up
     "moe": MOE,

@@ -25,6 +25,13 @@ from isobit.kernels.hopper.attention import (
 
 LAYOUTS = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128)]
 FORMS = ["e4m3", "bf16"]
+# Windows below a tile, of whole tiles and not, of a part and one key more, beyond all sequences.
+WINDOWS = [1, 20, 64, 100, 128, 129, 1000, 4096, PART, PART + 1, 3 * PART]
+WINDOWED = [
+    *((layout, None) for layout in LAYOUTS),
+    *((LAYOUTS[0], window) for window in WINDOWS),
+    *((LAYOUTS[2], window) for window in (20, 4096)),
+]
 
 
 class Case:
@@ -107,7 +114,7 @@ class Case:
         return self.q.view(torch.uint8)[rows].view(E4M3), self.q_scale[rows]
 
     def prefill(
-        self, ranges: list[tuple[int, int]]
+        self, ranges: list[tuple[int, int]], window: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The queries [first, last) of each sequence -> output, log-sum-exp, and the packed rows
         that they are.
@@ -127,6 +134,7 @@ class Case:
             ints(last),
             max(counts),
             max(last),
+            window,
         )
         return output, lse, rows
 
@@ -145,14 +153,14 @@ def ints(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "window"), WINDOWED)
 @pytest.mark.parametrize("form", FORMS)
 def test_decode_and_chunks_equal_the_training_forward(
-    form: str, layout: tuple[int, int, int]
+    form: str, layout: tuple[int, int, int], window: int | None
 ) -> None:
     lengths = [1, 63, 64, 65, 127, 128, 129, 700, PART - 1, PART, PART + 1, 2 * PART + 300]
     case = Case(form, lengths, *layout)
-    output, lse, _ = case.prefill([(0, n) for n in lengths])
+    output, lse, _ = case.prefill([(0, n) for n in lengths], window)
     choose = random.Random(0)
     compared = 0
     for _ in range(8):
@@ -165,13 +173,18 @@ def test_decode_and_chunks_equal_the_training_forward(
         )  # the launch is sized for more than there is, as under CUDA graphs
         limit = min(limit, case.table.shape[1] * TILE)
         got, got_lse = decode_attention(
-            *case.queries(rows), case.pages, case.table, ints([p + 1 for p in positions]), limit
+            *case.queries(rows),
+            case.pages,
+            case.table,
+            ints([p + 1 for p in positions]),
+            limit,
+            window,
         )
         assert torch.equal(got, output[rows]) and torch.equal(got_lse, lse[rows])
         compared += got.numel()
         firsts = [choose.randrange(n) for n in lengths]
         chunk, chunk_lse, chunk_rows = case.prefill(
-            [(a, choose.randint(a + 1, n)) for a, n in zip(firsts, lengths, strict=True)]
+            [(a, choose.randint(a + 1, n)) for a, n in zip(firsts, lengths, strict=True)], window
         )
         assert torch.equal(chunk, output[chunk_rows]) and torch.equal(chunk_lse, lse[chunk_rows])
     assert compared > 50_000
@@ -179,31 +192,59 @@ def test_decode_and_chunks_equal_the_training_forward(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_sequence_alone_equals_itself_in_company(form: str) -> None:
+def test_a_window_that_covers_everything_changes_no_bit(form: str) -> None:
     lengths = [300, PART + 200, 77]
     case = Case(form, lengths, 32, 8, 128)
-    output, lse, _ = case.prefill([(0, n) for n in lengths])
+    ranges = [(0, n) for n in lengths]
+    for one, other in zip(case.prefill(ranges), case.prefill(ranges, PART + 200), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_before_the_window_are_not_read(form: str) -> None:
+    """What a page holds there, NaN even, does not matter: tiles before the window are skipped."""
+    window, last = 100, PART + 1000
+    case = Case(form, [last], 8, 2, 128)
+    rows, counts = torch.tensor([last - 1], device="cuda"), ints([last])
+    clean = decode_attention(*case.queries(rows), case.pages, case.table, counts, last, window)
+    for page in case.table[0, : (last - window) // TILE].tolist():
+        for x in (case.pages.keys, case.pages.values):
+            if x.dtype == E4M3:
+                x.view(torch.uint8)[page] = 0x7F
+            else:
+                x[page] = torch.nan
+    dirty = decode_attention(*case.queries(rows), case.pages, case.table, counts, last, window)
+    assert all(map(torch.equal, clean, dirty)) and clean[0].isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sequence_alone_equals_itself_in_company(form: str, window: int | None) -> None:
+    lengths = [300, PART + 200, 77]
+    case = Case(form, lengths, 32, 8, 128)
+    output, lse, _ = case.prefill([(0, n) for n in lengths], window)
     for start, n in zip(case.starts, lengths, strict=True):
         rows = torch.arange(start, start + n, device="cuda")
         keys = packed_rows(case.packed, rows)
         alone, alone_lse = prefill_attention(
-            *case.queries(rows), keys, ints([0]), ints([n]), ints([0]), ints([n]), n, n
+            *case.queries(rows), keys, ints([0]), ints([n]), ints([0]), ints([n]), n, n, window
         )
         assert torch.equal(alone, output[rows]) and torch.equal(alone_lse, lse[rows])
 
 
+@pytest.mark.parametrize("window", [None, 1, 100, 4096])
 @pytest.mark.parametrize("length", [500, PART + 600])
 @pytest.mark.parametrize("form", FORMS)
-def test_values_against_fp64(form: str, length: int) -> None:
+def test_values_against_fp64(form: str, length: int, window: int | None) -> None:
     case = Case(
         form, [length], 8, 2, 128, plain=True
     )  # with scores in the thousands the tensor cores' 14 bits are what one would measure
-    output, lse, _ = case.prefill([(0, length)])
+    output, lse, _ = case.prefill([(0, length)], window)
     q, k, v = (x.transpose(0, 1) for x in case.exact)
     scores = (q @ k.repeat_interleave(4, 0).transpose(1, 2)) / 128**0.5
-    scores.masked_fill_(
-        torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1), -torch.inf
-    )
+    place = torch.arange(length, device="cuda")
+    behind = place[:, None] - place[None, :]
+    scores.masked_fill_((behind < 0) | (behind >= (window or length)), -torch.inf)
     exact = (scores.softmax(-1) @ v.repeat_interleave(4, 0)).transpose(0, 1)
     assert (
         output.double() - exact

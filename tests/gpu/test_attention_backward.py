@@ -2,7 +2,7 @@
 any company.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -21,6 +21,11 @@ from isobit.kernels.hopper.attention_backward import attention_backward
 LAYOUTS = [(32, 8, 128), (16, 1, 128), (8, 8, 128), (14, 2, 64), (16, 1, 64), (4, 4, 64)]
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 700, 3000]
 FORMATS: list[Format] = ["e4m3", "bf16"]
+WINDOWED = [
+    *((layout, None) for layout in LAYOUTS),
+    *((LAYOUTS[0], window) for window in (20, 100, 1024)),
+    *((LAYOUTS[3], window) for window in (20, 1024)),
+]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -36,13 +41,18 @@ class Case:
     keys: PackedKeys
     dequantised: Gradients
     d_output: torch.Tensor
+    window: int | None = None
 
     def gradients(self) -> Gradients:
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
         starts, longest = (lengths.cumsum(0) - lengths).int(), max(self.lengths)
         packed = self.queries, self.query_scales, self.keys
-        output, lse = prefill_attention(*packed, starts, lengths, starts, lengths, longest, longest)
-        return attention_backward(*packed, output, lse, self.d_output, starts, lengths, longest)
+        output, lse = prefill_attention(
+            *packed, starts, lengths, starts, lengths, longest, longest, self.window
+        )
+        return attention_backward(
+            *packed, output, lse, self.d_output, starts, lengths, longest, self.window
+        )
 
     def autograd(self, dtype: torch.dtype) -> Gradients:
         """PyTorch's gradients, computed in ``dtype``."""
@@ -52,9 +62,14 @@ class Case:
             q, k, v = (
                 x[rows].transpose(0, 1)[None].to(dtype).requires_grad_() for x in self.dequantised
             )
-            output = scaled_dot_product_attention(
-                q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True
-            )
+            k_all, v_all = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            if self.window is None:
+                output = scaled_dot_product_attention(q, k_all, v_all, is_causal=True)
+            else:
+                place = torch.arange(q.shape[2], device="cuda")
+                behind = place[:, None] - place[None, :]
+                seen = (behind >= 0) & (behind < self.window)
+                output = scaled_dot_product_attention(q, k_all, v_all, attn_mask=seen)
             parts.append(
                 torch.autograd.grad(
                     output, (q, k, v), self.d_output[rows].transpose(0, 1)[None].to(dtype)
@@ -87,6 +102,7 @@ class Case:
             packed,
             (q[rows], k[rows], v[rows]),
             self.d_output[rows],
+            self.window,
         )
 
 
@@ -116,9 +132,11 @@ def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_against_fp64(layout: tuple[int, int, int], format: Format) -> None:
-    case = make(LENGTHS, layout, format)
+@pytest.mark.parametrize(("layout", "window"), WINDOWED)
+def test_values_against_fp64(
+    layout: tuple[int, int, int], window: int | None, format: Format
+) -> None:
+    case = replace(make(LENGTHS, layout, format), window=window)
     for name, got, theirs, exact in zip(
         ("dq", "dk", "dv"),
         case.gradients(),
@@ -128,7 +146,8 @@ def test_values_against_fp64(layout: tuple[int, int, int], format: Format) -> No
     ):
         ours, reference = relative_error(got, exact), relative_error(theirs, exact)
         print(
-            f"{format} {layout} {name}: relative error {ours:.5f}, PyTorch's BF16 {reference:.5f}"
+            f"{format} {layout} {window} {name}: relative error {ours:.5f}, PyTorch's BF16 "
+            f"{reference:.5f}"
         )
         assert ours <= 1.1 * reference
         # no short sequence drowns in the long ones; the gradients of q and k of a single token are
@@ -137,12 +156,31 @@ def test_values_against_fp64(layout: tuple[int, int, int], format: Format) -> No
             assert relative_error(got[rows], exact[rows]) < 0.01 or exact[rows].norm() < 1e-9
 
 
+@pytest.mark.parametrize("window", [2, 63, 64, 65, 66, 100, 128, 129, 700, 2999])
+@pytest.mark.parametrize("layout", [(32, 8, 128), (14, 2, 64)])
+def test_a_window_masks_what_it_should(layout: tuple[int, int, int], window: int) -> None:
+    """Each sequence as accurate as PyTorch's, the edge's tiles included."""
+    case = replace(make(LENGTHS, layout, "bf16"), window=window)
+    exact = case.autograd(torch.float64)
+    for got, wanted in zip(case.gradients(), exact, strict=True):
+        for rows in case.rows():
+            assert relative_error(got[rows], wanted[rows]) < 0.01 or wanted[rows].norm() < 1e-9
+
+
 @pytest.mark.parametrize("format", FORMATS)
+def test_a_window_that_covers_everything_changes_no_bit(format: Format) -> None:
+    case = make(LENGTHS, (32, 8, 128), format)
+    covering = replace(case, window=max(LENGTHS))
+    assert all(map(torch.equal, case.gradients(), covering.gradients()))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("layout", [(32, 8, 128), (14, 2, 64)])
 def test_bits_repeat_and_do_not_depend_on_the_company(
-    layout: tuple[int, int, int], format: Format
+    layout: tuple[int, int, int], window: int | None, format: Format
 ) -> None:
-    case = make(LENGTHS, layout, format)
+    case = replace(make(LENGTHS, layout, format), window=window)
     once, again = case.gradients(), case.gradients()
     assert all(map(torch.equal, once, again))
     for rows in case.rows():

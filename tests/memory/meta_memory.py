@@ -67,6 +67,7 @@ class _NoKernel:
 class _NoGemm:
     fp8_gemm_nt = bf16_gemm_nt = staticmethod(lambda *arguments, **options: None)
     m_grouped_fp8_gemm_nt_contiguous = m_grouped_bf16_gemm_nt_contiguous = fp8_gemm_nt
+    m_grouped_fp8_gemm_nt_contiguous = m_grouped_bf16_gemm_nt_contiguous = fp8_gemm_nt
     fp8_m_grouped_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked = fp8_gemm_nt
 
 
@@ -76,7 +77,13 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     pytest.importorskip("triton", reason="the modules that launch the kernels need Triton")
     from isobit.kernels import hopper
-    from isobit.kernels.hopper import gemm, linear_backward, packed_attention
+    from isobit.kernels.hopper import (
+        experts,
+        gemm,
+        grouped_gemm,
+        linear_backward,
+        packed_attention,
+    )
     from isobit.kernels.hopper.backend import HopperBackend
 
     for found in pkgutil.iter_modules(hopper.__path__):
@@ -86,6 +93,8 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", _NoGemm)
     monkeypatch.setattr(gemm, "gemm_back_end", lambda scales: "deep_gemm")
     monkeypatch.setattr(gemm, "bf16_back_end", lambda: "deep_gemm")
+    for module in (grouped_gemm, experts):
+        monkeypatch.setattr(module, "grouped_back_end", lambda: "deep_gemm")
     monkeypatch.setattr(linear_backward, "wgrad_back_end", lambda: "deep_gemm")
     monkeypatch.setattr(packed_attention, "to_device", lambda tensor, device: tensor.to(device))
     monkeypatch.setattr(HopperBackend, "to_device", lambda self, tensor: tensor.to(self.device))

@@ -66,6 +66,30 @@ def test_scalar_heads_are_within_what_is_planned(
     check_pass(replace(QWEN3_8B, num_layers=8, **{head: True}), "fp8", recompute)
 
 
+@pytest.mark.parametrize("recompute", LEVELS)
+def test_experts_are_within_what_is_planned(
+    recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they pad depends on the tokens, which no plan knows: an upper bound."""
+    meta_memory.without_launches(monkeypatch)
+    config = replace(model_shape("qwen3-30b-a3b"), num_layers=3)
+    policy = meta_memory.meta_policy(config, precision("fp8"))
+    for lengths in ((4096,), (2048,) * 16):
+        measured = meta_memory.micro_batch_bytes(policy, lengths, recompute)
+        tokens = sum(lengths)
+        saved = saved_bytes(config, policy.flow, sizes, recompute, tokens)
+        passing = passing_bytes(config, policy.flow, sizes, recompute, tokens, max(lengths))
+        beside = 4 * tokens * config.hidden_size
+        assert saved + beside == pytest.approx(measured["saved"], rel=0.005)
+        assert -0.005 < (saved + max(passing.values())) / measured["peak"] - 1 < 0.13
+        assert (saved + passing["a layer, forward"]) / measured["forward"] > 0.99
+
+
+def test_a_mixture_is_planned() -> None:
+    made = plan(model_shape("qwen3-30b-a3b"), moments="fp8", total=1 << 40)
+    assert made.rollout["published weights"] == pytest.approx(30.5e9, rel=0.03)
+
+
 def check_pass(config: ModelConfig, preset: str, recompute: Recompute) -> None:
     policy = meta_memory.meta_policy(config, precision(preset))
     for lengths in ((4096,), (16384,), (2048,) * 16):

@@ -4,17 +4,19 @@ sizes, and every folder that says one thing and holds another.
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.errors import ModelError
 from isobit.models.checkpoint import Checkpoint
-from isobit.models.config import ModelConfig
+from isobit.models.config import Experts, ModelConfig
 from isobit.models.folder import load_policy, read_config
 from isobit.models.fp8_checkpoint import master_of, read_fp8_format
 from isobit.models.frozen import FrozenPolicy
@@ -24,6 +26,7 @@ from isobit.models.shards import WEIGHTS_FILE
 from isobit.precision.dequantise import dequantise
 from isobit.precision.formats import E4M3
 from isobit.precision.quant_tensor import QuantTensor
+from isobit.proof.verify import VerifyOptions, verify_policy
 
 CONFIG = ModelConfig("qwen3", 64, 160, 200, 2, 4, 2, 32, 64, 1e-6, 1e4, tied_embeddings=False)
 """q has 128 rows, k and v 64, gate and up 200; no width is a multiple of 128."""
@@ -56,9 +59,11 @@ def quantised(matrix: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, t
     return values.to(E4M3), scales
 
 
-def write(folder: Path, power_of_two: bool = True, **quantization: Any) -> Tensors:
+def write(
+    folder: Path, power_of_two: bool = True, config: ModelConfig = CONFIG, **quantization: Any
+) -> Tensors:
     """An FP8 folder; -> its tensors."""
-    save_policy(random_policy(CONFIG, PrecisionConfig(preset="fp32"), seed=0), folder)
+    save_policy(random_policy(config, PrecisionConfig(preset="fp32"), seed=0), folder)
     tensors = load_file(folder / WEIGHTS_FILE)
     for name in list(tensors):
         if name.split(".")[-2] in LINEARS:
@@ -174,6 +179,48 @@ def test_other_flows_read_the_numbers(tmp_path: Path, preset: Preset) -> None:
     assert isinstance(training, torch.Tensor) and torch.equal(training.float(), numbers)
     if preset == "fp8-rollout":
         assert is_as_stored(qkv_of(policy), stored, QKV)
+
+
+def test_what_is_sampled_from_a_folders_bytes_is_what_training_computes(tmp_path: Path) -> None:
+    write(tmp_path, power_of_two=False)
+    policy = load_policy(tmp_path, FP8_FP32_SCALES, trainable=False)
+    result = verify_policy(policy, VerifyOptions(prompts=3, samples=1, max_new_tokens=8))
+    assert result.comparison.tokens_compared > 100 and result.comparison.tokens_differing == 0
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_the_numbers_are_those_that_transformers_reads(tmp_path: Path, power_of_two: bool) -> None:
+    """Stock transformers takes whole blocks only, and rounds what they stand for to BF16."""
+    config = replace(CONFIG, hidden_size=256, intermediate_size=384, head_dim=64, num_kv_heads=4)
+    write(tmp_path, power_of_two, config)
+    masters = load_policy(tmp_path, FP8_FP32_SCALES).masters
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, local_files_only=True
+    ).state_dict()
+    for ours, names in {
+        "layers.1.qkv_proj.weight": QKV,
+        "layers.0.down_proj.weight": ["model.layers.0.mlp.down_proj.weight"],
+    }.items():
+        expected = torch.cat([theirs[name] for name in names])
+        assert expected.dtype == torch.bfloat16
+        assert torch.equal(masters[ours].bfloat16(), expected)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_experts_stand_one_upon_the_other(tmp_path: Path, power_of_two: bool) -> None:
+    """Blocks begin anew at each expert's matrices; the router is not in FP8."""
+    config = replace(CONFIG, family="qwen3_moe", experts=Experts(4, 2, 136, True))
+    stored = write(tmp_path, power_of_two, config)
+    policy = load_policy(tmp_path, FP8 if power_of_two else FP8_FP32_SCALES, trainable=False)
+    path = "model.layers.1.mlp.experts"
+    gate_up = [f"{path}.{e}.{kind}_proj.weight" for e in range(4) for kind in ("gate", "up")]
+    down = [f"{path}.{e}.down_proj.weight" for e in range(4)]
+    linears = policy.weights("rollout").linears
+    assert is_as_stored(linears["layers.1.experts.gate_up_proj"].matrix, stored, gate_up)
+    assert is_as_stored(linears["layers.1.experts.down_proj"].matrix, stored, down)
+    rewrite(tmp_path, lambda t: t.pop(f"{down[2]}_scale_inv"))
+    with pytest.raises(ModelError, match=rf"{down[2]} is F8_E4M3, and its scales"):
+        load_policy(tmp_path, FP8)
 
 
 def test_a_frozen_policy_takes_them_too(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ CLAIMS: dict[str, Callable[[Figures, Figures], bool]] = {
 }
 """What a recipe for one capability shows in its first or its last step."""
 TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "your_data", *CLAIMS)
-SFT = ("fine_tune", "reward_model", "starter")
+SFT = ("fine_tune", "moe", "reward_model", "starter")
 SMALL = {"training.steps": 1, "training.prompts_per_step": 2, "threads": 1}
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' "
@@ -189,6 +189,15 @@ def test_fine_tuning_on_worked_examples_lowers_the_loss(tmp_path: Path) -> None:
     assert isinstance(before, float) and isinstance(after, float)
     assert after < before
     assert summary["accuracy_after"] is not None
+
+
+def test_a_mixture_of_experts_learns_from_random_weights(tmp_path: Path) -> None:
+    small = {"training__prompts_per_step": 16, "data__eval__held_out__limit": 8}
+    small |= {"from_scratch__num_layers": 2, "training__learning_rate": 1e-2}
+    summary = run("sft", "moe", tmp_path / "run", training__steps=3, **small)
+    before, after = summary["loss_before"], summary["loss_after"]
+    assert isinstance(before, float) and isinstance(after, float)
+    assert after < before
 
 
 def test_a_reward_model_learns_from_the_shipped_pairs_and_scores_a_file(

@@ -114,7 +114,7 @@ def _print_scenario(scenario: "ScenarioResult") -> None:
     counts = scenario.comparison
     print(
         f"{scenario.name:<40} {counts.tokens_compared:>8,} compared {counts.tokens_differing:>8,} "
-        "differ",
+        f"differ{counts.describe_routings()}",
         flush=True,
     )
 
@@ -127,7 +127,7 @@ def _print_result(result: "VerifyResult") -> None:
     counts = result.comparison
     print(
         f"{result.preset}: {counts.tokens_differing:,} of {counts.tokens_compared:,} "
-        "log-probabilities differ, "
+        f"log-probabilities{counts.describe_routings()} differ, "
         f"by {counts.max_abs_diff:.3g} at most"
     )
     for missing in result.missing:

@@ -42,6 +42,17 @@ class OptimisationConfig(Strict):
     """What the backward computes again, to the same bits, instead of keeping it: nothing, the MLP
     of each layer, or all of each layer.
     """
+    router_balance: float = Field(default=0.001, ge=0)
+    """Coefficient of the load-balancing loss of a mixture of experts, in each layer: the mean over
+    sequences of what is 1 where all experts are chosen equally often.  0 switches it off.  The
+    default is what Qwen3-MoE was published with (``router_aux_loss_coef``), a tenth of what models
+    are pre-trained with: it keeps experts in use, and hardly moves a router that is balanced.
+    """
+    router_z: float = Field(default=0.0, ge=0)
+    """Coefficient of the router's z-loss, in each layer: the mean over tokens of the squared
+    log-sum-exp of its logits.  It keeps logits small, which a router in low precision needs; this
+    one computes in FP32.
+    """
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_updates: int = Field(default=3, ge=0)
     """Stop after that many updates in a row were skipped because loss or gradient norm was

@@ -7,6 +7,8 @@ T tokens, C hidden size; attention and MLP are the halves of a layer.
       none              both halves
       mlp               attention, and the residual stream that the MLP reads
       full              the residual stream that attention reads
+    experts that are computed again leave their digests' sources; saved rows that fill an expert's
+    blocks are there whatever the tokens
 
     what passes, the largest of:
       what the back end's workspaces take (lm_head's logits, for example)
@@ -34,7 +36,9 @@ def saved_bytes(
     shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, recompute: Recompute, tokens: int
 ) -> int:
     """What all layers keep for the backward of a micro-batch."""
-    return tokens * sum(layer.saved(recompute) for layer in _layers(shape, flow, sizes))
+    layers = _layers(shape, flow, sizes)
+    padding = sum(layer.mlp.saved_once for layer in layers) if recompute == "none" else 0
+    return tokens * sum(layer.saved(recompute) for layer in layers) + padding
 
 
 def passing_bytes(
@@ -49,12 +53,14 @@ def passing_bytes(
     other.
     """
     layers = _layers(shape, flow, sizes)
-    once = max(layer.once for layer in layers)
     return {
         **sizes.workspaces(_work(shape, tokens, longest)),
-        "a layer, forward": tokens * max(layer.forward(recompute) for layer in layers),
-        "a layer, backward": tokens * max(layer.backward(recompute) for layer in layers)
-        + max(0, once - tokens * layers[0].mlp.input),
+        "a layer, forward": max(
+            tokens * layer.forward(recompute) + layer.mlp.made_once for layer in layers
+        ),
+        "a layer, backward": max(
+            tokens * layer.backward(recompute) + layer.once(recompute, tokens) for layer in layers
+        ),
     }
 
 
@@ -66,8 +72,9 @@ def scoring_bytes(
     """
     workspaces = sizes.workspaces(_work(shape, tokens, longest))
     head = (size for moment, size in workspaces.items() if not moment.endswith("backward"))
-    layer = max(layer.scoring for layer in _layers(shape, flow, sizes))
-    return max(tokens * layer, *head)
+    layers = _layers(shape, flow, sizes)
+    layer = max(tokens * layer.scoring + layer.mlp.made_once for layer in layers)
+    return max(layer + tokens * sum(layer.mlp.noted for layer in layers), *head)
 
 
 def _work(shape: ModelConfig, tokens: int, longest: int) -> WorkShape:
@@ -89,10 +96,13 @@ class _Layer:
     attention: UnitBytes
     mlp: UnitBytes
 
-    @property
-    def once(self) -> int:
-        """The largest matrix that the backward makes for itself."""
-        return max(self.attention.once, self.mlp.once)
+    def once(self, recompute: Recompute, tokens: int) -> int:
+        """What the backward makes whatever the tokens, beside what it makes a token."""
+        matrices = max(0, max(self.attention.once, self.mlp.once) - tokens * self.mlp.input)
+        if not self.mlp.made_once:
+            return matrices
+        padding = 0 if recompute == "none" else self.mlp.saved_once
+        return max(matrices, self.mlp.once) + padding
 
     @property
     def scoring(self) -> int:
@@ -104,8 +114,9 @@ class _Layer:
     def saved(self, recompute: Recompute) -> int:
         """For the backward."""
         if recompute == "full":
-            return self.attention.input
-        return self.attention.saved + (self.mlp.input if recompute == "mlp" else self.mlp.saved)
+            return self.attention.input + self.mlp.noted
+        mlp = self.mlp.input + self.mlp.noted if recompute == "mlp" else self.mlp.saved
+        return self.attention.saved + mlp
 
     def forward(self, recompute: Recompute) -> int:
         """Beside what it saves."""

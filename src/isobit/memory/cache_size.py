@@ -17,6 +17,7 @@ from isobit.errors import ConfigError, OutOfMemoryError
 from isobit.kernels.backend import DeviceMemory
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import ModelConfig
+from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy
 from isobit.precision.flow import PrecisionFlow
 
@@ -46,7 +47,7 @@ def choose_num_pages(policy: Policy, config: RolloutConfig) -> int:
     if device is None or config.kv_pages is not None or config.kv_memory_gib is not None:
         return num_pages_for(policy.config, policy.flow, config, sizes)
     device.release_cached()
-    room = device.free() - forward_bytes(policy.config, config, sizes) - RESERVE
+    room = device.free() - forward_bytes(policy.config, policy.flow, config, sizes) - RESERVE
     page = sizes.page_bytes(policy.config, policy.flow)
     return num_pages_within(policy.config, config, sizes.page_tokens, page, room)
 
@@ -97,15 +98,20 @@ def out_of_memory_named(memory: DeviceMemory | None) -> Iterator[None]:
         ) from error
 
 
-def forward_bytes(shape: ModelConfig, config: RolloutConfig, sizes: Sizes) -> int:
+def forward_bytes(
+    shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes
+) -> int:
     """What the largest forward of the engine takes on a GPU, beside weights and cache.
 
-    A token: the residual stream twice, a norm and an output of a linear in BF16, the MLP's gate and
-    up in BF16 and their product quantised, Q, K and V before and after.  Then the keys of a prompt
-    chunk laid end to end, and logits with what sampling keeps of them.
+    A token: the residual stream twice, a norm and an output of a linear in BF16, what the second
+    half of a layer makes, Q, K and V before and after, and what is noted of its experts.  Then what
+    experts take whatever the tokens, the keys of a prompt chunk laid end to end, and logits with
+    what sampling keeps of them.
     """
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    token = 8 * shape.hidden_size + 6 * shape.intermediate_size + 12 * qkv
+    halves = [layer.mlp.bytes(sizes, flow.rollout) for layer in build_decoder(shape).layers]
+    made, once = max(half.made for half in halves), max(half.made_once for half in halves)
+    token = 8 * shape.hidden_size + 12 * qkv + made + sum(half.noted for half in halves)
     tokens = batched_tokens(config, sizes)
     keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)
-    return token * tokens + keys + 3 * 4 * shape.vocab_size * config.max_sequences
+    return token * tokens + once + keys + 3 * 4 * shape.vocab_size * config.max_sequences

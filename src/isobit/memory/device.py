@@ -147,7 +147,7 @@ class DevicePlanner:
         standing = self.standing_bytes(training)
         if training.offload_moments:
             host[MOMENTS] = page_locked(standing.pop(MOMENTS))
-        standing["forward and logits"] = forward_bytes(self.shape, rollout, self.sizes)
+        standing["forward and logits"] = forward_bytes(self.shape, self.flow, rollout, self.sizes)
         room = self.total - RESERVE - sum(standing.values())
         pages = self._num_pages(rollout, training, longest, room)
         standing["KV pages"] = pages * self.sizes.page_bytes(self.shape, self.flow)

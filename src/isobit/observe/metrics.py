@@ -20,7 +20,7 @@ from isobit.algorithms.ppo import explained_variance
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
-from isobit.training.comparison import Mismatch
+from isobit.training.comparison import Comparison, Mismatch
 from isobit.training.step import StepMetrics
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def step_metrics(
         "reward/level_share": trained.level_groups / trained.groups,
         **length_metrics(groups),
         **{name: scalars[key] for key, name in _TRAINING_NAMES.items() if key in scalars},
+        **{name: value for name, value in scalars.items() if name.startswith("router/")},
         **value_metrics(scalars),
         **clip_metrics(trained.clip),
         "updates/taken": len(trained.updates) - trained.skipped_updates,
@@ -85,6 +86,7 @@ def step_metrics(
         "log_prob_diff/max": trained.comparison.max_abs_diff,
         "log_prob_diff/tokens_compared": trained.comparison.tokens_compared,
         "log_prob_diff/tokens_differing": trained.comparison.tokens_differing,
+        **routing_metrics(trained.comparison),
         **mismatch_metrics(trained.mismatch),
         **{f"correction/{name}": value for name, value in trained.corrections.items()},
         "replay/samples": trained.replayed_samples,
@@ -122,6 +124,16 @@ def length_metrics(groups: Sequence[Group]) -> Metrics:
         "response_length/truncated": fmean(
             completion.finish_reason == "length" for completion in completions
         ),
+    }
+
+
+def routing_metrics(comparison: Comparison) -> Metrics:
+    """Tokens whose experts differ between rollout and training; nothing without experts."""
+    if not comparison.routings_compared:
+        return {}
+    return {
+        "routing_diff/tokens_compared": comparison.routings_compared,
+        "routing_diff/tokens_differing": comparison.routings_differing,
     }
 
 

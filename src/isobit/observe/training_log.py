@@ -204,7 +204,7 @@ def completion_line(
     step: int, source: str, group: Group, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """The first completion of a group, with the text and the log-probability (nats, the FP32
-    number) of its first tokens.
+    number) of its first tokens, and the digests of their experts.
     """
     completion = group.completions[0]
     shown = slice(TOKENS_KEPT)
@@ -221,4 +221,5 @@ def completion_line(
         "log_probs": [
             float(f"{log_prob:.9g}") for log_prob in completion.log_probs[shown]
         ],  # nine digits hold every FP32 number
+        **({} if completion.routings is None else {"routings": completion.routings[shown]}),
     }

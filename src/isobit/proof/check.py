@@ -37,11 +37,11 @@ def check_step(
 
 def _problem(check: CheckConfig, flow: PrecisionFlow, comparison: Comparison) -> str | None:
     if flow.exact:
-        if not comparison.tokens_differing:
+        if not comparison.differs:
             return None
         return (
-            f"{comparison.tokens_differing:,} of {comparison.tokens_compared:,} log-probabilities "
-            "differ between rollout and training, "
+            f"{comparison.tokens_differing:,} of {comparison.tokens_compared:,} log-probabilities"
+            f"{comparison.describe_routings()} differ between rollout and training, "
             f"by {comparison.max_abs_diff:.3g} at most, in a flow where none should"
         )
     limit = check.max_mean_diff

@@ -4,7 +4,8 @@ The native engine completes random prompts under settings that make everything h
 change a bit: preemption, prompts cut into chunks, groups that share pages, few sequences at once,
 greedy and truncated sampling, temperatures other than 1 (``isobit.proof.scenarios``).  Every
 recorded log-probability is then compared, bit for bit, with the one that the training forward
-computes from packed batches: each sequence alone, and among different neighbours.
+computes from packed batches: each sequence alone, and among different neighbours.  So are the
+experts that each token's row was routed to, in a mixture of experts.
 
 A scenario counts only if what it is there for did happen, by the engine's own counts; where it did
 not, that part was not proved and the result says so.  In ``fp8-rollout``, whose sides are two
@@ -96,7 +97,7 @@ class VerifyResult:
         """1 if any bit differs, else 2 if anything could not be compared, else 0."""
         return (
             1
-            if self.comparison.tokens_differing
+            if self.comparison.differs
             else 2
             if self.missing or not self.comparison.tokens_compared
             else 0
@@ -205,10 +206,7 @@ def run_scenario(
     samples = generate_samples(engine, workload.requests(scenario))
     comparisons = {
         name: sum(
-            (
-                Comparison.of(batch.recorded_log_probs, scorer.score(batch).log_probs)
-                for batch in batches
-            ),
+            (Comparison.of_batch(batch, scorer.score(batch)) for batch in batches),
             Comparison(),
         )
         for name, batches in make_packings(samples, seed)
@@ -218,8 +216,13 @@ def run_scenario(
 
 
 def _counts(comparison: Comparison) -> dict[str, float]:
+    routings = {
+        "routings_compared": comparison.routings_compared,
+        "routings_differing": comparison.routings_differing,
+    }
     return {
         "tokens_compared": comparison.tokens_compared,
         "tokens_differing": comparison.tokens_differing,
         "max_abs_diff": comparison.max_abs_diff,
+        **(routings if comparison.routings_compared else {}),
     }

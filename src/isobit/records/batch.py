@@ -37,6 +37,10 @@ class PackedBatch:
     """
     advantages: torch.Tensor
     """float32 [N]"""
+    recorded_routings: torch.Tensor | None = None
+    """int64 [N], of the row that each target was drawn from; 0 where none is known (of what is
+    replayed), and None where no sequence has any.
+    """
     fresh: torch.Tensor | None = None
     """bool [N], whether a target was drawn in this step, from the weights of before its updates;
     None is everywhere.

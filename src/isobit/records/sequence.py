@@ -4,6 +4,7 @@
     loss_mask          False  | True              | False            | True
     log_probs          0      | as recorded       | 0                | as recorded
     weights_versions   GIVEN  | 7 7 7 8 8         | GIVEN            | 8 8
+    routings           0      | as recorded       | 0                | as recorded
 
 Every column has an entry for every token, so that masking tokens, moving a half-done sample to
 newer weights, another turn, or an advantage for each token changes entries, never the container.
@@ -42,10 +43,16 @@ class TokenSequence:
     """Of the log-probabilities: above 0, and 1 where decoding was greedy."""
     truncated_log_probs: tuple[float, ...] | None = None
     """Under the truncated distribution; None without top-k, top-p or min-p."""
+    routings: tuple[int, ...] | None = None
+    """Digests of the experts at the row that each token was drawn from, recorded at the draw
+    (``isobit.models.routes``); None where a model without experts drew.
+    """
     old_log_probs: tuple[float, ...] | None = None
     """By the trainer's forward before it learnt from the sequence; None where the recorded ones are
     those of the same function.
     """
+    old_routings: tuple[int, ...] | None = None
+    """Digests of that forward's experts; None as for ``old_log_probs``, or without experts."""
     reference_log_probs: tuple[float, ...] | None = None
     """By the reference model; None without one."""
     values: tuple[float, ...] | None = None
@@ -60,7 +67,9 @@ class TokenSequence:
     def __post_init__(self) -> None:
         optional = (
             self.truncated_log_probs,
+            self.routings,
             self.old_log_probs,
+            self.old_routings,
             self.reference_log_probs,
             self.values,
             self.returns,
@@ -85,6 +94,7 @@ class TokenSequence:
         weights_versions: Sequence[int] | None = None,
         temperature: float = 1.0,
         truncated_log_probs: Sequence[float] | None = None,
+        routings: Sequence[int] | None = None,
     ) -> Self:
         """A prompt and one answer to learn from, with an entry for each token of the answer in what
         is given of it; without ``weights_versions`` the answer comes from a data set.
@@ -101,6 +111,7 @@ class TokenSequence:
             truncated_log_probs=None
             if truncated_log_probs is None
             else (0.0,) * given + tuple(truncated_log_probs),
+            routings=None if routings is None else (0,) * given + tuple(routings),
         )
 
     @property
@@ -126,10 +137,11 @@ class TokenSequence:
 
     def spread(self, values: Iterable[float]) -> tuple[float, ...]:
         """A column from one value for each token of the response, in their order; 0 elsewhere."""
-        given = tuple(values)
-        assert len(given) == sum(self.loss_mask), "one value a token of the response"
-        following = iter(given)
-        return tuple([next(following) if learnt else 0.0 for learnt in self.loss_mask])
+        return self._spread(values, 0.0)
+
+    def spread_integers(self, values: Iterable[int]) -> tuple[int, ...]:
+        """``spread`` of whole numbers."""
+        return self._spread(values, 0)
 
     def with_advantages(self, advantages: float | Sequence[float]) -> Self:
         """The sequence with the same advantage at every token of its response, or with one each."""
@@ -137,3 +149,9 @@ class TokenSequence:
             return replace(self, advantages=self.spread(advantages))
         same = tuple([advantages if learnt else 0.0 for learnt in self.loss_mask])
         return replace(self, advantages=same)
+
+    def _spread(self, values: Iterable[T], elsewhere: T) -> tuple[T, ...]:
+        given = tuple(values)
+        assert len(given) == sum(self.loss_mask), "one value a token of the response"
+        following = iter(given)
+        return tuple([next(following) if learnt else elsewhere for learnt in self.loss_mask])

@@ -84,6 +84,12 @@ class Completion:
         return None if column is None else self.sequence.of_response(column)
 
     @property
+    def routings(self) -> tuple[int, ...] | None:
+        """One for each of ``token_ids``; see ``TokenSequence``."""
+        column = self.sequence.routings
+        return None if column is None else self.sequence.of_response(column)
+
+    @property
     def weights_versions(self) -> tuple[int, ...]:
         """One for each of ``token_ids``: the weights that it was drawn from."""
         return self.sequence.of_response(self.sequence.weights_versions)

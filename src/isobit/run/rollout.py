@@ -68,4 +68,6 @@ def completion_lines(groups: Sequence[Group]) -> Iterator[str]:
                 "log_probs": completion.log_probs,
                 "columns": dict(group.prompt.row),
             }
+            if completion.routings is not None:
+                record["routings"] = completion.routings
             yield json.dumps(record, ensure_ascii=False, default=str)

@@ -1,4 +1,5 @@
-"""How far the recorded log-probabilities are from the trainer's own: in an exact flow, nowhere.
+"""How far the recorded log-probabilities, and the experts that were chosen, are from the trainer's
+own: in an exact flow, nowhere.
 
 Bits are compared, not values within a tolerance: a NaN equals itself here, and 0.0 differs from
 -0.0.
@@ -15,12 +16,14 @@ probability does not drown everything else.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Self
 
 import torch
 
 from isobit.algorithms.corrections import LARGEST_LOG_RATIO, effective_sample_size
+from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,20 @@ class Comparison:
     tokens_differing: int = 0
     max_abs_diff: float = 0.0
     sum_abs_diff: float = 0.0
+    routings_compared: int = 0
+    """Tokens of a mixture of experts whose digests of experts were compared."""
+    routings_differing: int = 0
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything does."""
+        return bool(self.tokens_differing or self.routings_differing)
+
+    def describe_routings(self) -> str:
+        """Of a mixture of experts, as the rest of a sentence on log-probabilities; else empty."""
+        if not self.routings_compared:
+            return ""
+        return f", {self.routings_differing:,} of {self.routings_compared:,} routings"
 
     @property
     def mean_abs_diff(self) -> float:
@@ -46,12 +63,28 @@ class Comparison:
         difference = (recorded.double() - trained.double()).abs()
         return cls(recorded.numel(), differing, float(difference.max()), float(difference.sum()))
 
+    @classmethod
+    def of_routings(cls, recorded: torch.Tensor, trained: torch.Tensor) -> Self:
+        """Compare two int64 [N] of digests."""
+        differing = int((recorded != trained).sum())
+        return cls(routings_compared=recorded.numel(), routings_differing=differing)
+
+    @classmethod
+    def of_batch(cls, batch: PackedBatch, scores: TokenScores) -> "Comparison":
+        """Compare what was recorded of a batch's targets with what a forward says of them."""
+        found = cls.of(batch.recorded_log_probs, scores.log_probs)
+        if batch.recorded_routings is None or scores.routings is None:
+            return found
+        return found + cls.of_routings(batch.recorded_routings, scores.routings)
+
     def __add__(self, other: "Comparison") -> "Comparison":
         return Comparison(
             self.tokens_compared + other.tokens_compared,
             self.tokens_differing + other.tokens_differing,
             max(self.max_abs_diff, other.max_abs_diff),
             self.sum_abs_diff + other.sum_abs_diff,
+            self.routings_compared + other.routings_compared,
+            self.routings_differing + other.routings_differing,
         )
 
 
@@ -96,10 +129,11 @@ class Mismatch:
 
 @dataclass(slots=True)
 class ComparedTokens:
-    """Log-probabilities to be compared, as they come by micro-batch."""
+    """Log-probabilities to be compared, as they come by micro-batch, and digests of experts."""
 
     _recorded: list[torch.Tensor]
     _trained: list[torch.Tensor]
+    _routings: Comparison = field(default_factory=Comparison)
 
     @classmethod
     def none(cls) -> Self:
@@ -111,9 +145,14 @@ class ComparedTokens:
         self._recorded.append(recorded)
         self._trained.append(trained)
 
+    def add_routings(self, recorded: torch.Tensor, trained: torch.Tensor) -> None:
+        """Two int64 [N] of digests."""
+        self._routings += Comparison.of_routings(recorded, trained)
+
     def comparison(self) -> Comparison:
         """Bit for bit."""
-        return Comparison.of(_joined(self._recorded), _joined(self._trained))
+        found = Comparison.of(_joined(self._recorded), _joined(self._trained))
+        return found + self._routings
 
     def mismatch(self) -> Mismatch | None:
         """By distance; None without a token."""

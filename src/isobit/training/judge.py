@@ -157,8 +157,14 @@ class Judge:
         return self._with_reference(self.reference, found)
 
     def _with_policy_scores(self, sequence: TokenSequence, scores: SequenceScores) -> TokenSequence:
-        old = scores.log_probs if self.recomputes else sequence.old_log_probs
-        return replace(sequence, old_log_probs=old, values=scores.values)
+        if not self.recomputes:
+            return replace(sequence, values=scores.values)
+        return replace(
+            sequence,
+            old_log_probs=scores.log_probs,
+            old_routings=scores.routings,
+            values=scores.values,
+        )
 
     def _with_reference(
         self, reference: FrozenPolicy, sequences: Sequence[TokenSequence]

@@ -61,6 +61,10 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
         assert len(given) in (0, len(sequences)), "all sequences have a column, or none"
         return numbers(given) if given else None
 
+    routings = None
+    if any(sequence.routings is not None for sequence in sequences):
+        columns = [sequence.routings or (0,) * sequence.length for sequence in sequences]
+        routings = torch.tensor([digest for column in columns for digest in column])[learnt]
     temperatures = torch.tensor([sequence.temperature for sequence in sequences])
     return PackedBatch(
         token_ids=token_ids,
@@ -77,5 +81,6 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
         values=optional(sequence.values for sequence in sequences),
         returns=optional(sequence.returns for sequence in sequences),
         importance=optional(sequence.importance for sequence in sequences),
+        recorded_routings=routings,
         fresh=torch.tensor([sequence.fresh for sequence in sequences])[owner],
     )

@@ -26,6 +26,8 @@ class SequenceScores:
     log_probs: tuple[float, ...]
     values: tuple[float, ...] | None
     """None for a model without a value head."""
+    routings: tuple[int, ...] | None = None
+    """Digests of the experts; None for a model without any."""
 
 
 def score_sequences(
@@ -39,11 +41,15 @@ def score_sequences(
         counts = torch.bincount(batch.sequence, minlength=len(members)).tolist()
         scores = scorer.score(batch)
         log_probs = scores.log_probs.split(counts)
-        values = [None] * len(members) if scores.values is None else scores.values.split(counts)
-        for index, ours, theirs in zip(members, log_probs, values, strict=True):
-            spread = sequences[index].spread
+        absent = [None] * len(members)
+        values = absent if scores.values is None else scores.values.split(counts)
+        routings = absent if scores.routings is None else scores.routings.split(counts)
+        for index, ours, theirs, chosen in zip(members, log_probs, values, routings, strict=True):
+            sequence = sequences[index]
             found[index] = SequenceScores(
-                spread(ours.tolist()), None if theirs is None else spread(theirs.tolist())
+                sequence.spread(ours.tolist()),
+                None if theirs is None else sequence.spread(theirs.tolist()),
+                None if chosen is None else sequence.spread_integers(chosen.tolist()),
             )
     return [found[index] for index in range(len(sequences))]
 

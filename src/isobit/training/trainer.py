@@ -4,6 +4,8 @@
     then                   norm, clip, AdamW, publish         or nothing at all, if loss or norm
                                                               is not finite
 
+A mixture of experts adds its router's own losses to the objective's (``isobit.training.router``).
+
 An update that is not finite leaves masters, optimiser state and published weights as they were.
 
 The objective runs on the host, on any device: it takes a few numbers a token, and what it reports
@@ -36,6 +38,7 @@ from isobit.training.optimiser import (
     set_learning_rate,
     step_device,
 )
+from isobit.training.router import RouterTotals, router_coefficients
 
 _LARGEST_NORM = torch.finfo(torch.float32).max
 """Gradients are clipped in FP32, where a larger norm, which FP64 still holds, would make zeros of
@@ -88,6 +91,7 @@ class _Totals:
     maxima: dict[str, float] = field(default_factory=dict)
     minima: dict[str, float] = field(default_factory=dict)
     compared: ComparedTokens = field(default_factory=ComparedTokens.none)
+    router: RouterTotals = field(default_factory=RouterTotals)
 
     def add(self, batch: PackedBatch, scores: TokenScores, outputs: LossOutputs) -> None:
         self.loss += float(outputs.loss.detach())
@@ -100,22 +104,24 @@ class _Totals:
         for name, value in outputs.minima.items():
             self.minima[name] = min(self.minima.get(name, value), value)
         if self.compare:
-            self._compare(batch, scores.log_probs.detach())
+            self._compare(batch, scores)
+        if scores.router is not None:
+            self.router.add(scores.router)
 
-    def _compare(self, batch: PackedBatch, log_probs: torch.Tensor) -> None:
+    def _compare(self, batch: PackedBatch, scores: TokenScores) -> None:
         """What is replayed was drawn from other weights, and has other log-probabilities by
         right.
         """
-        recorded = batch.recorded_log_probs
-        if batch.fresh is not None:
-            recorded, log_probs = recorded[batch.fresh], log_probs[batch.fresh]
-        self.compared.add(recorded, log_probs)
+        fresh = slice(None) if batch.fresh is None else batch.fresh
+        self.compared.add(batch.recorded_log_probs[fresh], scores.log_probs.detach()[fresh])
+        if batch.recorded_routings is not None and scores.routings is not None:
+            self.compared.add_routings(batch.recorded_routings[fresh], scores.routings[fresh])
 
     def metrics(
         self, norm: float, rate: float, changed: float, skipped: str | None
     ) -> UpdateMetrics:
         means = {name: value / self.tokens for name, value in self.sums.items()}
-        objective = means | self.maxima | self.minima
+        objective = means | self.maxima | self.minima | self.router.figures()
         return UpdateMetrics(
             self.loss,
             norm,
@@ -239,8 +245,9 @@ class Trainer:
         """Leave the update's gradients in the masters; -> their norm, and what is not finite, if
         anything is.
         """
+        router = router_coefficients(self.config, batches)
         for batch, shares in zip(batches, objective.shares(batches), strict=True):
-            scored = ScoredPass(self.policy, batch, self.config.recompute)
+            scored = ScoredPass(self.policy, batch, self.config.recompute, router)
             with self.timing("forward"):
                 scores = scored.forward()
             leaves = _leaves(scores)

@@ -13,20 +13,19 @@ from isobit.kernels.operands import PagedBatch
 from isobit.kernels.spec.sampling import draw_tokens
 from isobit.rollout.native.batch import ForwardBatch, build_batch
 from isobit.rollout.native.ready import Ready, distinct_rows
-from isobit.rollout.native.runner import ModelRunner
+from isobit.rollout.native.runner import DrawnToken, ModelRunner
 from isobit.rollout.native.sampler import draws_of
 from isobit.rollout.native.scheduler import Plan
 from isobit.rollout.native.sequence import Sample
-
-Drawn = tuple[Sample, int, float, float | None]
+from isobit.rollout.native.states import States
 
 
 class DelayedTokens:
-    def __init__(self, runner: "DelayedRunner", drawn: list[Drawn]) -> None:
+    def __init__(self, runner: "DelayedRunner", drawn: list[DrawnToken]) -> None:
         self._runner, self._drawn = runner, drawn
         self.step = runner.steps
 
-    def wait(self) -> Iterator[Drawn]:
+    def wait(self) -> Iterator[DrawnToken]:
         assert self._runner.waited < self.step, "steps are waited for once, in their order"
         self._runner.waited = self.step
         self._runner.overlapped += self._runner.steps > self.step
@@ -43,7 +42,7 @@ class DelayedRunner:
         self.page_tokens = model.page_tokens
         self.slots: dict[Sample, tuple[int, int, list[int]]] = {}
         self.steps = self.waited = self.overlapped = 0
-        self._drawn: list[Drawn] = []
+        self._drawn: list[DrawnToken] = []
 
     @property
     def version(self) -> int:
@@ -63,19 +62,20 @@ class DelayedRunner:
         lengths = tuple(position + 1 for position in positions)
         paged = PagedBatch((1,) * len(samples), lengths, table, torch.tensor(slots))
         tokens = torch.tensor([self.slots[sample][0] for sample in samples])
-        hidden = self.model.forward(ForwardBatch(tokens, torch.tensor(positions), paged))
-        self.draw(list(zip(samples, hidden, strict=True)))
+        states = self.model.forward(ForwardBatch(tokens, torch.tensor(positions), paged))
+        self.draw([(sample, states.row(row)) for row, sample in enumerate(samples)])
 
-    def prefill(self, plan: Plan) -> torch.Tensor:
+    def prefill(self, plan: Plan) -> States:
         batch = build_batch(plan, self.page_tokens)
-        return self.model.forward(batch)[torch.tensor(batch.paged.counts).cumsum(0) - 1]
+        return self.model.forward(batch).take(torch.tensor(batch.paged.counts).cumsum(0) - 1)
 
     def draw(self, ready: Ready) -> None:
-        hidden, rows = distinct_rows(ready)
-        logits = self.model.logits(hidden)
+        states, rows = distinct_rows(ready)
+        logits = self.model.logits(states.hidden)
         for row, (sample, _) in zip(rows, ready, strict=True):
             token = _draw_one(logits[row : row + 1], sample)
-            self._drawn.append((sample, *token))
+            routing = None if states.routings is None else int(states.routings[row])
+            self._drawn.append(DrawnToken(sample, *token, routing))
             self.slots[sample] = token[0], sample.length, list(sample.pages)
 
     def end_step(self) -> DelayedTokens:

@@ -22,6 +22,7 @@ from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.native.runner import ModelRunner
+from isobit.rollout.native.states import States
 from isobit.rollout.request import Request
 
 VOCAB = 11
@@ -57,7 +58,7 @@ class HistoryModel:
     def __post_init__(self) -> None:
         self.store = torch.full((self.num_pages, self.page_tokens), -1, dtype=torch.int64)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> States:
         self.batches.append(batch)
         paged = batch.paged
         assert len(set(paged.slots.tolist())) == paged.slots.numel(), (
@@ -82,7 +83,7 @@ class HistoryModel:
             hashes += [
                 history_hash(history[: position + 1]) for position in range(length - count, length)
             ]
-        return torch.tensor(hashes).unsqueeze(1)
+        return States(torch.tensor(hashes).unsqueeze(1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.logit_rows.append(hidden.shape[0])

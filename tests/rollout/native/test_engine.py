@@ -206,7 +206,7 @@ def test_a_forward_during_which_weights_change_is_not_used():
     engine, model = make_engine()
     forward = model.forward
 
-    def forward_and_publish(batch: Any) -> torch.Tensor:
+    def forward_and_publish(batch: Any) -> Any:
         hidden = forward(batch)
         model.version += len(model.batches) == 1
         return hidden
@@ -292,7 +292,7 @@ def test_no_requests_give_no_completions():
 
 
 def test_a_gpu_without_memory_names_the_keys_that_lower_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(batch: Any) -> torch.Tensor:
+    def forward(batch: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nMore lines")
 
     engine, model = make_engine()

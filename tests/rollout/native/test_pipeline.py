@@ -171,7 +171,7 @@ def test_a_step_during_which_weights_change_is_not_used():
     engine, model, runner = make_pipelined(max_batched_tokens=30)
     forward = model.forward
 
-    def forward_and_publish(batch: Any) -> torch.Tensor:
+    def forward_and_publish(batch: Any) -> Any:
         hidden = forward(batch)
         model.version += (
             model.version == 0 and len(model.batches) > 3 and max(batch.paged.counts) > 1
@@ -276,7 +276,8 @@ def generate_both(
 
 @pytest.mark.parametrize("sizes", [{}, TIGHT, {"max_sequences": 2}])
 @pytest.mark.parametrize(
-    "sampling", [{"stop_token_ids": (5,)}, {"stop_token_ids": (5,), "temperature": 0.7, "top_k": 9}]
+    "sampling",
+    [{"stop_token_ids": (5, 9)}, {"stop_token_ids": (5, 9), "temperature": 0.7, "top_k": 9}],
 )
 def test_completions_of_a_policy_are_the_same_bit_for_bit_and_those_of_the_training_forward(
     sizes: dict[str, Any], sampling: dict[str, Any]

@@ -68,6 +68,7 @@ def dequantised(weight: LinearWeight) -> torch.Tensor:
     """FP32 [N, K]: the matrix that the forward multiplies with."""
     if isinstance(weight.matrix, torch.Tensor):
         return weight.matrix.float()
+    assert isinstance(weight.matrix, QuantTensor)
     values = decode_e4m3(weight.matrix.values)
     return _by_column(values, row_scales(weight.matrix), (values.shape[1],))
 

@@ -211,9 +211,9 @@ def _group_gradients(
         q_rows, do_rows = rows(q, block), rows(d_output, block)
         lse = log_sum_exp[..., block].reshape(batch * kv_heads, -1, 1) * log(2.0)
         key = torch.arange(seen.start, seen.stop)
-        hidden = (key >= group.visible[:, None, block, None]) | (
-            key < first_seen[:, None, block, None]
-        )
+        hidden = key >= group.visible[:, None, block, None]
+        if window is not None:
+            hidden |= key < first_seen[:, None, block, None]
         scores = torch.bmm(q_rows, k[:, seen].transpose(1, 2)).mul_(scale).sub_(lse)
         weights = (
             scores.view(batch, kv_heads * repeat, -1, key.numel())

@@ -8,8 +8,10 @@ a bytes of an activation (2, or 4 in fp32), f bytes of a number of Q, K, V and o
     workspaces   the largest of these, which follow one another:
       GEMM       8 T K + 8 N K + 16 T N                         FP64 operands and product; of one
                                                                 expert
-      attention  24 W H D + 1536 W H forward, of B sequences, W tokens
-                 4 W (4 H + 6 G) D + 9 B H min(S, 512) S        backward, S the longest sequence
+      attention  24 W H D + 1536 W H + 12 T H D                 forward; a group has B sequences,
+                                                                W tokens
+                 4 T (3 H + 4 G) D, and the larger of 8 T H D   backward, S the longest sequence
+                 and 4 W (6 H + 7 G) D + 13 B H min(S, 512) S
       logits     8 V C + 16 max(2^22, V)                        the head in FP64, and a chunk of
                                                                 logits in all its forms
       score head 8 T C                                          without lm_head
@@ -118,7 +120,7 @@ def workspaces(shape: WorkShape) -> Mapping[str, int]:
     """See above."""
     return {
         "GEMM workspace": _gemm(shape),
-        "attention workspace": _attention(shape.attention, shape.longest),
+        "attention workspace": _attention(shape.attention, shape.tokens, shape.longest),
         **_head(shape),
     }
 
@@ -140,14 +142,15 @@ def _gemm(shape: WorkShape) -> int:
     )
 
 
-def _attention(heads: AttentionShape, longest: int) -> int:
-    """Of a padded group of the longest sequences."""
+def _attention(heads: AttentionShape, tokens: int, longest: int) -> int:
+    """Of all tokens, and of a padded group of the longest sequences."""
     sequences = max(1, GROUP_TOKENS // longest)
     rows = sequences * longest
-    forward = rows * heads.num_heads * (24 * heads.head_dim + 1536)
-    copies = 4 * rows * (4 * heads.num_heads + 6 * heads.num_kv_heads) * heads.head_dim
-    scores = 9 * sequences * heads.num_heads * min(longest, QUERY_BLOCK) * longest
-    return max(forward, copies + scores)
+    query, key = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    forward = rows * (24 * query + 1536 * heads.num_heads) + 12 * tokens * query
+    scores = 13 * sequences * heads.num_heads * min(longest, QUERY_BLOCK) * longest
+    group = 4 * rows * (6 * query + 7 * key) + scores
+    return max(forward, 4 * tokens * (3 * query + 4 * key) + max(group, 8 * tokens * query))
 
 
 def _input(site: Site, numbers: int) -> int:

@@ -156,15 +156,18 @@ class MixtureOfExperts:
         )
         read = sizes.read(sites[0], self._hidden)
         routing = 4 * shape.count + 8 * chosen
+        losses = 16 * shape.count
         return UnitBytes(
             saved=2 * stream + routing + made.saved,
             input=stream,
             read=read,
-            kept=made.kept,
-            made=stream + read + routing + made.made,
-            gradients=3 * stream + 12 * shape.count + made.gradients,
+            kept=max(made.kept, losses),
+            made=stream + read + routing + max(made.made, losses),
+            gradients=3 * stream + max(made.gradients, losses),
             once=made.once,
             saved_once=made.saved_once,
+            made_once=made.once,
+            noted=4 * chosen,
         )
 
     def _route(self, weights: Weights, norm: torch.Tensor, routes: Routes | None) -> Routing:

@@ -60,6 +60,12 @@ class UnitBytes:
     """The largest matrix that the backward makes for itself, whatever the tokens."""
     saved_once: int = 0
     """What its backward reads, whatever the tokens: rows that fill blocks."""
+    made_once: int = 0
+    """What the forward makes, whatever the tokens; then ``once`` comes beside ``gradients``, not
+    behind them.
+    """
+    noted: int = 0
+    """What a forward notes in ``Routes`` and keeps to its end, where nothing is saved."""
 
 
 class MlpUnit(Protocol):

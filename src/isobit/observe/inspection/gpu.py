@@ -61,7 +61,7 @@ def _generating(
     if config.score_head:
         return {"published weights": weights}, 0
     rollout = RolloutConfig()
-    forward = forward_bytes(config, rollout, sizes)
+    forward = forward_bytes(config, flow, rollout, sizes)
     page = sizes.page_bytes(config, flow)
     room = total - RESERVE - weights - forward
     if room < page:

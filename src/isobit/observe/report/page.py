@@ -103,6 +103,16 @@ def _tiles(record: RunRecord) -> list[Tile]:
                 f"{differing:,.0f} of {compared:,.0f} in rollout and training",
             )
         )
+    routed = _total(record, "routing_diff/tokens_compared")
+    if routed:
+        others = _total(record, "routing_diff/tokens_differing")
+        tiles.append(
+            Tile(
+                "routings that differ",
+                "0" if not others else f"{100 * others / routed:.3g}%",
+                f"{others:,.0f} of {routed:,.0f} in rollout and training",
+            )
+        )
     rewards = [
         value for row in record.figures.values() if (value := row.get("reward/mean")) is not None
     ]

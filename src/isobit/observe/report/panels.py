@@ -90,6 +90,18 @@ _LEARNING = (
         ),
     ),
     Panel(
+        "Balance of the experts",
+        "loss",
+        (Curve("router/balance", "balance"),),
+        "1 where all experts are chosen equally often",
+    ),
+    Panel(
+        "Busiest expert",
+        "share of a layer's choices",
+        (Curve("router/busiest", "busiest", take="max"),),
+    ),
+    Panel("Idle experts", "experts", (Curve("router/idle", "idle", take="max"),)),
+    Panel(
         "KL to the reference",
         "nats a token",
         (Curve("kl/k3", "k3"), Curve("kl/k1", "k1")),
@@ -110,6 +122,12 @@ _EXACTNESS = (
         "tokens a step",
         (Curve("log_prob_diff/tokens_differing", "differing", take="max"),),
         "log-probabilities whose bits differ in rollout and training",
+    ),
+    Panel(
+        "Differing routings",
+        "tokens a step",
+        (Curve("routing_diff/tokens_differing", "differing", take="max"),),
+        "tokens whose experts differ in rollout and training",
     ),
     Panel(
         "Mean difference",

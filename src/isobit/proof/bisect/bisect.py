@@ -51,6 +51,10 @@ _KINDS = {
     "activation": "activation",
     "attention_residual": "residual",
     "mlp_residual": "residual",
+    "router.logits": "router, logits",
+    "router.experts": "router, choice of experts",
+    "router.weights": "router, weights",
+    "experts": "experts",
     "lm_head": "head",
     "log_prob": "log-probability",
 }
@@ -177,7 +181,7 @@ def bisect_policy(
 ) -> BisectResult:
     """``bisect`` for the published weights of a policy."""
     verified = verify_policy(policy, options, on_scenario)
-    differing = [result.name for result in verified.scenarios if result.comparison.tokens_differing]
+    differing = [result.name for result in verified.scenarios if result.comparison.differs]
     names = differing[:1] or [result.name for result in verified.scenarios]
     workload = random_workload(policy, options)
     scorer = Scorer(policy)

@@ -18,7 +18,7 @@ def describe_bisect(result: BisectResult) -> list[str]:
     """Where the sides part and what is known about it; or that nothing differs."""
     if result.parting is not None:
         return _describe_parting(result.parting)
-    if result.verified.comparison.tokens_differing:
+    if result.verified.comparison.differs:
         return [
             "the differences did not come again while every operation was observed: they do not "
             "repeat, and no site can be named"

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from isobit.precision.formats import DTYPES, E8M0_BIAS
+from isobit.precision.formats import BLOCK, DTYPES, E8M0_BIAS
 from isobit.proof.bisect.checksums import row_checksums
 
-_FORMATS = {dtype: name.upper() for name, dtype in DTYPES.items()}
+_FORMATS = {dtype: name.upper() for name, dtype in DTYPES.items()} | {torch.int32: "INT32"}
 _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
@@ -142,4 +142,5 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tenso
         return (
             values.float() * torch.ldexp(torch.tensor(1.0), scales.int() - E8M0_BIAS)[..., None]
         ).flatten(1)
-    return (values.float().view(*scales.shape, -1) * scales[..., None]).flatten(1)
+    of_columns = scales.repeat_interleave(BLOCK, -1)[:, : values.shape[1]]
+    return values.float() * of_columns

@@ -22,6 +22,7 @@ from isobit.proof.bisect.checksums import row_checksums, token_keys
 from isobit.records.batch import PackedBatch
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.runner import PolicyRunner
+from isobit.rollout.native.states import States
 
 LOG_PROB = "log_prob"
 _HEAD = "lm_head"
@@ -72,13 +73,14 @@ class ObservedRunner(PolicyRunner):
         self._keys = torch.zeros(num_pages * self.page_tokens, dtype=torch.int64)  # by slot
         self._key_of_hidden: dict[int, int] = {}
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> States:
         """As ``PolicyRunner.forward``."""
         keys = self._write_keys(batch)
         with self._observer.tokens(keys):
-            hidden = super().forward(batch)
-        self._key_of_hidden.update(zip(row_checksums(hidden).tolist(), keys.tolist(), strict=True))
-        return hidden
+            states = super().forward(batch)
+        checksums = row_checksums(states.hidden).tolist()
+        self._key_of_hidden.update(zip(checksums, keys.tolist(), strict=True))
+        return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As ``PolicyRunner.logits``."""

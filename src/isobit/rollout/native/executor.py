@@ -40,13 +40,13 @@ class DirectExecutor:
         plan = scheduler.plan()
         decoded: Ready = []
         if plan:
-            hidden = self._runner.forward(build_batch(plan, self._runner.page_tokens))
+            states = self._runner.forward(build_batch(plan, self._runner.page_tokens))
             if self._runner.version != version:
                 # published during the forward: its result belongs to no version of the weights
                 return
             scheduler.advance(plan)
             ends = torch.tensor([count for _, count in plan]).cumsum(0) - 1
-            decoded = take_ready(plan, hidden, ends.tolist())
+            decoded = take_ready(plan, states, ends.tolist())
         fresh = scheduler.start()
         assert plan or scheduler.running, "an engine with work to do always finds some"
         self._draw([*decoded, *fresh], version)
@@ -56,14 +56,17 @@ class DirectExecutor:
         if not ready:
             return
         samples = [sample for sample, _ in ready]
-        hidden, rows = distinct_rows(ready)
-        logits = self._runner.logits(hidden)
+        states, rows = distinct_rows(ready)
+        logits = self._runner.logits(states.hidden)
         check_finite(logits, rows, samples)
         drawn = self._runner.draw(logits, draws_of(rows, samples))
-        for sample, token_id, log_prob in zip(
-            samples, drawn.tokens.tolist(), drawn.log_probs.tolist(), strict=True
+        routings: list[int | None] = [None] * len(samples)
+        if states.routings is not None:
+            routings = states.routings[rows].tolist()
+        for sample, token_id, log_prob, routing in zip(
+            samples, drawn.tokens.tolist(), drawn.log_probs.tolist(), routings, strict=True
         ):
-            sample.accept(token_id, log_prob, version)
+            sample.accept(token_id, log_prob, version, routing)
         if drawn.truncated is not None:
             for sample, log_prob in zip(samples, drawn.truncated.tolist(), strict=True):
                 sample.truncated_log_probs.append(log_prob)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +30,11 @@ from isobit.models.policy import Policy
 from isobit.rollout.native.batch import build_batch
 from isobit.rollout.native.device_state import DeviceState
 from isobit.rollout.native.ready import Ready, distinct_rows
+from isobit.rollout.native.runner import DrawnToken, rollout_states
 from isobit.rollout.native.sampler import draws_of, truncates
 from isobit.rollout.native.scheduler import Plan
 from isobit.rollout.native.sequence import Sample
+from isobit.rollout.native.states import States
 
 _SLOW_CAPTURE = 1.0
 """Seconds from which a first capture is worth a line: kernels were compiled."""
@@ -40,42 +43,59 @@ _compiled: set[tuple[object, ...]] = set()
 again, but compiles nothing.
 """
 
-DrawnFor = tuple[Sequence[Sample], Drawn]
-"""Samples and what was drawn for them."""
+
+@dataclass(frozen=True, slots=True)
+class DrawnFor:
+    """What was drawn for samples."""
+
+    samples: Sequence[Sample]
+    drawn: Drawn
+    routings: Tensor | None
+    """int64 [N], of the rows that they were drawn from; None for a model without experts."""
 
 
 class PendingTokens:
     """What a step draws, on its way to the host."""
 
-    def __init__(self, drawn: Sequence[DrawnFor], backend: Backend) -> None:
-        self._samples = [sample for samples, _ in drawn for sample in samples]
-        parts = [part for _, part in drawn]
-        tensors: list[Tensor] = []
+    def __init__(self, parts: Sequence[DrawnFor], backend: Backend) -> None:
+        self._samples = [sample for part in parts for sample in part.samples]
+        drawn = [part.drawn for part in parts]
+        columns: dict[str, list[Tensor]] = {}
         if parts:
-            tensors = [torch.cat([part.tokens for part in parts])]
-            tensors.append(torch.cat([part.log_probs for part in parts]))
-        if any(part.truncated is not None for part in parts):
-            chosen = [
-                part.log_probs if x is None else x for part in parts for x in [part.truncated]
+            columns["tokens"] = [one.tokens for one in drawn]
+            columns["log_probs"] = [one.log_probs for one in drawn]
+        if any(one.truncated is not None for one in drawn):
+            columns["truncated"] = [
+                one.log_probs if one.truncated is None else one.truncated for one in drawn
             ]
-            tensors.append(torch.cat(chosen))
-        self._arriving = backend.to_host(tensors)
+        if routings := [part.routings for part in parts if part.routings is not None]:
+            columns["routings"] = routings
+        self._names = list(columns)
+        self._arriving = backend.to_host([torch.cat(column) for column in columns.values()])
 
-    def wait(self) -> list[tuple[Sample, int, float, float | None]]:
-        """Sample, token, log-probability and that under the truncated distribution where it has
-        one, in the order of the draws.
-        """
+    def wait(self) -> list[DrawnToken]:
+        """In the order of the draws."""
         # also where nothing was drawn, so that the host is never more than a step ahead
         arrived = [tensor.tolist() for tensor in self._arriving.wait()]
-        if not arrived:
+        columns = dict(zip(self._names, arrived, strict=True))
+        if not columns:
             return []
-        truncated: list[float | None] = [None] * len(self._samples)
-        if len(arrived) == 3:
+        none: list[Any] = [None] * len(self._samples)
+        truncated: list[float | None] = none
+        if "truncated" in columns:
             truncated = [
                 value if sample.prompt.request.sampling.truncates else None
-                for sample, value in zip(self._samples, arrived[2], strict=True)
+                for sample, value in zip(self._samples, columns["truncated"], strict=True)
             ]
-        return list(zip(self._samples, arrived[0], arrived[1], truncated, strict=True))
+        rows = zip(
+            self._samples,
+            columns["tokens"],
+            columns["log_probs"],
+            truncated,
+            columns.get("routings", none),
+            strict=True,
+        )
+        return [DrawnToken(*row) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,34 +150,37 @@ class GraphRunner:
         if filtered:
             drawn = self._draw(outputs[0][:n], range(n), samples)
             self._state.append(self._rows[:n], drawn.tokens)
+            routings = outputs[1:]
         else:
             # the next replay overwrites them
-            drawn = Drawn(*(output[:n].clone() for output in outputs))
-        self._drawn.append((samples, drawn))
+            drawn = Drawn(*(output[:n].clone() for output in outputs[:2]))
+            routings = outputs[2:]
+        self._drawn.append(DrawnFor(samples, drawn, routings[0][:n].clone() if routings else None))
 
     @torch.no_grad()
-    def prefill(self, plan: Plan) -> Tensor:
-        """Put tokens that the host knows through the model; -> final hidden state of each chunk's
-        last token, [len(plan), hidden].
+    def prefill(self, plan: Plan) -> States:
+        """Put tokens that the host knows through the model; -> what it leaves of each chunk's last
+        token.
         """
         batch, to_device = build_batch(plan, self.page_tokens), self._backend.to_device
         attend = self._backend.paged_attention(self._cache, batch.paged, to_device(batch.positions))
-        weights = self._policy.weights("rollout")
-        token_ids = to_device(batch.token_ids)
-        hidden = self._policy.decoder.hidden_states(weights, token_ids, attend)
+        states = rollout_states(self._policy, to_device(batch.token_ids), attend)
         last = torch.tensor(batch.paged.counts).cumsum(0) - 1
-        return hidden.index_select(0, to_device(last))
+        return states.take(to_device(last))
 
     @torch.no_grad()
     def draw(self, ready: Ready) -> None:
-        """Draw the next token of each sample from its hidden state; the sample can be decoded from
-        then on.
+        """Draw the next token of each sample from the state of its last; the sample can be decoded
+        from then on.
         """
         samples = [sample for sample, _ in ready]
-        hidden, rows = distinct_rows(ready)
-        drawn = self._draw(self._logits(hidden), rows, samples)
+        states, rows = distinct_rows(ready)
+        drawn = self._draw(self._logits(states.hidden), rows, samples)
         self._state.admit(samples, drawn.tokens)
-        self._drawn.append((samples, drawn))
+        routings = states.routings
+        if routings is not None:
+            routings = routings.index_select(0, self._backend.to_device(torch.tensor(rows)))
+        self._drawn.append(DrawnFor(samples, drawn, routings))
 
     def end_step(self) -> PendingTokens:
         """Everything drawn since the last call."""
@@ -211,16 +234,17 @@ class GraphRunner:
     def _step(self, rows: Tensor, key: _StepKey) -> tuple[Tensor, ...]:
         token_ids, batch = self._state.batch(rows, key.reach)
         attend = self._backend.decode_attention(self._cache, batch)
-        weights = self._policy.weights("rollout")
-        logits = self._logits(self._policy.decoder.hidden_states(weights, token_ids, attend))
+        states = rollout_states(self._policy, token_ids, attend)
+        logits = self._logits(states.hidden)
+        routings = () if states.routings is None else (states.routings,)
         if key.filtered:
-            return (logits,)
+            return logits, *routings
         index = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
         temperatures, keys = self._state.temperatures[rows], self._state.keys[rows]
         draws = Draws(index, temperatures, keys, batch.positions + 1)
         drawn = self._backend.draw(logits, draws)
         self._state.append(rows, drawn.tokens)
-        return drawn.tokens, drawn.log_probs
+        return drawn.tokens, drawn.log_probs, *routings
 
 
 @cache

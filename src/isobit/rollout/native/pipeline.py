@@ -54,7 +54,7 @@ class PipelinedExecutor:
         samples, chunks = _split(plan)
         if samples:
             self._runner.decode(samples)
-        hidden = self._runner.prefill(chunks) if chunks else None
+        states = self._runner.prefill(chunks) if chunks else None
         if self._runner.version != version:
             dropped = (
                 self._runner.end_step()
@@ -65,8 +65,8 @@ class PipelinedExecutor:
         recomputed: Ready = []
         if plan:
             scheduler.advance(plan)
-        if hidden is not None:
-            recomputed = take_ready(chunks, hidden, range(len(chunks)))
+        if states is not None:
+            recomputed = take_ready(chunks, states, range(len(chunks)))
         ready = [*recomputed, *scheduler.start()]
         if ready:
             self._runner.draw(ready)
@@ -87,7 +87,7 @@ class PipelinedExecutor:
         if pending is None:
             return False
         tokens, version = pending
-        for sample, token_id, log_prob, truncated_log_prob in tokens.wait():
+        for sample, token_id, log_prob, truncated_log_prob, routing in tokens.wait():
             sample.in_flight -= 1
             if sample.finish_reason is not None:
                 continue  # drawn before it was known that the one before is the last
@@ -97,7 +97,7 @@ class PipelinedExecutor:
                     f"{len(sample.tokens) - 1}: the drawn token's log-probability "
                     f"is {log_prob}, because logits are NaN or infinite"
                 )
-            sample.accept(token_id, log_prob, version)
+            sample.accept(token_id, log_prob, version, routing)
             if truncated_log_prob is not None:
                 sample.truncated_log_probs.append(truncated_log_prob)
             self.stats.generated_tokens += 1

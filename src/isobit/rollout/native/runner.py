@@ -1,23 +1,24 @@
 """The engine's only view of the model, in two forms, each with its KV cache.
 
-``ModelRunner`` gives back what it computes: hidden states, logits.  ``PipelineRunner`` draws tokens
-itself and goes on from them, so that the host learns of them while the device computes the next.
-``PolicyRunner`` is the policy's rollout side as a ModelRunner;
+``ModelRunner`` gives back what it computes: states of tokens, logits.  ``PipelineRunner`` draws
+tokens itself and goes on from them, so that the host learns of them while the device computes the
+next.  ``PolicyRunner`` is the policy's rollout side as a ModelRunner;
 ``isobit.rollout.native.graph_runner`` is the other one, for an asynchronous device.  The tests'
 models stand in the same places.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from isobit.kernels.operands import Drawn, Draws
+from isobit.kernels.operands import Attend, Drawn, Draws
 from isobit.models.policy import Policy
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.scheduler import Plan
 from isobit.rollout.native.sequence import Sample
+from isobit.rollout.native.states import States
 
 
 class ModelRunner(Protocol):
@@ -33,10 +34,8 @@ class ModelRunner(Protocol):
         """Tokens of a page of its cache."""
         ...
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Write the new tokens' K and V into their slots; their final hidden states, [T,
-        hidden].
-        """
+    def forward(self, batch: ForwardBatch) -> States:
+        """Write the new tokens' K and V into their slots; what it leaves of the T tokens."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -61,14 +60,25 @@ class ModelRunner(Protocol):
 class PendingTokens(Protocol):
     """The tokens that one step draws, on their way to the host."""
 
-    def wait(self) -> Iterable[tuple[Sample, int, float, float | None]]:
-        """Sample, token, its log-probability, and that under the truncated distribution (None
-        without a filter), in the order of drawing.
+    def wait(self) -> Iterable["DrawnToken"]:
+        """In the order of drawing.
 
         A log-probability that is not finite says that the logits were not.  Called once, and in the
         order of the steps.
         """
         ...
+
+
+class DrawnToken(NamedTuple):
+    """A sample's next token."""
+
+    sample: Sample
+    token_id: int
+    log_prob: float
+    truncated_log_prob: float | None = None
+    """Under the truncated distribution; None without a filter."""
+    routing: int | None = None
+    """The digest of the experts at the row that it was drawn from; None without experts."""
 
 
 @runtime_checkable
@@ -95,15 +105,15 @@ class PipelineRunner(Protocol):
         """Put each sample's newest token, drawn here, through the model, and draw the next one."""
         ...
 
-    def prefill(self, plan: Plan) -> Tensor:
-        """Put tokens that the host knows through the model; the final hidden states of each chunk's
-        last token, [len(plan), hidden].
+    def prefill(self, plan: Plan) -> States:
+        """Put tokens that the host knows through the model; what it leaves of each chunk's last
+        token.
         """
         ...
 
-    def draw(self, ready: Sequence[tuple[Sample, Tensor]]) -> None:
-        """Draw the next token of each sample from its hidden state [hidden]; samples of one prompt
-        may share one tensor, side by side.
+    def draw(self, ready: Sequence[tuple[Sample, States]]) -> None:
+        """Draw the next token of each sample from the state of its last; samples of one prompt may
+        share one, side by side.
         """
         ...
 
@@ -148,12 +158,11 @@ class PolicyRunner:
         return self._policy.version
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Final hidden states [T, hidden]; K and V of the new tokens go into the cache."""
+    def forward(self, batch: ForwardBatch) -> States:
+        """K and V of the new tokens go into the cache."""
         token_ids, positions = map(self._backend.to_device, (batch.token_ids, batch.positions))
         attend = self._backend.paged_attention(self._cache, batch.paged, positions)
-        weights = self._policy.weights("rollout")
-        return self._policy.decoder.hidden_states(weights, token_ids, attend)
+        return rollout_states(self._policy, token_ids, attend)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -171,6 +180,13 @@ class PolicyRunner:
     def clear(self) -> None:
         """Start over with an empty cache."""
         self._cache.clear()
+
+
+def rollout_states(policy: Policy, token_ids: Tensor, attend: Attend) -> States:
+    """A forward of the rollout side: int64 [T] on the policy's device."""
+    routes = policy.decoder.routes()
+    hidden = policy.decoder.hidden_states(policy.weights("rollout"), token_ids, attend, routes)
+    return States(hidden, None if routes is None else routes.digests())
 
 
 def default_runner(

@@ -28,10 +28,9 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from torch import Tensor
-
 from isobit.rollout.native.pages import PageAllocator
 from isobit.rollout.native.sequence import CachedTokens, Sample, SharedPrompt
+from isobit.rollout.native.states import States
 from isobit.rollout.progress import EngineStats
 
 Plan = list[tuple[CachedTokens, int]]
@@ -149,17 +148,17 @@ class Scheduler:
             sequence.cached += count
         self.stats.forwards += 1
 
-    def start(self) -> list[tuple[Sample, Tensor]]:
+    def start(self) -> list[tuple[Sample, States]]:
         """Let samples run whose prompt is in the cache, in order, while there is room.
 
         Returns those that have no token of their own yet, each with the hidden state [hidden] to
         draw its first one from.
         """
-        fresh: list[tuple[Sample, Tensor]] = []
+        fresh: list[tuple[Sample, States]] = []
         while self.waiting and len(self.running) < self._capacity:
             sample = self.waiting[0]
-            prompt, last_hidden = sample.prompt, sample.prompt.last_hidden
-            if last_hidden is None:
+            prompt, last = sample.prompt, sample.prompt.last
+            if last is None:
                 break
             length = max(sample.length, prompt.cached + 1)
             wanted = (
@@ -177,7 +176,7 @@ class Scheduler:
             ):  # only if it is alone: a prompt held for others has what it needs
                 self._make_room()
             if sample.remaining == 0:
-                fresh.append((sample, last_hidden))
+                fresh.append((sample, last))
         self._copy_pages()
         return fresh
 

@@ -13,12 +13,12 @@ does not know it yet.
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from isobit.kernels.noise import sample_key
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
 from isobit.rollout.native.pages import PageAllocator
+from isobit.rollout.native.states import States
 from isobit.rollout.native.stops import StopWatch, cut, decode
 from isobit.rollout.request import Handle, Request
 
@@ -81,27 +81,26 @@ class SharedPrompt(CachedTokens):
     """The prompt of one request.  It holds its pages for as long as samples wait to start from
     them: ``waiting`` counts those that are in the scheduler's line.
 
-    ``last_hidden`` [hidden] is the final hidden state of its last token: the first token of every
-    sample is drawn from it.
+    ``last`` is the state of its last token: the first token of every sample is drawn from it.
     """
 
-    __slots__ = ("last_hidden", "request", "waiting")
+    __slots__ = ("last", "request", "waiting")
 
     def __init__(self, request: Request, max_pages: int) -> None:
         super().__init__(list(request.prompt.token_ids), max_pages)
         self.request = request
         self.waiting = 0
-        self.last_hidden: Tensor | None = None
+        self.last: States | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether samples can start."""
-        return self.last_hidden is not None
+        return self.last is not None
 
     def drop_pages(self, allocator: PageAllocator) -> None:
         """Give all pages back; no sample can start until the prompt has been prefilled again."""
         super().drop_pages(allocator)
-        self.last_hidden = None
+        self.last = None
 
 
 class Sample(CachedTokens):
@@ -123,6 +122,7 @@ class Sample(CachedTokens):
         "max_length",
         "on_device",
         "prompt",
+        "routings",
         "truncated_log_probs",
         "weights_versions",
     )
@@ -146,6 +146,7 @@ class Sample(CachedTokens):
         self.on_device = False
         self.log_probs: list[float] = []
         self.truncated_log_probs: list[float] = []
+        self.routings: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.weights_versions: list[int] = []
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
@@ -182,11 +183,17 @@ class Sample(CachedTokens):
             self.add_page(page)
         self.cached = self.prompt.cached
 
-    def accept(self, token_id: int, log_prob: float, weights_version: int) -> None:
-        """Append a drawn token and see whether it is the last one."""
+    def accept(
+        self, token_id: int, log_prob: float, weights_version: int, routing: int | None = None
+    ) -> None:
+        """Append a drawn token and see whether it is the last one; ``routing`` is the digest of the
+        experts at the row that it was drawn from.
+        """
         self.tokens.append(token_id)
         self.log_probs.append(log_prob)
         self.weights_versions.append(weights_version)
+        if routing is not None:
+            self.routings.append(routing)
         if token_id in self._stop_token_ids or (
             self._stop_watch is not None and self._stop_watch.feed(token_id)
         ):
@@ -206,6 +213,7 @@ class Sample(CachedTokens):
             self.weights_versions,
             sampling.log_prob_temperature,
             self.truncated_log_probs if sampling.truncates else None,
+            self.routings or None,
         )
         stopped = token_ids and token_ids[-1] in self._stop_token_ids
         spoken = token_ids[:-1] if stopped else token_ids

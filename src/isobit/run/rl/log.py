@@ -83,6 +83,8 @@ class RlLog(TrainingLog[EvalResult]):
             tokens_compared=self._comparison.tokens_compared,
             tokens_differing=self._comparison.tokens_differing,
             max_abs_diff=self._comparison.max_abs_diff,
+            routings_compared=self._comparison.routings_compared,
+            routings_differing=self._comparison.routings_differing,
             tokens_generated=self._totals["tokens"],
             skipped_updates=self._totals["skipped"],
             failed_rewards=self._totals["failed"],
@@ -121,11 +123,19 @@ def describe_step(step: int, steps: int, metrics: Metrics) -> str:
         f"entropy {metrics['entropy']:.3f}" if "entropy" in metrics else "no update",
         f"differing {metrics['log_prob_diff/tokens_differing']:.0f} of "
         f"{metrics['log_prob_diff/tokens_compared']:.0f}",
+        *_routings(metrics),
         f"rollout {metrics['tokens_per_s/rollout']:,.0f} tok/s",
         f"training {metrics['tokens_per_s/training']:,.0f} tok/s",
         f"{seconds:.1f} s",
     ]
     return "  ".join(parts)
+
+
+def _routings(metrics: Metrics) -> list[str]:
+    """Of a mixture of experts."""
+    if "routing_diff/tokens_differing" not in metrics:
+        return []
+    return [f"routings {metrics['routing_diff/tokens_differing']:.0f}"]
 
 
 def _notes(grades: GradeStats, trained: StepMetrics) -> list[str]:

@@ -45,6 +45,11 @@ class RlSummary(RunSummary):
     rollout_seconds: float
     evaluation_seconds: float
     evaluations: Mapping[str, RlSetSummary]
+    routings_compared: int = 0
+    """Response tokens of a mixture of experts whose recorded experts were compared with the
+    trainer's; 0 for another model.
+    """
+    routings_differing: int = 0
 
 
 def summarise_set(before: EvalResult, after: EvalResult) -> RlSetSummary:
@@ -69,7 +74,7 @@ def describe_summary(summary: RlSummary) -> list[str]:
         *lines,
         *summary.describe_memory(),
         f"{summary.preset}: {summary.tokens_differing:,} of {summary.tokens_compared:,} "
-        "log-probabilities differ in rollout and training",
+        f"log-probabilities{_routings(summary)} differ in rollout and training",
         f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, "
         f"{summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
@@ -77,3 +82,9 @@ def describe_summary(summary: RlSummary) -> list[str]:
         "tensorboard/, run.json)",
         f"figures as a page: isobit report {summary.directory}",
     ]
+
+
+def _routings(summary: RlSummary) -> str:
+    if not summary.routings_compared:
+        return ""
+    return f", {summary.routings_differing:,} of {summary.routings_compared:,} routings"

@@ -1,0 +1,146 @@
+"""A mixture of experts under ``isobit verify``: the same experts in rollout and training, counted;
+and routers that differ, named.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.kernels.operands import Routing
+from isobit.kernels.spec import routing
+from isobit.kernels.spec.backend import SpecBackend
+from isobit.models.config import Experts, ModelConfig
+from isobit.models.policy import Policy, random_policy
+from isobit.proof.bisect.bisect import bisect_policy
+from isobit.proof.bisect.describe import describe_bisect
+from isobit.proof.verify import VerifyOptions, verify_policy
+from isobit.rollout.native.engine import NativeEngine
+
+CONFIG = ModelConfig(
+    "qwen3_moe", 96, 72, 64, 2, 4, 2, 16, 192, 1e-6, 1e4, True, experts=Experts(6, 2, 40, True)
+)
+SMALL = VerifyOptions(prompts=4, samples=2, max_new_tokens=6)
+TWINS = 1, 4
+"""Experts whose rows of the router are equal."""
+
+
+def make(preset: Preset = "fp8", same_matrices: bool = False) -> Policy:
+    """Routers with two experts that always tie, and that all tokens like."""
+    policy = random_policy(CONFIG, PrecisionConfig(preset=preset), seed=0)
+    first, second = TWINS
+    with torch.no_grad():
+        for name, master in policy.masters.items():
+            if name.endswith("proj.weight"):
+                master.mul_(4)
+            if name.endswith("router.weight"):
+                master.mul_(4)
+                master[second] = master[first]
+            if same_matrices and ".experts." in name:
+                rows = master.shape[0] // 6
+                master[second * rows : (second + 1) * rows] = master[first * rows : 2 * rows]
+    policy.publish()
+    return policy
+
+
+@pytest.fixture
+def in_rollout(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Whether the engine computes now."""
+    depth = [0]
+    exact = NativeEngine.step
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        depth[0] += 1
+        yield
+        depth[0] -= 1
+
+    def step(self: NativeEngine) -> Any:
+        with inside():
+            return exact(self)
+
+    monkeypatch.setattr(NativeEngine, "step", step)
+    return lambda: depth[0] > 0
+
+
+def replace_route(
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Routing], is_due: Callable[[], bool]
+) -> None:
+    def route(*arguments: Any) -> Routing:
+        return (mutant if is_due() else routing.route)(*arguments)
+
+    monkeypatch.setattr(SpecBackend, "route", staticmethod(route))
+
+
+def with_ties_to_the_higher(
+    x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool
+) -> Routing:
+    """The mirrored experts, mirrored back."""
+    found = routing.route(x, router.flip(0), top_k, renormalise)
+    return Routing(router.shape[0] - 1 - found.experts, found.weights, found.logits.flip(1))
+
+
+def with_bf16_logits(
+    x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool
+) -> Routing:
+    logits = routing.route(x, router, top_k, renormalise).logits.bfloat16().float()
+    weights, experts = logits.softmax(-1).topk(top_k)
+    return Routing(experts.int(), weights / weights.sum(-1, keepdim=True), logits)
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8"])
+def test_exact_flows_route_alike(preset: Preset) -> None:
+    result = verify_policy(make(preset), SMALL)
+    counts = result.comparison
+    assert not counts.differs
+    assert counts.routings_compared == counts.tokens_compared > 0 == counts.routings_differing
+    assert result.as_json()["routings_differing"] == 0
+
+
+def test_two_functions_route_differently() -> None:
+    counts = verify_policy(make("fp8-rollout"), SMALL).comparison
+    assert 0 < counts.routings_differing < counts.routings_compared == counts.tokens_compared
+
+
+def test_a_dense_model_compares_no_routing() -> None:
+    config = ModelConfig("qwen3", 96, 72, 64, 1, 4, 2, 16, 192, 1e-6, 1e4, True)
+    result = verify_policy(random_policy(config, PrecisionConfig(preset="bf16"), 0), SMALL)
+    assert result.comparison.routings_compared == 0
+    assert "routings_compared" not in result.as_json()
+
+
+@pytest.mark.parametrize(
+    ("mutant", "site", "kind"),
+    [
+        (with_ties_to_the_higher, "layers.0.router.experts", "router, choice of experts"),
+        (with_bf16_logits, "layers.0.router.logits", "router, logits"),
+    ],
+)
+def test_a_router_that_differs_is_named(
+    mutant: Callable[..., Routing],
+    site: str,
+    kind: str,
+    in_rollout: Callable[[], bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replace_route(monkeypatch, mutant, in_rollout)
+    result = bisect_policy(make(), SMALL)
+    assert result.exit_code == 1
+    assert result.verified.comparison.tokens_differing > 0
+    assert result.verified.comparison.routings_differing > 0
+    assert result.parting is not None
+    assert (result.parting.difference.site, result.parting.kind) == (site, kind)
+    assert site in describe_bisect(result)[0]
+
+
+def test_other_experts_of_equal_outputs_are_a_difference(
+    in_rollout: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which no log-probability shows."""
+    replace_route(monkeypatch, with_ties_to_the_higher, in_rollout)
+    result = verify_policy(make("bf16", same_matrices=True), SMALL)
+    assert result.comparison.routings_differing > 0 == result.comparison.tokens_differing
+    assert result.exit_code == 1
