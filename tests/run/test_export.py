@@ -122,7 +122,7 @@ def test_a_run_and_its_checkpoints(
     newest = export(find_source(run, None, lines.append), tmp_path / "newest").folder
     assert same_tensors(newest, last)
     card = (first / "README.md").read_text()
-    assert "after 1 steps" in card and "| start |" in card and "grpo" in card
+    assert "after 1 step," in card and "| start |" in card and "grpo" in card
     assert re.search(r"Of [\d,]+ log-probabilities recorded while sampling, 0 differed", card)
     assert re.search(r"held\\_out accuracy \| \S+.* \| 1 \|", card)
     with pytest.raises(ConfigError, match=r"--step is 7, but .* there: 1, 2"):

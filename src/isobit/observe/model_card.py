@@ -84,9 +84,10 @@ def _opening(facts: CardFacts) -> str:
     what += "FP8 (E4M3 in blocks of 128x128)" if facts.in_fp8 else "BF16"
     if facts.record is None:
         return f"{what}; written by Isobit {isobit.__version__} from {_place(facts.source)}."
-    steps = f"after {facts.step} steps" if facts.step is not None else "at its end"
     kind = "reinforcement learning" if _is_rl(facts.record) else "fine-tuning"
-    return f"{what}: the policy of a run of {kind} {steps}, written by Isobit {isobit.__version__}."
+    steps = "step" if facts.step == 1 else "steps"
+    when = f"after {facts.step} {steps}" if facts.step is not None else "at its end"
+    return f"{what}: the model of a run of {kind} {when}, written by Isobit {isobit.__version__}."
 
 
 def _training(record: RunRecord, step: int | None) -> list[str]:
@@ -159,11 +160,12 @@ def _evaluations(rows: Mapping[int, Mapping[str, float | None]]) -> list[str]:
             if not measured:
                 continue
             first, last = measured[0], measured[-1]
-            cells = (_figure(rows[at], name, figure) for at in (first, last))
-            lines.append((_plain(f"{name} {figure}"), *cells, str(last)))
+            after = _figure(rows[last], name, figure) if last > first else "\N{EN DASH}"
+            before = _figure(rows[first], name, figure)
+            lines.append((_plain(f"{name} {figure}"), before, after, str(last)))
     if not lines:
         return []
-    header = ("evaluation", "before", "after", "measured after step")
+    header = ("evaluation", "first", "last", "measured after step")
     return [_table(header, lines)]
 
 
@@ -202,15 +204,16 @@ def _formats(facts: CardFacts) -> list[str]:
         return []
     parts = ["## Formats"]
     if facts.in_fp8:
+        use = "scores" if facts.config.score_head else "samples"
         parts.append(
             "A matrix `X.weight` is E4M3 with a scale for each block of 128x128 in "
-            "`X.weight_scale_inv`, which multiplies: the bytes that the policy samples with."
+            f"`X.weight_scale_inv`, which multiplies: the bytes that Isobit {use} with."
         )
     if facts.not_whole:
         parts.append(
             f"{len(facts.not_whole)} matrices have sizes that are no multiples of 128, or are "
             "fused with one that has. Stock loaders refuse those in FP8, so they are written in "
-            "BF16, as the numbers that the policy's bytes stand for."
+            "BF16, as the numbers that their FP8 bytes stand for."
         )
     if facts.flow is not None:
         parts += ["The precision flow:", "```\n" + "\n".join(describe_flow(facts.flow)) + "\n```"]
