@@ -5,13 +5,14 @@ takes.
 import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from pathlib import Path
 
 from isobit.cli.arguments import folder_parser, positive, set_threads, settings_from
 from isobit.cli.waiting import starting
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Look and print the tables.  Raises IsobitError for a
+    """Look, print the tables, and write the page where one is asked for.  Raises IsobitError for a
     folder that cannot be read.
     """
     options, overrides = _parser().parse_known_args(arguments)
@@ -33,10 +34,16 @@ def run(arguments: Sequence[str]) -> int:
             options.longest,
             on_matrix,
         )
+    written = ""
+    if options.out is not None:
+        from isobit.observe.inspection.page import write_inspection
+
+        path = write_inspection(found, options.out)
+        written = f"{path} ({path.stat().st_size / 1000:,.0f} kB)"
     if options.json:
         print(json.dumps(found.as_json(), indent=2))
     else:
-        console.lines(describe_inspection(found))
+        console.lines([*describe_inspection(found), *(["", written] if written else [])])
     return 0
 
 
@@ -58,5 +65,6 @@ def _parser() -> ArgumentParser:
         metavar="N",
         help="with --gpu: tokens of the longest sequence in training; by default 4096",
     )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="also write it as an HTML page")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser
