@@ -134,7 +134,7 @@ def test_config_that_is_not_an_object(folder: Path, content: bytes) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
-        ({"head_dim": 256}, "head size 256"),
+        ({"head_dim": 512}, "head size 512"),
         (
             {"intermediate_size": 128},
             r"gate_proj.weight has the shape \(256, 128\), but config.json asks for \(128, 128\)",

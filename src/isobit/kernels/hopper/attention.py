@@ -218,9 +218,9 @@ def _decode_kernel(
     b = tl.program_id(1)
     part = tl.program_id(2)
     length = tl.load(LENGTH + b)
+    first_seen = _first_seen(length - 1, WINDOW)
     start = part * PART
     if WINDOW:
-        first_seen = _first_seen(length - 1, WINDOW)
         start += first_seen // PART * PART
     if start >= length:
         return
