@@ -87,7 +87,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "source",
         metavar="RUN_OR_FOLDER",
-        help="the directory that `isobit train` or `sft` wrote, a model folder, or `starter`",
+        help="the directory that `isobit train` or `sft` wrote, a model folder, a name of the hub, "
+        "or `starter`",
     )
     parser.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="what is written")
     parser.add_argument(
