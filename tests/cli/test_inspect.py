@@ -24,6 +24,7 @@ def test_tables_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> Non
         (["nowhere"], "nowhere is not a folder"),
         (["starter", "--gpu", "tpu"], "known are h100, h200"),
         (["starter", "--precision", "int4"], "int4"),
+        (["starter", "--out", "nowhere/page.html"], "there is no directory 'nowhere'"),
     ],
 )
 def test_what_cannot_be_used_is_an_error_without_a_traceback(
@@ -31,6 +32,13 @@ def test_what_cannot_be_used_is_an_error_without_a_traceback(
 ) -> None:
     assert main(["inspect", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    assert main(["inspect", "starter", "--out", str(path)]) == 0
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith(str(path))
+    assert "870 k" in path.read_text(encoding="utf-8")
 
 
 def test_a_flow_with_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

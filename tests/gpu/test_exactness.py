@@ -36,6 +36,12 @@ def test_no_log_probability_differs(shape: str, preset: Preset, make_policy: Mak
     assert result.missing == () and result.comparison.tokens_compared > 10_000
 
 
+@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+def test_no_routing_differs(preset: Preset, make_policy: MakePolicy) -> None:
+    comparison = check(make_policy("moe", preset)).comparison
+    assert comparison.routings_differing == 0 and comparison.routings_compared > 10_000
+
+
 def test_fp32_scales_are_exact_too(make_policy: MakePolicy) -> None:
     assert check(make_policy("qwen3", "fp8", scales="fp32")).exit_code == 0
 

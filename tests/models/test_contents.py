@@ -12,7 +12,7 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.shape import Family
 from isobit.errors import ConfigError
 from isobit.kernels.spec.packed_attention import PackedAttention
-from isobit.models.config import ModelConfig
+from isobit.models.config import Experts, ModelConfig
 from isobit.models.contents import Contents, fp8_contents
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy, random_policy
@@ -114,7 +114,7 @@ def test_a_flow_without_fp8_is_refused(preset: str) -> None:
         contents_of(policy)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("config", [WHOLE, NARROW_KEYS], ids=["whole", "narrow keys"])
 def test_transformers_loads_it_and_computes_what_we_do(
     family: Family, config: ModelConfig, tmp_path: Path
@@ -122,17 +122,24 @@ def test_transformers_loads_it_and_computes_what_we_do(
     """Its dequantised weights are our own, bit for bit, and its logits those of our FP32 decoder on
     them.
     """
-    policy = spread_policy(replace(config, family=family), PrecisionConfig())
-    write_folder(tmp_path, policy.config, contents_of(policy), limit=200_000)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True).float()
-    theirs = {name: tensor for name, tensor in model.state_dict().items() if "rotary" not in name}
-    masters = stored_masters(tmp_path, policy.config)
-    for name, master in build_decoder(policy.config).masters().items():
-        for part, rows in master.of_checkpoint(masters[name]).items():
-            assert torch.equal(theirs.pop(part), rows), part
-    assert not theirs
-    ours = Policy(policy.config, PrecisionConfig(preset="fp32"), masters)
+    experts = Experts(3, 2, 256, True) if family in ("qwen3_moe", "mixtral") else None
+    config = replace(config, family=family, experts=experts)
+    policy = spread_policy(config, PrecisionConfig())
+    write_folder(tmp_path, config, contents_of(policy), limit=200_000)
+    assert not (tmp_path / WEIGHTS_FILE).exists(), "there are shards"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
     ids = torch.randint(0, 64, (90,))
+    with torch.no_grad():
+        assert model(ids[None]).logits.isfinite().all(), "as it is loaded, in BF16"
+    model = model.float()
+    masters = stored_masters(tmp_path, config)
+    if experts is None:  # transformers stacks those of experts
+        theirs = model.state_dict()
+        for name, master in build_decoder(config).masters().items():
+            for part, rows in master.of_checkpoint(masters[name]).items():
+                assert torch.equal(theirs.pop(part), rows), part
+        assert not theirs
+    ours = Policy(config, PrecisionConfig(preset="fp32"), masters)
     with torch.no_grad():
         attend = PackedAttention(ours.flow.training, (90,), torch.arange(90))
         weights = ours.weights("training")
@@ -143,10 +150,25 @@ def test_transformers_loads_it_and_computes_what_we_do(
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
 
 
+def test_a_router_is_skipped_and_each_expert_has_scales_of_its_own() -> None:
+    config = replace(WHOLE, family="qwen3_moe", experts=Experts(3, 2, 256, True))
+    policy = spread_policy(config, PrecisionConfig())
+    contents = contents_of(policy)
+    assert contents.quantization is not None
+    skipped = contents.quantization["modules_to_not_convert"]
+    assert [name for name in skipped if "layers" in name] == [
+        "model.layers.0.mlp.gate", "model.layers.1.mlp.gate",
+    ]  # fmt: skip
+    for name, part in parts_of(policy, "layers.1.experts.gate_up_proj").items():
+        assert contents.layout[f"{name}_scale_inv"].shape == (2, 1)
+        assert torch.equal(contents.value(f"{name}_scale_inv"), part.scales)
+        assert torch.equal(contents.value(name).view(torch.uint8), part.values.view(torch.uint8))
+
+
 def stored_masters(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     """FP32 masters from the files, dequantised by the definition."""
     files = sorted(folder.glob("*.safetensors"))
-    assert len(files) > 1 and not (folder / WEIGHTS_FILE).exists()
+
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     masters: dict[str, torch.Tensor] = {}
     for name, master in build_decoder(config).masters().items():

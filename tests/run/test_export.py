@@ -17,10 +17,13 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.run import RunConfig
 from isobit.data.tokenizer import load_tokenizer
 from isobit.errors import CheckpointError, ConfigError, ModelError, StorageError
+from isobit.models.checkpoint import Checkpoint
 from isobit.models.folder import load_policy, read_any_config
 from isobit.models.policy import random_policy
 from isobit.models.saving import PolicyTensors, save_policy
 from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
+from isobit.precision.quant_tensor import QuantTensor
+from isobit.proof.verify import VerifyOptions, verify
 from isobit.run import export as export_module
 from isobit.run.export import export
 from isobit.run.export_source import find_source
@@ -119,7 +122,7 @@ def test_a_run_and_its_checkpoints(
     newest = export(find_source(run, None, lines.append), tmp_path / "newest").folder
     assert same_tensors(newest, last)
     card = (first / "README.md").read_text()
-    assert "after 1 steps" in card and "| start |" in card and "grpo" in card
+    assert "after 1 step," in card and "| start |" in card and "grpo" in card
     assert re.search(r"Of [\d,]+ log-probabilities recorded while sampling, 0 differed", card)
     assert re.search(r"held\\_out accuracy \| \S+.* \| 1 \|", card)
     with pytest.raises(ConfigError, match=r"--step is 7, but .* there: 1, 2"):
@@ -235,6 +238,40 @@ def test_the_flow_of_a_folder_can_be_chosen(
     assert whole.quantised > result.quantised
     with pytest.raises(ConfigError, match="samples with no matrix in FP8"):
         export(source, tmp_path / "none", "fp8", PrecisionConfig(preset="bf16"))
+
+
+@pytest.mark.parametrize("scales", ["power_of_two", "fp32"])
+def test_fp8_exported_and_imported_has_the_same_bytes_and_is_exact(
+    scales: str, tmp_path: Path, lines: Lines
+) -> None:
+    """Of the starter, all of whose matrices consist of whole blocks."""
+    precision = PrecisionConfig.model_validate({"scales": scales})
+    policy = load_policy(starter_folder(), precision)
+    one = export(find_source("starter", None, lines.append), tmp_path / "one", "fp8", precision)
+    other = export(find_source(one.folder, None, lines.append), tmp_path / "other", "fp8")
+    assert one.quantised == other.quantised == 28
+    for name in (WEIGHTS_FILE, "config.json"):
+        assert (other.folder / name).read_bytes() == (one.folder / name).read_bytes()
+    again = load_policy(one.folder, precision, trainable=False)
+    for path, linear in policy.weights("rollout").linears.items():
+        found, wanted = again.weights("rollout").linears[path].matrix, linear.matrix
+        assert isinstance(found, QuantTensor) and isinstance(wanted, QuantTensor)
+        assert torch.equal(raw(found.values), raw(wanted.values))
+        assert torch.equal(found.scales, wanted.scales)
+    options = VerifyOptions(prompts=2, samples=1, max_new_tokens=3)
+    result = verify(one.folder, precision, options)
+    assert result.comparison.tokens_compared > 20
+    assert result.comparison.tokens_differing == 0
+
+
+def test_fp8_becomes_bf16_without_a_loss(tmp_path: Path, lines: Lines) -> None:
+    fp8 = export(find_source("starter", None, lines.append), tmp_path / "fp8", "fp8").folder
+    bf16 = export(find_source(fp8, None, lines.append), tmp_path / "bf16").folder
+    assert "quantization_config" not in json.loads((bf16 / "config.json").read_text())
+    again = export(find_source(bf16, None, lines.append), tmp_path / "again", "fp8").folder
+    one, other = (Checkpoint.open(folder, read_any_config(folder)) for folder in (fp8, again))
+    for name in one.tensors:
+        assert torch.equal(one.tensor(name), other.tensor(name))
 
 
 def test_generation_stops_are_written_where_the_folder_has_none(

@@ -58,7 +58,7 @@ def _precision(preset: str | None, overrides: Sequence[str]) -> "PrecisionConfig
 def _describe(result: "ExportResult") -> list[str]:
     files = f"{result.files} file{'s' if result.files > 1 else ''} of tensors"
     lines = [f"{result.folder}: {result.num_bytes / 1e6:,.1f} MB in {files}, {result.format}"]
-    if result.format == "fp8":
+    if result.quantised:
         lines.append(f"{result.quantised} matrices in E4M3, the policy's own bytes")
     if result.not_whole:
         lines += [
@@ -87,7 +87,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "source",
         metavar="RUN_OR_FOLDER",
-        help="the directory that `isobit train` or `sft` wrote, a model folder, or `starter`",
+        help="the directory that `isobit train` or `sft` wrote, a model folder, a name of the hub, "
+        "or `starter`",
     )
     parser.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="what is written")
     parser.add_argument(

@@ -5,13 +5,15 @@ takes.
 import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from pathlib import Path
 
 from isobit.cli.arguments import folder_parser, positive, set_threads, settings_from
 from isobit.cli.waiting import starting
+from isobit.errors import ConfigError
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Look and print the tables.  Raises IsobitError for a
+    """Look, print the tables, and write the page where one is asked for.  Raises IsobitError for a
     folder that cannot be read.
     """
     options, overrides = _parser().parse_known_args(arguments)
@@ -21,6 +23,11 @@ def run(arguments: Sequence[str]) -> int:
         from isobit.observe.console import Console
         from isobit.observe.inspection.describe import describe_inspection
         from isobit.observe.inspection.record import inspect_folder
+    if options.out is not None and not options.out.parent.is_dir():
+        raise ConfigError(
+            f"--out is {str(options.out)!r}, but there is no directory "
+            f"{str(options.out.parent)!r}; make it first"
+        )
     settings = settings_from(InspectConfig, {"precision": options.precision}, overrides)
     set_threads(options)
 
@@ -33,10 +40,16 @@ def run(arguments: Sequence[str]) -> int:
             options.longest,
             on_matrix,
         )
+    written = ""
+    if options.out is not None:
+        from isobit.observe.inspection.page import write_inspection
+
+        path = write_inspection(found, options.out)
+        written = f"{path} ({path.stat().st_size / 1000:,.0f} kB)"
     if options.json:
         print(json.dumps(found.as_json(), indent=2))
     else:
-        console.lines(describe_inspection(found))
+        console.lines([*describe_inspection(found), *(["", written] if written else [])])
     return 0
 
 
@@ -58,5 +71,6 @@ def _parser() -> ArgumentParser:
         metavar="N",
         help="with --gpu: tokens of the longest sequence in training; by default 4096",
     )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="also write it as an HTML page")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser

@@ -1,7 +1,8 @@
-"""GPUs by name, for plans on a machine that has none: the memory that a process finds free on one.
+"""GPUs by name, for plans on a machine that has none: the memory that a process finds free on one
+that nobody else uses.
 
-Measured with nothing else on the card; a driver keeps about a gigabyte of what the card is sold
-with.
+That of an H200 is measured (docs/memory.md: 138.7 to 139.3 of 139.8 GiB); an H100 has 79.2 GiB, and
+the driver keeps about as much.
 """
 
 from isobit.errors import ConfigError

@@ -55,7 +55,7 @@ class Contents:
     layout: Layout
     value: Callable[[str], torch.Tensor]
     quantization: dict[str, Any] | None = None
-    """``quantization_config`` of config.json."""
+    """``quantization_config`` of config.json; None where no matrix is in FP8."""
     not_whole: tuple[str, ...] = ()
     """Matrices in E4M3 whose sizes are no multiples of 128, and which are BF16 here."""
 
@@ -132,7 +132,8 @@ def _in_fp8(
         return quantised.values if name == matrix else quantised.scales
 
     not_whole = tuple(name for name in layout if name in matrices and name not in whole)
-    return Contents(layout, value, _quantization_config(layout, whole), not_whole)
+    quantization = _quantization_config(layout, whole) if whole else None
+    return Contents(layout, value, quantization, not_whole)
 
 
 def e4m3_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from isobit.errors import ModelError
 from isobit.models.checkpoint_files import shard_names, weight_files
-from isobit.models.saving import TOKENIZER_FILES
+from isobit.models.saving import TEMPLATES, TEXT_FILES
 from isobit.models.shards import INDEX_FILE
 from isobit.models.tensor_header import shown
 
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
-_DESCRIPTION = ("config.json", INDEX_FILE, *TOKENIZER_FILES, "additional_chat_templates/*.jinja")
+_DESCRIPTION = ("config.json", INDEX_FILE, *TEXT_FILES, f"{TEMPLATES}/*.jinja")
 
 
 def is_hub_name(name: str) -> bool:

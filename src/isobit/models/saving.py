@@ -20,7 +20,7 @@ from isobit.models.shards import SHARD_BYTES, write_shards
 from isobit.precision.quant_tensor import QuantTensor
 
 GENERATION_FILE = "generation_config.json"
-COPIED = (
+TEXT_FILES = (
     *TOKENIZER_FILES,
     "special_tokens_map.json",
     "added_tokens.json",
@@ -29,6 +29,8 @@ COPIED = (
     GENERATION_FILE,
 )
 """Files that describe text rather than weights: they are taken over as they are."""
+TEMPLATES = "additional_chat_templates"
+"""A folder of chat templates beside the first one."""
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -100,9 +102,11 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
     """Also makes the generation config of a folder that has none: without one, other engines would
     not know every token that ends a completion.
     """
-    for file in COPIED:
+    for file in TEXT_FILES:
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
     has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)
     if has_tokenizer and not (source / GENERATION_FILE).is_file():
         stops = stop_token_ids(load_tokenizer(source), source)

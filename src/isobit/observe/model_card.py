@@ -11,20 +11,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import isobit
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
-from isobit.observe.report.page import visible
+from isobit.models.hub import is_hub_name
 from isobit.observe.report.panels import evaluation_sets
 from isobit.observe.report.source import RunRecord, entry_at
+from isobit.observe.report.template import visible
 from isobit.precision.compare import describe_flow
 from isobit.precision.flow import PrecisionFlow
 
 CARD_FILE = "README.md"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,9 @@ class CardFacts:
     """What the card is made of."""
 
     name: str
-    source: Path
+    """Of the folder."""
+    source: str
+    """What was exported: a path, or a model of the hub."""
     config: ModelConfig
     in_fp8: bool
     flow: PrecisionFlow | None
@@ -65,9 +66,9 @@ def _front_matter(facts: CardFacts) -> Iterator[str]:
     """YAML, whose strings are JSON's."""
     yield "library_name: transformers"
     yield f"pipeline_tag: {'text-classification' if facts.config.score_head else 'text-generation'}"
-    base = facts.record.setting("config", "model") if facts.record else None
-    if isinstance(base, str) and _HUB_NAME.fullmatch(base) and not Path(base).exists():
-        yield f"base_model: {json.dumps(base)}"
+    base = facts.record.setting("config", "model") if facts.record else facts.source
+    if isinstance(base, str) and is_hub_name(base):
+        yield f"base_model: {json.dumps(base.partition('@')[0])}"
     tags = ["isobit"]
     if facts.record is not None:
         tags.append("reinforcement-learning" if _is_rl(facts.record) else "fine-tuned")
@@ -82,10 +83,11 @@ def _opening(facts: CardFacts) -> str:
     what = f"A {facts.config.family} {kind} of {parameters:,} parameters, in "
     what += "FP8 (E4M3 in blocks of 128x128)" if facts.in_fp8 else "BF16"
     if facts.record is None:
-        return f"{what}; written by Isobit {isobit.__version__} from {_code(facts.source.name)}."
-    steps = f"after {facts.step} steps" if facts.step is not None else "at its end"
+        return f"{what}; written by Isobit {isobit.__version__} from {_place(facts.source)}."
     kind = "reinforcement learning" if _is_rl(facts.record) else "fine-tuning"
-    return f"{what}: the policy of a run of {kind} {steps}, written by Isobit {isobit.__version__}."
+    steps = "step" if facts.step == 1 else "steps"
+    when = f"after {facts.step} {steps}" if facts.step is not None else "at its end"
+    return f"{what}: the model of a run of {kind} {when}, written by Isobit {isobit.__version__}."
 
 
 def _training(record: RunRecord, step: int | None) -> list[str]:
@@ -101,7 +103,7 @@ def _training(record: RunRecord, step: int | None) -> list[str]:
 
 def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
     """What the recipe says of model, data and algorithm."""
-    yield "start", _code(record.setting("config", "model"))
+    yield "start", _place(record.setting("config", "model"))
     if record.setting("config", "from_scratch") is not None:
         yield "weights", "random at the start; the model above gave its tokenizer"
     for title, path in (
@@ -112,7 +114,7 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
         if found:
             yield title, ", ".join(_data_names(found))
     if _is_rl(record):
-        yield "reward", _code(_reward(record.setting("config", "reward")))
+        yield "reward", _place(_reward(record.setting("config", "reward")))
         yield "algorithm", _code(record.setting("config", "algorithm", "name"))
     else:
         yield "objective", _code(record.setting("config", "objective"))
@@ -137,7 +139,7 @@ def _data_names(entry: Any) -> list[str]:
             (entry[key] for key in ("path", "name", "dataset", "task") if entry.get(key)),
             entry["type"],
         )
-        return [_code(name)]
+        return [_place(name)]
     return [f"{_plain(key)}: {''.join(_data_names(value))}" for key, value in entry.items()]
 
 
@@ -158,11 +160,12 @@ def _evaluations(rows: Mapping[int, Mapping[str, float | None]]) -> list[str]:
             if not measured:
                 continue
             first, last = measured[0], measured[-1]
-            cells = (_figure(rows[at], name, figure) for at in (first, last))
-            lines.append((_plain(f"{name} {figure}"), *cells, str(last)))
+            after = _figure(rows[last], name, figure) if last > first else "\N{EN DASH}"
+            before = _figure(rows[first], name, figure)
+            lines.append((_plain(f"{name} {figure}"), before, after, str(last)))
     if not lines:
         return []
-    header = ("evaluation", "before", "after", "measured after step")
+    header = ("evaluation", "first", "last", "measured after step")
     return [_table(header, lines)]
 
 
@@ -197,23 +200,24 @@ def _exactness(rows: Mapping[int, Mapping[str, float | None]]) -> list[str]:
 
 
 def _formats(facts: CardFacts) -> list[str]:
-    if not facts.in_fp8:
+    if not facts.in_fp8 and not facts.not_whole:
         return []
-    lines = describe_flow(facts.flow) if facts.flow is not None else []
-    text = (
-        "A matrix `X.weight` is E4M3 with a scale for each block of 128x128 in "
-        "`X.weight_scale_inv`, which multiplies.  These are the bytes that the policy samples with"
-    )
-    where = " in this flow:" if lines else "."
-    shown = ["```\n" + "\n".join(lines) + "\n```"] if lines else []
-    notes = []
+    parts = ["## Formats"]
+    if facts.in_fp8:
+        use = "scores" if facts.config.score_head else "samples"
+        parts.append(
+            "A matrix `X.weight` is E4M3 with a scale for each block of 128x128 in "
+            f"`X.weight_scale_inv`, which multiplies: the bytes that Isobit {use} with."
+        )
     if facts.not_whole:
-        notes.append(
+        parts.append(
             f"{len(facts.not_whole)} matrices have sizes that are no multiples of 128, or are "
             "fused with one that has. Stock loaders refuse those in FP8, so they are written in "
-            "BF16, as the numbers that the policy's bytes stand for."
+            "BF16, as the numbers that their FP8 bytes stand for."
         )
-    return ["## Formats", text + where, *shown, *notes]
+    if facts.flow is not None:
+        parts += ["The precision flow:", "```\n" + "\n".join(describe_flow(facts.flow)) + "\n```"]
+    return parts
 
 
 def _loading(facts: CardFacts) -> list[str]:
@@ -245,6 +249,14 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _code(value: Any) -> str:
     """A name as code, on one line and within its cell."""
     return f"`{_one_line(value).replace('`', chr(0x27))}`"
+
+
+def _place(value: Any) -> str:
+    """Where something is, as code; of an absolute path the last part, as the others are nobody
+    else's business.
+    """
+    text = str(value)
+    return _code(text.rstrip("/").rpartition("/")[2] if text.startswith("/") else text)
 
 
 def _plain(value: Any) -> str:

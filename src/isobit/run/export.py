@@ -131,9 +131,9 @@ def _write(
         others = sorted(file for file in partial.iterdir() if file.name not in digests)
         facts = CardFacts(
             name=target.name,
-            source=source.path,
+            source=source.name,
             config=source.config,
-            in_fp8=contents.quantization is not None,
+            in_fp8=contents.num_quantised > 0,
             flow=flow,
             not_whole=contents.not_whole,
             digests=digests | {file.name: file_sha256(file) for file in others},

@@ -17,11 +17,11 @@ from isobit.config.recipe import Recipe
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
 from isobit.errors import CheckpointError, ConfigError
+from isobit.models.checkpoint import Checkpoint as FolderCheckpoint
 from isobit.models.config import ModelConfig
 from isobit.models.contents import Tensors
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import read_any_config
-from isobit.models.folder_tensors import FolderTensors
 from isobit.models.loaded import model_folder
 from isobit.models.tensor_file import TensorFile
 from isobit.observe.report.source import RunRecord, read_run
@@ -39,8 +39,10 @@ Say = Callable[[str], None]
 class ExportSource:
     """A model that can be exported, of which no tensor has been read yet."""
 
+    name: str
+    """What was named: a path, ``starter``, or a model of the hub."""
     path: Path
-    """What was named: a run's directory or a model folder."""
+    """A run's directory or a model folder."""
     config: ModelConfig
     tensors: Tensors
     tokenizer_from: Path
@@ -105,7 +107,7 @@ def find_source(name: str | Path, step: int | None, say: Say) -> ExportSource:
     if not _is_run(path):
         if step is not None:
             raise ConfigError(f"--step is for a run, and {path} is none; leave it out")
-        return _folder(path)
+        return _folder(str(name), path)
     directory, record = RunDirectory(path), read_run(path)
     if step is None and record.finished and directory.model.is_dir():
         return _finished(directory, record)
@@ -118,18 +120,19 @@ def _is_run(path: Path) -> bool:
     return directory.manifest.is_file() or directory.checkpoints.is_dir()
 
 
-def _folder(path: Path) -> ExportSource:
+def _folder(name: str, path: Path) -> ExportSource:
     config = read_any_config(path)
-    return ExportSource(path, config, FolderTensors.open(path, config), path)
+    return ExportSource(name, path, config, FolderCheckpoint.open(path, config), path)
 
 
 def _finished(directory: RunDirectory, record: RunRecord) -> ExportSource:
     config = read_any_config(directory.model)
     recipe = record.setting("config")
     return ExportSource(
+        str(directory.root),
         directory.root,
         config,
-        FolderTensors.open(directory.model, config),
+        FolderCheckpoint.open(directory.model, config),
         directory.model,
         None if recipe is None else _precision(recipe),
         record,
@@ -165,6 +168,7 @@ def _of_checkpoint(
         else source_config(recipe.model)
     )
     return ExportSource(
+        str(directory.root),
         directory.root,
         config,
         MasterTensors.of(checkpoint.folder / MASTERS, config),

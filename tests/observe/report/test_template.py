@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-TEMPLATE = files("isobit.observe.report").joinpath("report.html").read_text(encoding="utf-8")
+TEMPLATE = files("isobit.observe.report").joinpath("style.html").read_text(encoding="utf-8")
 LIGHT, DARK = (
     dict(re.findall(r"--([\w-]+): #(\w{6})", block))
     for block in re.findall(r":root \{(.*?)\}", TEMPLATE, re.DOTALL)
@@ -36,7 +36,7 @@ def test_text_and_curves_stand_out(colours: dict[str, str]) -> None:
     ]
     for text, behind in [*pairs, ("tip-text", "tip"), ("good", "card")]:
         assert contrast(colours[text], colours[behind]) >= 4.5, (text, behind)
-    for curve in ("c1", "c2", "c3", "c4", "warn-line"):
+    for curve in ("c1", "c2", "c3", "c4", "c5", "c6", "warn-line"):
         assert contrast(colours[curve], colours["card"]) >= 3.0, curve
 
 

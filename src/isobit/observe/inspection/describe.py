@@ -49,6 +49,11 @@ def flow_name(found: Inspection) -> str:
     return f"{found.preset}{', FP32 scales' if found.scales == 'fp32' else ''}"
 
 
+def files_text(found: Inspection) -> str:
+    """How many files hold the tensors."""
+    return f"{found.files} file{'s' if found.files > 1 else ''}"
+
+
 def describe_model(found: Inspection) -> list[str]:
     """What the model is."""
     config = found.config
@@ -70,22 +75,25 @@ def _model(found: Inspection) -> list[str]:
 
 
 def _formats(found: Inspection) -> list[str]:
-    files = f"{found.files} file{'s' if found.files > 1 else ''}"
     rows = [
         (one.format, f"{one.tensors:,}", f"{one.numbers:,}", gib(one.num_bytes))
         for one in found.formats
     ]
-    return _table(("stored", "tensors", "numbers", "size"), rows, f"in {files}")
+    return _table(("stored", "tensors", "numbers", "size"), rows, f"in {files_text(found)}")
 
 
 def _fp8(found: Inspection) -> list[list[str]]:
     layers = found.by_layer()
     if not layers:
         return [[f"{found.preset}: no matrix is E4M3"]]
-    rows = [(f"{layer}", *_cells(together(list(each.values())))) for layer, each in layers.items()]
-    everything = together([figures for each in layers.values() for figures in each.values()])
-    rows.append(("all", *_cells(everything)))
+    each = [(f"{layer}", together(list(linears.values()))) for layer, linears in layers.items()]
+    each.append(("all", together([figures for _, figures in each])))
     header = ("layer", "error", "worst block", "saturated", "flushed", "scales")
+    rows = [(layer, *_cells(figures)) for layer, figures in each]
+    if found.stored:
+        known = (0, 3, 5)
+        header = tuple(header[i] for i in known)
+        rows = [tuple(row[i] for i in known) for row in rows]
     title = f"the {len(found.matrices):,} matrices in E4M3: {flow_name(found)}"
     legend = (
         "what they were made from, and so their error, is not known"

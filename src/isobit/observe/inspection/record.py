@@ -11,11 +11,11 @@ import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import support
+from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.contents import Tensors, e4m3_sites, publish_part
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import read_any_config
-from isobit.models.folder_tensors import FolderTensors
 from isobit.observe.inspection.gpu import GpuFigures, gpu_figures
 from isobit.observe.inspection.presets import PresetFigures, parameter_count, preset_figures
 from isobit.observe.inspection.quantised import (
@@ -149,7 +149,7 @@ def inspect_folder(
         if gpu is None
         else gpu_figures(config, flow, sizes, gpu, longest or min(config.max_positions, LONGEST))
     )
-    tensors = FolderTensors.open(folder, config)
+    tensors = Checkpoint.open(folder, config)
     sites = e4m3_sites(config, flow)
     if tensors.in_e4m3:
         sites = {name: site for name, site in _all_sites(config).items() if name in tensors.in_e4m3}
@@ -157,7 +157,7 @@ def inspect_folder(
         folder,
         config,
         parameter_count(config),
-        tensors.num_files,
+        len({tensor.file.path for tensor in tensors.tensors.values()}),
         _formats(tensors),
         bool(tensors.in_e4m3),
         precision.preset,
@@ -194,11 +194,13 @@ def _all_sites(config: ModelConfig) -> dict[str, Site]:
     return e4m3_sites(config, build_flow(PrecisionConfig(preset="fp8"), shape))
 
 
-def _formats(tensors: FolderTensors) -> tuple[FormatFigures, ...]:
-    """By format, the one with most numbers first; scales are none of the checkpoint's tensors."""
+def _formats(tensors: Checkpoint) -> tuple[FormatFigures, ...]:
+    """By format, the one with most numbers first; scales are counted apart."""
     found: dict[str, list[torch.Tensor]] = {}
-    for tensor in tensors.checkpoint.tensors.values():
+    for tensor in tensors.tensors.values():
         found.setdefault(tensor.format, []).append(tensor.mapped)
+    for scales in tensors.scales.values():
+        found.setdefault(f"{scales.format} scales", []).append(scales.mapped)
     made = [
         FormatFigures(
             form, len(each), sum(one.numel() for one in each), sum(one.nbytes for one in each)

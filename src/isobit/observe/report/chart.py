@@ -1,8 +1,8 @@
 """A chart as geometry: paths in the units of an SVG of 360 x 182, the ticks of both axes, and the
 table with the same numbers.
 
-The markup stands in the template.  The axes are x = steps and y = the panel's unit; a step without
-a value leaves a gap.
+The markup stands in the template.  The axes are x = steps, or layers, and y = the panel's unit; a
+step without a value leaves a gap.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,8 @@ class Panel:
     note: str = ""
     percent: bool = False
     stacked: bool = False
+    axis: str = "step"
+    """What a point stands at: a step of a run, or a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,7 @@ def _table(
     """The numbers of the chart: a row a point, a column a curve and two more where it has a
     range.
     """
-    columns, cells = ["step"], [[bucket.text for bucket in buckets]]
+    columns, cells = [panel.axis], [[bucket.text for bucket in buckets]]
     for curve, points in curves:
         columns.append(curve.label)
         cells.append([number_text(point.value, panel.percent) for point in points])
@@ -269,7 +271,7 @@ def _points_note(panel: Panel, steps: int) -> str:
         else "mean"
     )
     measured = panel.stacked or any(curve.spread or curve.between for curve in panel.curves)
-    return f"A point is the {shown} of {steps} steps" + (
+    return f"A point is the {shown} of {steps} {panel.axis}s" + (
         "." if measured else "; band: their lowest to highest."
     )
 

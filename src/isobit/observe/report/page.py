@@ -8,19 +8,16 @@ by visible ones before that.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 import isobit
-from isobit.errors import ConfigError
 from isobit.observe.report.axis import duration_text, number_text
 from isobit.observe.report.flow_view import view_flow
 from isobit.observe.report.panels import build_sections, evaluation_sets
 from isobit.observe.report.samples import SHADES, choose_samples
 from isobit.observe.report.source import RunRecord, read_run
+from isobit.observe.report.template import render_template, write_page
 
 MARKER = "<!doctype html>\n<!-- isobit report -->"
 """The first lines of every page: a file that does not begin with them is never overwritten."""
@@ -43,36 +40,13 @@ def write_report(root: Path, out: Path | None = None) -> Path:
 
     Raises ConfigError for a directory that is no run's, or where the page cannot be written.
     """
-    path = out or root / "report.html"
-    page = render(read_run(root))
-    try:
-        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(
-            MARKER
-        ):
-            raise ConfigError(
-                f"{str(path)!r} is there already and no report; name another file (--out FILE)"
-            )
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{str(path)!r} cannot be written ({error.strerror}); name another file (--out FILE)"
-        ) from error
-    return path
+    return write_page(render(read_run(root)), out or root / "report.html", MARKER)
 
 
 def render(record: RunRecord) -> str:
     """The page as text."""
-    template = files("isobit.observe.report").joinpath("report.html").read_text(encoding="utf-8")
-    environment = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_finalize,
-    )
-    page = environment.from_string(template).render(
+    page = render_template(
+        "report.html",
         record=record,
         name=record.root.resolve().name,
         state=_state(record),
@@ -94,31 +68,6 @@ def render(record: RunRecord) -> str:
         version=isobit.__version__,
     )
     return f"{MARKER}\n{page}\n"
-
-
-def visible(text: str) -> str:
-    """``text`` with pictures in the place of control characters, and code points in the place of
-    other invisible ones.
-    """
-    return "".join(
-        character if character in "\t\n" or character.isprintable() else _picture(ord(character))
-        for character in text
-    )
-
-
-def _picture(code: int) -> str:
-    return (
-        chr(0x2400 + code)
-        if code < 0x20
-        else "\N{SYMBOL FOR DELETE}"
-        if code == 0x7F
-        else f"[U+{code:04X}]"
-    )
-
-
-def _finalize(value: Any) -> Any:
-    """What the template puts out for a value; markup that it made itself passes as it is."""
-    return visible(value) if type(value) is str else value
 
 
 def _state(record: RunRecord) -> str:

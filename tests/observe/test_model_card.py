@@ -1,0 +1,96 @@
+"""The card of an exported folder."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isobit.config.precision import PrecisionConfig
+from isobit.models.config import ModelConfig
+from isobit.models.decoder import build_decoder
+from isobit.observe.model_card import CardFacts, model_card
+from isobit.observe.report.source import read_run
+from isobit.precision.flow import build_flow
+
+CONFIG = ModelConfig("qwen3", 64, 128, 128, 2, 4, 4, 32, 128, 1e-6, 1e4, False)
+FACTS = CardFacts(
+    "mine", "starter", CONFIG, False, None, (), {"a.safetensors": "0" * 64}, None, None
+)
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
+    assert match is not None
+    return yaml.safe_load(match[1])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three steps with evaluations before, in the middle and at the end."""
+    config = {
+        "model": "org/name@main",
+        "data": {
+            "train": {"type": "jsonl", "path": "sums.jsonl"},
+            "eval": {"held|out": {"type": "jsonl", "path": "`x`.jsonl"}},
+        },
+        "reward": {"function": "rewards.py:right"},
+        "algorithm": {"name": "grpo"},
+        "training": {"steps": 3, "learning_rate": 1e-6},
+        "precision": {"preset": "fp8"},
+    }
+    (tmp_path / "run.json").write_text(json.dumps({"config": config}))
+    rows = [
+        {"step": 0, "eval/held|out/accuracy": 0.25}
+        | {"eval/held|out/low": 0.2, "eval/held|out/high": 0.3},
+        {"step": 1, "log_prob_diff/tokens_compared": 1000, "log_prob_diff/tokens_differing": 0},
+        {"step": 2, "log_prob_diff/tokens_compared": 500, "log_prob_diff/tokens_differing": 2},
+        {"step": 2, "eval/held|out/accuracy": 0.5},
+        {"step": 3, "log_prob_diff/tokens_compared": 7, "log_prob_diff/tokens_differing": 7},
+        {"step": 3, "eval/held|out/accuracy": 0.75},
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def test_the_figures_are_those_up_to_the_step(run: Path) -> None:
+    card = model_card(replace(FACTS, record=read_run(run), step=2))
+    assert "25.0% (95%: 20.0 to 30.0) | 50.0% | 2 |" in card
+    assert "Of 1,500 log-probabilities recorded while sampling, 2 differed" in card
+    assert "reinforcement learning after 2 steps" in card
+    assert front_matter(card) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "org/name",
+        "tags": ["isobit", "reinforcement-learning"],
+    }
+    for text in ("`sums.jsonl`", "`rewards.py:right`", "`grpo`", "learning_rate 1e-06"):
+        assert text in card, text
+    end = model_card(replace(FACTS, record=read_run(run), step=3))
+    assert "75.0% | 3 |" in end and "Of 1,507 log-probabilities" in end
+
+
+def test_names_cannot_break_a_table_or_be_markup(run: Path) -> None:
+    card = model_card(replace(FACTS, name="<script>*x*\n# Hello", record=read_run(run), step=3))
+    assert "<script>" not in card.replace("\\<script\\>", "")
+    assert not re.search(r"^# Hello", card, re.MULTILINE)
+    assert "held\N{BROKEN BAR}out" in card and "held|out" not in card
+    tables = re.findall(r"(?:^\|.*\|$\n?)+", card, re.MULTILINE)
+    assert len(tables) == 3
+    for table in tables:
+        assert len({line.count("|") for line in table.strip().splitlines()}) == 1, table
+
+
+def test_fp8_and_what_is_not_whole_are_explained() -> None:
+    flow = build_flow(PrecisionConfig(), build_decoder(CONFIG).shape)
+    card = model_card(replace(FACTS, in_fp8=True, flow=flow, not_whole=("a", "b")))
+    assert "weight_scale_inv" in card and "2 matrices have sizes" in card
+    assert "fp8: one function in rollout and training" in card
+    assert front_matter(card)["tags"] == ["isobit", "fp8"]
+    assert "from `model`" in model_card(replace(FACTS, source="/home/somebody/model"))
+    plain = model_card(FACTS)
+    assert "## Formats" not in plain and "base_model" not in front_matter(plain)
+    assert front_matter(model_card(replace(FACTS, source="org/it@v1")))["base_model"] == "org/it"
