@@ -123,12 +123,14 @@ def measure_stored(matrix: QuantTensor) -> Fp8Figures:
 
 
 def _block_sums(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [N, K] -> FP64 [ceil(N/128), ceil(K/128)]."""
+    """FP32 [N, K], not negative -> FP64 [ceil(N/128), ceil(K/128)]; 128 of a row are added in
+    FP32.
+    """
     rows, columns = x.shape
     grid = num_blocks(rows), num_blocks(columns)
     missing = (0, grid[1] * BLOCK - columns, 0, grid[0] * BLOCK - rows)
     padded = torch.nn.functional.pad(x, missing) if any(missing) else x
-    return padded.view(grid[0], BLOCK, grid[1], BLOCK).sum((1, 3), dtype=torch.float64)
+    return padded.view(grid[0], BLOCK, grid[1], BLOCK).sum(3).sum(1, dtype=torch.float64)
 
 
 def _relative(errors: float, squares: float) -> float:
