@@ -33,6 +33,8 @@ SHAPE = {
     "moe_intermediate_size": 40,
     "max_positions": 128,
 }
+FIRST_TOKEN = "return completion.token_ids[0] / 100"
+"""A reward that differs within a group."""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -70,10 +72,11 @@ def test_reinforcement_learning_counts_the_experts_that_differ(
     preset: Preset,
     moe_run: Path,
     make_config: Callable[..., RunConfig],
+    write_reward: Callable[[str], str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = make_config(
-        reward=f"{__file__}:first_token",
+        reward=write_reward(FIRST_TOKEN),
         model=str(moe_run / "model"),
         precision=preset,
         training={"steps": 3, "learning_rate": 1e-2},
@@ -99,10 +102,6 @@ def test_reinforcement_learning_counts_the_experts_that_differ(
     assert "Differing routings" in page
 
 
-def first_token(prompt: Any, completion: Any) -> float:
-    return completion.token_ids[0] / 100
-
-
 class Death(BaseException):
     """Stands for kill -9."""
 
@@ -110,6 +109,7 @@ class Death(BaseException):
 def test_a_resumed_run_has_the_bytes_of_one_that_was_never_stopped(
     moe_run: Path,
     make_config: Callable[..., RunConfig],
+    write_reward: Callable[[str], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,7 +117,7 @@ def test_a_resumed_run_has_the_bytes_of_one_that_was_never_stopped(
 
     def configuration(name: str) -> RunConfig:
         return make_config(
-            reward=f"{__file__}:first_token",
+            reward=write_reward(FIRST_TOKEN),
             model=str(moe_run / "model"),
             output=tmp_path / name,
             precision="fp8",
