@@ -68,8 +68,8 @@ def test_places(num_experts: int, top_k: int, tmp_path: Path) -> None:
     sizes = {"TOP_K": top_k, "E": width}
     compiled(dispatch._count_kernel, sizes, tmp_path, 8)
     sizes["NUM_EXPERTS"] = num_experts
-    for form in ({"MASKED": True, "COUNTS": None}, {"MASKED": False}):
-        compiled(dispatch._place_kernel, sizes | form, tmp_path, 8)
+    for masked in (True, False):
+        compiled(dispatch._place_kernel, sizes | {"MASKED": masked}, tmp_path, 8)
     del sizes["TOP_K"]
     compiled(dispatch._label_kernel, sizes, tmp_path, 4)
 

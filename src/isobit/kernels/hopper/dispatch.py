@@ -31,7 +31,6 @@ from isobit.precision.quant_tensor import num_blocks
 
 TOKENS = tl.constexpr(64)  # of a block
 _COUNTED = tl.constexpr(32)  # blocks that are added up at once
-_FEW = 4  # blocks that need no kernel to count them: a decode step's
 _WIDTH = 1024  # columns of a program
 
 
@@ -126,22 +125,16 @@ def _place_kernel(
     EXPERTS, COUNTS, PLACES, TOTALS, STARTS, tokens, blocks, height,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of tokens; without COUNTS it counts all of them itself."""
+    """One program a block of tokens."""
     block = tl.program_id(0)
     expert = tl.arange(0, E)
     total = tl.zeros([E], tl.int32)
     before = tl.zeros([E], tl.int32)
-    if COUNTS is None:
-        for other in range(blocks):
-            counts = tl.sum(_chosen(EXPERTS, other, tokens, TOP_K, E), 0)
-            total += counts
-            before += tl.where(other < block, counts, 0)
-    else:
-        for first in range(0, blocks, _COUNTED):
-            other = (first + tl.arange(0, _COUNTED))[:, None]
-            counts = tl.load(COUNTS + other * E + expert[None, :], mask=other < blocks, other=0)
-            total += tl.sum(counts, 0)
-            before += tl.sum(tl.where(other < block, counts, 0), 0)
+    for first in range(0, blocks, _COUNTED):
+        other = (first + tl.arange(0, _COUNTED))[:, None]
+        counts = tl.load(COUNTS + other * E + expert[None, :], mask=other < blocks, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(other < block, counts, 0), 0)
     groups = (total + 127) // 128
     end = tl.cumsum(groups, 0)
     start = expert * height if MASKED else (end - groups) * 128
@@ -181,10 +174,8 @@ def make_dispatch(experts: torch.Tensor, num_experts: int, height: int | None = 
     tokens, top_k = experts.shape
     device = experts.device
     width, blocks = triton.next_power_of_2(num_experts), triton.cdiv(tokens, TOKENS.value)
-    counts = None
-    if blocks > _FEW:
-        counts = torch.empty((blocks, width), dtype=torch.int32, device=device)
-        _count_kernel[(blocks,)](experts, counts, tokens, top_k, width, num_warps=8)
+    counts = torch.empty((blocks, width), dtype=torch.int32, device=device)
+    _count_kernel[(blocks,)](experts, counts, tokens, top_k, width, num_warps=8)
     places = torch.empty_like(experts)
     totals = torch.empty(num_experts, dtype=torch.int32, device=device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
