@@ -43,7 +43,8 @@ def of_transformers(
     folder: Path, windows: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str
 ) -> float:
     """The same by transformers in ``dtype``; log-softmax in FP32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    read: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = torch.nn.Module.to(read, device)
     total = 0.0
     for window in windows:
         ids = torch.tensor([window], device=device)

@@ -59,9 +59,9 @@ def one_loss(algorithm: Algorithm, scores: TokenScores, batch: PackedBatch) -> L
     return algorithm.loss(scores, batch, Shares(shares.mean.double(), shares.selected))
 
 
-def leaves(scores: TokenScores) -> list[torch.Tensor]:
+def leaves(scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assert scores.values is not None
-    return [scores.log_probs, scores.entropies, scores.values]
+    return scores.log_probs, scores.entropies, scores.values
 
 
 @pytest.mark.parametrize(("kind", "keys"), VARIANTS)
@@ -72,7 +72,8 @@ def test_gradients_agree_with_finite_differences(
     scores, batch = random_batch(1, LENGTHS)
 
     def value(*changed: torch.Tensor) -> float:
-        return float(loss_for_differences(algorithm, scores, TokenScores(*changed), batch))
+        moved = TokenScores(changed[0], changed[1], changed[2])
+        return float(loss_for_differences(algorithm, scores, moved, batch))
 
     gradients = torch.autograd.grad(
         one_loss(algorithm, scores, batch).loss, leaves(scores), allow_unused=True
@@ -180,7 +181,8 @@ def part_of(
     names = ("old_log_probs", "advantages", "reference_log_probs", "values", "returns")
     columns = {name: getattr(batch, name)[chosen] for name in (*names, "importance")}
     part = batch_of(LENGTHS[first:last], first=first, **columns)
-    return TokenScores(*[leaf[chosen] for leaf in leaves(scores)]), part
+    log_probs, entropies, values = (leaf[chosen] for leaf in leaves(scores))
+    return TokenScores(log_probs, entropies, values), part
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])

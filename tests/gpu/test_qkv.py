@@ -69,8 +69,8 @@ class Case:
             heads, kv_heads, dim, self.rope.cos, self.rope.sin, 1e-6, q_norm, k_norm, added
         )
         cos, sin = self.rope.cos.cuda(), self.rope.sin.cuda()
-        on_gpu = (None if w is None else w.cuda() for w in (q_norm, k_norm, added))
-        self.transform = QkvTransform(heads, kv_heads, dim, cos, sin, 1e-6, *on_gpu)
+        q_norm, k_norm, added = (None if w is None else w.cuda() for w in (q_norm, k_norm, added))
+        self.transform = QkvTransform(heads, kv_heads, dim, cos, sin, 1e-6, q_norm, k_norm, added)
 
     def specification(self, format: Format) -> list[Heads]:
         """Q, K and V as the CPU makes them."""

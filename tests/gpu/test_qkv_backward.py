@@ -58,11 +58,11 @@ class Case:
         ]
 
     def transform(self, device: str) -> QkvTransform:
-        masters = (
+        q_norm, k_norm, bias = (
             None if w is None else w.to(device) for w in (self.q_norm, self.k_norm, self.bias)
         )
         cos, sin = self.rope.cos.to(device), self.rope.sin.to(device)
-        return QkvTransform(*self.layout, cos, sin, EPSILON, *masters)
+        return QkvTransform(*self.layout, cos, sin, EPSILON, q_norm, k_norm, bias)
 
     def run(self, rows: slice = slice(None)) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """-> d_qkv, and the gradients that there are of norms and bias, which were ``start``
