@@ -163,7 +163,9 @@ def test_a_checkpoint_on_disk_trains_through_its_chat_template(
 
 def test_the_recipe_for_a_checkpoint_asks_for_a_folder(tmp_path: Path) -> None:
     config = load_config(RECIPES / "checkpoint.toml", ["--output", str(tmp_path / "run")])
-    with pytest.raises(ModelError, match=r"models/Qwen3-0.6B is not a folder"):
+    with pytest.raises(
+        ModelError, match=r"Qwen/Qwen3-0.6B is no folder here, and as a model of the hub"
+    ):
         prepare_rl(config)
 
 

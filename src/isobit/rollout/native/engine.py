@@ -28,8 +28,9 @@ from isobit.memory.cache_size import batched_tokens, choose_num_pages, out_of_me
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.rollout.engine import Follow, SampleEvent
+from isobit.rollout.native.graph_runner import GraphRunner
 from isobit.rollout.native.limits import Limits, check_limits
-from isobit.rollout.native.runner import ModelRunner, PipelineRunner, default_runner
+from isobit.rollout.native.runner import ModelRunner, PipelineRunner, PolicyRunner
 from isobit.rollout.native.sequence import Sample, SharedPrompt
 from isobit.rollout.native.stream import SampleStream
 from isobit.rollout.native.works import Works
@@ -69,7 +70,7 @@ class NativeEngine:
         self._tokenizer = tokenizer
         self._seed = seed
         self._make_runner = partial(
-            make_runner or partial(default_runner, max_sequences=config.max_sequences),
+            make_runner or partial(_default_runner, max_sequences=config.max_sequences),
             policy,
             num_pages,
         )
@@ -252,3 +253,12 @@ class NativeEngine:
                 works.runner.clear()
                 self._works = self._assemble(works.runner)
             raise
+
+
+def _default_runner(
+    policy: Policy, num_pages: int, max_sequences: int
+) -> ModelRunner | PipelineRunner:
+    """What keeps the policy's device busy: the host a step behind an asynchronous one."""
+    if policy.backend.is_asynchronous:
+        return GraphRunner(policy, num_pages, max_sequences)
+    return PolicyRunner(policy, num_pages)

@@ -189,17 +189,6 @@ def rollout_states(policy: Policy, token_ids: Tensor, attend: Attend) -> States:
     return States(hidden, None if routes is None else routes.digests())
 
 
-def default_runner(
-    policy: Policy, num_pages: int, max_sequences: int
-) -> ModelRunner | PipelineRunner:
-    """What keeps the policy's device busy: the host a step behind an asynchronous one."""
-    if not policy.backend.is_asynchronous:
-        return PolicyRunner(policy, num_pages)
-    from isobit.rollout.native.graph_runner import GraphRunner
-
-    return GraphRunner(policy, num_pages, max_sequences)
-
-
 def page_tokens_of(policy: Policy) -> int:
     """Tokens of a page of a policy's cache: a KV tile of its back end's attention."""
     return policy.backend.sizes.page_tokens
