@@ -43,7 +43,7 @@ quickstart: $(READY)
 	$(VENV)/bin/isobit train recipes/quickstart.toml --output $(RUN)
 
 test: $(READY)
-	$(VENV)/bin/pytest --numprocesses $(TEST_WORKERS) --dist loadfile --quiet
+	$(VENV)/bin/pytest --numprocesses $(TEST_WORKERS) --dist worksteal --quiet
 
 lint: $(READY)
 	$(VENV)/bin/ruff check
