@@ -37,15 +37,14 @@ def write_folder(config: "ModelConfig", folder: Path, shard_bytes: int) -> None:
     """Random weights: matrices from N(0, 0.02), all else ones."""
     import torch
 
-    from isobit.models.decoder import build_decoder
+    from isobit.models.decoder import checkpoint_shapes
     from isobit.models.shards import write_shards
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     layout = {
-        part: torch.empty((rows, *master.shape[1:]), dtype=torch.bfloat16, device="meta")
-        for master in build_decoder(config).masters().values()
-        for part, rows in master.parts.items()
+        name: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for name, shape in checkpoint_shapes(config).items()
     }
 
     def value(name: str) -> torch.Tensor:

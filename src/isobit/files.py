@@ -58,6 +58,23 @@ def replace_folder(partial: Path, target: Path) -> None:
         commit_folder(partial, target)
 
 
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside ``target`` to write into, which takes its place when it is whole, and that of
+    an older one; what could not be finished is removed, since its space is what the user needs.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        for file in partial.iterdir():
+            sync(file)
+        replace_folder(partial, target)
+    except (Exception, KeyboardInterrupt):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
 def free_bytes(path: Path) -> int:
     """Bytes that may still be written where ``path`` is or will be."""
     return shutil.disk_usage(

@@ -26,7 +26,7 @@ PLACES = [
     (keeper, "write_checkpoint"),
     (keeper, "apply_retention"),
     (model, "save_policy"),
-    (model, "replace_folder"),
+    (storage, "replace_folder"),
     (shutil, "rmtree"),
     (Path, "rename"),
 ]

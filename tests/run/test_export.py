@@ -24,7 +24,6 @@ from isobit.models.saving import PolicyTensors, save_policy
 from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.proof.verify import VerifyOptions, verify
-from isobit.run import export as export_module
 from isobit.run.export import export
 from isobit.run.export_source import find_source
 from isobit.run.rl.loop import train
@@ -199,7 +198,7 @@ def test_a_fault_leaves_the_old_folder_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     if broken == "write":
-        monkeypatch.setattr(export_module, "sync", full)
+        monkeypatch.setattr(storage, "sync", full)
         expected, text = StorageError, "No space left.*then export again"
     else:
         tensors = read_folder(tiny_folder)

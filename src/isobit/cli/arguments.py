@@ -152,6 +152,11 @@ def check_new(path: Path) -> None:
     """Refuse to write where a file is, or where no directory is.  Raises ConfigError."""
     if path.exists():
         raise ConfigError(f"--out is {str(path)!r}, which exists; name another file, or remove it")
+    check_directory(path)
+
+
+def check_directory(path: Path) -> None:
+    """Refuse to write where no directory is.  Raises ConfigError."""
     if not path.parent.is_dir():
         raise ConfigError(
             f"--out is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it first"

@@ -7,9 +7,14 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from isobit.cli.arguments import folder_parser, positive, set_threads, settings_from
+from isobit.cli.arguments import (
+    check_directory,
+    folder_parser,
+    positive,
+    set_threads,
+    settings_from,
+)
 from isobit.cli.waiting import starting
-from isobit.errors import ConfigError
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -23,11 +28,8 @@ def run(arguments: Sequence[str]) -> int:
         from isobit.observe.console import Console
         from isobit.observe.inspection.describe import describe_inspection
         from isobit.observe.inspection.record import inspect_folder
-    if options.out is not None and not options.out.parent.is_dir():
-        raise ConfigError(
-            f"--out is {str(options.out)!r}, but there is no directory "
-            f"{str(options.out.parent)!r}; make it first"
-        )
+    if options.out is not None:
+        check_directory(options.out)
     settings = settings_from(InspectConfig, {"precision": options.precision}, overrides)
     set_threads(options)
 

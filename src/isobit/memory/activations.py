@@ -78,10 +78,9 @@ def scoring_bytes(
 
 
 def _work(shape: ModelConfig, tokens: int, longest: int) -> WorkShape:
-    sites = decoder_shape(shape)
     return WorkShape(
         AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim),
-        tuple(linear for i in range(shape.num_layers) for linear in sites.linears_of(i)),
+        decoder_shape(shape).linears,
         shape.hidden_size,
         0 if shape.score_head else shape.vocab_size,
         tokens,

@@ -23,7 +23,7 @@ import torch
 from isobit.errors import ConfigError
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder
+from isobit.models.decoder import build_decoder, checkpoint_shapes
 from isobit.models.shards import SCALES_SUFFIX, Layout
 from isobit.precision.dequantise import dequantise
 from isobit.precision.flow import PrecisionFlow, Site
@@ -68,9 +68,7 @@ class Contents:
 def bf16_contents(config: ModelConfig, tensors: Tensors) -> Contents:
     """Every tensor of the checkpoint, rounded to BF16."""
     layout = {
-        part: _meta((rows, *master.shape[1:]), torch.bfloat16)
-        for master in build_decoder(config).masters().values()
-        for part, rows in master.parts.items()
+        name: _meta(shape, torch.bfloat16) for name, shape in checkpoint_shapes(config).items()
     }
     return Contents(layout, lambda name: tensors.tensor(name).bfloat16())
 

@@ -14,6 +14,7 @@ stand end to end, without padding.  Each result is shown to ``observe``, for ``i
 
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import torch
 
@@ -148,6 +149,22 @@ def build_decoder(config: ModelConfig) -> Decoder:
 def decoder_shape(config: ModelConfig) -> DecoderShape:
     """The sites of a model, for its flow."""
     return build_decoder(config).shape
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of the Hugging Face checkpoint and their shapes, in the order of the forward
+    pass.
+    """
+    return {
+        part: (rows, *master.shape[1:])
+        for master in build_decoder(config).masters().values()
+        for part, rows in master.parts.items()
+    }
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Numbers of the model that checkpoints have."""
+    return sum(prod(shape) for shape in checkpoint_shapes(config).values())
 
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

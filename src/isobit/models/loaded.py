@@ -5,7 +5,6 @@ end a completion.
 the memory.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
-from isobit.files import replace_folder, sync
+from isobit.files import new_folder
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
 from isobit.models.folder import load_policy, read_config
@@ -64,12 +63,8 @@ def write_model(model: LoadedModel, target: Path) -> None:
     """The policy with its tokenizer as the Hugging Face folder ``target``; an older one there is
     replaced as a whole.
     """
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    save_policy(model.policy, partial, tokenizer_from=model.folder)
-    for file in partial.iterdir():
-        sync(file)
-    replace_folder(partial, target)
+    with new_folder(target) as partial:
+        save_policy(model.policy, partial, tokenizer_from=model.folder)
 
 
 def model_folder(name: str | Path) -> Path:

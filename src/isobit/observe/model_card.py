@@ -10,12 +10,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import isobit
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder
+from isobit.models.decoder import parameter_count
 from isobit.models.hub import is_hub_name
 from isobit.observe.report.panels import evaluation_sets
 from isobit.observe.report.source import RunRecord, entry_at
@@ -77,8 +76,7 @@ def _front_matter(facts: CardFacts) -> Iterator[str]:
 
 
 def _opening(facts: CardFacts) -> str:
-    masters = build_decoder(facts.config).masters().values()
-    parameters = sum(prod(master.shape) for master in masters if master.parts)
+    parameters = parameter_count(facts.config)
     kind = "reward model" if facts.config.score_head else "language model"
     what = f"A {facts.config.family} {kind} of {parameters:,} parameters, in "
     what += "FP8 (E4M3 in blocks of 128x128)" if facts.in_fp8 else "BF16"

@@ -9,10 +9,6 @@ def dequantise(matrix: QuantTensor) -> torch.Tensor:
     """A weight in 128x128 blocks -> FP32 [R, C].  A product of E4M3 and an FP32 scale is rounded
     once; with a power of two it is exact, and a BF16.
     """
-    assert matrix.granularity == "128x128", matrix.granularity
-    rows, columns = matrix.values.shape
-    scales = matrix.scales
-    for dim, parts in enumerate((matrix.parts or (rows,), (columns,))):
-        sizes = torch.tensor(block_sizes(parts), device=scales.device)
-        scales = scales.repeat_interleave(sizes, dim)
-    return matrix.values.float().mul_(scales)
+    columns = block_sizes((matrix.values.shape[1],))
+    sizes = torch.tensor(columns, device=matrix.scales.device)
+    return matrix.values.float().mul_(matrix.row_scales().repeat_interleave(sizes, 1))

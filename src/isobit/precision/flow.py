@@ -72,6 +72,11 @@ class DecoderShape:
     num_layers: int
     sites: tuple[SiteShape, ...]
 
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """Of all layers."""
+        return tuple(site.linear for site in self.sites if site.linear is not None)
+
     def linears_of(self, layer: int) -> tuple[LinearShape, ...]:
         """The linears of one layer."""
         return tuple(

@@ -72,6 +72,12 @@ class QuantTensor:
         values = torch.empty((rows, columns), dtype=E4M3, device=device)
         return cls(values, scales, "128x128", parts)
 
+    def row_scales(self) -> torch.Tensor:
+        """The scales of 128x128 blocks, a row each: a new FP32 [R, b(C)]."""
+        assert self.granularity == "128x128", self.granularity
+        sizes = block_sizes(self.parts or (self.values.shape[0],))
+        return self.scales.repeat_interleave(torch.tensor(sizes, device=self.scales.device), 0)
+
     def copy_(self, other: "QuantTensor") -> None:
         """Overwrite in place: whoever holds this tensor sees the new weight."""
         assert (self.granularity, self.parts) == (other.granularity, other.parts)

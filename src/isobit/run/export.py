@@ -7,16 +7,15 @@ in BF16 or with its matrices in FP8.
                     whole.  A process killed at any point leaves the old folder or the new one
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
-from isobit.files import check_free, disk_errors, file_sha256, replace_folder, sync
+from isobit.files import check_free, disk_errors, file_sha256, new_folder
 from isobit.models.contents import Contents, bf16_contents, fp8_contents, stored_contents
-from isobit.models.decoder import build_decoder
+from isobit.models.decoder import decoder_shape
 from isobit.models.saving import write_folder
 from isobit.models.shards import SHARD_BYTES, total_bytes
 from isobit.observe.model_card import CARD_FILE, CardFacts, model_card
@@ -104,7 +103,7 @@ def _flow(source: ExportSource, precision: PrecisionConfig | None) -> PrecisionF
     chosen = precision or source.precision
     if chosen is None and source.tensors.in_e4m3:
         return None
-    return build_flow(chosen or PrecisionConfig(), build_decoder(source.config).shape)
+    return build_flow(chosen or PrecisionConfig(), decoder_shape(source.config))
 
 
 def _contents(source: ExportSource, format: ExportFormat, flow: PrecisionFlow | None) -> Contents:
@@ -123,10 +122,8 @@ def _write(
     shard_bytes: int,
 ) -> dict[str, str]:
     """-> the SHA-256 of each file of tensors."""
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with new_folder(target) as partial:
         digests = write_folder(partial, source.config, contents, source.tokenizer_from, shard_bytes)
         others = sorted(file for file in partial.iterdir() if file.name not in digests)
         facts = CardFacts(
@@ -141,12 +138,4 @@ def _write(
             step=source.step,
         )
         (partial / CARD_FILE).write_text(model_card(facts), encoding="utf-8")
-        for file in partial.iterdir():
-            sync(file)
-        if target.is_dir() and not any(target.iterdir()):
-            target.rmdir()
-        replace_folder(partial, target)
-    except (Exception, KeyboardInterrupt):
-        shutil.rmtree(partial, ignore_errors=True)  # its space is what the user needs now
-        raise
     return digests

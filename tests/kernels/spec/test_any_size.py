@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isobit.kernels.operands import LinearWeight
-from isobit.kernels.spec.gemm import fp8_gemm_nt, row_scales
+from isobit.kernels.spec.gemm import fp8_gemm_nt
 from isobit.kernels.spec.linear import (
     dequantise_rows,
     dequantised,
@@ -98,7 +98,7 @@ def test_products_are_those_of_the_dequantised_matrix(parts: tuple[int, ...], co
     assert isinstance(weight.matrix, QuantTensor)
     exact = weight.matrix.values.double() * torch.cat(
         [
-            row_scales(weight.matrix)[:, j, None].double().expand(-1, width)
+            weight.matrix.row_scales()[:, j, None].double().expand(-1, width)
             for j, width in enumerate(block_sizes((columns,)))
         ],
         1,

@@ -15,14 +15,14 @@ import torch
 
 from isobit.kernels.spec.e4m3 import SHIFT, shifted_e4m3
 from isobit.precision.formats import BLOCK
-from isobit.precision.quant_tensor import QuantTensor, block_sizes
+from isobit.precision.quant_tensor import QuantTensor
 
 
 def fp8_gemm_nt(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
     """A in 1x128 groups, B in 128x128 blocks -> A B^T in FP32."""
     assert (a.granularity, b.granularity) == ("1x128", "128x128"), (a.granularity, b.granularity)
     left, right = shifted_e4m3(a.values).double(), shifted_e4m3(b.values).double()
-    b_scales = row_scales(b).mul_(SHIFT * SHIFT).t().contiguous()
+    b_scales = b.row_scales().mul_(SHIFT * SHIFT).t().contiguous()
     total: torch.Tensor | None = None
     for k in range(a.scales.shape[1]):
         block = _block_product(left, right, k)
@@ -31,12 +31,6 @@ def fp8_gemm_nt(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
         total = block if total is None else total.add_(block)
     assert total is not None
     return total
-
-
-def row_scales(weight: QuantTensor) -> torch.Tensor:
-    """The scales of a matrix in 128x128 blocks, a row each: FP32 [N, ceil(K/128)]."""
-    rows = torch.tensor(block_sizes(weight.parts or (weight.values.shape[0],)))
-    return weight.scales.repeat_interleave(rows, 0)
 
 
 def grid_gemm_nt(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

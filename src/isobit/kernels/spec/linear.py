@@ -15,7 +15,7 @@ import torch
 
 from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
 from isobit.kernels.spec.e4m3 import decode_e4m3
-from isobit.kernels.spec.gemm import fp8_gemm_nt, grid_gemm_nt, row_scales
+from isobit.kernels.spec.gemm import fp8_gemm_nt, grid_gemm_nt
 from isobit.kernels.spec.grid import snap_rows
 from isobit.kernels.spec.quantise import quantise_rows, quantise_tokens
 from isobit.precision.flow import Site
@@ -70,7 +70,7 @@ def dequantised(weight: LinearWeight) -> torch.Tensor:
         return weight.matrix.float()
     assert isinstance(weight.matrix, QuantTensor)
     values = decode_e4m3(weight.matrix.values)
-    return _by_column(values, row_scales(weight.matrix), (values.shape[1],))
+    return _by_column(values, weight.matrix.row_scales(), (values.shape[1],))
 
 
 def dequantise_rows(x: QuantTensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.sizes import Sizes
 from isobit.memory.published import published_bytes
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder
+from isobit.models.decoder import build_decoder, decoder_shape, parameter_count
 from isobit.precision.flow import Graph, PrecisionFlow, build_flow
 
 
@@ -33,15 +33,9 @@ class PresetFigures:
 
 def preset_figures(config: ModelConfig, sizes: Sizes) -> list[PresetFigures]:
     """Of every preset, on a back end of those sizes."""
-    shape = build_decoder(config).shape
+    shape = decoder_shape(config)
     flows = [build_flow(PrecisionConfig(preset=preset), shape) for preset in get_args(Preset)]
     return [_figures(config, flow, sizes) for flow in flows]
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Numbers of the model that checkpoints have."""
-    masters = build_decoder(config).masters().values()
-    return sum(prod(master.shape) for master in masters if master.parts)
 
 
 def _figures(config: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> PresetFigures:

@@ -14,10 +14,10 @@ from isobit.kernels.backend import support
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.contents import Tensors, e4m3_sites, publish_part
-from isobit.models.decoder import build_decoder
+from isobit.models.decoder import decoder_shape, parameter_count
 from isobit.models.folder import read_any_config
 from isobit.observe.inspection.gpu import GpuFigures, gpu_figures
-from isobit.observe.inspection.presets import PresetFigures, parameter_count, preset_figures
+from isobit.observe.inspection.presets import PresetFigures, preset_figures
 from isobit.observe.inspection.quantised import (
     Fp8Figures,
     measure_published,
@@ -141,7 +141,7 @@ def inspect_folder(
     for options of the flow that the model does not have.
     """
     config = read_any_config(folder)
-    flow = build_flow(precision, build_decoder(config).shape)
+    flow = build_flow(precision, decoder_shape(config))
     back_end = "cuda" if gpu is not None else "cpu"
     sizes = support(back_end).sizes
     found = (
@@ -190,8 +190,7 @@ def _measure(
 
 def _all_sites(config: ModelConfig) -> dict[str, Site]:
     """Every matrix that the preset ``fp8`` has in E4M3."""
-    shape = build_decoder(config).shape
-    return e4m3_sites(config, build_flow(PrecisionConfig(preset="fp8"), shape))
+    return e4m3_sites(config, build_flow(PrecisionConfig(preset="fp8"), decoder_shape(config)))
 
 
 def _formats(tensors: Checkpoint) -> tuple[FormatFigures, ...]:
