@@ -8,6 +8,7 @@ from isobit.config.algorithm import AlgorithmConfig, GrpoConfig
 from isobit.config.base import Device, Strict
 from isobit.config.check import CheckConfig
 from isobit.config.checkpoint import CheckpointConfig
+from isobit.config.cluster import ClusterConfig
 from isobit.config.correction import Correction
 from isobit.config.data import DataConfig
 from isobit.config.evaluation import EvaluationConfig
@@ -47,4 +48,5 @@ class RunConfig(Strict):
     evaluation: EvaluationConfig = EvaluationConfig()
     check: CheckConfig = CheckConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
     tracking: TrackingConfig = TrackingConfig()

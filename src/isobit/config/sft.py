@@ -9,6 +9,7 @@ from pydantic import Field
 
 from isobit.config.base import Device, Strict
 from isobit.config.checkpoint import CheckpointConfig
+from isobit.config.cluster import ClusterConfig
 from isobit.config.evaluation import EvaluationConfig
 from isobit.config.examples import SftDataConfig
 from isobit.config.precision import PrecisionConfig
@@ -57,4 +58,5 @@ class SftConfig(Strict):
     rollout: RolloutConfig = RolloutConfig()
     """How they are completed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
     tracking: TrackingConfig = TrackingConfig()

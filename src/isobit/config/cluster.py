@@ -1,0 +1,32 @@
+"""The table ``cluster``: the processes of a run.  None of its keys changes a byte of what the run
+learns.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from isobit.config.base import Strict
+
+Launcher = Literal["local", "ray"]
+
+
+class ClusterConfig(Strict):
+    """Who computes."""
+
+    processes: int = Field(default=1, gt=0, le=4096)
+    """One a GPU, or on CPUs as many as there are cores for.  Under ``torchrun`` or SLURM the
+    processes that are there are taken, whatever this says.
+    """
+    launcher: Launcher = "local"
+    """Who starts them: this command, on this machine, or a Ray cluster (``pip install
+    isobit[ray]``).
+    """
+    rollout_tp: int = Field(default=1, gt=0, le=64)
+    """Processes that share one engine, for a policy that one GPU cannot hold: each has a part of
+    every linear's outputs, and the bits are those of one.
+    """
+    rollouters: int = Field(default=0, ge=0)
+    """Processes, the last of them, that only sample, while the others train; 0 lets all do both in
+    turn.  It takes ``async.lag`` of at least 1 to keep both busy.
+    """

@@ -1,0 +1,32 @@
+"""What a process is doing, for those who watch it: the phase of the run, how often it has shown
+progress, and whether it waits for others.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Pulse:
+    """Of one process.  Beaten by the thread that works, read by the one that watches."""
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self.beats = 0
+        self.waits_for: str | None = None
+        """The collective that it is in; None while it computes."""
+
+    def beat(self, phase: str | None = None) -> None:
+        """Something was done; with ``phase``, another part of the run begins."""
+        if phase is not None:
+            self.phase = phase
+        self.beats += 1
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """A block that ends when the other processes have come as far."""
+        self.waits_for = what
+        try:
+            yield
+        finally:
+            self.waits_for = None
+            self.beats += 1

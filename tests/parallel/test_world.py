@@ -1,0 +1,85 @@
+"""What travels between processes arrives with its bytes."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.parallel.message import decode, encode
+from isobit.parallel.world import PeerError, World, together
+from tests.worlds import in_world
+
+
+def travel(world: World, _: Any) -> dict[str, Any]:
+    """Every kind of transport once, with parts of different sizes, some empty."""
+    values = world.messages({"rank": world.rank, "x": torch.full((world.rank,), 0.1)})
+    cuts = [0, 3, 3, 5][: world.size + 1]
+    table = torch.full((cuts[-1], 2), float(world.rank), dtype=torch.bfloat16)
+    world.gather([table], [cuts])
+    send = [[torch.full((to + 1,), 10.0 * world.rank + to)] for to in range(world.size)]
+    receive = [[torch.zeros(world.rank + 1)] for _ in range(world.size)]
+    world.exchange(send, receive).wait()
+    counted = world.board.add("tickets", 1)
+    world.barrier("all have counted")
+    world.board.post(f"note {world.rank}", b"\x00\xff")
+    world.barrier("all have posted")
+    notes = [world.board.read(f"note {rank}") for rank in range(world.size)]
+
+    def fail_on_one() -> int:
+        if world.rank == world.size - 1:
+            raise ValueError("full disk")
+        return world.rank
+
+    try:
+        together(world, fail_on_one)
+        raised = "nothing"
+    except (PeerError, ValueError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    return {
+        "values": values,
+        "table": table,
+        "received": [one[0] for one in receive],
+        "counted": counted,
+        "notes": [note is not None and note.hex() for note in notes],
+        "absent": world.board.read("nobody's"),
+        "raised": raised,
+    }
+
+
+def test_three_processes():
+    found = in_world(3, "tests.parallel.test_world:travel")
+    for rank, one in enumerate(found):
+        assert [value["rank"] for value in one["values"]] == [0, 1, 2]
+        assert torch.equal(one["values"][2]["x"], torch.full((2,), 0.1))
+        expected = torch.tensor([0.0] * 3 + [2.0] * 2).bfloat16()[:, None].expand(5, 2)
+        assert torch.equal(one["table"], expected)
+        for source in {0, 1, 2} - {rank}:
+            arrived = torch.full((rank + 1,), 10.0 * source + rank)
+            assert torch.equal(one["received"][source], arrived)
+        assert one["notes"] == ["00ff"] * 3
+        assert one["absent"] is None
+    assert sorted(one["counted"] for one in found) == [1, 2, 3]
+    assert [one["raised"] for one in found] == [
+        "PeerError: rank 2 failed: ValueError: full disk",
+        "PeerError: rank 2 failed: ValueError: full disk",
+        "ValueError: full disk",
+    ]
+
+
+def test_messages_keep_their_bits():
+    numbers = [0.1, 1e-310, math.pi, -0.0, math.inf, math.nan]
+    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": [torch.tensor([1, 2**62])]}
+    numbers_back, tensors_back, rest = decode(encode([numbers, tensors, {"none": None, "é": 1}]))
+    assert torch.equal(
+        torch.tensor(numbers_back, dtype=torch.float64).view(torch.int64),
+        torch.tensor(numbers, dtype=torch.float64).view(torch.int64),
+    )
+    assert torch.equal(tensors_back["a"], tensors["a"])
+    assert torch.equal(tensors_back["b"][0], tensors["b"][0])
+    assert rest == {"none": None, "é": 1}
+
+
+def test_a_message_is_no_code():
+    with pytest.raises(TypeError):
+        encode(object())
