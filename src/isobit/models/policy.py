@@ -70,8 +70,8 @@ class Policy:
         )
         self.masters: dict[str, torch.nn.Parameter] = {}
         """The rows that this rank owns, perhaps none."""
-        self.change = PublishedChange()
-        """What the last publication changed, of these rows."""
+        self.change = PublishedChange(self.world)
+        """What the last publication changed."""
         described = self.decoder.masters()
         self.shapes = {name: master.shape for name, master in described.items()}
         """Of the whole masters."""
@@ -81,14 +81,9 @@ class Policy:
         rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
         self._published = Published(self.decoder, self.flow, self.backend, rope.to(self.device))
         self._take(masters, trainable)
-        self._gradient = self._gradient_sum() if trainable else None
+        self.gradient = self._gradient_sum()
+        """Where a backward adds up the gradients of the masters."""
         self.version = 1
-
-    @property
-    def gradient(self) -> GradientSum | ExchangedSum:
-        """Where a backward adds up the gradients of the masters, by name."""
-        assert self._gradient is not None, "a policy without masters does not learn"
-        return self._gradient
 
     @property
     def conversion(self) -> ScaleConversion:
@@ -121,7 +116,7 @@ class Policy:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version``
         counts the publications.  All ranks together.
         """
-        self.change = PublishedChange()
+        self.change = PublishedChange(self.world)
         self._published.reads_folder = False
         for name, master in self.masters.items():
             rows = self.rows(name)

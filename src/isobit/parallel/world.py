@@ -15,30 +15,18 @@ A run alone is a world of one (``Alone``): the same calls, and nothing travels.
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from isobit.errors import IsobitError
 from isobit.parallel.message import decode, encode
 from isobit.parallel.pulse import Pulse
-
-T = TypeVar("T")
-
-
-class PeerError(IsobitError):
-    """Another rank has failed, and this one stops with it."""
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} failed: {reason}")
-        self.rank = rank
-
 
 _FOR_EVER = timedelta(days=7)
 """Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
@@ -302,22 +290,3 @@ def joined() -> Iterator[World]:
         yield world
     finally:
         world.leave()
-
-
-def together(world: World, attempt: Callable[[], T]) -> T:
-    """``attempt`` on every rank; where it raised on any, it raises on all: the rank's own error
-    there, ``PeerError`` with its text elsewhere.
-    """
-    made: list[T] = []
-    error: Exception | None = None
-    try:
-        made.append(attempt())
-    except Exception as raised:  # whatever it is, the others must not wait for this rank
-        error = raised
-    failures = world.messages(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise PeerError(rank, failure)
-    return made[0]
