@@ -35,6 +35,12 @@ def is_agreed(error: BaseException) -> bool:
     return isinstance(error, PeerError) or getattr(error, _AGREED, False)
 
 
+def agreed(error: IsobitError) -> IsobitError:
+    """An error that every rank raises by itself, since all know what it follows from."""
+    setattr(error, _AGREED, True)
+    return error
+
+
 def together(world: World, attempt: Callable[[], T]) -> T:
     """``attempt`` on every rank.  Where it raised on any, each rank raises: its own error, or one
     that names the first rank with one (out of memory and a signal keep their kind).

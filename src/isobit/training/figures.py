@@ -1,5 +1,5 @@
-"""The figures of an update: what each micro-batch says, and the sums over all of them, added in their
-order by every rank, whichever computed what.
+"""The figures of an update: what each micro-batch says, and the sums over all of them, added in
+their order by every rank, whichever computed what.
 """
 
 from collections.abc import Mapping

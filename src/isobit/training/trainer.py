@@ -31,7 +31,7 @@ from isobit.models.decoder import VALUE_HEAD
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
-from isobit.parallel.agreement import gathered, together
+from isobit.parallel.agreement import agreed, gathered, together
 from isobit.records.batch import PackedBatch
 from isobit.training.budget import MicrobatchBudget
 from isobit.training.figures import UpdateMetrics, UpdateTotals
@@ -209,10 +209,11 @@ class Trainer:
     def _count_skip(self, problem: str | None) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if problem else 0
         if problem and self._skipped_in_a_row >= self.config.max_skipped_updates:
-            raise NonFiniteError(
+            reason = (
                 f"{self._skipped_in_a_row} updates in a row were skipped, the last because "
                 f"{problem}; "
                 f"training.max_skipped_updates is {self.config.max_skipped_updates}. The weights "
                 "are those of the last good one: "
                 "lower the learning rate, or look for what is not finite in rewards or weights"
             )
+            raise agreed(NonFiniteError(reason))

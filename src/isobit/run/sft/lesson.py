@@ -104,7 +104,7 @@ class _Preference(Lesson[Pair]):
         self, trainer: Trainer, batches: Sequence[PackedBatch]
     ) -> tuple[float, PairFigures | None]:
         """See ``measure_pairs``."""
-        figures = measure_pairs(trainer.scorer, batches)
+        figures = measure_pairs(trainer.scorer, batches, trainer.policy.world)
         return figures.loss, figures
 
     def tokens(self, examples: Sequence[Pair], update: UpdateMetrics) -> int:
