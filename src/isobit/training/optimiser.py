@@ -164,9 +164,11 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value * group[_RATE]
 
 
-def gradient_norm(masters: Iterable[torch.nn.Parameter], backend: Backend) -> float:
-    """The 2-norm of all gradients together, before clipping."""
-    return backend.gradient_norm([x.grad for x in masters if x.grad is not None])
+def gradient_norm(squares: Iterable[float]) -> float:
+    """The 2-norm of all gradients together, before clipping, of their sums of squares
+    (``Backend.gradient_squares``) in any order: they are added exactly and rounded once.
+    """
+    return math.sqrt(math.fsum(squares))
 
 
 def clip_gradients(optimiser: torch.optim.Optimizer, norm: float, max_norm: float) -> None:

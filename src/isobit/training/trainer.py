@@ -256,7 +256,9 @@ class Trainer:
             if not torch.isfinite(outputs.loss):
                 return math.nan, f"the loss is {float(outputs.loss.detach())}"
             scored.backward(*torch.autograd.grad(outputs.loss, leaves, allow_unused=True))
-        norm = gradient_norm(self.policy.masters.values(), self.policy.backend)
+        masters = self.policy.masters.values()
+        grads = [master.grad for master in masters if master.grad is not None]
+        norm = gradient_norm(self.policy.backend.gradient_squares(grads))
         return norm, None if norm <= _LARGEST_NORM else self._what_is_not_finite(norm)
 
     def _what_is_not_finite(self, norm: float) -> str:
