@@ -77,8 +77,9 @@ class Trainer:
         self.config = config
         self.total_updates = total_updates
         head = f"{VALUE_HEAD}.weight"
+        first_rows = {name: policy.rows(name).start for name in policy.masters}
         self._optimiser = build_optimiser(
-            policy.masters, config, policy.backend, seed, head, head_rate
+            policy.masters, config, policy.backend, seed, head, head_rate, first_rows
         )
         self.updates = 0
         """Updates taken or skipped so far."""
