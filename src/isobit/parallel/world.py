@@ -98,9 +98,10 @@ class World(Protocol):
         """
         ...
 
-    def exchanges(self, numbers: int, device: torch.device) -> Exchanges:
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         """A series of exchanges of FP32 numbers on ``device``, of which one rank sends at most
-        ``numbers`` to one other.  Between the GPUs of one host they go by copy engines.
+        ``numbers`` to one other, and as many as there are ``buffers`` may be on their way.  Between
+        the GPUs of one host they go by copy engines.
         """
         ...
 
@@ -162,7 +163,7 @@ class Alone:
         """Nobody to exchange with."""
         return _Done()
 
-    def exchanges(self, numbers: int, device: torch.device) -> Exchanges:
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         """See ``World``."""
         return NoExchanges()
 
@@ -248,12 +249,12 @@ class Processes:
         """See ``World``."""
         return _Watched(self._swap(send, receive), self.pulse)
 
-    def exchanges(self, numbers: int, device: torch.device) -> Exchanges:
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         """See ``World``."""
         asked = self.messages([numbers, self.host])
         numbers, hosts = max(one[0] for one in asked), {one[1] for one in asked}
         if device.type == "cuda" and len(hosts) == 1:
-            copies, problem = self._peer_copies(numbers, device)
+            copies, problem = self._peer_copies(numbers, device, buffers)
             if copies is not None:
                 return copies
             if self.rank == 0:
@@ -262,18 +263,21 @@ class Processes:
                     f"{problem}",
                     file=sys.stderr,
                 )
-        return PostedExchanges(self.exchange, self.rank, self.size, numbers, device)
+        return PostedExchanges(self.exchange, self.rank, self.size, numbers, device, buffers)
 
-    def _peer_copies(self, numbers: int, device: torch.device) -> tuple[PeerCopies | None, str]:
+    def _peer_copies(
+        self, numbers: int, device: torch.device, buffers: int
+    ) -> tuple[PeerCopies | None, str]:
         """On every rank a series that was tried, or on none, and what was wrong."""
         try:
-            memory, problem = self._shared_memory(shared_numbers(self.size, numbers), device), ""
+            size = shared_numbers(self.size, numbers, buffers)
+            memory, problem = self._shared_memory(size, device), ""
         except (ImportError, AttributeError, RuntimeError) as error:
             memory, problem = None, str(error).splitlines()[0]
         problem = self._first_problem(problem)
         if memory is None or problem:
             return None, problem
-        copies, problem = try_copies(memory, self.rank, numbers)
+        copies, problem = try_copies(memory, self.rank, numbers, buffers)
         problem = self._first_problem(problem)
         return (None, problem) if problem else (copies, "")
 
