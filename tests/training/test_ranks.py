@@ -179,6 +179,10 @@ class LocalSum:
             master.grad = torch.stack(sums).sum(0)[self._policy.rows(name)].contiguous()
 
 
+def _local_sum(policy: Policy) -> LocalSum:
+    return LocalSum(policy)
+
+
 def train_with_all_reduce(world: World, case: dict[str, Any]) -> Any:
     squares = Rounds.squares
 
@@ -188,7 +192,7 @@ def train_with_all_reduce(world: World, case: dict[str, Any]) -> Any:
         return squares(self)
 
     make, Rounds.squares = Policy._gradient_sum, reduced
-    Policy._gradient_sum = LocalSum  # pyright: ignore[reportAttributeAccessIssue]
+    Policy._gradient_sum = _local_sum  # pyright: ignore[reportAttributeAccessIssue]
     try:
         return train(world, [case])[0]
     finally:
