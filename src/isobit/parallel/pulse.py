@@ -2,7 +2,7 @@
 progress, and whether it waits for others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -14,11 +14,15 @@ class Pulse:
         self.beats = 0
         self.waits_for: str | None = None
         """The collective that it is in; None while it computes."""
+        self.on_phase: Callable[[str], None] | None = None
+        """Told when another phase begins."""
 
     def beat(self, phase: str | None = None) -> None:
         """Something was done; with ``phase``, another part of the run begins."""
-        if phase is not None:
+        if phase is not None and phase != self.phase:
             self.phase = phase
+            if self.on_phase is not None:
+                self.on_phase(phase)
         self.beats += 1
 
     @contextmanager

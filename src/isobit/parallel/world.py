@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,23 +26,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from isobit.errors import IsobitError
+from isobit.errors import ConfigError, PeerError
+from isobit.parallel.launched import is_launched, rank_of_host, take_place
 from isobit.parallel.message import decode, encode
 from isobit.parallel.pulse import Pulse
 
 T = TypeVar("T")
 
 
-class PeerError(IsobitError):
-    """Another rank has failed, and this one stops with it."""
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} failed: {reason}")
-        self.rank = rank
-
-
 _FOR_EVER = timedelta(days=7)
 """Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
+_worlds = count()
+"""One after the other in a process, each with names of its own in the store."""
 
 
 class Work(Protocol):
@@ -215,7 +211,7 @@ class Processes:
 
     def messages(self, mine: Any) -> list[Any]:
         """See ``World``."""
-        with self.pulse.waiting("messages"):
+        with self.pulse.waiting("messages"), _peers():
             data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([data.numel()]))
@@ -230,7 +226,7 @@ class Processes:
 
     def gather(self, tensors: Sequence[torch.Tensor], cuts: Sequence[Sequence[int]]) -> None:
         """See ``World``."""
-        with self.pulse.waiting("gather"):
+        with self.pulse.waiting("gather"), _peers():
             works = [
                 dist.broadcast(_bytes(rows), source, async_op=True)
                 for tensor, bounds in zip(tensors, cuts, strict=True)
@@ -273,7 +269,7 @@ class _Joint:
 
     def wait(self) -> None:
         """Until all are there."""
-        with self._pulse.waiting("exchange"):
+        with self._pulse.waiting("exchange"), _peers():
             for work in self._works:
                 work.wait()
 
@@ -283,25 +279,44 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def is_launched() -> bool:
-    """Whether a launcher (ours, torchrun, SLURM's) has started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+@contextmanager
+def _peers() -> Iterator[None]:
+    """A collective, which fails where the connection to another rank is lost."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(None, _first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The world that a launcher has made by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT``; one process alone without them.
+    """The world that a launcher has made (``isobit.parallel.launched``); one process alone without
+    one.
     """
     if not is_launched():
         yield Alone()
         return
-    store, rank, size = next(iter(rendezvous("env://")))
-    world = Processes(store, rank, size, int(os.environ.get("LOCAL_RANK", "0")))
+    take_place()
     try:
-        yield world
-    finally:
-        world.leave()
+        store, rank, size = next(iter(rendezvous("env://")))
+    except dist.DistError as error:
+        raise ConfigError(
+            f"the processes of the run have not found each other ({_first_line(error)}); were as "
+            f"many started as WORLD_SIZE says ({os.environ['WORLD_SIZE']}), and can each reach "
+            f"MASTER_ADDR ({os.environ['MASTER_ADDR']}) at MASTER_PORT "
+            f"({os.environ['MASTER_PORT']})?"
+        ) from None
+    world = Processes(PrefixStore(f"world {next(_worlds)}", store), rank, size, rank_of_host())
+    yield world
+    # Not where an error has come: the others may be elsewhere, and NCCL would wait for them.
+    world.barrier("the end")
+    world.leave()
 
 
 def together(world: World, attempt: Callable[[], T]) -> T:
