@@ -28,9 +28,9 @@ class Pulse:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """A block that ends when the other processes have come as far."""
-        self.waits_for = what
+        outer, self.waits_for = self.waits_for, self.waits_for or what
         try:
             yield
         finally:
-            self.waits_for = None
+            self.waits_for = outer
             self.beats += 1
