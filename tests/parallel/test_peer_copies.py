@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.parallel.exchanges import BUFFERS
 from isobit.parallel.peer_copies import PeerCopies, shared_numbers
 
 NUMBERS, EXCHANGES = 70, 12
@@ -72,18 +71,18 @@ def value_of(exchange: int, source: int, to: int) -> float:
 class Rank:
     """A trainer as far as exchanges go: two on their way, what came is read one exchange later."""
 
-    def __init__(self, rank: int, memory: list[torch.Tensor], shared: bool) -> None:
-        self.rank, self.size = rank, len(memory)
+    def __init__(self, rank: int, memory: list[torch.Tensor], buffers: int, shared: bool):
+        self.rank, self.size, self.buffers = rank, len(memory), buffers
         self.queues = SimulatedQueues(shared)
-        self.copies = PeerCopies(memory, rank, NUMBERS, self.queues)
+        self.copies = PeerCopies(memory, rank, NUMBERS, buffers, self.queues)
         self.read: list[tuple[int, int, list[torch.Tensor]]] = []
-        self.scratch = [torch.zeros(self.size, 60) for _ in range(BUFFERS)]
+        self.scratch = [torch.zeros(self.size, 60) for _ in range(buffers)]
         self.pending: list[Any] = []
 
     def host(self):
         """The program, a piece of it between two yields."""
         for exchange in range(EXCHANGES):
-            if len(self.pending) == BUFFERS:
+            if len(self.pending) == self.buffers:
                 self.take(*self.pending.pop(0))
                 yield
             send = self.compute(exchange)
@@ -95,7 +94,7 @@ class Rank:
             self.take(*one)
 
     def compute(self, exchange: int) -> list[list[torch.Tensor]]:
-        scratch, send = self.scratch[exchange % BUFFERS], []
+        scratch, send = self.scratch[exchange % self.buffers], []
         for to in range(self.size):
             first, slices = 0, []
             for size in sizes_of(exchange, to):
@@ -116,12 +115,12 @@ class Rank:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["streams", "one hardware queue"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "buffers"), [(2, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_slice_arrives_whatever_runs_first(size: int, seed: int, shared: bool):
+def test_every_slice_arrives_whatever_runs_first(size: int, buffers: int, seed: int, shared: bool):
     random = Random(seed)
-    memory = [torch.zeros(shared_numbers(size, NUMBERS)) for _ in range(size)]
-    ranks = [Rank(rank, memory, shared) for rank in range(size)]
+    memory = [torch.zeros(shared_numbers(size, NUMBERS, buffers)) for _ in range(size)]
+    ranks = [Rank(rank, memory, buffers, shared) for rank in range(size)]
     hosts = {rank.rank: rank.host() for rank in ranks}
     hurry = [random.choice([0.02, 0.5, 50]) for _ in ranks]  # some hosts run far ahead
     while hosts:
@@ -144,7 +143,7 @@ def test_every_slice_arrives_whatever_runs_first(size: int, seed: int, shared: b
 
 
 def test_an_exchange_that_does_not_fit_is_named():
-    memory = [torch.zeros(shared_numbers(2, 10)) for _ in range(2)]
-    copies = PeerCopies(memory, 0, 10, SimulatedQueues(False))
+    memory = [torch.zeros(shared_numbers(2, 10, 2)) for _ in range(2)]
+    copies = PeerCopies(memory, 0, 10, 2, SimulatedQueues(False))
     with pytest.raises(AssertionError, match="11 numbers in a buffer for 10"):
         copies.start([[], [torch.zeros(11)]], [[], []])

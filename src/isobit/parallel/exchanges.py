@@ -1,9 +1,9 @@
 """A series of exchanges between the same ranks, through receive buffers that are made once.
 
-    exchange n      start     slices go to every other rank, into its buffer n % 2
+    exchange n      start     slices go to every other rank, into its buffer n % B
                     wait      what came is there, and what was sent may be written again
 
-What exchange n - 2 brought must have been read, by work that the current stream has been given,
+What exchange n - B brought must have been read, by work that the current stream has been given,
 before exchange n starts: it comes into the same memory.  A buffer has a region for every other
 rank, where its slices lie one behind the other.
 """
@@ -13,8 +13,6 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-
-BUFFERS = 2
 
 Slices = Sequence[Sequence[torch.Tensor]]
 """By rank."""
@@ -46,11 +44,11 @@ class Exchanges(Protocol):
         ...
 
 
-def buffer_bytes(size: int, numbers: int) -> int:
+def buffer_bytes(size: int, numbers: int, buffers: int) -> int:
     """What the receive buffers of a rank take, for exchanges that bring at most ``numbers`` FP32
     numbers from each of ``size`` ranks but itself.
     """
-    return BUFFERS * (size - 1) * numbers * torch.float32.itemsize
+    return buffers * (size - 1) * numbers * torch.float32.itemsize
 
 
 def slices_of(region: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -90,18 +88,19 @@ class PostedExchanges:
         size: int,
         numbers: int,
         device: torch.device,
+        buffers: int,
     ) -> None:
         """``exchange`` is a world's; ``numbers`` what one rank sends to one other at most."""
         self._exchange = exchange
         self._regions = [
             [torch.empty(0 if source == rank else numbers, device=device) for source in range(size)]
-            for _ in range(BUFFERS)
+            for _ in range(buffers)
         ]
         self._rank, self._started = rank, 0
 
     def start(self, send: Slices, sizes: Sequence[Sequence[int]]) -> Arrival:
         """See ``Exchanges``."""
-        regions = self._regions[self._started % BUFFERS]
+        regions = self._regions[self._started % len(self._regions)]
         self._started += 1
         receive = [
             [] if source == self._rank else slices_of(region, sizes[source])

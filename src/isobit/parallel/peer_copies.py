@@ -10,9 +10,9 @@ rank behind them:
 
 Exchange n from rank s to rank d, on their GPUs and not on their hosts:
 
-    d, current stream     free[d] of s := n             (exchange n - 2 has been read)
+    d, current stream     free[d] of s := n             (exchange n - B has been read)
     s, stream to d        wait for the current stream, and until free[d] >= n
-                          copy the slices into buffer n % 2 of d
+                          copy the slices into buffer n % B of d
                           arrived[s] of d := n
     d, current stream     wait until arrived[s] >= n    (``Arrival.wait``)
 
@@ -28,11 +28,11 @@ from typing import Any, Protocol
 
 import torch
 
-from isobit.parallel.exchanges import BUFFERS, Arrival, slices_of
+from isobit.parallel.exchanges import Arrival, slices_of
 
 _LINE = 64
 """Numbers, 256 bytes, at whose multiples a buffer's regions and the counters begin."""
-_TRIALS = 2 * BUFFERS + 1
+_TRIALS = 5
 _PATIENCE_S = 20.0
 
 Stream = Any
@@ -122,13 +122,13 @@ def _check(result: int) -> None:
         raise RuntimeError(f"CUDA's driver refuses a stream's wait or write: error {result}")
 
 
-def shared_numbers(size: int, numbers: int) -> int:
+def shared_numbers(size: int, numbers: int, buffers: int) -> int:
     """FP32 numbers that every rank shares with the others: its regions and counters."""
-    return _regions_end(size, numbers) + _whole_lines(2 * size)
+    return _regions_end(size, numbers, buffers) + _whole_lines(2 * size)
 
 
-def _regions_end(size: int, numbers: int) -> int:
-    return BUFFERS * (size - 1) * _whole_lines(numbers)
+def _regions_end(size: int, numbers: int, buffers: int) -> int:
+    return buffers * (size - 1) * _whole_lines(numbers)
 
 
 def _whole_lines(numbers: int) -> int:
@@ -139,13 +139,18 @@ class PeerCopies:
     """The series of one rank."""
 
     def __init__(
-        self, memory: Sequence[torch.Tensor], rank: int, numbers: int, queues: Queues
+        self,
+        memory: Sequence[torch.Tensor],
+        rank: int,
+        numbers: int,
+        buffers: int,
+        queues: Queues,
     ) -> None:
         """``memory[r]`` is rank r's, ``shared_numbers`` zeros that this rank can write to;
         ``numbers`` are the most that one rank sends to one other in an exchange.
         """
         self._memory, self._rank, self._size = memory, rank, len(memory)
-        self._numbers, self._queues = numbers, queues
+        self._numbers, self._buffers, self._queues = numbers, buffers, queues
         self._others = [(rank + step) % self._size for step in range(1, self._size)]
         self._streams = {other: queues.new() for other in self._others}
         self._started = 0
@@ -193,7 +198,7 @@ class PeerCopies:
 
     def _region(self, owner: int, source: int, number: int) -> torch.Tensor:
         """Where ``source`` writes an exchange's slices to ``owner``, which has none for itself."""
-        place = number % BUFFERS * (self._size - 1) + (source - owner - 1) % self._size
+        place = number % self._buffers * (self._size - 1) + (source - owner - 1) % self._size
         first = place * _whole_lines(self._numbers)
         return self._memory[owner][first : first + self._numbers]
 
@@ -203,7 +208,8 @@ class PeerCopies:
         return self._counters(owner)[place : place + 1]
 
     def _counters(self, owner: int) -> torch.Tensor:
-        return self._memory[owner][_regions_end(self._size, self._numbers) :].view(torch.int32)
+        first = _regions_end(self._size, self._numbers, self._buffers)
+        return self._memory[owner][first:].view(torch.int32)
 
 
 class _Copies:
@@ -227,14 +233,14 @@ class _Copies:
 
 
 def try_copies(
-    memory: Sequence[torch.Tensor], rank: int, numbers: int
+    memory: Sequence[torch.Tensor], rank: int, numbers: int, buffers: int
 ) -> tuple[PeerCopies | None, str]:
-    """A series after a few exchanges with known numbers, more than there are buffers; or None and
+    """A series after a few exchanges with known numbers, to go through all buffers; or None and
     what is wrong.  Every rank of the host tries.
     """
     device = memory[rank].device
     try:
-        copies = PeerCopies(memory, rank, numbers, GpuQueues(device))
+        copies = PeerCopies(memory, rank, numbers, buffers, GpuQueues(device))
         with torch.cuda.stream(torch.cuda.Stream(device)):
             wrong = _exchange_known(copies, rank, len(memory), min(numbers, 1024))
             done = torch.cuda.current_stream(device).record_event()

@@ -17,11 +17,11 @@ A run alone is a world of one (``Alone``): the same calls, and nothing travels.
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,6 @@ from isobit.parallel.launched import is_launched, rank_of_host, take_place
 from isobit.parallel.message import decode, encode
 from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
 from isobit.parallel.pulse import Pulse
-
-T = TypeVar("T")
-
 
 _FOR_EVER = timedelta(days=7)
 """Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
@@ -94,9 +91,10 @@ class World(Protocol):
         """
         ...
 
-    def exchanges(self, numbers: int, device: torch.device) -> Exchanges:
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         """A series of exchanges of FP32 numbers on ``device``, of which one rank sends at most
-        ``numbers`` to one other.  Between the GPUs of one host they go by copy engines.
+        ``numbers`` to one other, and as many as there are ``buffers`` may be on their way.  Between
+        the GPUs of one host they go by copy engines.
         """
         ...
 
@@ -162,7 +160,7 @@ class Alone:
         """Nobody to exchange with."""
         return _Done()
 
-    def exchanges(self, numbers: int, device: torch.device) -> Exchanges:
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         """See ``World``."""
         return NoExchanges()
 
@@ -270,12 +268,12 @@ class Processes:
         with _peers():
             return _Watched(self._swap(send, receive), self.pulse)
 
-    def exchanges(self, numbers: int, device: torch.device) -> Exchanges:
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         """See ``World``."""
         asked = self.messages([numbers, self.host])
         numbers, hosts = max(one[0] for one in asked), {one[1] for one in asked}
         if device.type == "cuda" and len(hosts) == 1:
-            copies, problem = self._peer_copies(numbers, device)
+            copies, problem = self._peer_copies(numbers, device, buffers)
             if copies is not None:
                 return copies
             if self.rank == 0:
@@ -284,18 +282,21 @@ class Processes:
                     f"{problem}",
                     file=sys.stderr,
                 )
-        return PostedExchanges(self.exchange, self.rank, self.size, numbers, device)
+        return PostedExchanges(self.exchange, self.rank, self.size, numbers, device, buffers)
 
-    def _peer_copies(self, numbers: int, device: torch.device) -> tuple[PeerCopies | None, str]:
+    def _peer_copies(
+        self, numbers: int, device: torch.device, buffers: int
+    ) -> tuple[PeerCopies | None, str]:
         """On every rank a series that was tried, or on none, and what was wrong."""
         try:
-            memory, problem = self._shared_memory(shared_numbers(self.size, numbers), device), ""
+            size = shared_numbers(self.size, numbers, buffers)
+            memory, problem = self._shared_memory(size, device), ""
         except (ImportError, AttributeError, RuntimeError) as error:
             memory, problem = None, str(error).splitlines()[0]
         problem = self._first_problem(problem)
         if memory is None or problem:
             return None, problem
-        copies, problem = try_copies(memory, self.rank, numbers)
+        copies, problem = try_copies(memory, self.rank, numbers, buffers)
         problem = self._first_problem(problem)
         return (None, problem) if problem else (copies, "")
 
@@ -406,22 +407,3 @@ def joined() -> Iterator[World]:
     # Not where an error has come: the others may be elsewhere, and NCCL would wait for them.
     world.barrier("the end")
     world.leave()
-
-
-def together(world: World, attempt: Callable[[], T]) -> T:
-    """``attempt`` on every rank; where it raised on any, it raises on all: the rank's own error
-    there, ``PeerError`` with its text elsewhere.
-    """
-    made: list[T] = []
-    error: Exception | None = None
-    try:
-        made.append(attempt())
-    except Exception as raised:  # whatever it is, the others must not wait for this rank
-        error = raised
-    failures = world.messages(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise PeerError(rank, failure)
-    return made[0]

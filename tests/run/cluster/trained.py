@@ -11,7 +11,8 @@ CASE = sys.argv[1]
 def main() -> None:
     """What the case says, on rank 1 or on both."""
     box = end_with_launcher()
-    from isobit.parallel.world import World, together
+    from isobit.parallel.agreement import together
+    from isobit.parallel.world import World
     from isobit.run.cluster.rank import as_rank
 
     def fail(world: World) -> None:
