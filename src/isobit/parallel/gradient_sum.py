@@ -18,7 +18,7 @@ other travels.  The first and the last group, with the tables of lm_head and emb
 another, unless they are one table, to which a micro-batch adds from its beginning to its end.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -28,6 +28,8 @@ from isobit.parallel.exchanges import Arrival
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import World
 
+AddInOrder = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+"""``Backend.add_in_order``."""
 Shape = tuple[int, ...]
 Groups = Sequence[Sequence[str]]
 """Masters by name, in the order in which a backward finishes them."""
@@ -111,10 +113,12 @@ class ExchangedSum:
         in_parts: frozenset[str],
         ownership: Ownership,
         world: World,
+        add_in_order: AddInOrder,
     ) -> None:
         """``masters`` hold this rank's rows, ``shapes`` are those of the whole; ``in_parts`` as of
         ``GradientSum``.
         """
+        self._add_in_order = add_in_order
         self._masters, self._ownership, self._world = masters, ownership, world
         self._groups = groups
         self._places = _places(groups, in_parts)
@@ -208,10 +212,10 @@ class ExchangedSum:
             whole = [self._whole[group].view(travelling.made, name) for name in names]
             rows = [self._ownership.rows(name, rank) for name in names]
             arrived[rank] = [made[own] for made, own in zip(whole, rows, strict=True)]
-        for source in range(self._active):
-            for name, one in zip(names, arrived[source], strict=True):
-                gradient = _gradient(self._masters[name])
-                gradient.add_(one.view(gradient.shape))
+        for place, name in enumerate(names):
+            gradient = _gradient(self._masters[name]).view(-1)
+            slices = [arrived[source][place].view(-1) for source in range(self._active)]
+            self._add_in_order(gradient, slices)
 
     def _buffer(self, group: int) -> torch.Tensor:
         """What a group is made in, as large as the largest group of its place."""
