@@ -113,6 +113,11 @@ class Console:
             self.line(f"  note: {note}")
 
 
+def silent() -> Console:
+    """The console of a rank that is not the first: all ranks would say the same."""
+    return Console(rich.console.Console(quiet=True, force_terminal=False))
+
+
 def describe_policy(name: str, policy: Policy) -> str:
     """A policy, called ``name``, in one line."""
     parameters = sum(master.numel() for master in policy.parameters())
