@@ -146,8 +146,8 @@ def course(
     world: World = ALONE,
 ) -> Iterator[Course[Run, Log]]:
     """Begin, or with ``resume`` go on with, the training of a model of ``shape`` that ``prepare``
-    makes from ``config`` on each rank of ``world``; entered for all of its steps.  A checkpoint holds at most ``extra_bytes``
-    beside policy and optimiser.
+    makes from ``config`` on each rank of ``world``; entered for all of its steps.  A checkpoint
+    holds at most ``extra_bytes`` beside policy and optimiser.
 
     A signal leaves a checkpoint, and with ``model_when_interrupted`` the model folder too.
     """
