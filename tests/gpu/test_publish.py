@@ -1,16 +1,21 @@
 """Publishing on the GPU writes the CPU's bytes, in place."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
+from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec.quantise import quantise_blocks
-from isobit.precision.formats import ScaleKind
+from isobit.parallel.ownership import Ownership
+from isobit.precision.flow import Site
+from isobit.precision.formats import Format, ScaleKind
 from isobit.precision.quant_tensor import QuantTensor
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.publish import publish_blocks
+from isobit.kernels.hopper.publish import publish, publish_blocks, republish
 
 
 def masters(rows: int, columns: int) -> torch.Tensor:
@@ -45,3 +50,31 @@ def test_bytes_of_the_specification(kind: ScaleKind, rows: int, columns: int) ->
             changed.cpu(), differs.view(rows // 128, 128, columns // 128, 128).sum((1, 3)).int()
         )
     assert places == (out.values.data_ptr(), out.scales.data_ptr())
+
+
+@pytest.mark.parametrize("parts", [(576, 192, 192), (256, 128, 72), (1024,)])
+@pytest.mark.parametrize("forward", ["e4m3", "bf16"])
+def test_pieces_of_rows_are_published_as_the_whole(forward: Format, parts: tuple[int, ...]) -> None:
+    site = Site("w", "linear", forward, dgrad=forward, wgrad=forward, parts=parts)
+    master = masters(sum(parts), 576).cuda()
+    whole = LinearWeight(site, publish(site, master))
+    weight = LinearWeight(site, publish(site, torch.zeros_like(master)))
+    expected = republish(LinearWeight(site, publish(site, torch.zeros_like(master))), master)
+    cuts = Ownership.of({"w": master.shape}, {"w": parts}, 4).cuts["w"]
+    changed = sum(
+        int(republish(weight.rows(first, last), master[first:last]))
+        for first, last in pairwise(cuts)
+    )
+    assert changed == int(expected) > 0
+    assert int(republish(weight.rows(0, 0), master[:0])) == 0  # who owns none
+    for piece, made in zip(numbers(weight), numbers(whole), strict=True):
+        assert torch.equal(piece, made)
+
+
+def numbers(weight: LinearWeight) -> list[torch.Tensor]:
+    """As integers: NaNs compare, too."""
+    if isinstance(weight.matrix, QuantTensor):
+        scales = weight.matrix.scales.view(torch.int32)
+        return [weight.matrix.values.view(torch.uint8), scales]
+    assert isinstance(weight.matrix, torch.Tensor)
+    return [weight.matrix.view(torch.int16)]

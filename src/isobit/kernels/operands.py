@@ -8,13 +8,14 @@ Shapes: T tokens laid end to end, B sequences, H query heads and G KV heads of D
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.formats import Format
+from isobit.precision.quant_tensor import QuantTensor, parts_of_rows
 
 
 class Quantised(Protocol):
@@ -44,6 +45,19 @@ class LinearWeight:
     site: Site
     matrix: Operand
     bias: torch.Tensor | None = None
+
+    def rows(self, first: int, last: int) -> "LinearWeight":
+        """Rows ``first`` .. ``last`` - 1 of matrix and bias, not copied: whole blocks of its parts.
+        What is written there stands in the whole.
+        """
+        matrix = self.matrix
+        if isinstance(matrix, QuantTensor):
+            matrix = matrix.rows(first, last)
+        else:
+            assert isinstance(matrix, torch.Tensor)
+            matrix = matrix[first:last]
+        site = replace(self.site, parts=parts_of_rows(self.site.parts, first, last))
+        return LinearWeight(site, matrix, None if self.bias is None else self.bias[first:last])
 
 
 @dataclass(frozen=True, slots=True)

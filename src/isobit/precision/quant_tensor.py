@@ -13,6 +13,7 @@ at each part, so b(R) is the sum of the parts' own.  So have the columns of an o
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -31,6 +32,17 @@ def num_blocks(size: int) -> int:
 def block_sizes(parts: tuple[int, ...]) -> tuple[int, ...]:
     """How many neighbours each block has, of parts with so many."""
     return tuple(min(BLOCK, part - first) for part in parts for first in range(0, part, BLOCK))
+
+
+def parts_of_rows(parts: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
+    """The parts of rows ``first`` .. ``last`` - 1 of a matrix with these: what of each lies there;
+    none of none.
+    """
+    made, begin = list[int](), 0
+    for part in parts:
+        made.append(min(begin + part, last) - max(begin, first))
+        begin += part
+    return tuple(size for size in made if size > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,18 @@ class QuantTensor:
         scales = torch.empty(grid, dtype=torch.float32, device=device)
         values = torch.empty((rows, columns), dtype=E4M3, device=device)
         return cls(values, scales, "128x128", parts)
+
+    def rows(self, first: int, last: int) -> "QuantTensor":
+        """Rows ``first`` .. ``last`` - 1 of a weight, not copied; they are whole blocks of their
+        parts, or none.
+        """
+        assert self.granularity == "128x128", self.granularity
+        sizes = block_sizes(self.parts or (self.values.shape[0],))
+        bounds = [0, *accumulate(sizes)]
+        assert {first, last} <= set(bounds), (first, last, self.parts)
+        blocks = slice(bounds.index(first), bounds.index(last))
+        parts = parts_of_rows(self.parts, first, last)
+        return QuantTensor(self.values[first:last], self.scales[blocks], "128x128", parts)
 
     def row_scales(self) -> torch.Tensor:
         """The scales of 128x128 blocks, a row each: a new FP32 [R, b(C)]."""
