@@ -175,11 +175,7 @@ class Learner:
         if self.judge.recomputes:
             for one in (sequence for part in parts for sequence in part if sequence.fresh):
                 assert one.old_log_probs is not None
-                recorded, old = map(one.of_response, (one.log_probs, one.old_log_probs))
-                compared.add(torch.tensor(recorded), torch.tensor(old))
-                if one.routings is not None and one.old_routings is not None:
-                    both = map(one.of_response, (one.routings, one.old_routings))
-                    compared.add_routings(*map(torch.tensor, both))
+                compared.add_sequence(one, one.old_log_probs, one.old_routings)
         return compared
 
     def _update(self, parts: Sequence[Sequence[TokenSequence]], step: int) -> list[UpdateMetrics]:
