@@ -13,7 +13,8 @@ Only the first update of a batch is on-policy: with more than one, every later p
 with weights that have moved since it was sampled, which is what the ratio and its clip are for.
 For the same reason recorded and trained log-probabilities are compared before any weight has
 changed, and not for what is replayed: over the first part where they are exact, over the whole
-batch where they are recomputed.
+batch where they are recomputed.  A batch that was sampled by older weights is compared when it is
+sampled instead (``isobit.run.rl.pending``).
 """
 
 from collections.abc import Sequence

@@ -109,8 +109,8 @@ class _Totals:
             self.router.add(scores.router)
 
     def _compare(self, batch: PackedBatch, scores: TokenScores) -> None:
-        """What is replayed was drawn from other weights, and has other log-probabilities by
-        right.
+        """What is replayed, or was sampled ahead, was drawn from other weights, and has other
+        log-probabilities by right.
         """
         fresh = slice(None) if batch.fresh is None else batch.fresh
         self.compared.add(batch.recorded_log_probs[fresh], scores.log_probs.detach()[fresh])

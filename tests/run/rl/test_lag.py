@@ -183,6 +183,29 @@ def test_a_signal_in_the_middle_of_a_step_leaves_the_batches_that_waited(
     assert {name: found[name] for name in kept} == {name: expected[name] for name in kept}
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"name": "remax"}},
+        {"algorithm": {"name": "ppo", "kl_coefficient": 0.05, "kl_in": "reward"}},
+        {"algorithm": {"dynamic_sampling": True}, "replay": {"fraction": 0.5, "max_staleness": 8}},
+        {"precision": {"preset": "fp8-rollout"}, "corrections": [{"type": "tis"}]},
+    ],
+    ids=["remax", "ppo", "dynamic, replay", "corrected"],
+)
+def test_whatever_is_learnt_it_goes_on_where_it_was(
+    sections: dict[str, Any], lagging: MakeConfig, tmp_path: Path
+) -> None:
+    training = {"steps": 4, "updates_per_batch": UPDATES}
+    config = lagging(1, training=training, **sections)
+    train(config)
+    expected = outcome(config.output)
+    for step in (3, 4):
+        shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    train(config, resume=True)
+    assert outcome(config.output) == expected
+
+
 def test_few_completions_of_a_large_batch_are_compared(lagging: MakeConfig) -> None:
     training = {"steps": 1, "samples_per_prompt": 12, "updates_per_batch": 1}
     config = lagging(1, training=training, rollout={"max_new_tokens": 1})
