@@ -79,6 +79,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, signal_name: str, signal_number: int) -> None:
         super().__init__(f"stopped by {signal_name}")
+        self.signal_name = signal_name
         self.exit_code = 128 + signal_number
 
 

@@ -28,9 +28,9 @@ from isobit.run.reward_models import plan_reward_models
 from isobit.run.sft.data import Item, SftData, load_examples
 from isobit.run.sft.held_out import HeldOut
 from isobit.run.sft.lesson import LESSONS, Lesson
+from isobit.training.figures import UpdateMetrics
 from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.preference import PairFigures
-from isobit.training.trainer import UpdateMetrics
 
 _SHORTER_EXAMPLES = "leave out the longest examples, or lower data.max_tokens"
 
