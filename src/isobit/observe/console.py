@@ -7,6 +7,7 @@ On a terminal the bar shows tokens per second and goes away when the generation 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from time import perf_counter
 
 import rich.console
@@ -120,7 +121,7 @@ def silent() -> Console:
 
 def describe_policy(name: str, policy: Policy) -> str:
     """A policy, called ``name``, in one line."""
-    parameters = sum(master.numel() for master in policy.parameters())
+    parameters = sum(map(prod, policy.shapes.values()))
     layers = policy.config.num_layers
     return f"model {name}: {policy.config.family}, {parameters:,} parameters, {layers} layers"
 

@@ -27,6 +27,7 @@ from isobit.memory.turns import Turns
 from isobit.models.config import ModelConfig
 from isobit.observe.console import Console, silent
 from isobit.observe.training_log import TrainingLog
+from isobit.parallel.agreement import together
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats, Grading
@@ -106,7 +107,7 @@ class Course(Generic[Run, Log]):
 
         Raises Interrupted before anything is learnt, where a signal has come.
         """
-        self.interruption.check()
+        together(self.world, self.interruption.check)
         turn = self.run.turns.training(self.clock, engine_is_next)
         with self.clock("training"), self.console.busy("training"), turn:
             yield
@@ -119,13 +120,13 @@ class Course(Generic[Run, Log]):
         """Evaluate and save, as far as either is due.  Raises Interrupted where a signal has
         come.
         """
-        self.interruption.check()
+        together(self.world, self.interruption.check)
         if self.evaluates_after(step):
             self.log.evaluation(
                 step, evaluate(self.run, self.console, self.clock, self.grading, self.interruption)
             )
         self.checkpoints.save_if_due(step)
-        self.interruption.check()
+        together(self.world, self.interruption.check)
 
     def save_model(self) -> None:
         """The policy as a model folder in the run's directory."""
@@ -136,7 +137,7 @@ class Course(Generic[Run, Log]):
 def course(
     config: Config,
     shape: ModelConfig,
-    prepare: Callable[[Config], Run],
+    prepare: Callable[[Config, World], Run],
     make_log: MakeLog[Run, Log],
     console: Console | None = None,
     resume: bool = False,
@@ -145,8 +146,8 @@ def course(
     world: World = ALONE,
 ) -> Iterator[Course[Run, Log]]:
     """Begin, or with ``resume`` go on with, the training of a model of ``shape`` that ``prepare``
-    makes from ``config``; entered for all of its steps.  A checkpoint holds at most ``extra_bytes``
-    beside policy and optimiser.
+    makes from ``config`` on each rank of ``world``; entered for all of its steps.  A checkpoint
+    holds at most ``extra_bytes`` beside policy and optimiser.
 
     A signal leaves a checkpoint, and with ``model_when_interrupted`` the model folder too.
     """
@@ -157,7 +158,7 @@ def course(
         open_graders(config) as graders,
     ):
         with console.busy("loading"):
-            run = prepare(config)
+            run = prepare(config, world)
             with run.turns.training(clock):
                 start.restore(run)
             rewards = graders.describe() if graders is not None else []
