@@ -51,7 +51,7 @@ class TrainingCommand(Generic[Config]):
         before anything is written; one of several ranks ends with it (``as_rank``).
         """
         box = end_with_launcher()
-        if not is_launched():
+        if box is None and not is_launched():
             return self._obey(arguments)
         with starting():
             from isobit.run.cluster.rank import as_rank
@@ -88,7 +88,7 @@ class TrainingCommand(Generic[Config]):
             print(dump_config(config), end="")
         elif options.dry_run:
             self._print_plan(config, options.resume)
-        elif world is None and config.cluster.processes > 1:
+        elif world is None and config.cluster.is_launched:
             self._launch(config, arguments)
         else:
             self.start(config, options.resume, world)
@@ -96,11 +96,24 @@ class TrainingCommand(Generic[Config]):
 
     def _launch(self, config: Config, arguments: Sequence[str]) -> None:
         """The same command line in several processes."""
-        from isobit.run.cluster.launcher import launch
+        from isobit.run.cluster.restarts import with_restarts
 
         self.check(config)
+        cluster = config.cluster
         words = ["-m", "isobit.cli.main", self.name, *arguments]
-        launch(words, config.cluster.processes, config.threads)
+
+        def start(words: Sequence[str], again: bool) -> None:
+            if cluster.launcher == "ray":
+                from isobit.run.cluster.ray_launcher import launch_on_ray
+
+                fewest = 1 if again else cluster.processes
+                launch_on_ray(words, cluster.processes, config.threads, config.device, fewest)
+            else:
+                from isobit.run.cluster.launcher import launch
+
+                launch(words, cluster.processes, config.threads)
+
+        with_restarts(start, words, cluster.restarts)
 
     def _print_plan(self, config: Config, resume: bool) -> None:
         lines = self.plan(config, resume)

@@ -16,7 +16,7 @@ def main() -> None:
     assert box is not None
     box.write(phase="training")
     print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 2 and sys.argv[2] != "--resume":
         Path(sys.argv[2], str(rank)).write_text(str(os.getpid()))
         while len(list(Path(sys.argv[2]).iterdir())) < int(os.environ["WORLD_SIZE"]):
             time.sleep(0.01)
@@ -41,6 +41,8 @@ def _first(case: str) -> None:
     if case == "error":
         time.sleep(0.1)
         sys.exit(4)
+    if case == "once" and "--resume" in sys.argv:
+        return
     if case not in ("fine", "stdin"):
         time.sleep(3600)
 
@@ -53,6 +55,11 @@ def _exit_3() -> None:
 
 def _killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _once() -> None:
+    if "--resume" not in sys.argv:
+        _killed()
 
 
 def _raise() -> None:
@@ -76,6 +83,7 @@ _CASES = {
     "exit": _exit_3,
     "deaf": _exit_3,
     "killed": _killed,
+    "once": _once,
     "raise": _raise,
     "sleep": _sleep,
     "stdin": _stdin,
