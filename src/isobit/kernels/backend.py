@@ -12,7 +12,9 @@ Another device is another folder and a line of ``_BACK_ENDS``.
 The rule of exactness holds in the forward: an output row's bits depend on that row's inputs alone,
 never on the number of rows, its place among them, or the operation's form (paged or packed,
 captured or not).  The backward repeats its bits for the same call.  Gradients of masters are FP32
-and are added to: each call adds one finished sum to every element.
+and are added to: each call adds one finished sum, started from zero, to every element.  Only
+``token_log_probs_backward`` may add the parts that it takes rows in one by one: who has a sum
+already gives it zeros, and adds those.
 
 Shapes: T tokens end to end, C hidden size, H query heads and G KV heads of D numbers, V vocabulary.
 """
