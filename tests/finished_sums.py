@@ -101,7 +101,7 @@ class Case:
         gate_up = self.published(forward, wgrad, *[width] * (2 * count), columns=size.hidden)
         down = self.published(forward, wgrad, *[size.hidden] * count, columns=width)
         x, dy = self.narrow(size.tokens, size.hidden), self.narrow(size.tokens, size.hidden)
-        router = self.narrow(count, size.hidden)
+        router = self.narrow(count, size.hidden) / size.hidden**0.5
         router[-1] = router[0]  # of equal logits the lower comes first: the last is hardly chosen
         routing = backend.route(x, router, top_k, True)
         read = LinearInput(backend.linear_input(x, gate_up.site).read, x)
@@ -116,7 +116,8 @@ class Case:
     def router(self, renormalise: bool) -> Operation:
         backend, size = self.backend, self.size
         count, top_k, _ = size.experts
-        x, router = self.narrow(size.tokens, size.hidden), self.narrow(count, size.hidden)
+        x = self.narrow(size.tokens, size.hidden)
+        router = self.narrow(count, size.hidden) / size.hidden**0.5
         routing, d = backend.route(x, router, top_k, renormalise), self.drawn(size.tokens, top_k)
         means = sequence_means((size.tokens - 5, 5)).to(x.device)
         loss = RouterLoss(means, 0.3, 0.2) if renormalise else None
