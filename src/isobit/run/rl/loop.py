@@ -1,13 +1,14 @@
 """The loop of reinforcement learning, as the algorithm reads.
 
-take prompts -> generate groups -> grade -> advantages, pack, update, publish -> log -> maybe
-evaluate -> maybe save
+take prompts -> generate groups -> grade -> (wait, with a lag) -> advantages, pack, update, publish
+-> log -> maybe evaluate -> maybe save
 """
 
 from isobit.config.run import RunConfig
 from isobit.models.folder import read_config
 from isobit.models.loaded import model_folder
 from isobit.observe.console import Console
+from isobit.parallel.world import ALONE, World
 from isobit.run.course import course
 from isobit.run.rl.collect import collect
 from isobit.run.rl.log import RlLog
@@ -15,9 +16,16 @@ from isobit.run.rl.setup import extra_bytes, prepare_rl
 from isobit.run.rl.summary import RlSummary
 
 
-def train(config: RunConfig, console: Console | None = None, resume: bool = False) -> RlSummary:
+def train(
+    config: RunConfig,
+    console: Console | None = None,
+    resume: bool = False,
+    world: World = ALONE,
+) -> RlSummary:
     """Train a policy as ``config`` says and leave it, with all figures, in ``config.output``; with
     ``resume``, go on there.
+
+    With a ``world`` of several processes each of them calls this, with the same configuration.
 
     A resumed run leaves the files that it would have left without the interruption, times aside.
 
@@ -29,14 +37,17 @@ def train(config: RunConfig, console: Console | None = None, resume: bool = Fals
     """
     shape = read_config(model_folder(config.model))
     more = extra_bytes(config, shape)
-    with course(config, shape, prepare_rl, RlLog, console, resume, extra_bytes=more) as training:
+    with course(
+        config, shape, prepare_rl, RlLog, console, resume, extra_bytes=more, world=world
+    ) as training:
         run = training.run
         for step in training.steps():
-            collected = collect(training)
+            for _ in run.pending.missing(step):  # the step's own batch, but for async.lag
+                run.pending.add(collect(training))
             with training.learning():
-                trained = run.learner.learn(collected.groups, step)
+                batch, trained = run.learn(step)
                 run.refresh_reference(step)
-            training.log.step(step, collected, trained)
+            training.log.step(step, batch, trained)
             training.end_step(step)
         training.save_model()
         return training.log.finish()
