@@ -347,8 +347,11 @@ class Backend(Protocol):
         factors: AdamWFactors,
         key: int | None = None,
         scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+        first_element: int = 0,
     ) -> None:
-        """One update of a master and its moments in place (``isobit.kernels.spec.adamw``)."""
+        """One update of a master and its moments in place (``isobit.kernels.spec.adamw``); of a
+        slice from ``first_element`` on, a multiple of 128, to the bits that it has in the whole.
+        """
         ...
 
     def gradient_squares(self, grads: Sequence[torch.Tensor]) -> list[float]:

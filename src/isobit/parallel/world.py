@@ -8,6 +8,7 @@ algorithm and the number of ranks.
     messages    a small value of every rank, on every rank
     gather      slices of a tensor, each written by one rank, complete on all
     exchange    slices from every rank to every other
+    exchanges   a series of them, through buffers that are made once
     board       notes that any rank leaves and any other finds, without waiting
 
 A run alone is a world of one (``Alone``): the same calls, and nothing travels.
@@ -15,6 +16,7 @@ A run alone is a world of one (``Alone``): the same calls, and nothing travels.
 
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,19 +27,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from isobit.parallel.exchanges import Exchanges, NoExchanges, PostedExchanges, Work
+from isobit.parallel.gather import complete
 from isobit.parallel.message import decode, encode
+from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
 from isobit.parallel.pulse import Pulse
 
 _FOR_EVER = timedelta(days=7)
 """Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
-
-
-class Work(Protocol):
-    """Something on its way."""
-
-    def wait(self) -> Any:
-        """Until it is there; on a GPU, until the stream may use it."""
-        ...
 
 
 class Board(Protocol):
@@ -86,6 +83,13 @@ class World(Protocol):
         """``send[r]`` goes to rank r, ``receive[r]`` comes from it: FP32, contiguous, of the same
         sizes on both ends; empty for nothing.  ``send[rank]`` and ``receive[rank]`` are not looked
         at.  Both are in use until the work is waited for.
+        """
+        ...
+
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
+        """A series of exchanges of FP32 numbers on ``device``, of which one rank sends at most
+        ``numbers`` to one other, and as many as there are ``buffers`` may be on their way.  Between
+        the GPUs of one host they go by copy engines.
         """
         ...
 
@@ -147,6 +151,10 @@ class Alone:
         """Nobody to exchange with."""
         return _Done()
 
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
+        """See ``World``."""
+        return NoExchanges()
+
     def barrier(self, what: str) -> None:
         """Nobody to wait for."""
 
@@ -189,6 +197,8 @@ class Processes:
         self.host = socket.gethostname()
         self.pulse = Pulse()
         self.board: Board = _StoreBoard(PrefixStore("isobit", store))
+        self._shared: list[Any] = []
+        """Memory that other ranks write to."""
         backend = "gloo"
         if torch.cuda.is_available() and dist.is_nccl_available():
             torch.cuda.set_device(local_rank)
@@ -219,20 +229,71 @@ class Processes:
     def gather(self, tensors: Sequence[torch.Tensor], cuts: Sequence[Sequence[int]]) -> None:
         """See ``World``."""
         with self.pulse.waiting("gather"):
-            works = [
-                dist.broadcast(_bytes(rows), source, async_op=True)
-                for tensor, bounds in zip(tensors, cuts, strict=True)
-                for source in range(self.size)
-                if (rows := tensor[bounds[source] : bounds[source + 1]]).numel()
-            ]
-            for work in works:
-                assert work is not None
-                work.wait()
+            complete(tensors, cuts, self.rank, self._swap)
 
     def exchange(
         self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
         """See ``World``."""
+        return _Watched(self._swap(send, receive), self.pulse)
+
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
+        """See ``World``."""
+        asked = self.messages([numbers, self.host])
+        numbers, hosts = max(one[0] for one in asked), {one[1] for one in asked}
+        if device.type == "cuda" and len(hosts) == 1:
+            copies, problem = self._peer_copies(numbers, device, buffers)
+            if copies is not None:
+                return copies
+            if self.rank == 0:
+                print(
+                    f"isobit: gradients travel by NCCL's kernels instead of copy engines, because "
+                    f"{problem}",
+                    file=sys.stderr,
+                )
+        return PostedExchanges(self.exchange, self.rank, self.size, numbers, device, buffers)
+
+    def _peer_copies(
+        self, numbers: int, device: torch.device, buffers: int
+    ) -> tuple[PeerCopies | None, str]:
+        """On every rank a series that was tried, or on none, and what was wrong."""
+        try:
+            size = shared_numbers(self.size, numbers, buffers)
+            memory, problem = self._shared_memory(size, device), ""
+        except (ImportError, AttributeError, RuntimeError) as error:
+            memory, problem = None, str(error).splitlines()[0]
+        problem = self._first_problem(problem)
+        if memory is None or problem:
+            return None, problem
+        copies, problem = try_copies(memory, self.rank, numbers, buffers)
+        problem = self._first_problem(problem)
+        return (None, problem) if problem else (copies, "")
+
+    def _shared_memory(self, numbers: int, device: torch.device) -> list[torch.Tensor]:
+        """Zeros of every rank that each can write to, by rank; kept for as long as the world."""
+        # one device each is visible where the launcher says so, and then all have one name
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        # no multicast: nothing here adds, and it is the part that drivers fail at
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        from torch.distributed import _symmetric_memory as symmetric
+
+        mine = symmetric.empty(numbers, dtype=torch.float32, device=device).zero_()
+        torch.cuda.synchronize(device)
+        assert dist.group.WORLD is not None
+        shared = symmetric.rendezvous(mine, dist.group.WORLD)
+        self._shared.append((mine, shared))
+        return [
+            mine if rank == self.rank else shared.get_buffer(rank, (numbers,), torch.float32)
+            for rank in range(self.size)
+        ]
+
+    def _first_problem(self, mine: str) -> str:
+        """Of any rank; empty where all are well."""
+        return next((one for one in self.messages(mine) if one), "")
+
+    def _swap(
+        self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
+    ) -> "_Joint":
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         operations = [
             dist.P2POp(call, tensor, other, tag=number)
@@ -241,7 +302,7 @@ class Processes:
             for number, tensor in enumerate(side[other])
             if tensor.numel()
         ]
-        return _Joint(dist.batch_isend_irecv(operations) if operations else [], self.pulse)
+        return _Joint(dist.batch_isend_irecv(operations) if operations else [])
 
     def barrier(self, what: str) -> None:
         """See ``World``."""
@@ -256,19 +317,25 @@ class Processes:
 class _Joint:
     """Several works as one."""
 
-    def __init__(self, works: Sequence[Work], pulse: Pulse) -> None:
-        self._works, self._pulse = works, pulse
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
 
     def wait(self) -> None:
         """Until all are there."""
+        for work in self._works:
+            work.wait()
+
+
+class _Watched:
+    """A work that is seen to be waited for."""
+
+    def __init__(self, work: Work, pulse: Pulse) -> None:
+        self._work, self._pulse = work, pulse
+
+    def wait(self) -> None:
+        """Until it is there."""
         with self._pulse.waiting("exchange"):
-            for work in self._works:
-                work.wait()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, in a format that every transport knows."""
-    return tensor.reshape(-1).view(torch.uint8)
+            self._work.wait()
 
 
 def is_launched() -> bool:

@@ -117,7 +117,7 @@ def shadow_of(policy: Policy) -> FrozenPolicy:
     """What the policy's masters are in BF16, without a value head."""
     config = without_value_head(policy.config)
     names = build_decoder(config).masters()
-    masters = ((name, policy.whole_master(name).clone()) for name in names)
+    masters = ((name, policy.whole_master(name)) for name in names)
     return FrozenPolicy.publish(config, SHADOW, masters, policy.device)
 
 

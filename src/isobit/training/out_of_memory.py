@@ -7,8 +7,8 @@
 
 Up to the optimiser's first change of a weight nothing of an attempt remains, so the result is that
 of the smaller budget from the start.  Of several processes all do the same: what one of them has no
-memory for, none has (``isobit.parallel.agreement``).  A measurement without gradients does not depend on the cut:
-it lowers the budget for itself alone.
+memory for, none has (``isobit.parallel.agreement``).  A measurement without gradients does not
+depend on the cut: it lowers the budget for itself alone.
 """
 
 import gc

@@ -41,7 +41,6 @@ from isobit.training.optimiser import (
     gradient_norm,
     learning_rate,
     set_learning_rate,
-    step_device,
 )
 from isobit.training.rounds import Rounds
 from isobit.training.router import router_coefficients
@@ -77,9 +76,10 @@ class Trainer:
         """Log-probabilities by the training forward, without learning from them."""
         self.config = config
         self.total_updates = total_updates
-        head = policy.masters.get(f"{VALUE_HEAD}.weight")
+        head = f"{VALUE_HEAD}.weight"
+        first_rows = {name: policy.rows(name).start for name in policy.masters}
         self._optimiser = build_optimiser(
-            policy.masters.values(), config, policy.backend, seed, head, head_rate
+            policy.masters, config, policy.backend, seed, head, head_rate, first_rows
         )
         self.updates = 0
         """Updates taken or skipped so far."""
@@ -121,7 +121,7 @@ class Trainer:
         for key, value in moments.items():
             name, _, kind = key.rpartition(".")
             master = self.policy.masters[name]
-            device = step_device(self._optimiser, master) if kind == "step" else master.device
+            device = "cpu" if kind == "step" else master.device
             self._optimiser.state[master][kind] = value.to(device, copy=True)
 
     def update(

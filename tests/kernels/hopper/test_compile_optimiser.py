@@ -30,6 +30,7 @@ TYPES = {
     **dict.fromkeys(("SUMS", "OUT"), "*fp64"),
     "TARGET": "*i64",
     "key": "i64",
+    "first": "i64",
     "n": "i32",
 }
 
