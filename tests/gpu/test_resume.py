@@ -65,9 +65,9 @@ class Killing(dict):
             kill("writing")
         return super().__getitem__(name)
 
-def write(path, plan, slices):
+def write(path, plan, slices, beat):
     begun = path.parent.name == ".step_000004.partial" and path.name == format.OPTIMISER
-    return write_slices(path, plan, Killing(slices) if begun else slices)
+    return write_slices(path, plan, Killing(slices) if begun else slices, beat)
 
 format.write_slices = write
 '''

@@ -69,6 +69,7 @@ class PolicyTensors:
 
     def _gather(self, master: str) -> torch.Tensor:
         self._gathered.add(master)
+        self._policy.world.pulse.beat()
         whole = self._policy.whole_master(master)
         if self._policy.world.size == 1:
             return whole

@@ -5,7 +5,7 @@ The bytes are those of ``isobit.models.tensor_file.write_tensors``, whoever writ
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -62,14 +62,19 @@ def create_file(path: Path, plan: FilePlan) -> None:
         file.truncate(plan.size)
 
 
-def write_slices(path: Path, plan: FilePlan, slices: Mapping[str, Slice]) -> None:
-    """Write these rows into the file that has been created; on the disk when this returns."""
+def write_slices(
+    path: Path, plan: FilePlan, slices: Mapping[str, Slice], beat: Callable[[], None]
+) -> None:
+    """Write these rows into the file that has been created; on the disk when this returns.
+    ``beat`` is called after each tensor.
+    """
     with path.open("r+b") as file:
         for name, begin in plan.begins.items():
             one = slices[name]
             if one.rows.numel():
                 row = prod(one.shape[1:]) * one.rows.element_size()
                 _write_at(file.fileno(), bytes_of(one.rows), begin + one.first * row)
+                beat()
         os.fsync(file.fileno())
 
 

@@ -121,7 +121,7 @@ def test_their_files_are_written_once_they_hold_something(
     assert first.state["extras"]["reference"]["sha256"] == loaded.digest()
     entry = checkpoint.manifest["files"]["diary.safetensors"]
     data = (checkpoint.folder / "diary.safetensors").read_bytes()
-    assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert entry == {"bytes": len(data), "sha256": [hashlib.sha256(data).hexdigest()]}
 
 
 @pytest.mark.parametrize("broken_after", [1, 3])

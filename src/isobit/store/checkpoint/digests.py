@@ -39,9 +39,14 @@ def chunks_of(sizes: Mapping[str, int], chunk_bytes: int = CHUNK_BYTES) -> list[
 
 def own_digests(world: World, folder: Path, chunks: Sequence[Chunk]) -> list[str]:
     """Of the rank's chunks.  Raises OSError where one cannot be read."""
+
+    def digest(chunk: Chunk) -> str:
+        made = _sha256(folder, chunk)
+        world.pulse.beat()
+        return made
+
     with ThreadPoolExecutor(_THREADS) as threads:
-        mine = chunks[world.rank :: world.size]
-        return list(threads.map(lambda chunk: _sha256(folder, chunk), mine))
+        return list(threads.map(digest, chunks[world.rank :: world.size]))
 
 
 def in_order(made: Sequence[Sequence[str]]) -> list[str]:
@@ -60,7 +65,9 @@ def first_damage(
     mine = range(world.rank, len(chunks), world.size)
 
     def damage_at(place: int) -> str | None:
-        return _damage(folder, chunks[place], expected[place])
+        found = _damage(folder, chunks[place], expected[place])
+        world.pulse.beat()
+        return found
 
     def look() -> list[tuple[int, str]]:
         with ThreadPoolExecutor(_THREADS) as threads:

@@ -164,7 +164,7 @@ def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> 
         with disk_errors(parent, what, num_bytes):
             for name, slices in files.items():
                 if any(one.rows.numel() for one in slices.values()):
-                    write_slices(partial / name, plans[name], slices)
+                    write_slices(partial / name, plans[name], slices, world.pulse.beat)
 
     def read_back() -> list[str]:
         with disk_errors(parent, what, num_bytes):

@@ -132,6 +132,7 @@ class CheckpointKeeper:
         """The policy as a Hugging Face folder; an older one is replaced as a whole.  All ranks
         together.
         """
+        self._world.pulse.beat("model folder")
         num_bytes = 2 * sum(map(prod, self._run.model.policy.shapes.values()))
         with self._console.writing("the trained model", num_bytes):
             write_model(self._run.model, self._directory.model)
@@ -151,6 +152,7 @@ class CheckpointKeeper:
         boundary = self._log.boundary
         if boundary.step == self._on_disk or self._config.keep_last == 0:
             return
+        self._world.pulse.beat("checkpoint")
         content = snapshot(boundary, self._run)
         self._by_first(lambda: sync_journals(self._directory))
         with self._console.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
