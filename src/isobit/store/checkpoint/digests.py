@@ -28,7 +28,7 @@ class Chunk:
     end: int
 
 
-def chunks_of(sizes: Mapping[str, int], chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
+def chunks_of(sizes: Mapping[str, int], chunk_bytes: int) -> list[Chunk]:
     """Those of files of so many bytes, in the files' order; one, of nothing, of an empty file."""
     return [
         Chunk(file, begin, min(begin + chunk_bytes, size))

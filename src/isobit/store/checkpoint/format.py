@@ -179,7 +179,7 @@ def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> 
         write_by_first(world, create)
         write_together(world, write)
         sizes = told(world, lambda: _sizes(partial, files))
-        chunks = chunks_of(sizes)
+        chunks = chunks_of(sizes, CHUNK_BYTES)
         made = write_together(world, read_back)
         write_by_first(world, commit)
     except Exception:
