@@ -91,5 +91,16 @@ class MismatchError(IsobitError):
     exit_code = 3
 
 
+class PeerError(IsobitError):
+    """Another rank has failed, and this one stops with it: it is the other that says why."""
+
+    exit_code = 4
+
+    def __init__(self, rank: int | None, reason: str) -> None:
+        who = "another rank" if rank is None else f"rank {rank}"
+        super().__init__(f"{who} failed: {reason}")
+        self.rank = rank
+
+
 class NonFiniteError(IsobitError):
     """A NaN or infinity in a tensor of the forward pass; the message names the tensor."""

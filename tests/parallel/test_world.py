@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.errors import PeerError
 from isobit.parallel import gather
-from isobit.parallel.agreement import PeerError, together
+from isobit.parallel.agreement import together
 from isobit.parallel.message import decode, encode
 from isobit.parallel.world import World
 from tests.worlds import in_world

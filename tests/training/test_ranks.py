@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
@@ -72,7 +71,7 @@ def sequences(count: int, seed: int) -> list[TokenSequence]:
         prompt, answer = ids(4 + number % 3), ids(5 + 7 * number % 31)
         log_probs = torch.rand(len(answer), generator=generator).neg().sub(5).tolist()
         sequence = TokenSequence.of_answer(prompt, answer, log_probs, [1] * len(answer))
-        found.append(sequence.with_advantages(group_advantages([1.0, 0.0, 0.5], True)[number % 3]))
+        found.append(sequence.with_advantages([1.0, -1.0, 0.25][number % 3]))
     return found
 
 
@@ -155,27 +154,28 @@ class LocalSum:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._sums = policy, dict[str, torch.Tensor]()
+        self._policy = policy
+        self._sums, self._microbatch = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
     def __call__(self, name: str) -> torch.Tensor:
-        shape = self._policy.shapes[name]
-        return self._sums.setdefault(name, torch.zeros(shape))
+        return self._microbatch.setdefault(name, torch.zeros(self._policy.shapes[name]))
 
     def begin_round(self, active: int) -> None:
-        pass
+        self._microbatch.clear()
 
     def done(self, group: int) -> None:
         pass
 
     def end_round(self) -> None:
-        pass
+        for name, made in self._microbatch.items():
+            self._sums.setdefault(name, torch.zeros_like(made)).add_(made)
 
     def release(self) -> None:
         self._sums.clear()
 
     def reduce(self) -> None:
         for name, master in self._policy.masters.items():
-            sums = self._policy.world.messages(self(name))
+            sums = self._policy.world.messages(self._sums[name])
             master.grad = torch.stack(sums).sum(0)[self._policy.rows(name)].contiguous()
 
 

@@ -361,6 +361,12 @@ class Backend(Protocol):
         """
         ...
 
+    def add_in_order(self, total: torch.Tensor, addends: Sequence[torch.Tensor]) -> None:
+        """((total + a0) + a1) + .., element by element, in place: FP32, contiguous, of as many
+        elements each.
+        """
+        ...
+
     # Memory and transfers
 
     @property

@@ -13,26 +13,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from isobit.errors import Interrupted, IsobitError
+from isobit.errors import Interrupted, IsobitError, PeerError
 from isobit.parallel.world import World
 
 T = TypeVar("T")
 _AGREED = "isobit_agreed"
 
 
-class PeerError(IsobitError):
-    """Another rank has failed, and this one stops with it."""
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} failed: {reason}")
-        self.rank = rank
-
-
 def is_agreed(error: BaseException) -> bool:
     """Whether every rank of the world is ending with an error of its own, so that they may still do
     something together.
     """
-    return isinstance(error, PeerError) or getattr(error, _AGREED, False)
+    if isinstance(error, PeerError):
+        return error.rank is not None  # one whose connection is lost has not agreed
+    return getattr(error, _AGREED, False)
 
 
 def agreed(error: IsobitError) -> IsobitError:

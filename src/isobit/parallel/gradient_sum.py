@@ -12,21 +12,24 @@ the micro-batches.  Nothing but the owners adds.
     round k      rank 0: G(kW)    rank 1: G(kW + 1)   ..
     owner's sum  + slice of G(kW) + slice of G(kW + 1) + ..
 
-A group's numbers lie end to end in one buffer a rank, and so does what arrives from each other
-rank.  Of the layers' groups two buffers are enough: one is filled while the other travels.  The
-first and the last group, with the tables of lm_head and embedding, share another, unless they are
-one table, to which a micro-batch adds from its beginning to its end.
+A group's numbers lie end to end in a buffer, and what arrives in those of a series of exchanges
+(``isobit.parallel.exchanges``).  Of the layers' groups two are enough: one is filled while the
+other travels.  The first and the last group, with the tables of lm_head and embedding, share
+another, unless they are one table, to which a micro-batch adds from its beginning to its end.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
 
+from isobit.parallel.exchanges import Arrival
 from isobit.parallel.ownership import Ownership
-from isobit.parallel.world import Work, World
+from isobit.parallel.world import World
 
+AddInOrder = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+"""``Backend.add_in_order``."""
 Shape = tuple[int, ...]
 Groups = Sequence[Sequence[str]]
 """Masters by name, in the order in which a backward finishes them."""
@@ -73,20 +76,12 @@ class GradientSum:
 
 
 @dataclass(slots=True)
-class _Buffers:
-    """Of one group at a time: what this rank makes, and what arrives from each other rank."""
-
-    made: torch.Tensor
-    arrived: Mapping[int, torch.Tensor]
-
-
-@dataclass(slots=True)
 class _Travelling:
     """A group whose slices are on their way."""
 
     group: int
-    buffers: _Buffers
-    work: Work
+    made: torch.Tensor
+    arrival: Arrival
 
 
 @dataclass(slots=True)
@@ -118,30 +113,34 @@ class ExchangedSum:
         in_parts: frozenset[str],
         ownership: Ownership,
         world: World,
+        add_in_order: AddInOrder,
     ) -> None:
         """``masters`` hold this rank's rows, ``shapes`` are those of the whole; ``in_parts`` as of
         ``GradientSum``.
         """
+        self._add_in_order = add_in_order
         self._masters, self._ownership, self._world = masters, ownership, world
         self._groups = groups
         self._places = _places(groups, in_parts)
         self._group_of = {name: place for place, names in enumerate(groups) for name in names}
         self._whole = [_Layout({name: shapes[name] for name in names}) for names in groups]
-        self._own = [
-            _Layout({name: tuple(masters[name].shape) for name in names}) for names in groups
-        ]
-        self._buffers: dict[str, _Buffers] = {}
+        self._device = next(iter(masters.values())).device
+        self._made: dict[str, torch.Tensor] = {}
+        """By place."""
         self._open: set[int] = set()
         """Groups that something was added to in this round."""
         self._travelling: list[_Travelling] = []
         self._active = self._next = 0
+        sent = [self._most_to_one(group) for group in range(len(groups))]
+        self._of_ends = world.exchanges(max(sent[0], sent[-1]), self._device, buffers=1)
+        self._of_layers = world.exchanges(max(sent[1:-1]), self._device, buffers=2)
 
     def __call__(self, name: str) -> torch.Tensor:
         """A master's FP32 gradient of this micro-batch, whole, to be added to."""
         group = self._group_of[name]
         if group not in self._open:
             self._begin(group)
-        return self._whole[group].view(self._of(group).made, name)
+        return self._whole[group].view(self._buffer(group), name)
 
     def begin_round(self, active: int) -> None:
         """A micro-batch begins on the ranks below ``active``, on this one too if it is among them;
@@ -151,7 +150,7 @@ class ExchangedSum:
         self._active, self._next = active, 0
         self._open.clear()
         for group in range(len(self._groups)):
-            self._of(group)
+            self._buffer(group)
 
     def done(self, group: int) -> None:
         """The micro-batch adds no more to the masters of a group: send it, and add up what has
@@ -177,7 +176,7 @@ class ExchangedSum:
 
     def release(self) -> None:
         """Hold no memory until the next round."""
-        self._buffers.clear()
+        self._made.clear()
 
     @property
     def _is_active(self) -> bool:
@@ -185,58 +184,60 @@ class ExchangedSum:
 
     def _begin(self, group: int) -> None:
         """Zeros for a micro-batch's sums."""
-        self._of(group).made[: self._whole[group].numel].zero_()
+        self._buffer(group)[: self._whole[group].numel].zero_()
         self._open.add(group)
 
     def _send(self, group: int) -> None:
         """Each slice to its owner."""
-        buffers, rank = self._of(group), self._world.rank
-        send: list[list[torch.Tensor]] = [[] for _ in range(self._world.size)]
-        receive: list[list[torch.Tensor]] = [[] for _ in range(self._world.size)]
+        made, rank, size = self._buffer(group), self._world.rank, self._world.size
+        names = self._groups[group]
+        send: list[list[torch.Tensor]] = [[] for _ in range(size)]
         if self._is_active:
-            for name in self._groups[group]:
-                made = self._whole[group].view(buffers.made, name)
+            for name in names:
+                whole = self._whole[group].view(made, name)
                 for owner, slices in enumerate(send):
-                    slices.append(made[self._ownership.rows(name, owner)])
-        for source in range(self._active):
-            if source != rank:
-                receive[source] = [
-                    self._own[group].view(buffers.arrived[source], name)
-                    for name in self._groups[group]
-                ]
-        work = self._world.exchange(send, receive)
-        self._travelling.append(_Travelling(group, buffers, work))
+                    slices.append(whole[self._ownership.rows(name, owner)])
+        own = [self._masters[name].numel() for name in names]
+        comes = [own if one < self._active and one != rank else [] for one in range(size)]
+        is_end = group in (0, len(self._groups) - 1)
+        series = self._of_ends if is_end else self._of_layers
+        self._travelling.append(_Travelling(group, made, series.start(send, comes)))
         self._next = group + 1
 
-    def _settle(self, arrived: _Travelling) -> None:
+    def _settle(self, travelling: _Travelling) -> None:
         """Add the slices of all micro-batches of the round, in their order."""
-        arrived.work.wait()
-        group, rank = arrived.group, self._world.rank
-        for source in range(self._active):
-            if source == rank:
-                layout, buffer = self._whole[group], arrived.buffers.made
-            else:
-                layout, buffer = self._own[group], arrived.buffers.arrived[source]
-            for name in self._groups[group]:
-                slices = layout.view(buffer, name)
-                if source == rank:
-                    slices = slices[self._ownership.rows(name, rank)]
-                _gradient(self._masters[name]).add_(slices)
+        arrived, group, rank = travelling.arrival.wait(), travelling.group, self._world.rank
+        names = self._groups[group]
+        if self._is_active:
+            whole = [self._whole[group].view(travelling.made, name) for name in names]
+            rows = [self._ownership.rows(name, rank) for name in names]
+            arrived[rank] = [made[own] for made, own in zip(whole, rows, strict=True)]
+        for place, name in enumerate(names):
+            gradient = _gradient(self._masters[name]).view(-1)
+            slices = [arrived[source][place].view(-1) for source in range(self._active)]
+            self._add_in_order(gradient, slices)
 
-    def _of(self, group: int) -> _Buffers:
-        """The buffers of a group, as large as the largest group that uses them."""
+    def _buffer(self, group: int) -> torch.Tensor:
+        """What a group is made in, as large as the largest group of its place."""
         place = self._places[group]
-        if place not in self._buffers:
-            device = next(iter(self._masters.values())).device
+        if place not in self._made:
             sharing = [one for one, where in enumerate(self._places) if where == place]
-            made = max(self._whole[one].numel for one in sharing)
-            own = max(self._own[one].numel for one in sharing)
-            others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-            self._buffers[place] = _Buffers(
-                torch.empty(made, device=device),
-                {rank: torch.empty(own, device=device) for rank in others},
+            numel = max(self._whole[one].numel for one in sharing)
+            self._made[place] = torch.empty(numel, device=self._device)
+        return self._made[place]
+
+    def _most_to_one(self, group: int) -> int:
+        """The most numbers of a group that one rank owns."""
+        whole = self._whole[group]
+        owned = [
+            sum(
+                (rows.stop - rows.start) * prod(whole.shapes[name][1:])
+                for name in self._groups[group]
+                for rows in [self._ownership.rows(name, rank)]
             )
-        return self._buffers[place]
+            for rank in range(self._world.size)
+        ]
+        return max(owned)
 
 
 def _places(groups: Groups, in_parts: frozenset[str]) -> list[str]:

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -27,14 +28,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from isobit.errors import ConfigError, PeerError
 from isobit.parallel.exchanges import Exchanges, NoExchanges, PostedExchanges, Work
 from isobit.parallel.gather import complete
+from isobit.parallel.launched import is_launched, rank_of_host, take_place
 from isobit.parallel.message import decode, encode
 from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
 from isobit.parallel.pulse import Pulse
 
 _FOR_EVER = timedelta(days=7)
 """Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
+_worlds = count()
+"""One after the other in a process, each with names of its own in the store."""
 
 
 class Board(Protocol):
@@ -95,6 +100,10 @@ class World(Protocol):
 
     def barrier(self, what: str) -> None:
         """Wait until all ranks are here."""
+        ...
+
+    def own_device(self, device: torch.device) -> torch.device:
+        """Of the devices of a type, this rank's.  Raises ConfigError where it is another's too."""
         ...
 
 
@@ -158,6 +167,10 @@ class Alone:
     def barrier(self, what: str) -> None:
         """Nobody to wait for."""
 
+    def own_device(self, device: torch.device) -> torch.device:
+        """The one that is chosen where there are several."""
+        return device
+
 
 ALONE = Alone()
 """For everything that is not told of a world."""
@@ -199,9 +212,12 @@ class Processes:
         self.board: Board = _StoreBoard(PrefixStore("isobit", store))
         self._shared: list[Any] = []
         """Memory that other ranks write to."""
-        backend = "gloo"
+        backend, gpu = "gloo", None
         if torch.cuda.is_available() and dist.is_nccl_available():
-            torch.cuda.set_device(local_rank)
+            # some launchers show each process its own GPU alone
+            number = local_rank % torch.cuda.device_count()
+            torch.cuda.set_device(number)
+            gpu = str(torch.cuda.get_device_properties(number).uuid)
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
@@ -210,10 +226,24 @@ class Processes:
             world_size=size,
             timeout=_FOR_EVER,
         )
+        self._gpus: list[str | None] = self.messages(gpu)
+
+    def own_device(self, device: torch.device) -> torch.device:
+        """See ``World``."""
+        if device.type != "cuda":
+            return device
+        sharing = [rank for rank, gpu in enumerate(self._gpus) if gpu == self._gpus[self.rank]]
+        if len(sharing) > 1:
+            raise ConfigError(
+                f"ranks {' and '.join(map(str, sharing))} would compute on one GPU of "
+                f"{self.host}, which has {torch.cuda.device_count()}; start at most one process a "
+                "GPU (cluster.processes), or set device = 'cpu'"
+            )
+        return torch.device(device.type, torch.cuda.current_device())
 
     def messages(self, mine: Any) -> list[Any]:
         """See ``World``."""
-        with self.pulse.waiting("messages"):
+        with self.pulse.waiting("messages"), _peers():
             data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([data.numel()]))
@@ -228,14 +258,15 @@ class Processes:
 
     def gather(self, tensors: Sequence[torch.Tensor], cuts: Sequence[Sequence[int]]) -> None:
         """See ``World``."""
-        with self.pulse.waiting("gather"):
+        with self.pulse.waiting("gather"), _peers():
             complete(tensors, cuts, self.rank, self._swap)
 
     def exchange(
         self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
         """See ``World``."""
-        return _Watched(self._swap(send, receive), self.pulse)
+        with _peers():
+            return _Watched(self._swap(send, receive), self.pulse)
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         """See ``World``."""
@@ -334,26 +365,45 @@ class _Watched:
 
     def wait(self) -> None:
         """Until it is there."""
-        with self._pulse.waiting("exchange"):
+        with self._pulse.waiting("exchange"), _peers():
             self._work.wait()
 
 
-def is_launched() -> bool:
-    """Whether a launcher (ours, torchrun, SLURM's) has started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+@contextmanager
+def _peers() -> Iterator[None]:
+    """A collective, which fails where the connection to another rank is lost."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(None, _first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The world that a launcher has made by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT``; one process alone without them.
+    """The world that a launcher has made (``isobit.parallel.launched``); one process alone without
+    one.
     """
     if not is_launched():
         yield Alone()
         return
-    store, rank, size = next(iter(rendezvous("env://")))
-    world = Processes(store, rank, size, int(os.environ.get("LOCAL_RANK", "0")))
+    take_place()
     try:
-        yield world
-    finally:
-        world.leave()
+        store, rank, size = next(iter(rendezvous("env://")))
+    except dist.DistError as error:
+        raise ConfigError(
+            f"the processes of the run have not found each other ({_first_line(error)}); were as "
+            f"many started as WORLD_SIZE says ({os.environ['WORLD_SIZE']}), and can each reach "
+            f"MASTER_ADDR ({os.environ['MASTER_ADDR']}) at MASTER_PORT "
+            f"({os.environ['MASTER_PORT']})?"
+        ) from None
+    world = Processes(PrefixStore(f"world {next(_worlds)}", store), rank, size, rank_of_host())
+    yield world
+    # Not where an error has come: the others may be elsewhere, and NCCL would wait for them.
+    world.barrier("the end")
+    world.leave()

@@ -17,6 +17,7 @@ from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.data.sampler import PromptSampler
 from isobit.observe.console import describe_policy
 from isobit.observe.wandb_tracker import check_tracking
+from isobit.parallel.world import ALONE, World
 from isobit.precision.compare import describe_flow
 from isobit.rewards.grade import Grading
 from isobit.rollout.request import Request
@@ -131,13 +132,13 @@ class SftRun(PreparedRun):
         return figures
 
 
-def prepare_sft(config: SftConfig) -> SftRun:
-    """Load and check a run.  Raises an ``IsobitError`` that names what cannot be used; writes
-    nothing.
+def prepare_sft(config: SftConfig, world: World = ALONE) -> SftRun:
+    """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
+    cannot be used; writes nothing.
     """
     check_tracking(config.tracking)
     made = read_sft(config)
-    parts = build_parts(made.outline)
+    parts = build_parts(made.outline, world)
     sampler = PromptSampler(
         made.data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle
     )
