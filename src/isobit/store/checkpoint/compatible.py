@@ -23,7 +23,6 @@ MAY_CHANGE = {
     "reward.offload": "where reward models lie changes no score",
     "reference.offload": "nor on where the reference model lies while it does not score",
     "training.recompute": "a layer that is computed again has the same bits",
-    "cluster": "who computes: the bytes do not depend on the number of processes, nor on hosts",
     "training.offload_moments": "where the moments lie changes none of them",
     "training.steps": "with the constant schedule, and not below the steps already done",
 }
