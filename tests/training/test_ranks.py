@@ -31,7 +31,7 @@ from isobit.training.trainer import Trainer
 from tests.worlds import in_world
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 300,
+    "vocab_size": 304,
     "hidden_size": 128,
     "intermediate_size": 192,
     "num_layers": 2,
