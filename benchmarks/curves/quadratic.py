@@ -30,7 +30,7 @@ def descend(
     curvature = torch.logspace(-0.5, 0.5, SIZE)
     minimum = _normal(seed)
     master = torch.nn.Parameter(minimum + 0.5)
-    optimiser = build_optimiser([master], config, backend_of(master.device), seed)
+    optimiser = build_optimiser({"master": master}, config, backend_of(master.device), seed)
     losses: list[float] = []
     for step in range(1, STEPS + 1):
         if step == STEPS // 2 + 1:

@@ -85,7 +85,7 @@ class PeerOptimiser:
             torch.nn.Parameter(parameter.detach().float()) for parameter in self._parameters
         ]
         self._optimisers = [
-            build_optimiser([master], config, backend_of(master.device), seed=number)
+            build_optimiser({"master": master}, config, backend_of(master.device), seed=number)
             for number, master in enumerate(self._masters)
         ]
         self._max_norm = config.max_grad_norm

@@ -3,16 +3,16 @@ was.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from isobit.config.run import RunConfig
 from isobit.run.rl.loop import train
 from isobit.store.checkpoint.keeper import CheckpointKeeper
-from isobit.training import trainer
 from isobit.training.trainer import Trainer
 
 PLANTED = "layers.0.o_proj.weight"
@@ -27,19 +27,21 @@ def infinity_in_step_3(monkeypatch: pytest.MonkeyPatch) -> None:
     """One element of the gradient of one matrix, in the first of the step's two updates; another
     matrix before it sees one too.
     """
-    update, norm = Trainer.update, trainer.gradient_norm
+    update = Trainer.update
 
     def planting(self: Trainer, *arguments: Any) -> Any:
-        def planted(*of: Any) -> float:
+        squares = self.policy.backend.gradient_squares
+
+        def planted(grads: Sequence[torch.Tensor]) -> list[float]:
             for name in ("layers.0.qkv_proj.weight", PLANTED):
                 gradient = self.policy.masters[name].grad
                 assert gradient is not None
                 gradient[5] = math.inf
-            return norm(*of)
+            return squares(grads)
 
         with monkeypatch.context() as patch:
             if self.updates == 4:
-                patch.setattr(trainer, "gradient_norm", planted)
+                patch.setattr(self.policy.backend, "gradient_squares", planted)
             return update(self, *arguments)
 
     monkeypatch.setattr(Trainer, "update", planting)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from isobit.cli.main import main
 from isobit.config.run import RunConfig
 from isobit.errors import Interrupted
 from isobit.run.interruption import Interruption
 from isobit.run.rl.loop import train
+from isobit.training.optimiser import AdamW
 from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., RunConfig]
@@ -88,16 +88,16 @@ def test_a_policy_half_updated_is_never_saved(
     update of step 3.
     """
     config = make_config()
-    step = torch.optim.AdamW.step
+    step = AdamW.step
     calls = iter(range(1000))
 
-    def cut_off(self: torch.optim.AdamW, *arguments: Any) -> None:
+    def cut_off(self: AdamW, *arguments: Any) -> None:
         step(self, *arguments)
         if next(calls) == 5:
             raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", cut_off)
+        patch.setattr(AdamW, "step", cut_off)
         with pytest.raises(error):
             train(config)
     assert not (config.output / "model").exists()

@@ -49,13 +49,16 @@ def update(
     clip: float,
     noise: tuple[int, int] | None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    first_element: int = 0,
 ) -> None:
     """One update by the back end of the tensors' device; ``noise`` is a seed and the number of the
     tensor.
     """
     factors = AdamWFactors.of(rate, **SETTINGS, step=step, clip=clip)
     key = None if noise is None else noise_key(noise[0], step, noise[1])
-    backend_of(master.device).adamw_step(master, grad, exp_avg, exp_avg_sq, factors, key, scales)
+    backend_of(master.device).adamw_step(
+        master, grad, exp_avg, exp_avg_sq, factors, key, scales, first_element
+    )
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -81,14 +84,19 @@ def even_gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
     )
 
 
-def take_steps(state: list[torch.Tensor], steps: range, gradients: list[torch.Tensor]) -> None:
+def take_steps(
+    state: list[torch.Tensor],
+    steps: range,
+    gradients: list[torch.Tensor],
+    first_element: int = 0,
+) -> None:
     master, exp_avg, exp_avg_sq, *scales = state
     noise = None if exp_avg.dtype == torch.float32 else NOISE
     pair = (scales[0], scales[1]) if scales else None
     for step in steps:
         grad = gradients[step - 1].to(master.device)
         rate, clip = 1e-3 / step, 1 / (1 + step % 3)
-        update(master, grad, exp_avg, exp_avg_sq, rate, step, clip, noise, pair)
+        update(master, grad, exp_avg, exp_avg_sq, rate, step, clip, noise, pair, first_element)
         assert torch.equal(grad.cpu().view(torch.int32), gradients[step - 1].view(torch.int32))
 
 
@@ -122,6 +130,24 @@ def test_a_group_depends_on_its_number_and_on_no_other(kind: str) -> None:
     take_steps(part, range(1, 4), [x[:count] for x in gradients])
     for a, b, c in zip(whole, again, part, strict=True):
         assert torch.equal(bits(a), bits(b)) and torch.equal(bits(a)[: c.numel()], bits(c))
+
+
+@pytest.mark.parametrize("shape", [(512, 64), (300, 64), (200,), (2560, 1000)])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_move_as_they_do_in_the_whole(kind: str, shape: tuple[int, ...]) -> None:
+    whole = [x.cuda() for x in some_state(shape, kind)]
+    start = [x.clone() for x in whole]
+    gradients = [some_gradient(shape, step) for step in range(1, 4)]
+    take_steps(whole, range(1, 4), gradients)
+    width, made = whole[0][0].numel(), []
+    for rows in torch.arange(shape[0]).split(128):
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        groups = slice(first * width // moments.GROUP, num_groups(last * width))
+        part = [x[groups if i > 2 else slice(first, last)].clone() for i, x in enumerate(start)]
+        take_steps(part, range(1, 4), [x[first:last] for x in gradients], first * width)
+        made.append(part)
+    for i, x in enumerate(whole):
+        assert torch.equal(torch.cat([bits(part[i]) for part in made]), bits(x))
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])

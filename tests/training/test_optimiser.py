@@ -1,12 +1,14 @@
 """The schedule's values, AdamW against its formula, and the clip of the gradient's norm."""
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 import torch
 
 from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.backend import backend_of
+from isobit.parallel.ownership import Ownership
 from isobit.training.optimiser import (
     build_optimiser,
     clip_gradients,
@@ -20,6 +22,10 @@ SPEC = backend_of(torch.device("cpu"))
 
 def config(**settings: float | str) -> TrainingConfig:
     return TrainingConfig.model_validate({"learning_rate": 0.1, **settings})
+
+
+def norm_of(parameters: Iterable[torch.nn.Parameter]) -> float:
+    return gradient_norm(SPEC.gradient_squares([x.grad for x in parameters if x.grad is not None]))
 
 
 def test_constant_schedule_with_warmup() -> None:
@@ -54,7 +60,7 @@ def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
     settings = config(weight_decay=0.5)
     matrix = torch.nn.Parameter(torch.tensor([[1.0, -2.0]]))
     vector = torch.nn.Parameter(torch.tensor([3.0]))
-    optimiser = build_optimiser([matrix, vector], settings, SPEC)
+    optimiser = build_optimiser({"matrix": matrix, "vector": vector}, settings, SPEC)
     start = {matrix: matrix.detach().double(), vector: vector.detach().double()}
     gradients = {
         matrix: [torch.tensor([[0.1, -0.2]]), torch.tensor([[0.3, 0.1]])],
@@ -88,7 +94,7 @@ def test_small_moments_follow_fp32_ones_and_their_rounding_is_the_seeds(small: s
             torch.nn.Parameter(torch.zeros(64, 64)),
         )
         optimiser = build_optimiser(
-            [parameter], config(moments=moments, learning_rate=0.01), SPEC, seed
+            {"w": parameter}, config(moments=moments, learning_rate=0.01), SPEC, seed
         )
         for _ in range(300):
             parameter.grad = (
@@ -109,17 +115,20 @@ def test_gradients_are_scaled_together_down_to_the_largest_norm() -> None:
         torch.nn.Parameter(torch.zeros(1)),
     ]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    norm = gradient_norm(parameters, SPEC)
+    norm = norm_of(parameters)
     assert norm == 5.0
-    optimiser = build_optimiser(parameters, TrainingConfig(), SPEC)
+    masters = dict(zip("abc", parameters, strict=True))
+    optimiser = build_optimiser(masters, TrainingConfig(), SPEC)
     clip_gradients(optimiser, norm, max_norm=10.0)
-    assert gradient_norm(parameters, SPEC) == 5.0
+    assert optimiser.clip == 1.0
     clip_gradients(optimiser, norm, max_norm=1.0)
-    assert gradient_norm(parameters, SPEC) == pytest.approx(1.0, rel=1e-5)
+    assert optimiser.clip * norm == pytest.approx(1.0, rel=1e-5)
+    optimiser.step()
+    assert optimiser.clip == 1.0  # it was for one step
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
-@pytest.mark.parametrize("moments", ["bf16", "fp8"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
 def test_a_clip_in_the_step_has_the_bits_of_one_before_it(
     moments: Moments, max_norm: float
 ) -> None:
@@ -127,14 +136,14 @@ def test_a_clip_in_the_step_has_the_bits_of_one_before_it(
         generator = torch.Generator().manual_seed(0)
         parameter = torch.nn.Parameter(torch.randn(32, 32, generator=generator))
         optimiser = build_optimiser(
-            [parameter], TrainingConfig(moments=moments, learning_rate=1e-2), SPEC
+            {"w": parameter}, TrainingConfig(moments=moments, learning_rate=1e-2), SPEC
         )
         for step in range(4):
             parameter.grad = torch.randn(32, 32, generator=generator)
             if step == 3:  # a step without a clip takes none from the one before
                 optimiser.step()
                 continue
-            norm = gradient_norm([parameter], SPEC)
+            norm = norm_of([parameter])
             if clip_before:
                 torch.nn.utils.clip_grads_with_norm_([parameter], max_norm, torch.tensor(norm))
             else:
@@ -149,4 +158,60 @@ def test_a_clip_in_the_step_has_the_bits_of_one_before_it(
 def test_the_norm_shows_what_is_not_finite(value: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, value])
-    assert not math.isfinite(gradient_norm([parameter], SPEC))
+    assert not math.isfinite(norm_of([parameter]))
+
+
+SHAPES = {"wide": (512, 64), "short": (300, 64), "vector": (200,), "value_head.weight": (1, 64)}
+
+
+def train_rows(
+    moments: Moments, cuts: Mapping[str, Sequence[int]], rank: int
+) -> dict[str, torch.Tensor]:
+    """Masters and moments of the rows that a rank owns, after three steps of the gradients of the
+    whole.
+    """
+    generator = torch.Generator().manual_seed(3)
+
+    def of_all(scale: float) -> dict[str, torch.Tensor]:
+        return {
+            name: scale
+            * torch.randn(shape, generator=generator)[cuts[name][rank] :][
+                : cuts[name][rank + 1] - cuts[name][rank]
+            ]
+            for name, shape in SHAPES.items()
+        }
+
+    masters = {name: torch.nn.Parameter(rows.clone()) for name, rows in of_all(1.0).items()}
+    first_rows = {name: bounds[rank] for name, bounds in cuts.items()}
+    optimiser = build_optimiser(
+        masters, config(moments=moments), SPEC, 7, "value_head.weight", 2.0, first_rows
+    )
+    for step in range(3):
+        for name, grad in of_all(10.0**-step).items():
+            masters[name].grad = grad
+        clip_gradients(optimiser, 3.0, 1.0)
+        set_learning_rate(optimiser, 0.01)
+        optimiser.step()
+    state = {
+        f"{name}.{kind}": value
+        for name, master in masters.items()
+        for kind, value in optimiser.state[master].items()
+    }
+    return {name: master.detach() for name, master in masters.items()} | state
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
+def test_rows_move_as_they_do_in_the_whole(moments: Moments, size: int) -> None:
+    whole = train_rows(moments, {name: (0, shape[0]) for name, shape in SHAPES.items()}, 0)
+    cuts = Ownership.of(SHAPES, {}, size).cuts
+    assert all(cuts[name][1] for name in ("wide", "short"))  # these are cut
+    ranks = [train_rows(moments, cuts, rank) for rank in range(size)]
+    for name, value in whole.items():
+        mine = [rank[name] for rank in ranks]  # of a rank without rows, empty ones
+        if name.endswith(".step"):
+            assert all(int(one) == int(value) == 3 for one in mine)
+        else:
+            assert torch.equal(torch.cat(mine).view(torch.uint8), value.view(torch.uint8)), name
+    assert any(not one.numel() for one in (rank["value_head.weight"] for rank in ranks))
+    assert set(ranks[0]) == set(ranks[-1]) == set(whole)

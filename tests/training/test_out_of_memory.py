@@ -18,6 +18,7 @@ from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
 from isobit.records.text import Group
 from isobit.training.budget import BudgetChange
+from isobit.training.optimiser import AdamW
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
 
@@ -199,7 +200,7 @@ def test_within_an_optimiser_step_it_ends_too(
 ) -> None:
     trainer = make_trainer()
     groups = make_groups(trainer)
-    monkeypatch.setattr(torch.optim.AdamW, "step", out_of_memory)
+    monkeypatch.setattr(AdamW, "step", out_of_memory)
     with pytest.raises(
         OutOfMemoryError, match="in the middle of an update, of which nothing is kept"
     ):

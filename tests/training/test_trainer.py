@@ -34,8 +34,8 @@ def batches_of(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
 
 
 class ScaledLoss:
-    """The supervised objective times a factor: infinity makes a loss, 1e38 only gradients, that are
-    not finite.
+    """The gradients of the supervised objective times a factor, which is the loss: infinity makes a
+    loss, 3e38 only gradients, that are not finite.
     """
 
     def __init__(self, factor: float) -> None:
@@ -45,7 +45,8 @@ class ScaledLoss:
         return SupervisedObjective().shares(batches)
 
     def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
-        return LossOutputs(SupervisedObjective().loss(scores, batch, shares).loss * self.factor)
+        loss = SupervisedObjective().loss(scores, batch, shares).loss
+        return LossOutputs((loss - loss.detach() + 1) * self.factor)
 
 
 class WholeStepShares:
@@ -200,7 +201,7 @@ def test_the_first_forward_is_compared_with_what_was_recorded(
 
 @pytest.mark.parametrize(
     ("factor", "reason"),
-    [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (1e37, "the gradient ")],
+    [(math.inf, "the loss is inf"), (math.nan, "the loss is nan"), (3e38, "the gradient ")],
 )
 def test_a_step_that_is_not_finite_changes_nothing(
     factor: float,

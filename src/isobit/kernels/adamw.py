@@ -75,10 +75,12 @@ def check_moments(
     exp_avg_sq: torch.Tensor,
     key: int | None,
     scales: tuple[torch.Tensor, torch.Tensor] | None,
+    first_element: int,
 ) -> None:
     """Assert that the tensors of an update go together: one shape, and the formats of the moments
-    that a key and scales belong to.
+    that a key and scales belong to; and that a slice begins where a group of 8-bit moments does.
     """
+    assert first_element % GROUP == 0
     for x in (master, grad, exp_avg, exp_avg_sq):
         assert x.is_contiguous()
         assert (x.shape, x.device) == (master.shape, master.device)

@@ -353,12 +353,18 @@ class Backend(Protocol):
         factors: AdamWFactors,
         key: int | None = None,
         scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+        first_element: int = 0,
     ) -> None:
-        """One update of a master and its moments in place (``isobit.kernels.spec.adamw``)."""
+        """One update of a master and its moments in place (``isobit.kernels.spec.adamw``); of a
+        slice from ``first_element`` on, a multiple of 128, to the bits that it has in the whole.
+        """
         ...
 
-    def gradient_norm(self, grads: Sequence[torch.Tensor]) -> float:
-        """The 2-norm of FP32 tensors together."""
+    def gradient_squares(self, grads: Sequence[torch.Tensor]) -> list[float]:
+        """The sum of squares, in FP64, of every 128 rows of each FP32 tensor, from its first row,
+        in the order of tensors and rows; a vector's rows are its elements, the last may be fewer.
+        A sum depends on its own rows alone: a slice at a multiple of 128 rows has the same.
+        """
         ...
 
     # Memory and transfers

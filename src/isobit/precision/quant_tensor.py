@@ -91,7 +91,7 @@ class QuantTensor:
         assert self.granularity == "128x128", self.granularity
         sizes = block_sizes(self.parts or (self.values.shape[0],))
         bounds = [0, *accumulate(sizes)]
-        assert first in bounds and last in bounds, (first, last, self.parts)
+        assert {first, last} <= set(bounds), (first, last, self.parts)
         blocks = slice(bounds.index(first), bounds.index(last))
         parts = parts_of_rows(self.parts, first, last)
         return QuantTensor(self.values[first:last], self.scales[blocks], "128x128", parts)

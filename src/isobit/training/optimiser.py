@@ -1,14 +1,15 @@
 """AdamW over the FP32 masters, the clip of the gradient's norm, and the learning rate of each
 update.
 
-AdamW is torch's (decoupled weight decay, arXiv 1711.05101), in its fused form: the fastest on a CPU
-and on a GPU, and it repeats its bits. With BF16 moments, which torch would round to nearest and so
-freeze, and with 8-bit ones it is ``isobit.kernels.spec.adamw``.  Only matrices decay: norms and
-biases have no scale to be held down.
+AdamW is ``isobit.kernels.spec.adamw`` (decoupled weight decay, arXiv 1711.05101), in every format
+of the moments.  An element's bits are its own, so a rank moves its rows of a master as one process
+moves the whole; in torch's fused form they depend on where a tensor begins.  Only matrices decay:
+norms and biases have no scale to be held down.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, get_args
 
 import torch
@@ -57,25 +58,31 @@ def moment_bytes(sizes: Iterable[int], moments: Moments) -> int:
     return 2 * DTYPES[moments].itemsize * sum(sizes)
 
 
-class CompactAdamW(torch.optim.Optimizer):
-    """AdamW with moments of 16 or 8 bits, rounded stochastically; noise is keyed by (seed, step,
-    tensor, element).
+class AdamW(torch.optim.Optimizer):
+    """AdamW over the rows that one rank owns of each master.
 
-    The state is laid out as torch's; of 8-bit moments it has the scales, too.
+    Noise, which rounds moments of 16 and 8 bits, is keyed by (seed, step, number of the master,
+    element of the whole master).  The state is laid out as torch's, ``step`` on the host; of 8-bit
+    moments it has the scales, too.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        moments: Moments,
+        first_elements: Mapping[torch.nn.Parameter, int],
+        config: TrainingConfig,
         seed: int,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
         backend: Backend,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._moments: Moments = moments
+        settings = {
+            "lr": config.learning_rate,
+            "betas": (config.beta1, config.beta2),
+            "eps": config.adam_epsilon,
+            "weight_decay": 0.0,
+        }
+        super().__init__(groups, settings)
+        self._first_elements = first_elements
+        self._moments: Moments = config.moments
         self._seed = seed
         self._backend = backend
         self.clip = 1.0
@@ -83,7 +90,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (no closure is ever given)
-        """One update of every master that has a gradient."""
+        """One update of every master that has a gradient; one without rows counts its steps."""
         numbered = enumerate(
             (group, master) for group in self.param_groups for master in group["params"]
         )
@@ -94,16 +101,28 @@ class CompactAdamW(torch.optim.Optimizer):
             if not state:
                 state.update(self._zeros(master))
             state["step"] += 1
-            step, scales = int(state["step"]), None
-            if self._moments == "fp8":
-                scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
-            beta1, beta2 = group["betas"]
-            rate, epsilon, decay = group["lr"], group["eps"], group["weight_decay"]
-            factors = AdamWFactors.of(rate, beta1, beta2, epsilon, decay, step, self.clip)
-            key = noise_key(self._seed, step, number)
-            moments = state["exp_avg"], state["exp_avg_sq"]
-            self._backend.adamw_step(master, master.grad, *moments, factors, key, scales)
+            if master.numel():
+                self._update(master, number, group, state)
         self.clip = 1.0
+
+    def _update(
+        self,
+        master: torch.nn.Parameter,
+        number: int,
+        group: Mapping[str, Any],
+        state: Mapping[str, torch.Tensor],
+    ) -> None:
+        assert master.grad is not None
+        step, key, scales = int(state["step"]), None, None
+        if self._moments != "fp32":
+            key = noise_key(self._seed, step, number)
+        if self._moments == "fp8":
+            scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
+        beta1, beta2 = group["betas"]
+        rate, epsilon, decay = group["lr"], group["eps"], group["weight_decay"]
+        factors = AdamWFactors.of(rate, beta1, beta2, epsilon, decay, step, self.clip)
+        moments, first = (state["exp_avg"], state["exp_avg_sq"]), self._first_elements[master]
+        self._backend.adamw_step(master, master.grad, *moments, factors, key, scales, first)
 
     def _zeros(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state before the first step."""
@@ -122,40 +141,40 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 def build_optimiser(
-    masters: Iterable[torch.nn.Parameter],
+    masters: Mapping[str, torch.nn.Parameter],
     config: TrainingConfig,
     backend: Backend,
     seed: int = 0,
-    head: torch.nn.Parameter | None = None,
+    head: str | None = None,
     head_rate: float = 1.0,
-) -> torch.optim.AdamW | CompactAdamW:
+    first_rows: Mapping[str, int] | None = None,
+) -> AdamW:
     """AdamW over masters on a back end; the trainer sets the learning rate before each update.
 
-    ``seed`` is that of the rounding of moments.  ``head`` is the one of the masters, a value head,
-    that learns ``head_rate`` times as fast as the others.
+    Args:
+        masters: all of the policy's by name, each with the rows that this rank owns, perhaps none.
+        config: of the training.
+        backend: that of the masters.
+        seed: of the rounding of moments.
+        head: the name of a value head, which learns ``head_rate`` times as fast as the others.
+        head_rate: see ``head``.
+        first_rows: where the rows begin in each whole master; None, at its first row.
     """
-    masters = [master for master in masters if master is not head]
-    matrices = [master for master in masters if master.dim() >= 2]
-    vectors = [master for master in masters if master.dim() < 2]
+    others = [master for name, master in masters.items() if name != head]
+    heads = [master for name, master in masters.items() if name == head]
+    matrices = [master for master in others if master.dim() >= 2]
+    vectors = [master for master in others if master.dim() < 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay, _RATE: 1.0},
         {"params": vectors, "weight_decay": 0.0, _RATE: 1.0},
-        {"params": [] if head is None else [head], "weight_decay": 0.0, _RATE: head_rate},
+        {"params": heads, "weight_decay": 0.0, _RATE: head_rate},
     ]
-    groups, betas = [group for group in groups if group["params"]], (config.beta1, config.beta2)
-    if config.moments != "fp32":
-        rate, epsilon = config.learning_rate, config.adam_epsilon
-        return CompactAdamW(groups, config.moments, seed, rate, betas, epsilon, backend)
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True
-    )
-
-
-def step_device(optimiser: torch.optim.Optimizer, master: torch.Tensor) -> torch.device:
-    """Where the count of a master's steps lies: torch's fused AdamW reads it on the device, ours on
-    the host.
-    """
-    return torch.device("cpu") if isinstance(optimiser, CompactAdamW) else master.device
+    first_elements = {
+        master: (first_rows or {}).get(name, 0) * prod(master.shape[1:])
+        for name, master in masters.items()
+    }
+    groups = [group for group in groups if group["params"]]
+    return AdamW(groups, first_elements, config, seed, backend)
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
@@ -164,22 +183,16 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value * group[_RATE]
 
 
-def gradient_norm(masters: Iterable[torch.nn.Parameter], backend: Backend) -> float:
-    """The 2-norm of all gradients together, before clipping."""
-    return backend.gradient_norm([x.grad for x in masters if x.grad is not None])
-
-
-def clip_gradients(optimiser: torch.optim.Optimizer, norm: float, max_norm: float) -> None:
-    """Scale all gradients down together so that their norm, given as ``norm``, becomes at most
-    ``max_norm``.
-
-    Ours does it in the pass of its next step, to the same bits; for torch's the gradients are
-    overwritten.
+def gradient_norm(squares: Iterable[float]) -> float:
+    """The 2-norm of all gradients together, before clipping, of their sums of squares
+    (``Backend.gradient_squares``) in any order: they are added exactly and rounded once.
     """
-    if isinstance(optimiser, CompactAdamW):
-        optimiser.clip = float(
-            (max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
-        )  # as torch has it
-        return
-    masters = [master for group in optimiser.param_groups for master in group["params"]]
-    torch.nn.utils.clip_grads_with_norm_(masters, max_norm, torch.tensor(norm))
+    return math.sqrt(math.fsum(squares))
+
+
+def clip_gradients(optimiser: AdamW, norm: float, max_norm: float) -> None:
+    """Let the next step scale all gradients down together so that their norm, given as ``norm``,
+    becomes at most ``max_norm``.  It does so in its pass; the gradients stay as they are.
+    """
+    # as torch.nn.utils.clip_grads_with_norm_ has it
+    optimiser.clip = float((max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0))

@@ -18,14 +18,13 @@ and of what is kept, and a resumed run makes the same ones.
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import groupby
 
 import torch
 
 from isobit.config.replay import ReplayConfig
-from isobit.records.sequence import GIVEN, TokenSequence
+from isobit.records.kept import KeptSequence, joined, parted
 from isobit.training.sample import Sample
 
 _CONSTANT_BYTES = 256
@@ -38,56 +37,31 @@ class _Kept:
 
     number: int
     """Of its kind in the run; the name that draws know it by."""
-    token_ids: torch.Tensor  # int32 [L]
-    spans: tuple[tuple[int, int], ...]  # first token and number of tokens, of the response
-    log_probs: torch.Tensor  # float32 [N]
-    versions: torch.Tensor  # int32 [N]
-    temperature: float
+    sequence: KeptSequence
     reward: float
     advantage: float
     truncated: bool
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.token_ids, self.log_probs, self.versions)
-        return sum(tensor.nbytes for tensor in tensors) + _CONSTANT_BYTES
+        return self.sequence.num_bytes + _CONSTANT_BYTES
 
     @property
     def oldest(self) -> int:
         """The oldest weights that drew of it."""
-        return int(self.versions.min())
+        return int(self.sequence.versions.min())
 
     @classmethod
     def of(cls, number: int, sample: Sample) -> "_Kept":
-        sequence = sample.sequence
         assert sample.reward is not None
         assert sample.advantage is not None
-        return cls(
-            number,
-            torch.tensor(sequence.token_ids, dtype=torch.int32),
-            _spans(sequence.loss_mask),
-            torch.tensor(sequence.of_response(sequence.log_probs), dtype=torch.float32),
-            torch.tensor(sequence.of_response(sequence.weights_versions), dtype=torch.int32),
-            sequence.temperature,
-            sample.reward,
-            sample.advantage,
-            sample.truncated,
-        )
+        # other weights chose the experts, and the truncated distribution is not learnt from
+        recorded = replace(sample.sequence, routings=None, truncated_log_probs=None)
+        kept = KeptSequence.of(recorded)
+        return cls(number, kept, sample.reward, sample.advantage, sample.truncated)
 
     def sample(self) -> Sample:
-        mask = [False] * len(self.token_ids)
-        for first, count in self.spans:
-            mask[first : first + count] = [True] * count
-        log_probs, versions = iter(self.log_probs.tolist()), iter(self.versions.tolist())
-        sequence = TokenSequence(
-            token_ids=tuple(self.token_ids.tolist()),
-            loss_mask=tuple(mask),
-            log_probs=tuple([next(log_probs) if learnt else 0.0 for learnt in mask]),
-            weights_versions=tuple([next(versions) if learnt else GIVEN for learnt in mask]),
-            advantages=(0.0,) * len(mask),
-            temperature=self.temperature,
-            fresh=False,
-        )
+        sequence = self.sequence.sequence(fresh=False)
         return Sample(sequence, self.reward, self.truncated, self.advantage)
 
 
@@ -139,16 +113,9 @@ class ReplayBuffer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is kept, as a checkpoint holds it: tensors of all completions end to end."""
         kept = list(self._kept)
-        spans = [span for one in kept for span in one.spans]
         return {
             "numbers": torch.tensor([one.number for one in kept], dtype=torch.int64),
-            "lengths": torch.tensor([len(one.token_ids) for one in kept], dtype=torch.int64),
-            "span_counts": torch.tensor([len(one.spans) for one in kept], dtype=torch.int64),
-            "spans": torch.tensor(spans, dtype=torch.int64).view(-1, 2),
-            "token_ids": _joined([one.token_ids for one in kept], torch.int32),
-            "log_probs": _joined([one.log_probs for one in kept], torch.float32),
-            "versions": _joined([one.versions for one in kept], torch.int32),
-            "temperatures": torch.tensor([one.temperature for one in kept], dtype=torch.float64),
+            **joined([one.sequence for one in kept]),
             "rewards": torch.tensor([one.reward for one in kept], dtype=torch.float64),
             "advantages": torch.tensor([one.advantage for one in kept], dtype=torch.float64),
             "truncated": torch.tensor([one.truncated for one in kept], dtype=torch.bool),
@@ -157,25 +124,14 @@ class ReplayBuffer:
     def restore(self, state: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on where ``state`` and ``tensors`` were taken."""
         self._added, self._draws = state["added"], state["draws"]
-        counts = tensors["span_counts"].tolist()
-        spans = [
-            tuple((int(first), int(count)) for first, count in part.tolist())
-            for part in tensors["spans"].split(counts)
-        ]
-        responses = [sum(count for _, count in one) for one in spans]
-        scalars = ("numbers", "temperatures", "rewards", "advantages", "truncated")
+        scalars = ("rewards", "advantages", "truncated")
         rows = zip(
-            tensors["token_ids"].split(tensors["lengths"].tolist()),
-            spans,
-            tensors["log_probs"].split(responses),
-            tensors["versions"].split(responses),
+            tensors["numbers"].tolist(),
+            parted(tensors),
             *(tensors[name].tolist() for name in scalars),
             strict=True,
         )
-        self._hold(
-            _Kept(number, ids.clone(), where, log_probs.clone(), versions.clone(), *numbers)
-            for ids, where, log_probs, versions, number, *numbers in rows
-        )
+        self._hold(_Kept(*row) for row in rows)
 
     def _hold(self, kept: Iterable[_Kept]) -> None:
         self._kept = deque(kept)
@@ -193,16 +149,3 @@ class ReplayBuffer:
         name = f"{self._seed}/{self._draws}/{kept.number}".encode()
         bits = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
         return math.log((bits + 0.5) / (1 << 64)) / self._weight(kept)
-
-
-def _spans(mask: Sequence[bool]) -> tuple[tuple[int, int], ...]:
-    """First index and length of every run of True."""
-    runs = [(learnt, len(list(run))) for learnt, run in groupby(mask)]
-    starts = [sum(count for _, count in runs[:place]) for place in range(len(runs))]
-    return tuple(
-        (first, count) for first, (learnt, count) in zip(starts, runs, strict=True) if learnt
-    )
-
-
-def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([torch.empty(0, dtype=dtype), *parts])

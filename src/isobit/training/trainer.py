@@ -36,7 +36,6 @@ from isobit.training.optimiser import (
     gradient_norm,
     learning_rate,
     set_learning_rate,
-    step_device,
 )
 from isobit.training.router import RouterTotals, router_coefficients
 
@@ -161,9 +160,9 @@ class Trainer:
         """Log-probabilities by the training forward, without learning from them."""
         self.config = config
         self.total_updates = total_updates
-        head = policy.masters.get(f"{VALUE_HEAD}.weight")
+        head = f"{VALUE_HEAD}.weight"
         self._optimiser = build_optimiser(
-            policy.masters.values(), config, policy.backend, seed, head, head_rate
+            policy.masters, config, policy.backend, seed, head, head_rate
         )
         self.updates = 0
         """Updates taken or skipped so far."""
@@ -205,7 +204,7 @@ class Trainer:
         for key, value in moments.items():
             name, _, kind = key.rpartition(".")
             master = self.policy.masters[name]
-            device = step_device(self._optimiser, master) if kind == "step" else master.device
+            device = "cpu" if kind == "step" else master.device
             self._optimiser.state[master][kind] = value.to(device, copy=True)
 
     def update(
@@ -256,7 +255,9 @@ class Trainer:
             if not torch.isfinite(outputs.loss):
                 return math.nan, f"the loss is {float(outputs.loss.detach())}"
             scored.backward(*torch.autograd.grad(outputs.loss, leaves, allow_unused=True))
-        norm = gradient_norm(self.policy.masters.values(), self.policy.backend)
+        masters = self.policy.masters.values()
+        grads = [master.grad for master in masters if master.grad is not None]
+        norm = gradient_norm(self.policy.backend.gradient_squares(grads))
         return norm, None if norm <= _LARGEST_NORM else self._what_is_not_finite(norm)
 
     def _what_is_not_finite(self, norm: float) -> str:

@@ -1,4 +1,4 @@
-"""AdamW, the gradient's norm and the gradient of the logits compile for sm_90 ahead of time,
+"""AdamW, the sums of its squares and the gradient of the logits compile for sm_90 ahead of time,
 without a GPU.
 """
 
@@ -16,7 +16,7 @@ triton = pytest.importorskip(
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from isobit.kernels.hopper import adamw, gradient_norm, token_log_probs  # noqa: E402
+from isobit.kernels.hopper import adamw, gradient_squares, token_log_probs  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {
@@ -30,6 +30,7 @@ TYPES = {
     **dict.fromkeys(("SUMS", "OUT"), "*fp64"),
     "TARGET": "*i64",
     "key": "i64",
+    "first": "i64",
     "n": "i32",
 }
 
@@ -102,12 +103,30 @@ def test_adamw_with_8_bit_moments(tmp_path: Path) -> None:
     assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "fma" not in ptx and ".ftz" not in ptx
 
 
-def test_gradient_norm(tmp_path: Path) -> None:
-    constants = {"PIECE": gradient_norm._PIECE, "PROGRAMS": gradient_norm._PROGRAMS}
-    _, sass, stack = compile_for_hopper(gradient_norm._squares_kernel, constants, tmp_path)
-    assert stack == 0 and "LDG.E.128" in sass and "ATOM" not in sass and "RED.E" not in sass
+@pytest.mark.parametrize(
+    ("size", "piece"),
+    [
+        (128 * 4096, gradient_squares._PIECE),
+        (128 * 1000, gradient_squares._PIECE),
+        (128, 128),
+        (37, 64),
+    ],
+)
+def test_gradient_squares(size: int, piece: int, tmp_path: Path) -> None:
+    constants = {"SIZE": size, "PIECE": piece, "WIDTH": min(gradient_squares._WIDTH, piece)}
+    _, sass, stack = compile_for_hopper(
+        gradient_squares._squares_kernel, constants, tmp_path, {"stride": "i32"}
+    )
+    assert stack == 0 and "ATOM" not in sass and "RED.E" not in sass
+    assert ("LDG.E.128" in sass) == (size >= 128 * 128)
+
+
+def test_sums_of_a_blocks_pieces(tmp_path: Path) -> None:
     _, _, stack = compile_for_hopper(
-        gradient_norm._add_kernel, {"PROGRAMS": gradient_norm._PROGRAMS}, tmp_path
+        gradient_squares._add_kernel,
+        {"BLOCKS": gradient_squares._BLOCKS},
+        tmp_path,
+        {"blocks": "i32", "pieces": "i32"},
     )
     assert stack == 0
 

@@ -9,7 +9,6 @@ from torch.nn import functional
 from isobit.kernels.spec.linear import linear_input
 from isobit.kernels.spec.norm import (
     add_rms_norm,
-    gradient_norm,
     rms_norm,
     rms_norm_backward,
     row_sum,
@@ -109,10 +108,3 @@ def test_row_sum_of_a_wide_row_is_cut_the_same_way_for_any_batch() -> None:
     whole = row_sum(x)
     assert all(torch.equal(row_sum(x[i : i + 1]), whole[i : i + 1]) for i in range(3))
     assert error(whole, x.double().sum(-1, keepdim=True)) < 1e-5
-
-
-def test_gradient_norm_is_of_all_tensors_together() -> None:
-    grads = [torch.randn(300, 70), 1e3 * torch.randn(17), torch.zeros(5)]
-    exact = torch.cat([x.double().flatten() for x in grads]).norm().item()
-    assert gradient_norm(grads) == pytest.approx(exact, rel=1e-6)
-    assert gradient_norm([*grads, torch.tensor([torch.inf])]) == torch.inf

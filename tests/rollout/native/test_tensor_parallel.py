@@ -1,5 +1,7 @@
 """Engines of ranks that share a policy give what one engine with the whole of it gives."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from isobit.models.policy_share import PolicyShare, SampledPolicy
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.engine import generate
 from isobit.rollout.native.engine import NativeEngine
+from isobit.rollout.native.graph_runner import GraphRunner
 from isobit.rollout.request import Request
 from tests.ranks import in_ranks
 
@@ -48,10 +51,12 @@ def requests() -> list[Request]:
     return made
 
 
-def completions(policy: SampledPolicy) -> tuple[list[list[Completion]], int]:
+def completions(
+    policy: SampledPolicy, make_runner: Any = None
+) -> tuple[list[list[Completion]], int]:
     """In a cache with room for one sequence and a bit."""
     rollout = RolloutConfig(kv_pages=4, max_batched_tokens=37)
-    engine = NativeEngine(policy, rollout, None, seed=0)
+    engine = NativeEngine(policy, rollout, None, 0, make_runner)
     return generate(engine, requests()), engine.stats.preemptions
 
 
@@ -66,6 +71,19 @@ def test_completions_are_those_of_one_rank(preset: Preset, ranks: int):
         ranks, lambda world: completions(PolicyShare(MODEL, precision, masters(), world))
     )
     assert shared == [(expected, preemptions)] * ranks
+
+
+def test_so_are_those_of_captured_steps():
+    def pipelined(world):
+        share = PolicyShare(MODEL, PrecisionConfig(preset="fp8"), masters(), world)
+        return completions(share, lambda policy, pages: GraphRunner(policy, pages, 8))
+
+    expected, _ = completions(
+        Policy(MODEL, PrecisionConfig(preset="fp8"), masters(), trainable=False)
+    )
+    for made, preemptions in in_ranks(2, pipelined):
+        assert preemptions
+        assert made == expected
 
 
 def test_the_cache_has_as_many_pages_on_all_ranks_and_more_than_one_rank_had():

@@ -3,7 +3,7 @@
 
 An element costs 28 bytes with FP32 moments, 20 with BF16 ones and 16 with 8-bit ones.  Division and
 square root are the rounded ones, no product is fused with a sum, and the noise is a function of the
-element's number: nothing depends on the launch.
+element's number in the whole tensor: nothing depends on the launch.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -41,13 +41,15 @@ def _update(w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, d
     return w - (w * decay + quotient * size), m, v, v_root
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit(do_not_specialize=["key", "first"])
 def _adamw_kernel(
-    MASTER, GRAD, FIRST, SECOND, n, key, clip, beta1, rest1, beta2, rest2, root, epsilon, size,
-    decay,
+    MASTER, GRAD, FIRST, SECOND, n, key, first, clip, beta1, rest1, beta2, rest2, root, epsilon,
+    size, decay,
     WIDTH: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
-    """Moments in FP32, or with NOISE in BF16; one program WIDTH elements of n."""
+    """Moments in FP32, or with NOISE in BF16; one program WIDTH elements of n, the tensor's from
+    ``first`` on.
+    """
     element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = element < n
     w = tl.load(MASTER + element, mask=inside, other=0.0)
@@ -57,20 +59,22 @@ def _adamw_kernel(
     w, m, v, _ = _update(w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay)
     tl.store(MASTER + element, w, mask=inside)
     if NOISE:
-        bits = splitmix64(key.to(tl.uint64), element.to(tl.uint64)).to(tl.uint32)
+        bits = splitmix64(key.to(tl.uint64), (element + first).to(tl.uint64)).to(tl.uint32)
         m = _round_stochastically(m, bits & 0xFFFF)
         v = _round_stochastically(v, bits >> 16)
     tl.store(FIRST + element, m, mask=inside)
     tl.store(SECOND + element, v, mask=inside)
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit(do_not_specialize=["key", "first"])
 def _adamw_8_bits_kernel(
-    MASTER, GRAD, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES, n, key,
+    MASTER, GRAD, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES, n, key, first,
     clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Moments in 8 bits; one program GROUPS groups of 128 elements, of n elements."""
+    """Moments in 8 bits; one program GROUPS groups of 128 elements, of n elements, the tensor's
+    from ``first`` on.
+    """
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     element = group * 128 + tl.arange(0, 128)[None, :]
     inside, begun = element < n, group * 128 < n
@@ -84,7 +88,7 @@ def _adamw_8_bits_kernel(
         w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay
     )
     tl.store(MASTER + element, w, mask=inside)
-    bits = splitmix64(key.to(tl.uint64), element.to(tl.uint64)).to(tl.uint32)
+    bits = splitmix64(key.to(tl.uint64), (element + first).to(tl.uint64)).to(tl.uint32)
     codes, scales = encode_first(m, (bits & 0xFFFF).to(tl.int32))
     tl.store(FIRST + element, codes, mask=inside)
     tl.store(FIRST_SCALES + group, scales, mask=begun)
@@ -101,11 +105,12 @@ def adamw_step(
     factors: AdamWFactors,
     key: int | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    first_element: int = 0,
 ) -> None:
     """What ``isobit.kernels.spec.adamw.adamw_step`` says; ``key`` is the noise's, None for FP32
     moments.
     """
-    check_moments(master, grad, exp_avg, exp_avg_sq, key, scales)
+    check_moments(master, grad, exp_avg, exp_avg_sq, key, scales, first_element)
     n, f = master.numel(), factors
     numbers = (f.clip, f.beta1, f.rest1, f.beta2, f.rest2, f.root, f.epsilon, f.size, f.decay)
     grid, options = (triton.cdiv(n, _WIDTH),), {"num_warps": 4, "enable_fp_fusion": False}
@@ -118,6 +123,7 @@ def adamw_step(
             exp_avg_sq,
             n,
             number,
+            first_element,
             *numbers,
             _WIDTH,
             key is not None,
@@ -126,5 +132,5 @@ def adamw_step(
         return
     codes = exp_avg.view(torch.uint8), exp_avg_sq
     _adamw_8_bits_kernel[grid](
-        master, grad, *codes, *scales, n, key, *numbers, _WIDTH // GROUP, **options
+        master, grad, *codes, *scales, n, key, first_element, *numbers, _WIDTH // GROUP, **options
     )

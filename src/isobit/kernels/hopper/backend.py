@@ -16,7 +16,7 @@ from isobit.kernels.hopper.embedding_backward import embedding_backward
 from isobit.kernels.hopper.experts import experts, experts_saving
 from isobit.kernels.hopper.experts_backward import experts_backward
 from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
-from isobit.kernels.hopper.gradient_norm import gradient_norm
+from isobit.kernels.hopper.gradient_squares import gradient_squares
 from isobit.kernels.hopper.kv_cache import HopperKvCache
 from isobit.kernels.hopper.linear import (
     dgrad,
@@ -94,7 +94,7 @@ class HopperBackend:
     scalar_head_backward = staticmethod(scalar_head_backward)
 
     adamw_step = staticmethod(adamw_step)
-    gradient_norm = staticmethod(gradient_norm)
+    gradient_squares = staticmethod(gradient_squares)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

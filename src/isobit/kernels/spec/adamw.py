@@ -20,8 +20,9 @@ mean right, in BF16
 
 The noise is counter-based (``isobit.kernels.spec.noise``): element e takes output e + 1 of
 splitmix64 seeded with a key of (seed, step, tensor), its lowest 16 bits for m and the next 16 for
-v.  So it needs no state, a resumed run draws it again, and no other tensor shares it. The step
-itself is taken with the moments as they are before they are rounded.
+v.  So it needs no state, a resumed run draws it again, no other tensor shares it, and a slice of a
+tensor moves as it does in the whole.  The step itself is taken with the moments as they are before
+they are rounded.
 """
 
 import torch
@@ -49,6 +50,7 @@ def adamw_step(
     factors: AdamWFactors,
     key: int | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    first_element: int = 0,
 ) -> None:
     """Move a master and its moments by one update, in place; the gradient stays as it is.
 
@@ -60,15 +62,16 @@ def adamw_step(
         factors: learning rate, decays and the clip.
         key: of the rounding, for moments of 16 and 8 bits (``isobit.kernels.adamw.noise_key``).
         scales: of m and of v, uint8 [groups], for moments of 8 bits.
+        first_element: of the whole tensor, where these are a slice of it; a multiple of 128.
     """
-    check_moments(master, grad, exp_avg, exp_avg_sq, key, scales)
+    check_moments(master, grad, exp_avg, exp_avg_sq, key, scales, first_element)
     tensors = (master, grad, exp_avg, exp_avg_sq)
     flat = [x.view(-1).split(_PIECE) for x in tensors]
     for number, (w, g, m, v) in enumerate(zip(*flat, strict=True)):
         if key is None:
             _update(w, g, m, v, factors)
             continue
-        drawn = _noise(key, number * _PIECE, w.numel())
+        drawn = _noise(key, first_element + number * _PIECE, w.numel())
         if scales is None:
             _update_16_bits(w, g, m, v, factors, drawn)
         else:

@@ -16,6 +16,7 @@ from isobit.kernels.spec import sizes
 from isobit.kernels.spec.adamw import adamw_step
 from isobit.kernels.spec.embedding import embedding, embedding_backward
 from isobit.kernels.spec.experts import experts, experts_backward, experts_saving
+from isobit.kernels.spec.gradient_squares import gradient_squares
 from isobit.kernels.spec.kv_cache import SpecKvCache
 from isobit.kernels.spec.linear import (
     dgrad,
@@ -25,7 +26,7 @@ from isobit.kernels.spec.linear import (
     output_gradient,
     wgrad,
 )
-from isobit.kernels.spec.norm import add_rms_norm, gradient_norm, rms_norm_backward
+from isobit.kernels.spec.norm import add_rms_norm, rms_norm_backward
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.kernels.spec.paged_attention import PagedAttention
 from isobit.kernels.spec.publish import publish, publish_head, republish
@@ -88,7 +89,7 @@ class SpecBackend:
     scalar_head_backward = staticmethod(scalar_head_backward)
 
     adamw_step = staticmethod(adamw_step)
-    gradient_norm = staticmethod(gradient_norm)
+    gradient_squares = staticmethod(gradient_squares)
 
     def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
         """See ``Backend``, as for all below."""

@@ -8,8 +8,6 @@ repeats at a fixed number of threads:
     n  = h / rms      s  = dy w      dh = d_residual + (s - n mean(s n)) / rms      dw += sum dy n
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from isobit.kernels.operands import Normed
@@ -20,7 +18,7 @@ _WIDEST_SUM = 4096
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [..., C] contiguous -> [..., 1], in an order that depends on C alone."""
+    """FP32 or FP64 [..., C] contiguous -> [..., 1], in an order that depends on C alone."""
     pieces = [piece.sum(-1, keepdim=True) for piece in x.split(_WIDEST_SUM, -1)]
     total = pieces[0]
     for piece in pieces[1:]:
@@ -68,11 +66,6 @@ def rms_norm_backward(
     dh = (scaled - normalised * (scaled * normalised).mean(-1, keepdim=True)) * inverse
     dh = dh.to(h.dtype)
     return dh if d_residual is None else d_residual + dh
-
-
-def gradient_norm(grads: Sequence[torch.Tensor]) -> float:
-    """The 2-norm of FP32 tensors together."""
-    return float(torch.nn.utils.get_total_norm(list(grads)))
 
 
 def _inverse_rms(wide: torch.Tensor, epsilon: float) -> torch.Tensor:
