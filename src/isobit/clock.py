@@ -15,15 +15,18 @@ def untimed(_: str) -> AbstractContextManager[None]:
 
 
 class Clock:
-    """Adds up the seconds spent under each name."""
+    """Adds up the seconds spent under each name; ``on_enter`` is told when one begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_enter: Callable[[str], None] | None = None) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._on_enter = on_enter
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the seconds of the block under ``name``."""
         started_at = perf_counter()
+        if self._on_enter is not None:
+            self._on_enter(name)
         try:
             yield
         finally:

@@ -79,6 +79,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, signal_name: str, signal_number: int) -> None:
         super().__init__(f"stopped by {signal_name}")
+        self.signal_name = signal_name
         self.exit_code = 128 + signal_number
 
 
@@ -88,6 +89,17 @@ class MismatchError(IsobitError):
     """
 
     exit_code = 3
+
+
+class PeerError(IsobitError):
+    """Another rank has failed, and this one stops with it: it is the other that says why."""
+
+    exit_code = 4
+
+    def __init__(self, rank: int | None, reason: str) -> None:
+        who = "another rank" if rank is None else f"rank {rank}"
+        super().__init__(f"{who} failed: {reason}")
+        self.rank = rank
 
 
 class NonFiniteError(IsobitError):

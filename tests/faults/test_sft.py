@@ -26,7 +26,8 @@ from isobit.run.sft.loop import sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.store.checkpoint import space
 from isobit.store.lock import locked
-from isobit.training.trainer import Trainer, UpdateMetrics
+from isobit.training.figures import UpdateMetrics
+from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., SftConfig]
 Hook = Callable[[str], None]

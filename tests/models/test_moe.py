@@ -83,10 +83,10 @@ def gradients(
     scored = ScoredPass(policy, batch, recompute, coefficients)
     scored.forward()
     scored.backward(torch.linspace(-1, 1, TOKENS))
-    found = {name: policy.gradient(name).clone() for name in policy.masters}
+    found = {name: master.grad for name, master in policy.masters.items()}
     for master in policy.parameters():
         master.grad = None
-    return found
+    return {name: grad for name, grad in found.items() if grad is not None}
 
 
 def plain_mixture(config: Experts, b: torch.Tensor, masters: dict[str, torch.Tensor]) -> Any:

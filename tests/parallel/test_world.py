@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.errors import PeerError
+from isobit.parallel import gather
+from isobit.parallel.agreement import together
 from isobit.parallel.message import decode, encode
-from isobit.parallel.world import PeerError, World, together
+from isobit.parallel.world import World
 from tests.worlds import in_world
 
 
@@ -17,6 +20,18 @@ def travel(world: World, _: Any) -> dict[str, Any]:
     cuts = [0, 3, 3, 5][: world.size + 1]
     table = torch.full((cuts[-1], 2), float(world.rank), dtype=torch.bfloat16)
     world.gather([table], [cuts])
+    stacked = world.stack(torch.tensor([[world.rank, 1.5]], dtype=torch.bfloat16))
+    tables, many = _tables(world.rank)
+    gather._GROUP = 3 << 20  # bytes: the tables of a megabyte and more are two groups
+    world.gather(tables, many)
+    series = world.exchanges(world.rank + 4, torch.device("cpu"))
+    sums = torch.zeros(3)
+    for number in range(3):
+        send = [[torch.full((3,), 100.0 * number + world.rank)] * (to % 2) for to in range(3)]
+        arrival = series.start(send, [[3] * (world.rank % 2)] * 3)
+        for slices in arrival.wait():
+            for one in slices:
+                sums = sums * 7 + one
     send = [[torch.full((to + 1,), 10.0 * world.rank + to)] for to in range(world.size)]
     receive = [[torch.zeros(world.rank + 1)] for _ in range(world.size)]
     world.exchange(send, receive).wait()
@@ -39,12 +54,40 @@ def travel(world: World, _: Any) -> dict[str, Any]:
     return {
         "values": values,
         "table": table,
+        "stacked": stacked,
+        "tables are whole": all(
+            torch.equal(one.view(torch.uint8), whole)
+            for one, whole in zip(tables, _tables(None)[0], strict=True)
+        ),
+        "sums": sums,
         "received": [one[0] for one in receive],
         "counted": counted,
         "notes": [note is not None and note.hex() for note in notes],
         "absent": world.board.read("nobody's"),
         "raised": raised,
     }
+
+
+def _tables(rank: int | None) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Tensors of several formats and sizes, with the rows of a rank or of all, and their cuts."""
+    generator = torch.Generator().manual_seed(0)
+    tables, cuts = [], []
+    for rows, width, dtype, cut in (
+        (700, 900, torch.bfloat16, [0, 128, 512, 700]),
+        (3, 5, torch.float32, [0, 1, 1, 3]),
+        (1100, 1024, torch.float8_e4m3fn, [0, 0, 1100, 1100]),
+        (0, 5, torch.float32, [0, 0, 0, 0]),
+        (64, 1, torch.bfloat16, [0, 0, 0, 64]),
+        (1024, 1500, torch.uint8, [0, 384, 640, 1024]),
+    ):
+        whole = torch.randint(256, (rows, width * dtype.itemsize), generator=generator)
+        table = whole.to(torch.uint8).view(dtype)
+        if rank is not None:
+            mine = table[cut[rank] : cut[rank + 1]].clone()
+            table.zero_()[cut[rank] : cut[rank + 1]] = mine
+        tables.append(table.view(torch.uint8) if rank is None else table)
+        cuts.append(cut)
+    return tables, cuts
 
 
 def test_three_processes():
@@ -54,9 +97,16 @@ def test_three_processes():
         assert torch.equal(one["values"][2]["x"], torch.full((2,), 0.1))
         expected = torch.tensor([0.0] * 3 + [2.0] * 2).bfloat16()[:, None].expand(5, 2)
         assert torch.equal(one["table"], expected)
+        assert one["stacked"].tolist() == [[[0, 1.5]], [[1, 1.5]], [[2, 1.5]]]
         for source in {0, 1, 2} - {rank}:
             arrived = torch.full((rank + 1,), 10.0 * source + rank)
             assert torch.equal(one["received"][source], arrived)
+        assert one["tables are whole"]
+        order = [100 * number + source for number in range(3) for source in (0, 2)]
+        total = torch.zeros(3)
+        for value in order if rank == 1 else []:
+            total = total * 7 + value
+        assert torch.equal(one["sums"], total)
         assert one["notes"] == ["00ff"] * 3
         assert one["absent"] is None
     assert sorted(one["counted"] for one in found) == [1, 2, 3]

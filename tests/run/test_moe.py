@@ -19,7 +19,8 @@ from isobit.models.folder import read_config
 from isobit.observe.report.page import write_report
 from isobit.run.rl.loop import train
 from isobit.run.sft.loop import sft
-from isobit.training.trainer import Trainer, UpdateMetrics
+from isobit.training.figures import UpdateMetrics
+from isobit.training.trainer import Trainer
 
 SHAPE = {
     "family": "qwen3_moe",

@@ -10,6 +10,7 @@ from isobit.cli.waiting import starting
 
 if TYPE_CHECKING:
     from isobit.config.sft import SftConfig
+    from isobit.parallel.world import World
 
 DESCRIPTION = (
     "Fine-tune a model on prompts and completions as a TOML recipe says, in the same precision "
@@ -21,10 +22,11 @@ def run(arguments: Sequence[str]) -> int:
     """Fine-tune as the recipe says.  Raises IsobitError for anything that cannot be used, before
     anything is written.
     """
+    from isobit.config.rules import check_sft
     from isobit.config.sft import SftConfig
 
     return TrainingCommand(
-        "sft", DESCRIPTION, "recipes/fine_tune.toml", SftConfig, _plan, _start
+        "sft", DESCRIPTION, "recipes/fine_tune.toml", SftConfig, _plan, check_sft, _start
     ).run(arguments)
 
 
@@ -37,8 +39,9 @@ def _plan(config: "SftConfig", resume: bool) -> list[str]:
     return plan_training(config, read_sft, resume).describe(read_memory())
 
 
-def _start(config: "SftConfig", resume: bool) -> None:
+def _start(config: "SftConfig", resume: bool, world: "World | None") -> None:
     with starting():
+        from isobit.parallel.world import ALONE
         from isobit.run.sft.loop import sft
 
-    sft(config, resume=resume)
+    sft(config, resume=resume, world=world or ALONE)

@@ -10,6 +10,7 @@ from isobit.cli.waiting import starting
 
 if TYPE_CHECKING:
     from isobit.config.run import RunConfig
+    from isobit.parallel.world import World
 
 DESCRIPTION = (
     "Train a policy as a TOML recipe says, and leave it with all figures in the recipe's output "
@@ -21,10 +22,11 @@ def run(arguments: Sequence[str]) -> int:
     """Train as the recipe says.  Raises IsobitError for anything that cannot be used, before
     anything is written.
     """
+    from isobit.config.rules import check_run
     from isobit.config.run import RunConfig
 
     return TrainingCommand(
-        "train", DESCRIPTION, "recipes/quickstart.toml", RunConfig, _plan, _start
+        "train", DESCRIPTION, "recipes/quickstart.toml", RunConfig, _plan, check_run, _start
     ).run(arguments)
 
 
@@ -37,8 +39,9 @@ def _plan(config: "RunConfig", resume: bool) -> list[str]:
     return plan_training(config, read_rl, resume).describe(read_memory())
 
 
-def _start(config: "RunConfig", resume: bool) -> None:
+def _start(config: "RunConfig", resume: bool, world: "World | None") -> None:
     with starting():
+        from isobit.parallel.world import ALONE
         from isobit.run.rl.loop import train
 
-    train(config, resume=resume)
+    train(config, resume=resume, world=world or ALONE)

@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from isobit.cli.arguments import asks_for_help, flags_first, recipe_parser
+from isobit.cli.waiting import starting
 from isobit.errors import ConfigError
+from isobit.parallel.launched import end_with_launcher, is_launched
 
 if TYPE_CHECKING:
-    from isobit.config.base import Strict
+    from isobit.config.run import RunConfig
+    from isobit.config.sft import SftConfig
+    from isobit.parallel.world import World
 
 FLAGS = ("--print-config", "--dry-run", "--resume")
-Config = TypeVar("Config", bound="Strict")
+Config = TypeVar("Config", "RunConfig", "SftConfig")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +39,27 @@ class TrainingCommand(Generic[Config]):
     schema: type[Config]
     plan: Callable[[Config, bool], Sequence[str]]
     """The lines of ``--dry-run``."""
-    start: Callable[[Config, bool], None]
-    """The run itself; the flag of both says that it is resumed."""
+    check: Callable[[Config], None]
+    """Every rule of the recipe, before any process is started."""
+    start: Callable[[Config, bool, "World | None"], None]
+    """The run itself, alone without a world; the flag of this and of the plan says that it is
+    resumed.
+    """
 
     def run(self, arguments: Sequence[str]) -> int:
         """Do what the command line says.  Raises IsobitError for anything that cannot be used,
-        before anything is written.
+        before anything is written; one of several ranks ends with it (``as_rank``).
         """
+        box = end_with_launcher()
+        if not is_launched():
+            return self._obey(arguments)
+        with starting():
+            from isobit.run.cluster.rank import as_rank
+        with as_rank(box) as world:
+            return self._obey(arguments, world)
+
+    def _obey(self, arguments: Sequence[str], world: "World | None" = None) -> int:
+        """The same for one of several, or for the process that may start them."""
         from isobit.config.load import dump_config, load_recipe
 
         helps = asks_for_help(arguments)
@@ -70,9 +88,19 @@ class TrainingCommand(Generic[Config]):
             print(dump_config(config), end="")
         elif options.dry_run:
             self._print_plan(config, options.resume)
+        elif world is None and config.cluster.processes > 1:
+            self._launch(config, arguments)
         else:
-            self.start(config, options.resume)
+            self.start(config, options.resume, world)
         return 0
+
+    def _launch(self, config: Config, arguments: Sequence[str]) -> None:
+        """The same command line in several processes."""
+        from isobit.run.cluster.launcher import launch
+
+        self.check(config)
+        words = ["-m", "isobit.cli.main", self.name, *arguments]
+        launch(words, config.cluster.processes, config.threads)
 
     def _print_plan(self, config: Config, resume: bool) -> None:
         lines = self.plan(config, resume)

@@ -94,6 +94,25 @@ class Decoder:
         units = (self.embedding, *halves, self.norm, *heads)
         return {name: master for unit in units for name, master in unit.masters().items()}
 
+    def backward_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The masters in the order in which a backward has added all to them: those of heads and
+        the last norm, of each layer from the last, and the embedding, perhaps tied to lm_head.
+        """
+        ends = [unit for unit in (self.head, self.value) if unit is not None]
+        first = [name for unit in (*ends, self.norm) for name in unit.masters()]
+        layers = [
+            tuple(name for unit in (layer.attention, layer.mlp) for name in unit.masters())
+            for layer in reversed(self.layers)
+        ]
+        return (tuple(first), *layers, tuple(self.embedding.masters()))
+
+    @property
+    def added_in_parts(self) -> frozenset[str]:
+        """Masters to which a backward adds several times: lm_head's, part by part, and again as the
+        embedding where the two are tied.
+        """
+        return frozenset() if self.head is None else frozenset({self.head.master})
+
     @property
     def is_sparse(self) -> bool:
         """Whether any layer has experts, so that a forward has a routing."""

@@ -20,6 +20,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.fp8_checkpoint import MasterValues, read_fp8_format
 from isobit.models.policy import Policy
+from isobit.parallel.world import ALONE, World
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -72,6 +73,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     trainable: bool = True,
     value_head: bool = False,
+    world: World = ALONE,
 ) -> Policy:
     """Read a Hugging Face folder into FP32 masters on a device and publish them in the given flow;
     with a ``value_head`` of zeros where asked for.
@@ -80,7 +82,8 @@ def load_policy(
     name and file.
     """
     config = replace(read_config(folder), value_head=value_head)
-    return Policy(config, precision, read_masters(folder, config, device), device, trainable)
+    masters = read_masters(folder, config, device)
+    return Policy(config, precision, masters, device, trainable, world)
 
 
 def read_masters(

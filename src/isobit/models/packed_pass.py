@@ -6,8 +6,9 @@
                         gradient; each norm gives d + (gradient through the norm)
 
 Nothing is computed twice for the loss, and the forward's bits are those of ``Decoder``.  Gradients
-between operators are in the format between operators; those of the masters are FP32 and added up in
-place, one addition an element and micro-batch.  Everything has one fixed order.
+between operators are in the format between operators; those of the masters are FP32 and added up
+one addition an element and micro-batch (``isobit.parallel.gradient_sum``), which is told when a
+group of masters (``Decoder.backward_groups``) is finished.  Everything has one fixed order.
 
 ``recompute`` trades saved memory for operations that are done once more, to the same bits, on the
 way back: ``mlp`` leaves out what is behind the second norm, half of all, and computes it again from
@@ -74,9 +75,12 @@ class PackedPass:
             d = norm.backward(weights, gradient, d_hidden.contiguous(), self._last_h, None)
             self._last_h = None
             del d_hidden
-            for layer in reversed(self._decoder.layers):
+            gradient.done(0)
+            for done, layer in enumerate(reversed(self._decoder.layers), start=1):
                 d = self._layer_backward(layer, d)
+                gradient.done(done)
             self._decoder.embedding.backward(weights, gradient, d, self._token_ids)
+            gradient.done(len(self._decoder.layers) + 1)
 
     def _layer(
         self, layer: Layer, h: torch.Tensor, x: torch.Tensor | None

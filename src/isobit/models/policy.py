@@ -2,8 +2,9 @@
 published from them.
 
 A publication rounds every master to BF16 once and quantises it once, in place: the engine and the
-trainer hold the same tensors, so new weights need no copy and no message.  Where rollout and
-training have the same formats at a site, its weight exists once.
+trainer hold the same tensors, so new weights need no copy and no message.  Of several processes
+each owns some rows of every master (``isobit.parallel.ownership``) and publishes these; published
+weights are whole on all.
 
 The masters are those of the units (``isobit.models.layers``), by name: ``embed_tokens.weight``,
 ``layers.N.{input_norm, post_attention_norm, q_norm, k_norm}.weight``, ``layers.N.{qkv_proj, o_proj,
@@ -14,23 +15,24 @@ gate_up_proj, down_proj}.weight`` (q, k, v and gate, up are fused along their ou
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import backend_of
-from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import build_decoder
-from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
-from isobit.models.layers.head import PUBLISHED
+from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion
 from isobit.models.pieces import is_equal_in_pieces
+from isobit.models.published import Published
 from isobit.models.published_change import PublishedChange
 from isobit.models.weights import Weights
-from isobit.precision.flow import PrecisionFlow, Site, build_flow
-from isobit.precision.formats import DTYPES, Side
+from isobit.parallel.gradient_sum import ExchangedSum, GradientSum
+from isobit.parallel.ownership import Ownership
+from isobit.parallel.world import ALONE, World
+from isobit.precision.flow import PrecisionFlow, build_flow
+from isobit.precision.formats import Side
 from isobit.precision.quant_tensor import QuantTensor
 
 
@@ -48,178 +50,124 @@ class Policy:
         masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
         device: torch.device | str = "cpu",
         trainable: bool = True,
+        world: World = ALONE,
     ) -> None:
-        """``masters`` in the order of the forward pass.  Those of a mapping are copied; pairs are
-        taken one by one, so they need not fit the memory together, and are handed over: what is in
-        FP32 on the device becomes the master itself, and a matrix that a folder has in FP8 is read
-        as it is where the flow has the form of its scales (``isobit.models.fp8_checkpoint``).
+        """``masters``, whole, in the order of the forward pass.  Those of a mapping are copied;
+        pairs are taken one by one, so they need not fit the memory together, and are handed over:
+        what is in FP32 on the device becomes the master itself, and a matrix that a folder has in
+        FP8 is read as it is where the flow has the form of its scales
+        (``isobit.models.fp8_checkpoint``).  Every rank of ``world`` is given the same.
         """
         self.config = config
         self.decoder = build_decoder(config)
         self.device = torch.device(device)
         self.backend = backend_of(self.device)
+        self.world = world
         self.flow = (
             precision
             if isinstance(precision, PrecisionFlow)
             else build_flow(precision, self.decoder.shape)
         )
         self.masters: dict[str, torch.nn.Parameter] = {}
-        self.change = PublishedChange()
+        """The rows that this rank owns, perhaps none."""
+        self.change = PublishedChange(self.world)
         """What the last publication changed."""
-        self.conversion = ScaleConversion()
-        """Of a folder's FP8 whose scales the flow does not have."""
-        self._reads_folder = False
-        """Whether matrices are a folder's FP8 as it is."""
+        described = self.decoder.masters()
+        self.shapes = {name: master.shape for name, master in described.items()}
+        """Of the whole masters."""
+        parts = {name: tuple(master.parts.values()) for name, master in described.items()}
+        self.ownership = Ownership.of(self.shapes, parts, world.size)
         frequencies = inverse_frequencies(config)
         rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
-        rope = rope.to(self.device)
-        self._sides: dict[Side, Weights] = {
-            "rollout": Weights(self.backend, rope),
-            "training": Weights(self.backend, rope),
-        }
-        self._described = self.decoder.masters()
-        pairs = masters.items() if isinstance(masters, Mapping) else masters
-        names: list[str] = []
-        for name, values in pairs:
-            names.append(name)
-            if isinstance(values, QuantTensor):
-                self._take_quantised(name, values, trainable)
-                continue
-            copied = values.to(self.device, torch.float32, copy=isinstance(masters, Mapping))
-            master = torch.nn.Parameter(copied)
-            self._publish(name, master)
-            if trainable:
-                self.masters[name] = master
-        if len(self.conversion):
-            print(f"isobit: {self.conversion}", file=sys.stderr)
-        assert names == list(self._described), "masters do not fit the configuration"
+        self._published = Published(self.decoder, self.flow, self.backend, rope.to(self.device))
+        self._take(masters, trainable)
+        self.gradient = self._gradient_sum()
+        """Where a backward adds up the gradients of the masters."""
         self.version = 1
 
+    @property
+    def conversion(self) -> ScaleConversion:
+        """Of a folder's FP8 whose scales the flow does not have."""
+        return self._published.conversion
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The masters, in the order of the forward pass."""
+        """The masters, as far as this rank owns them, in the order of the forward pass."""
         return iter(self.masters.values())
 
     def weights(self, side: Side) -> Weights:
         """What a side reads."""
-        return self._sides[side]
+        return self._published.sides[side]
 
-    def gradient(self, name: str) -> torch.Tensor:
-        """A master's FP32 gradient, to be added to; zeros where it has none yet."""
-        master = self.masters[name]
-        if master.grad is None:
-            master.grad = torch.zeros_like(master)
-        return master.grad
+    def rows(self, name: str) -> slice:
+        """Of a master, those that this rank owns."""
+        return self.ownership.rows(name, self.world.rank)
+
+    def whole_master(self, name: str) -> torch.Tensor:
+        """A whole FP32 master, on the policy's device; asked for by all ranks together."""
+        own = self.masters[name].detach()
+        if self.world.size == 1:
+            return own
+        whole = own.new_empty(self.shapes[name])
+        whole[self.rows(name)] = own
+        self.world.gather([whole], [self.ownership.cuts[name]])
+        return whole
 
     def publish(self) -> None:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version``
-        counts the publications.
+        counts the publications.  All ranks together.
         """
-        self.change = PublishedChange()
-        self._reads_folder = False
+        self.change = PublishedChange(self.world)
+        self._published.reads_folder = False
         for name, master in self.masters.items():
-            self._publish(name, master)
+            rows = self.rows(name)
+            if rows.start < rows.stop:
+                self._published.republish(name, master, rows.start, rows.stop, self.change)
+        self._published.gather(self.world, self.ownership.cuts)
         self.version += 1
 
     @torch.no_grad()
     def restore(self, masters: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take the values of other masters of the same names and shapes, publish them, and count on
-        from ``version``.
+        """Take the values of other masters, of the rows that this rank owns, publish them, and
+        count on from ``version``.
 
         Until its first publication a policy that was made from a folder's FP8 reads those bytes,
         and publishing the numbers that they stand for could give others: then nothing is published
         where the masters are these numbers.
         """
-        is_as_read = self._reads_folder and all(
+        is_as_read = self._published.reads_folder and all(
             is_equal_in_pieces(master, masters[name]) for name, master in self.masters.items()
         )
-        if not is_as_read:
+        if not all(self.world.messages(is_as_read)):
             for name, master in self.masters.items():
                 master.copy_(masters[name])
             self.publish()
         self.version = version
 
-    @torch.no_grad()
-    def _publish(self, name: str, master: torch.Tensor) -> None:
-        path, kind = name.rpartition(".")[0], self._described[name].kind
-        if kind == "matrix":
-            self._publish_matrix(path, master)
-        elif kind == "bias":
-            self._publish_bias(path, master)
-        else:
-            self._publish_plain(name, master)
-
-    @torch.no_grad()
-    def _take_quantised(self, name: str, given: QuantTensor, trainable: bool) -> None:
-        """A folder's FP8: as it is on each side whose flow has its form, and published from the
-        numbers that it stands for on any other.
-        """
-        path = name.rpartition(".")[0]
-        sites: dict[Side, Site] = {side: self.flow.graph(side).site(path) for side in self._sides}
-        taken = {site: is_taken(site, given) for site in sites.values()}
-        master = None
-        if trainable or not all(taken.values()):
-            master = torch.nn.Parameter(master_of(given))
-        made = {site: LinearWeight(site, given) for site in sites.values() if taken[site]}
-        self._reads_folder |= bool(made)
-        for side, site in sites.items():
-            if site not in made:
-                assert master is not None
-                matrix = self.backend.publish(site, master)
-                made[site] = LinearWeight(site, matrix)
-                if isinstance(matrix, QuantTensor):
-                    self.conversion.add(path, given, matrix)
-            self._sides[side].linears[path] = made[site]
-        if trainable and master is not None:
-            self.masters[name] = master
-
-    def _publish_matrix(self, path: str, master: torch.Tensor) -> None:
-        made: dict[Site, LinearWeight] = {}
-        for side in ("rollout", "training"):
-            site = self.flow.graph(side).site(path)
-            linears = self._sides[side].linears
-            if site not in made:
-                if path in linears:
-                    self.change.add(self.backend.republish(linears[path], master), master.numel())
-                    made[site] = linears[path]
-                else:
-                    made[site] = LinearWeight(site, self.backend.publish(site, master))
-            linears[path] = made[site]
-
-    def _publish_bias(self, path: str, master: torch.Tensor) -> None:
-        bias: torch.Tensor | None = None
-        made: dict[int, LinearWeight] = {}
-        for side in ("rollout", "training"):
-            linears = self._sides[side].linears
-            held = linears[path]
-            if held.bias is not None:
-                held.bias.copy_(master)
-                continue
-            if bias is None:  # both sides read one
-                bias = master.detach().to(DTYPES[self.flow.training.activations], copy=True)
-            linears[path] = made.setdefault(id(held.matrix), replace(held, bias=bias))
-
-    def _publish_plain(self, name: str, master: torch.Tensor) -> None:
-        dtype = DTYPES[self.flow.training.activations]
-        self._hold(name, master, dtype)
-        head = self.decoder.head
-        if head is not None and name == head.master:
-            table = self._sides["training"].plain[name]
-            published = self.backend.publish_head(table)
-            if published is table:
-                for weights in self._sides.values():
-                    weights.plain[PUBLISHED] = table
+    def _take(
+        self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool
+    ) -> None:
+        """Publish whole masters, and keep the rows that this rank owns."""
+        pairs = masters.items() if isinstance(masters, Mapping) else masters
+        names: list[str] = []
+        for name, values in pairs:
+            names.append(name)
+            if isinstance(values, QuantTensor):
+                master = self._published.take(name, values, keep)
             else:
-                self._hold(PUBLISHED, published, dtype)
+                master = values.to(self.device, torch.float32, copy=isinstance(masters, Mapping))
+                self._published.publish(name, master.detach())
+            if keep and master is not None:
+                own = master if self.world.size == 1 else master[self.rows(name)].clone()
+                self.masters[name] = torch.nn.Parameter(own)
+        if len(self.conversion):
+            print(f"isobit: {self.conversion}", file=sys.stderr)
+        assert names == list(self.shapes), "masters do not fit the configuration"
 
-    def _hold(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Both sides read one tensor, which later publications overwrite."""
-        held = self._sides["rollout"].plain.get(name)
-        if held is None:
-            held = tensor.detach().to(dtype, copy=True)
-        else:
-            held.copy_(tensor)
-        for weights in self._sides.values():
-            weights.plain[name] = held
+    def _gradient_sum(self) -> GradientSum | ExchangedSum:
+        groups, in_parts = self.decoder.backward_groups(), self.decoder.added_in_parts
+        if self.world.size == 1 or not self.masters:
+            return GradientSum(self.masters, groups, in_parts)
+        return ExchangedSum(self.masters, self.shapes, groups, in_parts, self.ownership, self.world)
 
 
 def random_policy(
@@ -228,11 +176,12 @@ def random_policy(
     seed: int,
     device: torch.device | str = "cpu",
     trainable: bool = True,
+    world: World = ALONE,
 ) -> Policy:
     """Masters drawn on the device as transformers draws them: matrices from N(0, 0.02), norms 1,
     biases 0; and what no checkpoint has, 0.
     """
-    return Policy(config, precision, random_masters(config, seed, device), device, trainable)
+    return Policy(config, precision, random_masters(config, seed, device), device, trainable, world)
 
 
 def random_masters(

@@ -9,13 +9,16 @@ function that samples and trains hardly at all.  Scales are not counted.
 
 import torch
 
+from isobit.parallel.world import ALONE, World
+
 
 class PublishedChange:
     """Counts what one publication changes; the counts stay on the device until ``share`` is asked
     for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World = ALONE) -> None:
+        self._world = world
         self._changed: list[torch.Tensor] = []
         self._numbers = 0
 
@@ -26,5 +29,10 @@ class PublishedChange:
 
     @property
     def share(self) -> float:
-        """From 0 to 1; 0 where nothing was published again."""
-        return int(torch.stack(self._changed).sum()) / self._numbers if self._changed else 0.0
+        """From 0 to 1, over the rows of all ranks, which ask together; 0 where nothing was
+        published again.
+        """
+        changed = int(torch.stack(self._changed).sum()) if self._changed else 0
+        counts = self._world.messages((changed, self._numbers))
+        numbers = sum(one[1] for one in counts)
+        return sum(one[0] for one in counts) / numbers if numbers else 0.0

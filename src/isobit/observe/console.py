@@ -7,6 +7,7 @@ On a terminal the bar shows tokens per second and goes away when the generation 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from time import perf_counter
 
 import rich.console
@@ -113,9 +114,14 @@ class Console:
             self.line(f"  note: {note}")
 
 
+def silent() -> Console:
+    """The console of a rank that is not the first: all ranks would say the same."""
+    return Console(rich.console.Console(quiet=True, force_terminal=False))
+
+
 def describe_policy(name: str, policy: Policy) -> str:
     """A policy, called ``name``, in one line."""
-    parameters = sum(master.numel() for master in policy.parameters())
+    parameters = sum(map(prod, policy.shapes.values()))
     layers = policy.config.num_layers
     return f"model {name}: {policy.config.family}, {parameters:,} parameters, {layers} layers"
 

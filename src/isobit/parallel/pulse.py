@@ -2,7 +2,7 @@
 progress, and whether it waits for others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -14,19 +14,23 @@ class Pulse:
         self.beats = 0
         self.waits_for: str | None = None
         """The collective that it is in; None while it computes."""
+        self.on_phase: Callable[[str], None] | None = None
+        """Told when another phase begins."""
 
     def beat(self, phase: str | None = None) -> None:
         """Something was done; with ``phase``, another part of the run begins."""
-        if phase is not None:
+        if phase is not None and phase != self.phase:
             self.phase = phase
+            if self.on_phase is not None:
+                self.on_phase(phase)
         self.beats += 1
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """A block that ends when the other processes have come as far."""
-        self.waits_for = what
+        outer, self.waits_for = self.waits_for, self.waits_for or what
         try:
             yield
         finally:
-            self.waits_for = None
+            self.waits_for = outer
             self.beats += 1

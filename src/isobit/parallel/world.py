@@ -9,6 +9,7 @@ algorithm and the number of ranks.
     gather      slices of a tensor, each written by one rank, complete on all
     exchange    slices from every rank to every other
     stack       equal tensors of all ranks, one upon the other
+    exchanges   a series of them, through buffers that are made once
     board       notes that any rank leaves and any other finds, without waiting
 
 A run alone is a world of one (``Alone``): the same calls, and nothing travels.
@@ -16,41 +17,30 @@ A run alone is a world of one (``Alone``): the same calls, and nothing travels.
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from itertools import count
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from isobit.errors import IsobitError
+from isobit.errors import ConfigError, PeerError
+from isobit.parallel.exchanges import Exchanges, NoExchanges, PostedExchanges, Work
+from isobit.parallel.gather import complete
+from isobit.parallel.launched import is_launched, rank_of_host, take_place
 from isobit.parallel.message import decode, encode
+from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
 from isobit.parallel.pulse import Pulse
-
-T = TypeVar("T")
-
-
-class PeerError(IsobitError):
-    """Another rank has failed, and this one stops with it."""
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} failed: {reason}")
-        self.rank = rank
-
 
 _FOR_EVER = timedelta(days=7)
 """Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
-
-
-class Work(Protocol):
-    """Something on its way."""
-
-    def wait(self) -> Any:
-        """Until it is there; on a GPU, until the stream may use it."""
-        ...
+_worlds = count()
+"""One after the other in a process, each with names of its own in the store."""
 
 
 class Board(Protocol):
@@ -108,8 +98,19 @@ class World(Protocol):
         """
         ...
 
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
+        """A series of exchanges of FP32 numbers on ``device``, of which one rank sends at most
+        ``numbers`` to one other, and as many as there are ``buffers`` may be on their way.  Between
+        the GPUs of one host they go by copy engines.
+        """
+        ...
+
     def barrier(self, what: str) -> None:
         """Wait until all ranks are here."""
+        ...
+
+    def own_device(self, device: torch.device) -> torch.device:
+        """Of the devices of a type, this rank's.  Raises ConfigError where it is another's too."""
         ...
 
 
@@ -170,8 +171,16 @@ class Alone:
         """Its own alone."""
         return mine[None]
 
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
+        """See ``World``."""
+        return NoExchanges()
+
     def barrier(self, what: str) -> None:
         """Nobody to wait for."""
+
+    def own_device(self, device: torch.device) -> torch.device:
+        """The one that is chosen where there are several."""
+        return device
 
 
 ALONE = Alone()
@@ -212,9 +221,14 @@ class Processes:
         self.host = socket.gethostname()
         self.pulse = Pulse()
         self.board: Board = _StoreBoard(PrefixStore("isobit", store))
-        backend = "gloo"
+        self._shared: list[Any] = []
+        """Memory that other ranks write to."""
+        backend, gpu = "gloo", None
         if torch.cuda.is_available() and dist.is_nccl_available():
-            torch.cuda.set_device(local_rank)
+            # some launchers show each process its own GPU alone
+            number = local_rank % torch.cuda.device_count()
+            torch.cuda.set_device(number)
+            gpu = str(torch.cuda.get_device_properties(number).uuid)
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
@@ -223,10 +237,24 @@ class Processes:
             world_size=size,
             timeout=_FOR_EVER,
         )
+        self._gpus: list[str | None] = self.messages(gpu)
+
+    def own_device(self, device: torch.device) -> torch.device:
+        """See ``World``."""
+        if device.type != "cuda":
+            return device
+        sharing = [rank for rank, gpu in enumerate(self._gpus) if gpu == self._gpus[self.rank]]
+        if len(sharing) > 1:
+            raise ConfigError(
+                f"ranks {' and '.join(map(str, sharing))} would compute on one GPU of "
+                f"{self.host}, which has {torch.cuda.device_count()}; start at most one process a "
+                "GPU (cluster.processes), or set device = 'cpu'"
+            )
+        return torch.device(device.type, torch.cuda.current_device())
 
     def messages(self, mine: Any) -> list[Any]:
         """See ``World``."""
-        with self.pulse.waiting("messages"):
+        with self.pulse.waiting("messages"), _peers():
             data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([data.numel()]))
@@ -241,21 +269,81 @@ class Processes:
 
     def gather(self, tensors: Sequence[torch.Tensor], cuts: Sequence[Sequence[int]]) -> None:
         """See ``World``."""
-        with self.pulse.waiting("gather"):
-            works = [
-                dist.broadcast(_bytes(rows), source, async_op=True)
-                for tensor, bounds in zip(tensors, cuts, strict=True)
-                for source in range(self.size)
-                if (rows := tensor[bounds[source] : bounds[source + 1]]).numel()
-            ]
-            for work in works:
-                assert work is not None
-                work.wait()
+        with self.pulse.waiting("gather"), _peers():
+            complete(tensors, cuts, self.rank, self._swap)
 
     def exchange(
         self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
         """See ``World``."""
+        with _peers():
+            return _Watched(self._swap(send, receive), self.pulse)
+
+    def stack(self, mine: torch.Tensor) -> torch.Tensor:
+        """See ``World``."""
+        made = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
+        with self.pulse.waiting("stack"), _peers():
+            found, sent = (x.view(-1).view(torch.uint8) for x in (made, mine))
+            dist.all_gather_into_tensor(found, sent)
+        return made
+
+    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
+        """See ``World``."""
+        asked = self.messages([numbers, self.host])
+        numbers, hosts = max(one[0] for one in asked), {one[1] for one in asked}
+        if device.type == "cuda" and len(hosts) == 1:
+            copies, problem = self._peer_copies(numbers, device, buffers)
+            if copies is not None:
+                return copies
+            if self.rank == 0:
+                print(
+                    f"isobit: gradients travel by NCCL's kernels instead of copy engines, because "
+                    f"{problem}",
+                    file=sys.stderr,
+                )
+        return PostedExchanges(self.exchange, self.rank, self.size, numbers, device, buffers)
+
+    def _peer_copies(
+        self, numbers: int, device: torch.device, buffers: int
+    ) -> tuple[PeerCopies | None, str]:
+        """On every rank a series that was tried, or on none, and what was wrong."""
+        try:
+            size = shared_numbers(self.size, numbers, buffers)
+            memory, problem = self._shared_memory(size, device), ""
+        except (ImportError, AttributeError, RuntimeError) as error:
+            memory, problem = None, str(error).splitlines()[0]
+        problem = self._first_problem(problem)
+        if memory is None or problem:
+            return None, problem
+        copies, problem = try_copies(memory, self.rank, numbers, buffers)
+        problem = self._first_problem(problem)
+        return (None, problem) if problem else (copies, "")
+
+    def _shared_memory(self, numbers: int, device: torch.device) -> list[torch.Tensor]:
+        """Zeros of every rank that each can write to, by rank; kept for as long as the world."""
+        # one device each is visible where the launcher says so, and then all have one name
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        # no multicast: nothing here adds, and it is the part that drivers fail at
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        from torch.distributed import _symmetric_memory as symmetric
+
+        mine = symmetric.empty(numbers, dtype=torch.float32, device=device).zero_()
+        torch.cuda.synchronize(device)
+        assert dist.group.WORLD is not None
+        shared = symmetric.rendezvous(mine, dist.group.WORLD)
+        self._shared.append((mine, shared))
+        return [
+            mine if rank == self.rank else shared.get_buffer(rank, (numbers,), torch.float32)
+            for rank in range(self.size)
+        ]
+
+    def _first_problem(self, mine: str) -> str:
+        """Of any rank; empty where all are well."""
+        return next((one for one in self.messages(mine) if one), "")
+
+    def _swap(
+        self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
+    ) -> "_Joint":
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         operations = [
             dist.P2POp(call, tensor, other, tag=number)
@@ -264,14 +352,7 @@ class Processes:
             for number, tensor in enumerate(side[other])
             if tensor.numel()
         ]
-        return _Joint(dist.batch_isend_irecv(operations) if operations else [], self.pulse)
-
-    def stack(self, mine: torch.Tensor) -> torch.Tensor:
-        """See ``World``."""
-        made = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
-        with self.pulse.waiting("stack"):
-            dist.all_gather_into_tensor(_bytes(made), _bytes(mine))
-        return made
+        return _Joint(dist.batch_isend_irecv(operations) if operations else [])
 
     def barrier(self, what: str) -> None:
         """See ``World``."""
@@ -286,56 +367,62 @@ class Processes:
 class _Joint:
     """Several works as one."""
 
-    def __init__(self, works: Sequence[Work], pulse: Pulse) -> None:
-        self._works, self._pulse = works, pulse
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
 
     def wait(self) -> None:
         """Until all are there."""
-        with self._pulse.waiting("exchange"):
-            for work in self._works:
-                work.wait()
+        for work in self._works:
+            work.wait()
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, in a format that every transport knows."""
-    return tensor.reshape(-1).view(torch.uint8)
+class _Watched:
+    """A work that is seen to be waited for."""
+
+    def __init__(self, work: Work, pulse: Pulse) -> None:
+        self._work, self._pulse = work, pulse
+
+    def wait(self) -> None:
+        """Until it is there."""
+        with self._pulse.waiting("exchange"), _peers():
+            self._work.wait()
 
 
-def is_launched() -> bool:
-    """Whether a launcher (ours, torchrun, SLURM's) has started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+@contextmanager
+def _peers() -> Iterator[None]:
+    """A collective, which fails where the connection to another rank is lost."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(None, _first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The world that a launcher has made by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT``; one process alone without them.
+    """The world that a launcher has made (``isobit.parallel.launched``); one process alone without
+    one.
     """
     if not is_launched():
         yield Alone()
         return
-    store, rank, size = next(iter(rendezvous("env://")))
-    world = Processes(store, rank, size, int(os.environ.get("LOCAL_RANK", "0")))
+    take_place()
     try:
-        yield world
-    finally:
-        world.leave()
-
-
-def together(world: World, attempt: Callable[[], T]) -> T:
-    """``attempt`` on every rank; where it raised on any, it raises on all: the rank's own error
-    there, ``PeerError`` with its text elsewhere.
-    """
-    made: list[T] = []
-    error: Exception | None = None
-    try:
-        made.append(attempt())
-    except Exception as raised:  # whatever it is, the others must not wait for this rank
-        error = raised
-    failures = world.messages(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise PeerError(rank, failure)
-    return made[0]
+        store, rank, size = next(iter(rendezvous("env://")))
+    except dist.DistError as error:
+        raise ConfigError(
+            f"the processes of the run have not found each other ({_first_line(error)}); were as "
+            f"many started as WORLD_SIZE says ({os.environ['WORLD_SIZE']}), and can each reach "
+            f"MASTER_ADDR ({os.environ['MASTER_ADDR']}) at MASTER_PORT "
+            f"({os.environ['MASTER_PORT']})?"
+        ) from None
+    world = Processes(PrefixStore(f"world {next(_worlds)}", store), rank, size, rank_of_host())
+    yield world
+    # Not where an error has come: the others may be elsewhere, and NCCL would wait for them.
+    world.barrier("the end")
+    world.leave()

@@ -6,6 +6,8 @@ Requests come and go while others run; ``step`` is the only thing that takes lon
     step   -> events       some tokens are drawn; the samples that ended, and increments of those
                            that are followed
     abort  -> events       samples end where they stand
+    withdraw -> states     half-done samples leave, to go on elsewhere
+    admit  -> handles      half-done samples of another engine go on here
     take_weights           what is drawn from now on is drawn from the weights published last
     release                the device has its memory back until the next step
 
@@ -21,6 +23,7 @@ from isobit.models.function import LogProbFunction
 from isobit.records.text import Completion
 from isobit.rollout.progress import EngineStats, Progress
 from isobit.rollout.request import Handle, Request
+from isobit.rollout.sample_state import SampleState
 
 Follow = Literal["end", "tokens", "text"]
 """What is told of a sample: its end alone; its tokens as they are drawn; their text as well, which
@@ -68,6 +71,11 @@ class RolloutEngine(Protocol):
         """Samples that take part in the steps; the other live ones wait in line."""
         ...
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a further sample would soon have a place and memory, beside those that wait."""
+        ...
+
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse, with a RequestError that names prompt and numbers, what can never be served, and
         what is live already.
@@ -98,6 +106,25 @@ class RolloutEngine(Protocol):
         they held is free.
 
         Handles of samples that have ended, and been told of, are passed over.
+        """
+        ...
+
+    def withdraw(self, handles: Iterable[Handle]) -> list[SampleState]:
+        """Let live samples go without an end, in their order of arrival; nothing more is told of
+        them, and what they held is free.
+
+        Handles of samples that have ended are passed over.
+        """
+        ...
+
+    def admit(self, states: Sequence[SampleState]) -> list[Handle]:
+        """Take on half-done samples of another engine with the same weights and the same seed; a
+        handle for each, in their order.  They are followed to their end alone, and draw what they
+        would have drawn there.
+
+        Raises:
+            RequestError: where one is live already, and for what can never be served here; then
+                none of them is taken on.
         """
         ...
 

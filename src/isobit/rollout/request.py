@@ -1,7 +1,7 @@
 """What an engine is asked for, and the refusal of what no engine could do with it."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from isobit.errors import RequestError
@@ -53,6 +53,27 @@ def check_requests(requests: Sequence[Request], live: Collection[Handle] = ()) -
             )
         seen.add(name)
         _check_sampling(request)
+
+
+def distinct_requests(
+    samples: Iterable[tuple[Request, int]], live: Collection[Handle]
+) -> list[Request]:
+    """The requests of samples that come one by one, each once.
+
+    Raises:
+        RequestError: where a sample comes twice, or is among the ``live`` ones.
+    """
+    seen, requests = set(live), dict[tuple[str, int], Request]()
+    for request, sample in samples:
+        handle = Handle(request.prompt.id, request.visit, sample)
+        if handle in seen:
+            raise RequestError(
+                f"sample {sample} of prompt {request.prompt.id!r}, visit {request.visit}, is here "
+                "already: taken on twice it would be drawn twice; withdraw it first"
+            )
+        seen.add(handle)
+        requests[request.prompt.id, request.visit] = request
+    return list(requests.values())
 
 
 def _check_sampling(request: Request) -> None:

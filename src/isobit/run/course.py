@@ -25,8 +25,10 @@ from isobit.config.sft import SftConfig
 from isobit.files import disk_errors
 from isobit.memory.turns import Turns
 from isobit.models.config import ModelConfig
-from isobit.observe.console import Console
+from isobit.observe.console import Console, silent
 from isobit.observe.training_log import TrainingLog
+from isobit.parallel.agreement import together
+from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats, Grading
 from isobit.rewards.grading import Graders, ModelScores
@@ -80,6 +82,8 @@ class Course(Generic[Run, Log]):
     grading: RecordedGrading
     """From the record of rewards or by the graders."""
     checkpoints: CheckpointKeeper
+    world: World
+    """Who else takes part."""
 
     def steps(self) -> range:
         """The steps still to do, counted from 1."""
@@ -103,7 +107,7 @@ class Course(Generic[Run, Log]):
 
         Raises Interrupted before anything is learnt, where a signal has come.
         """
-        self.interruption.check()
+        together(self.world, self.interruption.check)
         turn = self.run.turns.training(self.clock, engine_is_next)
         with self.clock("training"), self.console.busy("training"), turn:
             yield
@@ -116,13 +120,13 @@ class Course(Generic[Run, Log]):
         """Evaluate and save, as far as either is due.  Raises Interrupted where a signal has
         come.
         """
-        self.interruption.check()
+        together(self.world, self.interruption.check)
         if self.evaluates_after(step):
             self.log.evaluation(
                 step, evaluate(self.run, self.console, self.clock, self.grading, self.interruption)
             )
         self.checkpoints.save_if_due(step)
-        self.interruption.check()
+        together(self.world, self.interruption.check)
 
     def save_model(self) -> None:
         """The policy as a model folder in the run's directory."""
@@ -133,31 +137,36 @@ class Course(Generic[Run, Log]):
 def course(
     config: Config,
     shape: ModelConfig,
-    prepare: Callable[[Config], Run],
+    prepare: Callable[[Config, World], Run],
     make_log: MakeLog[Run, Log],
     console: Console | None = None,
     resume: bool = False,
     model_when_interrupted: bool = False,
     extra_bytes: int = 0,
+    world: World = ALONE,
 ) -> Iterator[Course[Run, Log]]:
     """Begin, or with ``resume`` go on with, the training of a model of ``shape`` that ``prepare``
-    makes from ``config``; entered for all of its steps.  A checkpoint holds at most ``extra_bytes``
-    beside policy and optimiser.
+    makes from ``config`` on each rank of ``world``; entered for all of its steps.  A checkpoint
+    holds at most ``extra_bytes`` beside policy and optimiser.
 
     A signal leaves a checkpoint, and with ``model_when_interrupted`` the model folder too.
     """
-    console, clock = console or Console(), Clock()
+    console = console or (Console() if world.rank == 0 else silent())
+    clock = Clock(world.pulse.beat)
     with (
         begin(config, shape, resume, console.line, extra_bytes) as start,
         open_graders(config) as graders,
     ):
         with console.busy("loading"):
-            run = prepare(config)
+            run = prepare(config, world)
             with run.turns.training(clock):
                 start.restore(run)
             rewards = graders.describe() if graders is not None else []
         console.lines([*run.describe(), *rewards])
-        with Interruption() as interruption, disk_errors(config.output, "the files of the run"):
+        with (
+            Interruption(world) as interruption,
+            disk_errors(config.output, "the files of the run"),
+        ):
             grading = RecordedGrading(start.rewards, graders, run.model_scores, interruption)
             due = evaluation_is_due(config, start.step) and not start.has_evaluated
             first = evaluate(run, console, clock, grading, interruption) if due else None
@@ -169,7 +178,7 @@ def course(
                 if first is not None:
                     log.evaluation(start.step, first)
                 yield Course(
-                    run, log, start.step, console, clock, interruption, grading, checkpoints
+                    run, log, start.step, console, clock, interruption, grading, checkpoints, world
                 )
 
 

@@ -3,19 +3,27 @@
 The first signal only raises a flag.  The run looks at it after every forward of the engine, between
 grading and training, and after every step, so that a step is either finished or abandoned before it
 has changed a weight.  Signals that the caller of the process has switched off (``nohup``) stay so.
+
+Of several ranks, one that has a signal tells the others, who look now and then; all raise it in the
+same place where they are asked together (``isobit.parallel.agreement``).
 """
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from isobit.errors import Interrupted
+from isobit.parallel.world import ALONE, World
 from isobit.rollout.progress import Progress
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NOTE = "signal"
+_LOOK_S = 0.5
+"""Between two looks at what others have received: an engine's step is shorter."""
 
 
 class Interruption:
@@ -23,7 +31,9 @@ class Interruption:
     delivers none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World = ALONE) -> None:
+        self._world = world
+        self._look_at, self._has_told = 0.0, False
         self._received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -44,7 +54,12 @@ class Interruption:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has come."""
+        """Raise Interrupted if a signal has come, here or to another rank.  A rank that asks lives:
+        its pulse beats.
+        """
+        self._world.pulse.beat()
+        if self._world.size > 1:
+            self._hear_others()
         if self._received is not None:
             raise Interrupted(self._received.name, self._received)
 
@@ -58,9 +73,21 @@ class Interruption:
 
         return watch
 
+    def _hear_others(self) -> None:
+        board, mine = self._world.board, self._received
+        if mine is not None and not self._has_told:
+            board.post(_NOTE, str(int(mine)).encode())
+            self._has_told = True
+        elif mine is None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_S
+            note = board.read(_NOTE)
+            self._received = signal.Signals(int(note)) if note is not None else None
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
             self._received = signal.Signals(number)
+            if self._world.rank > 0:
+                return
             # A handler may run in the middle of any print, so it writes past Python's buffers.
             name = self._received.name
             said = f"\n{name}: stopping where it is safe; Ctrl-C again stops at once\n"

@@ -28,6 +28,7 @@ from isobit.models.folder import (
 )
 from isobit.models.loaded import DescribedModel, LoadedModel, model_folder
 from isobit.models.policy import Policy, random_policy
+from isobit.parallel.world import ALONE, World
 from isobit.precision.formats import BLOCK
 
 
@@ -50,20 +51,28 @@ class ModelSource:
         files = [] if self.from_scratch else weight_files(self.described.folder)
         return sum(file.stat().st_size for file in files)
 
-    def load(self, precision: PrecisionConfig, seed: int, device: torch.device) -> LoadedModel:
-        """The model with its weights, published in the given flow on a device; ``seed`` draws
-        random ones.
+    def load(
+        self,
+        precision: PrecisionConfig,
+        seed: int,
+        device: torch.device,
+        world: World = ALONE,
+    ) -> LoadedModel:
+        """The model with its weights, published in the given flow on a device of each rank of a
+        world, which share its masters; ``seed`` draws random ones.
         """
         described = self.described
         config = described.config
         if self.from_scratch:
-            policy = random_policy(config, precision, seed, device)
+            policy = random_policy(config, precision, seed, device, world=world)
         elif config.score_head:
             masters = read_reward_masters(described.folder, config, seed, device)
-            policy = Policy(config, precision, masters, device)
+            policy = Policy(config, precision, masters, device, world=world)
         else:
             value_head = described.config.value_head
-            policy = load_policy(described.folder, precision, device, value_head=value_head)
+            policy = load_policy(
+                described.folder, precision, device, value_head=value_head, world=world
+            )
         return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
 
 

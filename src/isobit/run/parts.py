@@ -16,6 +16,7 @@ from isobit.data.sampler import PromptSampler
 from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns, NoTurns, Turns, allocate_in_pages
 from isobit.models.loaded import LoadedModel
+from isobit.parallel.world import ALONE, World
 from isobit.rewards.grading import ModelScores
 from isobit.rollout.native.engine import NativeEngine
 from isobit.run.outline import Outline
@@ -37,8 +38,8 @@ class Parts:
     reward_models: ModelRewards
 
 
-def build_parts(outline: Outline) -> Parts:
-    """Load the policy and build around it what the outline asks for.
+def build_parts(outline: Outline, world: World = ALONE) -> Parts:
+    """Load the policy and build around it what the outline asks for, on each rank of a world.
 
     Raises an ``IsobitError`` for weights that cannot be used, and for a plan that does not fit the
     device.
@@ -46,13 +47,13 @@ def build_parts(outline: Outline) -> Parts:
     config, rollout = outline.config, outline.config.rollout
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = outline.choose_device()
+    device = world.own_device(outline.choose_device())
     plan = None
     if support(device.type).has_own_memory:
         plan = plan_device_memory(outline, device)
         allocate_in_pages(device)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
-    model = outline.source.load(config.precision, config.seed, device)
+    model = outline.source.load(config.precision, config.seed, device, world)
     engine = None
     if outline.generates:
         engine = NativeEngine(model.policy, rollout, model.tokenizer, config.seed)

@@ -116,7 +116,8 @@ class Calibration:
 def shadow_of(policy: Policy) -> FrozenPolicy:
     """What the policy's masters are in BF16, without a value head."""
     config = without_value_head(policy.config)
-    masters = {name: policy.masters[name].detach() for name in build_decoder(config).masters()}
+    names = build_decoder(config).masters()
+    masters = ((name, policy.whole_master(name)) for name in names)
     return FrozenPolicy.publish(config, SHADOW, masters, policy.device)
 
 

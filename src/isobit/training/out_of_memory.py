@@ -6,8 +6,9 @@
                                                 update done from its beginning
 
 Up to the optimiser's first change of a weight nothing of an attempt remains, so the result is that
-of the smaller budget from the start.  A measurement without gradients does not depend on the cut:
-it lowers the budget for itself alone.
+of the smaller budget from the start.  Of several processes all do the same: what one of them has no
+memory for, none has (``isobit.parallel.agreement``).  A measurement without gradients does not
+depend on the cut: it lowers the budget for itself alone.
 """
 
 import gc
@@ -18,7 +19,8 @@ from typing import TypeVar
 import torch
 
 from isobit.config.training import OptimisationConfig
-from isobit.errors import OutOfMemoryError
+from isobit.errors import IsobitError, OutOfMemoryError
+from isobit.parallel.agreement import agreed
 from isobit.training.budget import halved
 from isobit.training.optimiser import advise_smaller_moments
 from isobit.training.trainer import Trainer
@@ -37,8 +39,9 @@ class _Failure:
     reason: str
     free: int | None
 
-    def error(self, phase: str, advice: str) -> OutOfMemoryError:
-        return OutOfMemoryError(phase, self.reason, self.free, advice)
+    def error(self, phase: str, advice: str) -> IsobitError:
+        """All ranks have agreed on the failure, and end alike."""
+        return agreed(OutOfMemoryError(phase, self.reason, self.free, advice))
 
 
 def within_memory(

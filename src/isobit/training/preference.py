@@ -21,6 +21,8 @@ import torch
 from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.models.reward_model import last_tokens_batch, without_padding
 from isobit.models.scorer import Scorer
+from isobit.parallel.agreement import shared_out
+from isobit.parallel.world import ALONE, World
 from isobit.records.batch import PackedBatch
 from isobit.records.bins import first_fit_decreasing
 from isobit.records.scores import TokenScores
@@ -83,14 +85,18 @@ def pack_preferences(
     ]
 
 
-def measure_pairs(scorer: Scorer, batches: Sequence[PackedBatch]) -> PairFigures:
+def measure_pairs(
+    scorer: Scorer, batches: Sequence[PackedBatch], world: World = ALONE
+) -> PairFigures:
     """The figures over all pairs of ``batches`` together.  Sums are rounded once: the cut into
     batches changes no bit of them.
     """
-    margins: list[float] = []
-    for batch in batches:
+
+    def margins_of(batch: PackedBatch) -> list[float]:
         chosen, rejected = _by_pair(scorer.score(batch))
-        margins += (chosen.double() - rejected.double()).tolist()
+        return (chosen.double() - rejected.double()).tolist()
+
+    margins = [one for made in shared_out(world, batches, margins_of) for one in made]
     count = len(margins)
     return PairFigures(
         loss=fsum(_softplus(-margin) for margin in margins) / count,

@@ -12,6 +12,8 @@ import torch
 
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
+from isobit.parallel.agreement import shared_out
+from isobit.parallel.world import ALONE, World
 from isobit.records.bins import first_fit_decreasing
 from isobit.records.sequence import TokenSequence
 from isobit.training.out_of_memory import measured_within_memory, within_memory
@@ -31,27 +33,33 @@ class SequenceScores:
 
 
 def score_sequences(
-    scorer: Scorer, sequences: Sequence[TokenSequence], tokens_per_microbatch: int
+    scorer: Scorer,
+    sequences: Sequence[TokenSequence],
+    tokens_per_microbatch: int,
+    world: World = ALONE,
 ) -> list[SequenceScores]:
-    """The scores of sequences, none of them empty, in their order."""
-    found: dict[int, SequenceScores] = {}
+    """The scores of sequences, none of them empty, in their order; each micro-batch by one rank."""
     lengths = [sequence.length for sequence in sequences]
-    for members in first_fit_decreasing(lengths, tokens_per_microbatch):
+    bins = first_fit_decreasing(lengths, tokens_per_microbatch)
+
+    def columns(members: Sequence[int]) -> list[Sequence[torch.Tensor] | None]:
         batch = lay_end_to_end([sequences[index] for index in members])
         counts = torch.bincount(batch.sequence, minlength=len(members)).tolist()
         scores = scorer.score(batch)
-        log_probs = scores.log_probs.split(counts)
-        absent = [None] * len(members)
-        values = absent if scores.values is None else scores.values.split(counts)
-        routings = absent if scores.routings is None else scores.routings.split(counts)
-        for index, ours, theirs, chosen in zip(members, log_probs, values, routings, strict=True):
+        found = (scores.log_probs, scores.values, scores.routings)
+        return [None if column is None else column.split(counts) for column in found]
+
+    made: dict[int, SequenceScores] = {}
+    for members, found in zip(bins, shared_out(world, bins, columns), strict=True):
+        for place, index in enumerate(members):
+            log_probs, values, routings = (of and of[place].tolist() for of in found)
             sequence = sequences[index]
-            found[index] = SequenceScores(
-                sequence.spread(ours.tolist()),
-                None if theirs is None else sequence.spread(theirs.tolist()),
-                None if chosen is None else sequence.spread_integers(chosen.tolist()),
+            made[index] = SequenceScores(
+                sequence.spread(log_probs),
+                None if values is None else sequence.spread(values),
+                None if routings is None else sequence.spread_integers(routings),
             )
-    return [found[index] for index in range(len(sequences))]
+    return [made[index] for index in range(len(sequences))]
 
 
 def scores_by_policy(trainer: Trainer, sequences: Sequence[TokenSequence]) -> list[SequenceScores]:
@@ -61,7 +69,7 @@ def scores_by_policy(trainer: Trainer, sequences: Sequence[TokenSequence]) -> li
     return within_memory(
         trainer,
         [sequence.length for sequence in sequences],
-        lambda tokens: score_sequences(trainer.scorer, sequences, tokens),
+        lambda tokens: score_sequences(trainer.scorer, sequences, tokens, trainer.policy.world),
     )
 
 
@@ -78,6 +86,6 @@ def scores_by_frozen(
         trainer,
         [sequence.length for sequence in sequences],
         trainer.budget.at(trainer.updates),
-        lambda tokens: score_sequences(Scorer(model()), sequences, tokens),
+        lambda tokens: score_sequences(Scorer(model()), sequences, tokens, trainer.policy.world),
         phase,
     )

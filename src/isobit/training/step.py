@@ -33,12 +33,13 @@ from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison, Mismatch
+from isobit.training.figures import UpdateMetrics
 from isobit.training.judge import Judge
 from isobit.training.out_of_memory import within_memory
 from isobit.training.packing import pack
 from isobit.training.replay import ReplayBuffer
 from isobit.training.sample import Sample
-from isobit.training.trainer import Trainer, UpdateMetrics
+from isobit.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)

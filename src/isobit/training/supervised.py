@@ -10,6 +10,7 @@ from math import fsum
 
 from isobit.algorithms.mean import token_mean_weights
 from isobit.algorithms.objective import LossOutputs, Shares
+from isobit.parallel.agreement import shared_out
 from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
 from isobit.records.sequence import TokenSequence
@@ -46,7 +47,8 @@ def mean_loss(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
     """The loss over all completion tokens of ``batches`` together, in nats a token, without
     learning from them.  The sum is rounded once: the cut into batches changes no bit of it.
     """
-    total = fsum(
-        value for batch in batches for value in trainer.scorer.score(batch).log_probs.tolist()
+    found = shared_out(
+        trainer.policy.world, batches, lambda batch: trainer.scorer.score(batch).log_probs
     )
+    total = fsum(value for log_probs in found for value in log_probs.tolist())
     return -total / sum(batch.targets.numel() for batch in batches)

@@ -126,6 +126,13 @@ def test_one_page_serves_several_samples_one_after_the_other():
     assert engine.stats.prompt_tokens == 30  # the prompt had to give up its page to the sample
 
 
+@pytest.mark.parametrize(("kv_pages", "length"), [(1, 64), (2, 128)])
+def test_a_prompt_may_fill_the_cache_if_its_answer_is_one_token(kv_pages: int, length: int):
+    engine, _ = make_engine(kv_pages=kv_pages)
+    wanted = [request(0, length, 2, max_new_tokens=1)]
+    assert tokens_and_log_probs(generate(engine, wanted)) == [plain_samples(wanted[0])]
+
+
 def test_long_prompts_are_cut_into_chunks_beside_decoding_samples():
     engine, model = make_engine(max_batched_tokens=20)
     generate(engine, [request(0, 4, samples=3, max_new_tokens=12), request(1, 100)])

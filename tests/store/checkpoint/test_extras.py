@@ -79,7 +79,9 @@ class Extras:
 def extras(monkeypatch: pytest.MonkeyPatch) -> Extras:
     """Runs keep a diary and a reference model, changed at the end of each step."""
     made = Extras()
-    monkeypatch.setattr(loop, "prepare_rl", lambda config: made.of(prepare_rl(config)))
+    monkeypatch.setattr(
+        loop, "prepare_rl", lambda config, world: made.of(prepare_rl(config, world))
+    )
     monkeypatch.setattr(RlRun, "extras", property(made.by_name))
     step = loop.RlLog.step
 

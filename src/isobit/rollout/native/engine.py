@@ -35,7 +35,8 @@ from isobit.rollout.native.sequence import Sample, SharedPrompt
 from isobit.rollout.native.stream import SampleStream
 from isobit.rollout.native.works import Works
 from isobit.rollout.progress import EngineStats
-from isobit.rollout.request import Handle, Request
+from isobit.rollout.request import Handle, Request, distinct_requests
+from isobit.rollout.sample_state import SampleState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +111,13 @@ class NativeEngine:
         """Samples that hold a place; the other live ones wait in line."""
         return 0 if self._works is None else self._works.num_running
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a further sample would soon have a place and pages; of an engine that has given
+        them back, whether nobody waits for them.
+        """
+        return not self._live if self._works is None else self._works.has_room
+
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse, with a RequestError, what can never be served, and what is live already."""
         check_limits(requests, self._limits, self._live)
@@ -175,6 +183,48 @@ class NativeEngine:
         self._events = [event for event in self._events if event.handle not in asked]
         return told
 
+    def withdraw(self, handles: Iterable[Handle]) -> list[SampleState]:
+        """Let samples go as they are; a token that is in flight is dropped, and drawn again where
+        they go on.
+        """
+        asked = set(handles)
+        leaving = [sample for handle, sample in self._live.items() if handle in asked]
+        states = [sample.state() for sample in leaving]
+        left = {sample.handle for sample in leaving}
+        with self._all_or_nothing():
+            for sample in leaving:
+                sample.finish_reason = "aborted"  # here: what is in flight does not count
+                del self._live[sample.handle]
+                self._streams.pop(sample.handle, None)
+            self._events = [event for event in self._events if event.handle not in left]
+            if self._works is not None and leaving:
+                self._works.remove(leaving)
+        return states
+
+    def admit(self, states: Sequence[SampleState]) -> list[Handle]:
+        """Take on half-done samples of another engine.  They share the pages of their prompt with
+        those who wait for it.
+
+        Raises RequestError as the protocol says; then none of them is taken on.
+        """
+        samples = [(state.request, state.sample) for state in states]
+        check_limits(distinct_requests(samples, self._live), self._limits)
+        if not self._live:
+            self._begin_period()
+        prompts = self._prompts_in_line()
+        made: list[Sample] = []
+        for state in states:
+            request, max_pages = state.request, self._limits.max_pages
+            name = request.prompt.id, request.visit
+            prompt = prompts.setdefault(name, SharedPrompt(request, max_pages))
+            sample = self._make_sample(prompt, state.sample)
+            sample.take_up(state)
+            made.append(sample)
+        self._live.update((sample.handle, sample) for sample in made)
+        if self._works is not None:
+            self._works.add(made)
+        return [sample.handle for sample in made]
+
     def take_weights(self) -> None:
         """Look now for a publication, which the next step would notice by itself."""
         if self._works is not None:
@@ -200,12 +250,24 @@ class NativeEngine:
             memory.release_cached()
 
     def _make_samples(self, request: Request) -> list[Sample]:
-        length, max_pages = request.max_length(self._limits.context), self._limits.max_pages
-        prompt = SharedPrompt(request, max_pages)
-        return [
-            Sample(prompt, index, self._seed, length, max_pages, self._tokenizer)
-            for index in range(request.samples)
-        ]
+        prompt = SharedPrompt(request, self._limits.max_pages)
+        return [self._make_sample(prompt, index) for index in range(request.samples)]
+
+    def _make_sample(self, prompt: SharedPrompt, index: int) -> Sample:
+        length = prompt.request.max_length(self._limits.context)
+        return Sample(prompt, index, self._seed, length, self._limits.max_pages, self._tokenizer)
+
+    def _prompts_in_line(self) -> dict[tuple[str, int], SharedPrompt]:
+        """Those that samples wait for, by prompt and visit.  A sample that comes later than those
+        who run already brings its prompt again: they have their places in the line, were they to
+        lose their pages, and it has another.
+        """
+        prompts = (sample.prompt for sample in self._live.values())
+        return {
+            (prompt.request.prompt.id, prompt.request.visit): prompt
+            for prompt in prompts
+            if prompt.waiting or self._works is None
+        }
 
     def _open(self) -> Works:
         """What runs the model; made now, with all live samples in line, if it was given back."""

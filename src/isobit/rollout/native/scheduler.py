@@ -95,11 +95,27 @@ class Scheduler:
         """Whether every sample has ended."""
         return not (self.running or self.waiting)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a place and a page would be left if all that wait had started."""
+        if len(self.running) + len(self.waiting) >= self._capacity:
+            return False
+        pages_for, wanted, last = self._allocator.pages_for, 0, None
+        for sample in self.waiting:
+            prompt = sample.prompt
+            if prompt is not last and not prompt.pages:
+                wanted += pages_for(prompt.length)
+            last = prompt
+            wanted += pages_for(sample.length + 1) - pages_for(prompt.length) + 1
+        return wanted < self._allocator.num_free
+
     def add(self, samples: Iterable[Sample]) -> None:
-        """Put samples at the end of the line, those of one prompt side by side."""
+        """Put samples at the end of the line, or behind those who wait for the same prompt: these
+        stand side by side.
+        """
         for sample in samples:
+            self.waiting.insert(self._place_of(sample.prompt), sample)
             sample.prompt.waiting += 1
-            self.waiting.append(sample)
 
     def take_finished(self) -> list[Sample]:
         """The samples that have finished since the last call."""
@@ -171,7 +187,7 @@ class Scheduler:
             self.stats.shared_pages += len(prompt.pages)
             self._stop_waiting(prompt)
             self.running.append(sample)
-            while not self._reserve(
+            while sample.will_write and not self._reserve(
                 sample
             ):  # only if it is alone: a prompt held for others has what it needs
                 self._make_room()
@@ -200,6 +216,14 @@ class Scheduler:
             self._held.pop().drop_pages(self._allocator)
         while self.running:
             self._requeue_last()
+
+    def _place_of(self, prompt: SharedPrompt) -> int:
+        """Where in the line a further sample of a prompt belongs."""
+        place = len(self.waiting)
+        if prompt.waiting:
+            while self.waiting[place - 1].prompt is not prompt:
+                place -= 1
+        return place
 
     def _plan_prompts(self, plan: Plan, budget: int) -> None:
         """Fill the rest of the budget with the prompts of the samples that could start after this

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from isobit.kernels.noise import sample_key
-from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
 from isobit.rollout.native.pages import PageAllocator
 from isobit.rollout.native.states import States
 from isobit.rollout.native.stops import StopWatch, cut, decode
 from isobit.rollout.request import Handle, Request
+from isobit.rollout.sample_state import SampleState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -169,6 +169,11 @@ class Sample(CachedTokens):
         length = len(self.tokens) + self.in_flight
         return length - self.cached if length < self.max_length else 0
 
+    @property
+    def will_write(self) -> bool:
+        """Whether any more K and V are needed: those of the last token that it may have are not."""
+        return self.cached < self.max_length - 1
+
     def drop_pages(self, allocator: PageAllocator) -> None:
         """Give all pages back; the tokens stay, with the host."""
         super().drop_pages(allocator)
@@ -201,21 +206,36 @@ class Sample(CachedTokens):
         elif len(self.tokens) >= self.max_length:
             self.finish_reason = "length"
 
+    def take_up(self, state: SampleState) -> None:
+        """Go on from what another engine has drawn; stop strings are looked for behind it."""
+        self.tokens.extend(state.token_ids)
+        self.log_probs.extend(state.log_probs)
+        self.weights_versions.extend(state.weights_versions)
+        self.truncated_log_probs.extend(state.truncated_log_probs)
+        self.routings.extend(state.routings)
+        if self._stop_watch is not None:
+            for token_id in state.token_ids:
+                self._stop_watch.feed(token_id)
+
+    def state(self) -> SampleState:
+        """What the host knows of it."""
+        truncates = self.prompt.request.sampling.truncates  # else some may have been kept of others
+        return SampleState(
+            self.prompt.request,
+            self.handle.sample,
+            tuple(self.tokens[len(self.prompt.tokens) :]),
+            tuple(self.log_probs),
+            tuple(self.weights_versions),
+            tuple(self.truncated_log_probs) if truncates else (),
+            tuple(self.routings),
+        )
+
     def completion(self, tokenizer: "PreTrainedTokenizerBase | None") -> Completion:
         """The record of the ended sample; its text is empty without a tokenizer."""
         assert self.finish_reason is not None, "the sample has not ended"
-        sampling = self.prompt.request.sampling
         token_ids = self.tokens[len(self.prompt.tokens) :]
-        sequence = TokenSequence.of_answer(
-            self.prompt.tokens,
-            token_ids,
-            self.log_probs,
-            self.weights_versions,
-            sampling.log_prob_temperature,
-            self.truncated_log_probs if sampling.truncates else None,
-            self.routings or None,
-        )
         stopped = token_ids and token_ids[-1] in self._stop_token_ids
         spoken = token_ids[:-1] if stopped else token_ids
-        text = cut(decode(tokenizer, spoken), sampling.stop_strings) if tokenizer else ""
-        return Completion(sequence, text, self.finish_reason)
+        stops = self.prompt.request.sampling.stop_strings
+        text = cut(decode(tokenizer, spoken), stops) if tokenizer else ""
+        return self.state().completion(text, self.finish_reason)

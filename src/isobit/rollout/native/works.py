@@ -41,12 +41,17 @@ class Works:
         """Samples that have a place."""
         return len(self._scheduler.running)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a further sample would soon have a place and pages."""
+        return self._scheduler.has_room
+
     def count_into(self, stats: EngineStats) -> None:
         """Fill these counters from now on."""
         self._executor.stats = self._scheduler.stats = stats
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Put samples at the end of the line."""
+        """Put samples in line."""
         self._scheduler.add(samples)
 
     def remove(self, samples: Sequence[Sample]) -> None:

@@ -8,6 +8,7 @@ from isobit.config.run import RunConfig
 from isobit.models.folder import read_config
 from isobit.models.loaded import model_folder
 from isobit.observe.console import Console
+from isobit.parallel.world import ALONE, World
 from isobit.run.course import course
 from isobit.run.rl.collect import collect
 from isobit.run.rl.log import RlLog
@@ -15,9 +16,16 @@ from isobit.run.rl.setup import extra_bytes, prepare_rl
 from isobit.run.rl.summary import RlSummary
 
 
-def train(config: RunConfig, console: Console | None = None, resume: bool = False) -> RlSummary:
+def train(
+    config: RunConfig,
+    console: Console | None = None,
+    resume: bool = False,
+    world: World = ALONE,
+) -> RlSummary:
     """Train a policy as ``config`` says and leave it, with all figures, in ``config.output``; with
     ``resume``, go on there.
+
+    With a ``world`` of several processes each of them calls this, with the same configuration.
 
     A resumed run leaves the files that it would have left without the interruption, times aside.
 
@@ -29,7 +37,9 @@ def train(config: RunConfig, console: Console | None = None, resume: bool = Fals
     """
     shape = read_config(model_folder(config.model))
     more = extra_bytes(config, shape)
-    with course(config, shape, prepare_rl, RlLog, console, resume, extra_bytes=more) as training:
+    with course(
+        config, shape, prepare_rl, RlLog, console, resume, extra_bytes=more, world=world
+    ) as training:
         run = training.run
         for step in training.steps():
             collected = collect(training)

@@ -20,6 +20,7 @@ from isobit.models.function import is_one_function
 from isobit.observe.console import describe_policy
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.wandb_tracker import check_tracking
+from isobit.parallel.world import ALONE, World
 from isobit.precision.compare import describe_flow
 from isobit.records.text import SamplingParams
 from isobit.rewards.grade import Grading
@@ -154,13 +155,13 @@ class RlRun(PreparedRun):
         return self.evaluator.run(progress, grading)
 
 
-def prepare_rl(config: RunConfig) -> RlRun:
-    """Load and check a run.  Raises an ``IsobitError`` that names what cannot be used; writes
-    nothing.
+def prepare_rl(config: RunConfig, world: World = ALONE) -> RlRun:
+    """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
+    cannot be used; writes nothing.
     """
     check_tracking(config.tracking)
     made = read_rl(config)
-    parts = build_parts(made.outline)
+    parts = build_parts(made.outline, world)
     assert parts.engine is not None, "reinforcement learning always generates"
     check_requests(made.requests, parts.engine.check, parts.model.context)
     return RlRun(

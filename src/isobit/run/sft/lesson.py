@@ -12,6 +12,7 @@ from isobit.data.examples import Example
 from isobit.data.pairs import Pair
 from isobit.records.batch import PackedBatch
 from isobit.run.sft.data import Item
+from isobit.training.figures import UpdateMetrics
 from isobit.training.preference import (
     PairFigures,
     PreferenceObjective,
@@ -19,7 +20,7 @@ from isobit.training.preference import (
     pack_preferences,
 )
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
-from isobit.training.trainer import Trainer, UpdateMetrics
+from isobit.training.trainer import Trainer
 
 Taught = TypeVar("Taught", bound=Item)
 
@@ -103,7 +104,7 @@ class _Preference(Lesson[Pair]):
         self, trainer: Trainer, batches: Sequence[PackedBatch]
     ) -> tuple[float, PairFigures | None]:
         """See ``measure_pairs``."""
-        figures = measure_pairs(trainer.scorer, batches)
+        figures = measure_pairs(trainer.scorer, batches, trainer.policy.world)
         return figures.loss, figures
 
     def tokens(self, examples: Sequence[Pair], update: UpdateMetrics) -> int:

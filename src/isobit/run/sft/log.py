@@ -14,7 +14,7 @@ from isobit.run.sft.held_out import HeldOut
 from isobit.run.sft.setup import SftRun
 from isobit.run.sft.summary import SftSummary, describe_summary, summarise_set
 from isobit.store.checkpoint.start import Start
-from isobit.training.trainer import UpdateMetrics
+from isobit.training.figures import UpdateMetrics
 
 
 class SftLog(TrainingLog[HeldOut]):

@@ -5,6 +5,7 @@ take examples -> pack, loss, backward, update, publish -> log -> maybe evaluate 
 
 from isobit.config.sft import SftConfig
 from isobit.observe.console import Console
+from isobit.parallel.world import ALONE, World
 from isobit.run.course import course
 from isobit.run.model_source import source_config
 from isobit.run.sft.log import SftLog
@@ -12,9 +13,16 @@ from isobit.run.sft.setup import prepare_sft
 from isobit.run.sft.summary import SftSummary
 
 
-def sft(config: SftConfig, console: Console | None = None, resume: bool = False) -> SftSummary:
+def sft(
+    config: SftConfig,
+    console: Console | None = None,
+    resume: bool = False,
+    world: World = ALONE,
+) -> SftSummary:
     """Fine-tune a model as ``config`` says and leave it, with all figures, in ``config.output``;
     with ``resume``, go on there.
+
+    With a ``world`` of several processes each of them calls this, with the same configuration.
 
     A resumed run leaves the files that it would have left without the interruption, times aside.
 
@@ -26,7 +34,14 @@ def sft(config: SftConfig, console: Console | None = None, resume: bool = False)
     """
     shape = source_config(config.model, config.from_scratch, config.objective)
     with course(
-        config, shape, prepare_sft, SftLog, console, resume, model_when_interrupted=True
+        config,
+        shape,
+        prepare_sft,
+        SftLog,
+        console,
+        resume,
+        model_when_interrupted=True,
+        world=world,
     ) as training:
         run = training.run
         for step in training.steps():

@@ -17,6 +17,7 @@ from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.data.sampler import PromptSampler
 from isobit.observe.console import describe_policy
 from isobit.observe.wandb_tracker import check_tracking
+from isobit.parallel.world import ALONE, World
 from isobit.precision.compare import describe_flow
 from isobit.rewards.grade import Grading
 from isobit.rollout.request import Request
@@ -28,9 +29,9 @@ from isobit.run.reward_models import plan_reward_models
 from isobit.run.sft.data import Item, SftData, load_examples
 from isobit.run.sft.held_out import HeldOut
 from isobit.run.sft.lesson import LESSONS, Lesson
+from isobit.training.figures import UpdateMetrics
 from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.preference import PairFigures
-from isobit.training.trainer import UpdateMetrics
 
 _SHORTER_EXAMPLES = "leave out the longest examples, or lower data.max_tokens"
 
@@ -131,13 +132,13 @@ class SftRun(PreparedRun):
         return figures
 
 
-def prepare_sft(config: SftConfig) -> SftRun:
-    """Load and check a run.  Raises an ``IsobitError`` that names what cannot be used; writes
-    nothing.
+def prepare_sft(config: SftConfig, world: World = ALONE) -> SftRun:
+    """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
+    cannot be used; writes nothing.
     """
     check_tracking(config.tracking)
     made = read_sft(config)
-    parts = build_parts(made.outline)
+    parts = build_parts(made.outline, world)
     sampler = PromptSampler(
         made.data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle
     )

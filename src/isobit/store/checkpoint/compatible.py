@@ -15,6 +15,7 @@ MAY_CHANGE = {
     "check": "whether a difference of bits warns or stops",
     "tracking": "where figures are sent as well",
     "evaluation.every": "how often the policy is measured; a measurement changes nothing",
+    "cluster": "who computes: the bytes of a run do not depend on it",
     "rollout.max_sequences": "the engine's bits do not depend on the sizes of its batches",
     "rollout.max_batched_tokens": "nor on the chunks of a prompt",
     "rollout.kv_pages": "nor on the size of its cache",

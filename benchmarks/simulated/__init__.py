@@ -1,0 +1,1 @@
+"""A step of many GPUs, put together from what one and two were measured to do."""

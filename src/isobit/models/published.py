@@ -1,0 +1,180 @@
+"""What both sides of the flow read, published from masters: in place, so that whoever holds a
+tensor sees the new weights.
+
+    publish      a whole master, or a folder's FP8 as it is: makes the tensors
+    republish    some of a master's rows, into theirs
+    gather       the rows that other ranks have republished
+
+Where rollout and training have the same formats at a site, its weight exists once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from isobit.kernels.backend import Backend
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.rope import RopeTable
+from isobit.models.decoder import Decoder
+from isobit.models.fp8_checkpoint import ScaleConversion, is_taken, master_of
+from isobit.models.layers.head import PUBLISHED
+from isobit.models.published_change import PublishedChange
+from isobit.models.weights import Weights
+from isobit.parallel.world import World
+from isobit.precision.flow import PrecisionFlow, Site
+from isobit.precision.formats import DTYPES, Side
+from isobit.precision.quant_tensor import QuantTensor, block_sizes
+
+SIDES: tuple[Side, Side] = ("rollout", "training")
+
+
+class Published:
+    """The weights of a decoder in a flow, on one device."""
+
+    def __init__(
+        self, decoder: Decoder, flow: PrecisionFlow, backend: Backend, rope: RopeTable
+    ) -> None:
+        self.sides: dict[Side, Weights] = {side: Weights(backend, rope) for side in SIDES}
+        self.conversion = ScaleConversion()
+        """Of a folder's FP8 whose scales the flow does not have."""
+        self.reads_folder = False
+        """Whether matrices are a folder's FP8 as it is."""
+        self._decoder, self._flow, self._backend = decoder, flow, backend
+        self._described = decoder.masters()
+
+    @torch.no_grad()
+    def publish(self, name: str, master: torch.Tensor) -> None:
+        """Make what is read of a whole FP32 master."""
+        path, kind = name.rpartition(".")[0], self._described[name].kind
+        if kind == "matrix":
+            made = {
+                site: LinearWeight(site, self._backend.publish(site, master))
+                for site in self._sites(path).values()
+            }
+            for side, site in self._sites(path).items():
+                self.sides[side].linears[path] = made[site]
+        elif kind == "bias":
+            self._publish_bias(path, master)
+        else:
+            self._publish_plain(name, master)
+
+    @torch.no_grad()
+    def take(self, name: str, given: QuantTensor, keep_master: bool) -> torch.Tensor | None:
+        """A folder's FP8: as it is on each side whose flow has its form, and published from the
+        numbers that it stands for on any other; -> these numbers, where ``keep_master``.
+        """
+        path = name.rpartition(".")[0]
+        sites = self._sites(path)
+        taken = {site: is_taken(site, given) for site in sites.values()}
+        master = master_of(given) if keep_master or not all(taken.values()) else None
+        made = {site: LinearWeight(site, given) for site in sites.values() if taken[site]}
+        self.reads_folder |= bool(made)
+        for side, site in sites.items():
+            if site not in made:
+                assert master is not None
+                matrix = self._backend.publish(site, master)
+                made[site] = LinearWeight(site, matrix)
+                if isinstance(matrix, QuantTensor):
+                    self.conversion.add(path, given, matrix)
+            self.sides[side].linears[path] = made[site]
+        return master if keep_master else None
+
+    @torch.no_grad()
+    def republish(
+        self, name: str, rows: torch.Tensor, first: int, last: int, change: PublishedChange
+    ) -> None:
+        """Overwrite what is read of a master's rows ``first`` to ``last``; in a matrix these begin
+        and end with blocks.  ``change`` counts.
+        """
+        path, kind = name.rpartition(".")[0], self._described[name].kind
+        if kind == "matrix":
+            for held in self._of(path):
+                part = held.rows(first, last)
+                change.add(self._backend.republish(part, rows), rows.numel())
+        elif kind == "bias":
+            for bias in _distinct([held.bias for held in self._of(path)]):
+                bias[first:last].copy_(rows)
+        else:
+            self.sides["rollout"].plain[name][first:last].copy_(rows)
+
+    @torch.no_grad()
+    def gather(self, world: World, cuts: Mapping[str, Sequence[int]]) -> None:
+        """Take the rows of each master that other ranks have republished, and derive what is a
+        function of several ranks' rows.
+        """
+        tensors: list[torch.Tensor] = []
+        bounds: list[Sequence[int]] = []
+
+        def add(tensor: torch.Tensor, at: Sequence[int]) -> None:
+            tensors.append(tensor)
+            bounds.append(at)
+
+        for name, at in cuts.items():
+            path, kind = name.rpartition(".")[0], self._described[name].kind
+            if kind == "matrix":
+                for held in self._of(path):
+                    if isinstance(held.matrix, QuantTensor):
+                        add(held.matrix.values, at)
+                        add(held.matrix.scales, _blocks_at(held.matrix, at))
+                    else:
+                        assert isinstance(held.matrix, torch.Tensor)
+                        add(held.matrix, at)
+            elif kind == "bias":
+                for bias in _distinct([held.bias for held in self._of(path)]):
+                    add(bias, at)
+            else:
+                add(self.sides["rollout"].plain[name], at)
+        world.gather(tensors, bounds)
+        self._derive_head()
+
+    def _sites(self, path: str) -> dict[Side, Site]:
+        return {side: self._flow.graph(side).site(path) for side in SIDES}
+
+    def _of(self, path: str) -> list[LinearWeight]:
+        """What the sides read of a linear: one weight or two."""
+        rollout, training = (self.sides[side].linears[path] for side in SIDES)
+        return [rollout] if rollout.matrix is training.matrix else [rollout, training]
+
+    def _publish_bias(self, path: str, master: torch.Tensor) -> None:
+        """Both sides read one."""
+        bias = master.to(DTYPES[self._flow.training.activations], copy=True)
+        made: dict[int, LinearWeight] = {}
+        for weights in self.sides.values():
+            held = weights.linears[path]
+            weights.linears[path] = made.setdefault(id(held.matrix), replace(held, bias=bias))
+
+    def _publish_plain(self, name: str, master: torch.Tensor) -> None:
+        """Both sides read one."""
+        held = master.to(DTYPES[self._flow.training.activations], copy=True)
+        for weights in self.sides.values():
+            weights.plain[name] = held
+        if self._decoder.head is not None and name == self._decoder.head.master:
+            self._derive_head()
+
+    def _derive_head(self) -> None:
+        """What lm_head multiplies with, from its table."""
+        if self._decoder.head is None:
+            return
+        plain = self.sides["training"].plain
+        made = self._backend.publish_head(plain[self._decoder.head.master])
+        if made is plain.get(PUBLISHED):
+            return
+        held = plain.get(PUBLISHED)
+        if held is not None:  # whoever holds it sees the new one
+            made = held.copy_(made)
+        for weights in self.sides.values():
+            weights.plain[PUBLISHED] = made
+
+
+def _blocks_at(matrix: QuantTensor, rows: Sequence[int]) -> list[int]:
+    """How many blocks stand above each of these rows, at each of which one begins or all end."""
+    sizes = block_sizes(matrix.parts or (matrix.values.shape[0],))
+    above = dict(zip(accumulate(sizes, initial=0), range(len(sizes) + 1), strict=True))
+    return [above[row] for row in rows]
+
+
+def _distinct(biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    found = {id(bias): bias for bias in biases if bias is not None}
+    return list(found.values())

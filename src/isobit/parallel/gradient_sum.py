@@ -1,0 +1,249 @@
+"""The gradient of a step: the left fold of its micro-batches' gradients, in FP32, whatever the
+number of processes.
+
+    gradient = ((G0 + G1) + G2) + ..        each Gi one finished sum, begun from zero
+
+One process adds each Gi where it is made (``GradientSum``).  Of W processes (``ExchangedSum``) rank
+r makes the micro-batches r, r + W, .. in rounds of W.  In the backward of a round, a *group* of
+masters after the other is finished, on all ranks in the same order; its slices then go to the ranks
+that own their rows, while the group before it is computed, and each owner adds them in the order of
+the micro-batches.  Nothing but the owners adds.
+
+    round k      rank 0: G(kW)    rank 1: G(kW + 1)   ..
+    owner's sum  + slice of G(kW) + slice of G(kW + 1) + ..
+
+A group's numbers lie end to end in a buffer, and what arrives in those of a series of exchanges
+(``isobit.parallel.exchanges``).  Of the layers' groups two are enough: one is filled while the
+other travels.  The first and the last group, with the tables of lm_head and embedding, share
+another, unless they are one table, to which a micro-batch adds from its beginning to its end.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from isobit.parallel.exchanges import Arrival
+from isobit.parallel.ownership import Ownership
+from isobit.parallel.world import World
+
+Shape = tuple[int, ...]
+Groups = Sequence[Sequence[str]]
+"""Masters by name, in the order in which a backward finishes them."""
+
+
+class GradientSum:
+    """Of one process.
+
+    A master to which a micro-batch adds several times (lm_head part by part; a tied table as head
+    and as embedding) has a tensor for that micro-batch's sum, which is added once.
+    """
+
+    def __init__(
+        self, masters: Mapping[str, torch.nn.Parameter], groups: Groups, in_parts: frozenset[str]
+    ) -> None:
+        """``in_parts``: masters to which a micro-batch adds several times."""
+        self._masters, self._groups, self._in_parts = masters, groups, in_parts
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """A master's FP32 gradient, to be added to; zeros where it has none yet."""
+        if name not in self._in_parts:
+            return _gradient(self._masters[name])
+        if name not in self._sums:
+            self._sums[name] = torch.zeros_like(self._masters[name].detach())
+        return self._sums[name]
+
+    def begin_round(self, active: int) -> None:
+        """A micro-batch begins on the ranks below ``active``."""
+        self._sums.clear()  # of a micro-batch that was given up
+
+    def done(self, group: int) -> None:
+        """The micro-batch adds no more to the masters of a group."""
+        for name in self._groups[group]:
+            if name in self._sums:
+                _gradient(self._masters[name]).add_(self._sums.pop(name))
+
+    def end_round(self) -> None:
+        """All groups are done, or nothing that was made counts."""
+
+    def release(self) -> None:
+        """Hold no memory until the next round."""
+        self._sums.clear()
+
+
+@dataclass(slots=True)
+class _Travelling:
+    """A group whose slices are on their way."""
+
+    group: int
+    made: torch.Tensor
+    arrival: Arrival
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Where the masters of a group lie in its buffers."""
+
+    shapes: Mapping[str, Shape]
+    begins: dict[str, int] = field(default_factory=dict)
+    numel: int = 0
+
+    def __post_init__(self) -> None:
+        for name, shape in self.shapes.items():
+            self.begins[name] = self.numel
+            self.numel += prod(shape)
+
+    def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        begin, shape = self.begins[name], self.shapes[name]
+        return buffer[begin : begin + prod(shape)].view(shape)
+
+
+class ExchangedSum:
+    """Of several processes."""
+
+    def __init__(
+        self,
+        masters: Mapping[str, torch.nn.Parameter],
+        shapes: Mapping[str, Shape],
+        groups: Groups,
+        in_parts: frozenset[str],
+        ownership: Ownership,
+        world: World,
+    ) -> None:
+        """``masters`` hold this rank's rows, ``shapes`` are those of the whole; ``in_parts`` as of
+        ``GradientSum``.
+        """
+        self._masters, self._ownership, self._world = masters, ownership, world
+        self._groups = groups
+        self._places = _places(groups, in_parts)
+        self._group_of = {name: place for place, names in enumerate(groups) for name in names}
+        self._whole = [_Layout({name: shapes[name] for name in names}) for names in groups]
+        self._device = next(iter(masters.values())).device
+        self._made: dict[str, torch.Tensor] = {}
+        """By place."""
+        self._open: set[int] = set()
+        """Groups that something was added to in this round."""
+        self._travelling: list[_Travelling] = []
+        self._active = self._next = 0
+        sent = [self._most_to_one(group) for group in range(len(groups))]
+        self._of_ends = world.exchanges(max(sent[0], sent[-1]), self._device, buffers=1)
+        self._of_layers = world.exchanges(max(sent[1:-1]), self._device, buffers=2)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """A master's FP32 gradient of this micro-batch, whole, to be added to."""
+        group = self._group_of[name]
+        if group not in self._open:
+            self._begin(group)
+        return self._whole[group].view(self._buffer(group), name)
+
+    def begin_round(self, active: int) -> None:
+        """A micro-batch begins on the ranks below ``active``, on this one too if it is among them;
+        all that the round needs is allocated.
+        """
+        assert not self._travelling, "a round ends before the next"
+        self._active, self._next = active, 0
+        self._open.clear()
+        for group in range(len(self._groups)):
+            self._buffer(group)
+
+    def done(self, group: int) -> None:
+        """The micro-batch adds no more to the masters of a group: send it, and add up what has
+        arrived of the one before.
+        """
+        assert group == self._next, "groups are finished in their order, on every rank"
+        if self._is_active and group not in self._open:
+            self._begin(group)  # nothing was added to it: zeros
+        self._send(group)
+        while len(self._travelling) > 1:
+            self._settle(self._travelling.pop(0))
+
+    def end_round(self) -> None:
+        """Take part in what is left of the round, and add up all that has arrived.  On a rank that
+        is not active, that is the whole round; on one that failed, what it sends means nothing.
+        """
+        while self._next < len(self._groups):
+            self._send(self._next)
+            while len(self._travelling) > 1:
+                self._settle(self._travelling.pop(0))
+        while self._travelling:
+            self._settle(self._travelling.pop(0))
+
+    def release(self) -> None:
+        """Hold no memory until the next round."""
+        self._made.clear()
+
+    @property
+    def _is_active(self) -> bool:
+        return self._world.rank < self._active
+
+    def _begin(self, group: int) -> None:
+        """Zeros for a micro-batch's sums."""
+        self._buffer(group)[: self._whole[group].numel].zero_()
+        self._open.add(group)
+
+    def _send(self, group: int) -> None:
+        """Each slice to its owner."""
+        made, rank, size = self._buffer(group), self._world.rank, self._world.size
+        names = self._groups[group]
+        send: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        if self._is_active:
+            for name in names:
+                whole = self._whole[group].view(made, name)
+                for owner, slices in enumerate(send):
+                    slices.append(whole[self._ownership.rows(name, owner)])
+        own = [self._masters[name].numel() for name in names]
+        comes = [own if one < self._active and one != rank else [] for one in range(size)]
+        is_end = group in (0, len(self._groups) - 1)
+        series = self._of_ends if is_end else self._of_layers
+        self._travelling.append(_Travelling(group, made, series.start(send, comes)))
+        self._next = group + 1
+
+    def _settle(self, travelling: _Travelling) -> None:
+        """Add the slices of all micro-batches of the round, in their order."""
+        arrived, group, rank = travelling.arrival.wait(), travelling.group, self._world.rank
+        names = self._groups[group]
+        if self._is_active:
+            whole = [self._whole[group].view(travelling.made, name) for name in names]
+            rows = [self._ownership.rows(name, rank) for name in names]
+            arrived[rank] = [made[own] for made, own in zip(whole, rows, strict=True)]
+        for source in range(self._active):
+            for name, one in zip(names, arrived[source], strict=True):
+                gradient = _gradient(self._masters[name])
+                gradient.add_(one.view(gradient.shape))
+
+    def _buffer(self, group: int) -> torch.Tensor:
+        """What a group is made in, as large as the largest group of its place."""
+        place = self._places[group]
+        if place not in self._made:
+            sharing = [one for one, where in enumerate(self._places) if where == place]
+            numel = max(self._whole[one].numel for one in sharing)
+            self._made[place] = torch.empty(numel, device=self._device)
+        return self._made[place]
+
+    def _most_to_one(self, group: int) -> int:
+        """The most numbers of a group that one rank owns."""
+        whole = self._whole[group]
+        owned = [
+            sum(
+                (rows.stop - rows.start) * prod(whole.shapes[name][1:])
+                for name in self._groups[group]
+                for rows in [self._ownership.rows(name, rank)]
+            )
+            for rank in range(self._world.size)
+        ]
+        return max(owned)
+
+
+def _places(groups: Groups, in_parts: frozenset[str]) -> list[str]:
+    """The buffer of each group."""
+    layers = [f"layers {place % 2}" for place in range(len(groups) - 2)]
+    ends = ("first", "last") if in_parts & set(groups[-1]) else ("ends", "ends")
+    return [ends[0], *layers, ends[1]]
+
+
+def _gradient(master: torch.nn.Parameter) -> torch.Tensor:
+    if master.grad is None:
+        master.grad = torch.zeros_like(master)
+    return master.grad

@@ -1,0 +1,91 @@
+"""The micro-batches of an update, as one rank computes its own: forward and objective, then the
+backward, in each round.
+
+The forward may fail on one rank alone, and the ranks agree on that right after it.  What fails in a
+backward is kept until they next agree: the others wait for this rank's gradients, so it sends them
+what it has, which then counts for nothing.
+"""
+
+from typing import Any
+
+import torch
+
+from isobit.algorithms.objective import Objective, Shares
+from isobit.clock import Timing
+from isobit.config.training import Recompute
+from isobit.models.policy import Policy
+from isobit.models.routes import RouterCoefficients
+from isobit.models.scorer import ScoredPass
+from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
+from isobit.training.figures import microbatch_figures
+
+
+class Rounds:
+    """Of one update, on one rank."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        recompute: Recompute,
+        router: RouterCoefficients,
+        compare: bool,
+        timing: Timing,
+    ) -> None:
+        self._policy, self._objective = policy, objective
+        self._recompute: Recompute = recompute
+        self._router, self._compare, self._timing = router, compare, timing
+        self._scored: ScoredPass | None = None
+        self._loss: torch.Tensor | None = None
+        self._leaves: list[torch.Tensor] = []
+        self._failure: Exception | None = None
+
+    def forward(self, own: tuple[PackedBatch, Shares] | None, active: int) -> dict[str, Any] | None:
+        """The figures of this rank's micro-batch in a round of so many; None where it has none.
+        Raises what failed in the backward of the round before.
+        """
+        self.check()
+        self._policy.world.pulse.beat()
+        self._policy.gradient.begin_round(active)
+        if own is None:
+            return None
+        batch, shares = own
+        self._scored = ScoredPass(self._policy, batch, self._recompute, self._router)
+        with self._timing("forward"):
+            scores = self._scored.forward()
+        self._leaves = _leaves(scores)
+        outputs = self._objective.loss(scores, batch, shares)
+        self._loss = outputs.loss
+        return microbatch_figures(scores, outputs, self._compare)
+
+    def backward(self) -> None:
+        """Add up the gradients of the round."""
+        scored, loss, leaves = self._scored, self._loss, self._leaves
+        self._scored, self._loss, self._leaves = None, None, []
+        try:
+            if scored is not None and loss is not None:
+                scored.backward(*torch.autograd.grad(loss, leaves, allow_unused=True))
+        except Exception as error:  # whatever it is, the others wait for the rest of the round
+            self._failure = error
+        self._policy.gradient.end_round()
+
+    def check(self) -> None:
+        """Raise what failed in a backward."""
+        if self._failure is not None:
+            raise self._failure
+
+    def squares(self) -> list[float]:
+        """Sums of the squares of this rank's gradients, once the last round is over; raises as
+        ``check`` does.
+        """
+        self.check()
+        masters = self._policy.masters.values()
+        grads = [master.grad for master in masters if master.grad is not None]
+        return self._policy.backend.gradient_squares(grads)
+
+
+def _leaves(scores: TokenScores) -> list[torch.Tensor]:
+    """The scores that a loss may depend on, in the order of ``ScoredPass.backward``."""
+    found = (scores.log_probs, scores.entropies, scores.values)
+    return [one.requires_grad_() for one in found if one is not None]

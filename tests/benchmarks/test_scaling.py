@@ -1,0 +1,158 @@
+"""``benchmarks.scaling``: what is sent arrives, every sample is done once, one GPU takes what one
+GPU was measured to take, and the page holds the tables of the rows.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scaling
+from benchmarks.comparison.rows import read_rows
+from benchmarks.simulated import rollout
+from benchmarks.simulated.exchange import Bytes, Layout
+from benchmarks.simulated.memory import room
+from benchmarks.simulated.model import MODELS
+from benchmarks.simulated.rollout import draw_groups, roll
+from benchmarks.simulated.step import Setting, Step, simulate
+from benchmarks.simulated.table import fewest, overview, rows
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+MODEL = MODELS["qwen3-8b"]
+SETTING = Setting("none", 256)
+ERROR = 0.05
+"""Of the model, against what was measured."""
+
+
+def step(layout: Layout, prompts: int, seed: int = 0) -> Step:
+    return simulate(MODEL, layout, SETTING, draw_groups(prompts, seed))
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(8), Layout(16), Layout(32, 4)])
+def test_what_is_sent_arrives(layout: Layout) -> None:
+    one = step(layout, prompts=40)
+    for link in ("nvlink", "nic"):
+        sent, received = (
+            sum(getattr(end, link) for end in ends) for ends in (one.sent, one.received)
+        )
+        assert sent == pytest.approx(received, rel=1e-9), link
+    assert sum(each.nvlink for each in one.sent) > 0
+    assert (sum(each.nic for each in one.sent) > 0) == (layout.hosts > 1)
+
+
+def test_a_microbatch_sends_what_its_rank_does_not_own() -> None:
+    one = step(Layout(16), prompts=40)
+    gathered = sum(each.nvlink + each.nic for each in step(Layout(16), prompts=1).sent)
+    few = simulate(MODEL, Layout(16), SETTING, draw_groups(1, 0)).microbatches
+    exchanged = sum(each.nvlink + each.nic for each in one.sent) - gathered
+    each = 4 * MODEL.parameters * 15 / 16
+    assert exchanged == pytest.approx((one.microbatches - few) * each)
+
+
+def test_one_gpu_sends_nothing() -> None:
+    alone = step(Layout(1), prompts=2)
+    assert alone.sent == alone.received == [Bytes()]
+    assert alone.phases.exchange == alone.phases.gather == alone.phases.idle_last_round == 0
+
+
+@pytest.mark.parametrize(("engines", "places"), [(1, 256), (3, 16), (8, 256), (12, 8)])
+def test_every_sample_is_done_once(engines: int, places: int) -> None:
+    groups = draw_groups(40, seed=3)
+    done = roll(MODEL, groups, engines, places)
+    assert sorted(done.done) == sorted(length for group in groups for length in group)
+    assert 0 < done.busy <= 1
+    assert (done.moves > 0) == (engines > 1), "the idle take from the loaded"
+
+
+def test_moving_samples_never_takes_longer_than_the_longest_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = draw_groups(64, seed=1)
+    moving = roll(MODEL, groups, 8, 256).seconds
+    monkeypatch.setattr(rollout._Rollout, "_balance", lambda self, number, time: None)
+    roll.cache_clear()
+    assert moving < roll(MODEL, groups, 8, 256).seconds
+    roll.cache_clear()
+    longest = max(length for group in groups for length in group)
+    assert moving > longest * MODEL.decode_s(64) * 0.9
+
+
+def test_one_gpu_takes_what_it_was_measured_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {
+        (row["case"], row["recompute"]): row
+        for row in read_rows(RESULTS / "end_to_end")
+        if row.get("part") == "whole" and row["mode"] == "fp8"
+    }
+    whole = measured["2k", "none"]
+    setting = Setting("none", 256, whole["tokens_per_microbatch"])
+    simulated = simulate(MODEL, Layout(1), setting, ((2048,) * 8,) * 32).phases
+    assert simulated.total == pytest.approx(whole["seconds"], rel=ERROR)
+    assert simulated.rollout == pytest.approx(whole["phases_s"]["rollout"], rel=ERROR)
+    computed = whole["phases_s"]["forward"] + whole["phases_s"]["backward"]
+    assert simulated.compute == pytest.approx(computed, rel=ERROR)
+    longer = measured["8k", "mlp"]
+    assert roll(MODEL, ((8192,) * 8,) * 8, 1, 256).seconds == pytest.approx(
+        longer["phases_s"]["rollout"], rel=ERROR
+    )
+    # Prompts of 512 tokens, each sampled once.
+    monkeypatch.setattr(rollout, "PROMPT", 512)
+    roll.cache_clear()
+    for shape in ("qwen3-8b", "qwen3-32b"):
+        model = MODELS[shape]
+        for row in read_rows(RESULTS / "rollout"):
+            if (row["engine"], row["mode"], row.get("shape")) == ("native", "fp8", shape) and row[
+                "case"
+            ] in ("short", "long"):
+                new = row["stats"]["generated_tokens"] // 256
+                seconds = roll(model, ((new,) * 8,) * 32, 1, 256).seconds
+                seconds += 512 * (256 - 32) * model.prefill_s
+                assert seconds == pytest.approx(row["seconds"], rel=ERROR), (shape, row["case"])
+    roll.cache_clear()
+
+
+@pytest.mark.parametrize("scaling_", scaling.SCALINGS)
+def test_nobody_is_faster_than_one_that_waits_for_none(scaling_: scaling.Scaling) -> None:
+    found = list(rows(MODEL, scaling_, (1, 2, 8, 16), seeds=(0,)))
+    assert [row["gpus"] for row in found] == [1, 2, 8, 16, 16]
+    assert found[0]["efficiency"] == 1
+    assert all(0 < row["efficiency"] <= 1 for row in found)
+    for row in found:
+        assert sum(row["phases_s"].values()) == pytest.approx(row["step_s"])
+        assert min(row["phases_s"].values()) >= -1e-9
+
+
+def test_memory_is_that_of_the_plan() -> None:
+    """Figures of docs/memory.md for one GPU, of the design for eight; whole published weights of
+    70B are too much for eight and sixteen.
+    """
+    assert room(MODEL, 1, 1).resident == pytest.approx(30.5 * 3 + 8.8, abs=0.1)
+    assert room(MODEL, 1, 1).recompute == "mlp"
+    assert room(MODEL, 8, 1).recompute == "none"
+    assert [fewest(model) for model in MODELS.values()] == [1, 8, 32, 4]
+    assert not room(MODELS["llama-3.1-70b"], 64, 8).fits, "a sum for each host is 33 GiB a GPU"
+
+
+def test_a_run_does_not_change_its_draws() -> None:
+    assert draw_groups(4, 0) == draw_groups(4, 0) != draw_groups(4, 1)
+    lengths = [length for group in draw_groups(2000, 0) for length in group]
+    assert sum(lengths) / len(lengths) == pytest.approx(rollout.MEAN, rel=0.03)
+    assert asdict(step(Layout(2), 8).phases) == asdict(step(Layout(2), 8).phases)
+
+
+def test_the_page_holds_the_tables_of_the_rows() -> None:
+    found = scaling.in_order(RESULTS / "scaling")
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    assert overview(found) in page
+    of_8b = [row for row in found if row["shape"] == MODEL.name and row["scaling"] == "weak"]
+    assert scaling.markdown(of_8b) in page
+
+
+def test_the_rows_are_those_of_this_simulation() -> None:
+    stored = next(
+        row
+        for row in read_rows(RESULTS / "scaling")
+        if (row["shape"], row["scaling"], row["gpus"]) == (MODEL.name, "weak", 8)
+    )
+    (found,) = rows(MODEL, "weak", (8,), seeds=range(3))
+    assert found == stored

@@ -1,0 +1,144 @@
+"""Whatever becomes of one rank, all end, with one reason."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from isobit.run.cluster.deaths import RankError
+from isobit.run.cluster.launcher import launch
+
+TOY = str(Path(__file__).with_name("toy.py"))
+
+
+def processes(folder: Path, count: int) -> list[int]:
+    """Those of the ranks, once all run."""
+    while len(found := list(folder.iterdir())) < count or not all(
+        path.read_text() for path in found
+    ):
+        time.sleep(0.01)
+    return [int((folder / str(rank)).read_text()) for rank in range(count)]
+
+
+def wait_for_the_end_of(pids: list[int]) -> None:
+    while any(is_alive(pid) for pid in pids):
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_all_ranks_run_and_the_first_has_the_output(capfd: pytest.CaptureFixture[str]) -> None:
+    launch([TOY, "fine"], 3)
+    shown = capfd.readouterr().out
+    assert "3 processes on " in shown
+    assert "rank 0 of 3" in shown
+    assert "rank 1" not in shown
+
+
+def test_nobody_reads_the_terminal() -> None:
+    launch([TOY, "stdin"], 2)
+
+
+def test_an_exit_code_is_told_with_phase_memory_and_last_words(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as failed:
+        launch([TOY, "exit", str(tmp_path)], 3)
+    assert failed.value.exit_code == 3
+    text = str(failed.value)
+    assert "rank 1 (" in text
+    assert f"process {processes(tmp_path, 3)[1]}) ended with exit code 3 in training after" in text
+    assert "it held at most" in text
+    assert "  | the last words" in text
+    assert "rank 2" not in text
+    assert not any(is_alive(pid) for pid in processes(tmp_path, 3))
+
+
+def test_a_signal_is_named_with_what_it_may_mean() -> None:
+    with pytest.raises(RankError, match=r"rank 1 .* was killed by SIGKILL in training") as failed:
+        launch([TOY, "killed"], 2)
+    assert failed.value.exit_code == 137
+    assert "want of memory" in str(failed.value)
+
+
+def test_a_traceback_is_shown() -> None:
+    with pytest.raises(RankError, match="ValueError: of a fault") as failed:
+        launch([TOY, "raise"], 2)
+    assert failed.value.exit_code == 1
+
+
+def test_who_does_not_listen_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 1 .* exit code 3"):
+        launch([TOY, "deaf", str(tmp_path)], 2, kill_s=0.3)
+    assert not any(is_alive(pid) for pid in processes(tmp_path, 2))
+
+
+def test_the_one_that_fails_is_named_though_another_was_gone_before() -> None:
+    with pytest.raises(RankError) as failed:
+        launch([TOY, "error"], 2)
+    assert str(failed.value) == "rank 1: the disk is full"
+    assert failed.value.exit_code == 2
+
+
+def test_what_all_say_is_said_once() -> None:
+    with pytest.raises(RankError) as failed:
+        launch([TOY, "both"], 3)
+    assert str(failed.value) == "the disk is full"
+
+
+def started(folder: Path, case: str, count: int = 2) -> subprocess.Popen[str]:
+    call = f"from isobit.run.cluster.launcher import launch; launch([{TOY!r}, {case!r}, "
+    call += f"{str(folder)!r}], {count}, kill_s=0.3)"
+    return subprocess.Popen(
+        [sys.executable, "-c", call], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    launcher = started(tmp_path, "sleep")
+    pids = processes(tmp_path, 2)
+    launcher.kill()
+    launcher.communicate()
+    wait_for_the_end_of(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_all_once(number: signal.Signals, tmp_path: Path) -> None:
+    launcher = started(tmp_path, "sleep")
+    pids = processes(tmp_path, 2)
+    launcher.send_signal(number)
+    said = launcher.communicate()[1]
+    assert f"isobit.errors.Interrupted: stopped by {number.name}" in said
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_second_ctrl_c_ends_who_does_not_listen(tmp_path: Path) -> None:
+    launcher = started(tmp_path, "stubborn")
+    pids = processes(tmp_path, 2)
+    launcher.send_signal(signal.SIGINT)
+    wait_for_the_end_of(pids[:1])
+    assert is_alive(pids[1])
+    launcher.send_signal(signal.SIGINT)
+    assert "stopped by SIGINT" in launcher.communicate()[1]
+    assert not is_alive(pids[1])
+
+
+def test_signals_of_the_caller_are_as_before() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RankError):
+        launch([TOY, "exit"], 2)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_signal_to_one_rank_is_no_stop_of_the_user(tmp_path: Path) -> None:
+    """Only what came to the launcher is: who else killed a rank is told of."""
+    launcher = started(tmp_path, "sleep")
+    os.kill(processes(tmp_path, 2)[1], signal.SIGTERM)
+    assert "was killed by SIGTERM" in launcher.communicate()[1]

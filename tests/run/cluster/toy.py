@@ -1,0 +1,86 @@
+"""A program of several ranks without torch, for the launcher: ``python toy.py CASE``."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from isobit.parallel.launched import end_with_launcher
+
+
+def main() -> None:
+    """Rank 1 does what the case says, rank 0 what goes with it."""
+    box, rank, case = end_with_launcher(), int(os.environ["RANK"]), sys.argv[1]
+    assert box is not None
+    box.write(phase="training")
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
+    if len(sys.argv) > 2:
+        Path(sys.argv[2], str(rank)).write_text(str(os.getpid()))
+        while len(list(Path(sys.argv[2]).iterdir())) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)
+    if rank == 0 and case != "both":
+        _first(case)
+    elif case in _CASES:
+        _CASES[case]()
+    elif case == "both":
+        box.write(error="the disk is full", at=time.monotonic())
+        sys.exit(2)
+    elif case == "error":
+        box.write(error="the disk is full", at=time.monotonic())
+        time.sleep(0.2)  # the other notices, and is gone before
+        sys.exit(2)
+    elif case == "verdict":
+        time.sleep(3600)
+
+
+def _first(case: str) -> None:
+    if case == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if case == "error":
+        time.sleep(0.1)
+        sys.exit(4)
+    if case not in ("fine", "stdin"):
+        time.sleep(3600)
+
+
+def _exit_3() -> None:
+    print("the last words", flush=True)
+    subprocess.Popen(["sleep", "30"])  # holds the pipe open for longer than the rank lives
+    sys.exit(3)
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise() -> None:
+    raise ValueError("of a fault")
+
+
+def _sleep() -> None:
+    time.sleep(3600)
+
+
+def _stdin() -> None:
+    assert sys.stdin.read() == ""
+
+
+def _stubborn() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(3600)
+
+
+_CASES = {
+    "exit": _exit_3,
+    "deaf": _exit_3,
+    "killed": _killed,
+    "raise": _raise,
+    "sleep": _sleep,
+    "stdin": _stdin,
+    "stubborn": _stubborn,
+}
+
+if __name__ == "__main__":
+    main()

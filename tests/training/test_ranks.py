@@ -1,0 +1,269 @@
+"""Updates by several processes have the bits of one: masters, moments, published weights, figures;
+whatever the format of the moments, the flow and the number of micro-batches.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.algorithms.objective import LossOutputs, Shares
+from isobit.algorithms.registry import build_algorithm
+from isobit.config.algorithm import GrpoConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import TrainingConfig
+from isobit.models.config import Experts, ModelConfig
+from isobit.models.decoder import Layer
+from isobit.models.packed_pass import PackedPass
+from isobit.models.policy import Policy, random_policy
+from isobit.parallel.world import ALONE, World
+from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
+from isobit.records.sequence import TokenSequence
+from isobit.training.out_of_memory import within_memory
+from isobit.training.packing import pack
+from isobit.training.rounds import Rounds
+from isobit.training.scoring import score_sequences
+from isobit.training.trainer import Trainer
+from tests.worlds import in_world
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "max_positions": 512,
+    "rms_epsilon": 1e-6,
+    "rope_theta": 10000.0,
+}
+MODELS = {
+    "tied": ModelConfig(family="qwen3", tied_embeddings=True, **SHAPE),
+    "untied with biases": ModelConfig(family="qwen2", tied_embeddings=False, **SHAPE),
+    "mixture": ModelConfig(
+        family="qwen3_moe", tied_embeddings=True, experts=Experts(4, 2, 128, True), **SHAPE
+    ),
+}
+CASES = [
+    {"model": "tied", "preset": "fp8", "moments": "fp32"},
+    {"model": "tied", "preset": "fp8", "moments": "fp8"},
+    {"model": "untied with biases", "preset": "bf16", "moments": "bf16"},
+    {"model": "untied with biases", "preset": "fp8-rollout", "moments": "fp8"},
+    {"model": "mixture", "preset": "fp8", "moments": "bf16"},
+]
+STEPS = 3
+
+
+def sequences(count: int, seed: int) -> list[TokenSequence]:
+    """Random prompts and answers; the last advantages are 0."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(300, (count,), generator=generator).tolist()
+
+    found = []
+    for number in range(count):
+        prompt, answer = ids(4 + number % 3), ids(5 + 7 * number % 31)
+        log_probs = torch.rand(len(answer), generator=generator).neg().sub(5).tolist()
+        sequence = TokenSequence.of_answer(prompt, answer, log_probs, [1] * len(answer))
+        found.append(sequence.with_advantages([1.0, -1.0, 0.25][number % 3]))
+    return found
+
+
+def make_trainer(case: dict[str, Any], world: World) -> Trainer:
+    policy = random_policy(
+        MODELS[case["model"]], PrecisionConfig(preset=case["preset"]), 7, world=world
+    )
+    config = TrainingConfig(
+        tokens_per_microbatch=64, learning_rate=1e-3, moments=case["moments"], max_grad_norm=0.5
+    )
+    return Trainer(policy, config, total_updates=STEPS, seed=3)
+
+
+def digest(tensors: Sequence[torch.Tensor]) -> str:
+    sha256 = hashlib.sha256()
+    for tensor in tensors:
+        sha256.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
+
+
+def whole(trainer: Trainer, name: str, kind: str) -> torch.Tensor:
+    """A moment of a master, of all ranks."""
+    world = trainer.policy.world
+    own = trainer.moments()[f"{name}.{kind}"]
+    if own.dim() == 0:
+        return own
+    return torch.cat(world.messages(own))
+
+
+def state(trainer: Trainer) -> dict[str, str]:
+    policy = trainer.policy
+    masters = {name: digest([policy.whole_master(name)]) for name in policy.masters}
+    moments = {
+        key: digest([whole(trainer, *key.rsplit(".", 1))]) for key in sorted(trainer.moments())
+    }
+    published = {
+        f"{side} {name}": digest([linear.matrix.values, linear.matrix.scales])
+        if not isinstance(linear.matrix, torch.Tensor)
+        else digest([linear.matrix])
+        for side in ("rollout", "training")
+        for name, linear in policy.weights(side).linears.items()
+    }
+    plain = {name: digest([held]) for name, held in policy.weights("training").plain.items()}
+    return masters | moments | published | plain
+
+
+def train(world: World, cases: Sequence[dict[str, Any]]) -> list[Any]:
+    """Each case: what it left, and the figures of its updates."""
+    torch.set_num_threads(1)
+    algorithm, found = build_algorithm(GrpoConfig()), []
+    for case in cases:
+        trainer = make_trainer(case, world)
+        figures = [
+            trainer.update(pack(sequences(7 + step, step), 64), algorithm, compare=True).scalars()
+            for step in range(STEPS)
+        ]
+        found.append([state(trainer), figures])
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process() -> list[Any]:
+    return train(ALONE, CASES)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bits_do_not_depend_on_the_number_of_processes(size: int, one_process: list[Any]):
+    for rank, found in enumerate(in_world(size, "tests.training.test_ranks:train", CASES)):
+        for case, (ours, figures), (expected, expected_figures) in zip(
+            CASES, found, one_process, strict=True
+        ):
+            differing = [name for name in expected if ours[name] != expected[name]]
+            assert not differing, (case, rank, differing)
+            assert figures == expected_figures, (case, rank)
+
+
+class LocalSum:
+    """The mutant: each rank adds up its own micro-batches, and the sums of all ranks are added at
+    the end, as an all-reduce would.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._sums, self._microbatch = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+
+    def __call__(self, name: str) -> torch.Tensor:
+        return self._microbatch.setdefault(name, torch.zeros(self._policy.shapes[name]))
+
+    def begin_round(self, active: int) -> None:
+        self._microbatch.clear()
+
+    def done(self, group: int) -> None:
+        pass
+
+    def end_round(self) -> None:
+        for name, made in self._microbatch.items():
+            self._sums.setdefault(name, torch.zeros_like(made)).add_(made)
+
+    def release(self) -> None:
+        self._sums.clear()
+
+    def reduce(self) -> None:
+        for name, master in self._policy.masters.items():
+            sums = self._policy.world.messages(self._sums[name])
+            master.grad = torch.stack(sums).sum(0)[self._policy.rows(name)].contiguous()
+
+
+def _local_sum(policy: Policy) -> LocalSum:
+    return LocalSum(policy)
+
+
+def train_with_all_reduce(world: World, case: dict[str, Any]) -> Any:
+    squares = Rounds.squares
+
+    def reduced(self: Rounds) -> list[float]:
+        gradient: Any = self._policy.gradient
+        gradient.reduce()
+        return squares(self)
+
+    make, Rounds.squares = Policy._gradient_sum, reduced
+    Policy._gradient_sum = _local_sum  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        return train(world, [case])[0]
+    finally:
+        Policy._gradient_sum, Rounds.squares = make, squares
+
+
+def test_an_all_reduce_is_caught(one_process: list[Any]):
+    """It gives one process's bits in one process, and others in two."""
+    expected = one_process[0]
+    assert train_with_all_reduce(ALONE, CASES[0]) == expected
+    found = in_world(2, "tests.training.test_ranks:train_with_all_reduce", CASES[0])
+    differing = [name for name, value in found[0][0].items() if value != expected[0][name]]
+    assert any(name.endswith(".weight") for name in differing)
+
+
+class Spoilt:
+    """The algorithm's loss, but for one micro-batch, where it is no number."""
+
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
+        return build_algorithm(GrpoConfig()).shares(batches)
+
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
+        made = build_algorithm(GrpoConfig()).loss(scores, batch, shares)
+        is_spoilt = batch.token_ids[0] == sequences(9, 1)[4].token_ids[0]
+        return replace(made, loss=made.loss * float("nan")) if is_spoilt else made
+
+
+def fail(world: World, _: Any) -> list[Any]:
+    """Rank 1 runs out of memory in its second backward, then in a forward; and a loss that is not
+    finite there.
+    """
+    torch.set_num_threads(1)
+    algorithm, log = build_algorithm(GrpoConfig()), []
+    trainer = make_trainer(CASES[0], world)
+    lengths = [one.length for one in sequences(9, 0)]
+    original, calls = PackedPass._layer_backward, [0]
+
+    def once(self: PackedPass, layer: Layer, d: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 4 and world.rank == world.size - 1:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0 has ..")
+        return original(self, layer, d)
+
+    PackedPass._layer_backward = once
+
+    def attempt(tokens: int) -> Any:
+        return trainer.update(pack(sequences(9, 0), tokens), algorithm).scalars()
+
+    log.append(within_memory(trainer, lengths, attempt))
+    log.append([change.new for change in trainer.budget.changes])
+
+    log.append(trainer.update(pack(sequences(9, 1), 32), Spoilt()).skipped)
+    log.append(state(trainer))
+    return log
+
+
+def test_what_one_rank_cannot_do_none_does():
+    expected = fail(ALONE, None)
+    assert expected[1], "the budget was lowered"
+    assert expected[2] == "the loss is nan"
+    for found in in_world(2, "tests.training.test_ranks:fail"):
+        assert found == expected
+
+
+def score(world: World, _: Any) -> list[Any]:
+    torch.set_num_threads(1)
+    trainer = make_trainer(CASES[4], world)
+    made = score_sequences(trainer.scorer, sequences(5, 1), 40, world)
+    return [[list(one.log_probs), list(one.routings or ())] for one in made]
+
+
+def test_scores_are_shared_out():
+    expected = score(ALONE, None)
+    assert all(found == expected for found in in_world(3, "tests.training.test_ranks:score"))
