@@ -29,6 +29,7 @@ from isobit.kernels.hopper.linear import (
 from isobit.kernels.hopper.memory import CapturedGraph, HopperMemory, HostCopies, to_device
 from isobit.kernels.hopper.norm import add_rms_norm
 from isobit.kernels.hopper.norm_backward import rms_norm_backward
+from isobit.kernels.hopper.ordered_sum import add_in_order
 from isobit.kernels.hopper.packed_attention import PackedAttention
 from isobit.kernels.hopper.paged_attention import DecodeAttention, PagedAttention
 from isobit.kernels.hopper.publish import publish, publish_head, republish
@@ -95,6 +96,7 @@ class HopperBackend:
 
     adamw_step = staticmethod(adamw_step)
     gradient_squares = staticmethod(gradient_squares)
+    add_in_order = staticmethod(add_in_order)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -27,6 +27,7 @@ from isobit.kernels.spec.linear import (
     wgrad,
 )
 from isobit.kernels.spec.norm import add_rms_norm, rms_norm_backward
+from isobit.kernels.spec.ordered_sum import add_in_order
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.kernels.spec.paged_attention import PagedAttention
 from isobit.kernels.spec.publish import publish, publish_head, republish
@@ -90,6 +91,7 @@ class SpecBackend:
 
     adamw_step = staticmethod(adamw_step)
     gradient_squares = staticmethod(gradient_squares)
+    add_in_order = staticmethod(add_in_order)
 
     def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
         """See ``Backend``, as for all below."""
