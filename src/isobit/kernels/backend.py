@@ -120,6 +120,12 @@ class Backend(Protocol):
         """x [T, K] as a linear reads it."""
         ...
 
+    def joined_rows(self, values: torch.Tensor, scales: torch.Tensor) -> Operand:
+        """Columns of ``linear_input``'s that other ranks have made, as a linear reads them: E4M3
+        values [T, K], and FP32 scales of their 1x128 groups, a row a group, [ceil(K / 128), T].
+        """
+        ...
+
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[T, 2 I] -> silu(gate) * up, [T, I]."""
         ...
