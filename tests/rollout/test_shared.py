@@ -108,6 +108,7 @@ def draw_and_move(world: World, _: Any) -> dict[str, Any]:
         assert place not in whole
         whole[place] = completions
 
+    world.barrier("all are here")
     made = generate_shared(world, engine, wanted(), progress, complete)
     assert {place: made.completions[place] for place in whole} == whole
     check_empty(engine)
@@ -134,7 +135,7 @@ def test_ranks_draw_what_one_engine_draws_and_move_samples_from_a_slow_one(size:
     tokens = sum(len(one.token_ids) for one in expected)
     for one in found:
         assert completions_of(one["completions"]) == expected
-        assert (one["tokens"], one["progress"]) == (tokens, tokens)
+        assert one["tokens"] == tokens >= one["progress"] > 0
         assert one["forwards"] == found[0]["forwards"] > 0
     assert sorted(place for one in found for place in one["whole"]) == list(range(12))
     given, half_done, taken = (sum(one["moved"][i] for one in found) for i in range(3))
@@ -151,6 +152,7 @@ def draw_by_a_policy(world: World, _: Any) -> dict[str, Any]:
 
     engine = NativeEngine(mixture(), RolloutConfig(**SIZES[world.rank]), None, 0, make)
     mover = Mover(engine)
+    world.barrier("all are here")
     made = generate_shared(world, engine, policy_requests(), slow(world, 0, 0.1))
     return {"completions": completions_value(flat(made.completions)), "moved": mover.half_done}
 
@@ -168,15 +170,18 @@ def fail_in_many_ways(world: World, _: Any) -> dict[str, str]:
     engine, model = own_engine(world, kv_pages=12 - 7 * world.rank)
     said: dict[str, str] = {}
 
-    def stop(_: Progress) -> None:
-        if world.rank == 1 and engine.stats.generated_tokens > 20:
+    def stop(moment: Progress) -> None:
+        if world.rank == 1:
             raise Interrupted("SIGTERM", 15)
+        slow(world, 0)(moment)
 
     def refuse(place: int, completions: list[Completion]) -> None:
         if place == 5:
             raise ValueError("no group 5")
 
     def attempt(requests: list[Request], **how: Any) -> str:
+        world.barrier("all are here")
+        how = {"progress": slow(world, 0), **how}
         text = raised(lambda: generate_shared(world, engine, requests, **how))
         check_empty(engine)
         return text
