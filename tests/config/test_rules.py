@@ -43,6 +43,7 @@ def test_what_contradicts_nothing_passes() -> None:
     check_run(run_config(algorithm={"name": "rloo", "kl_coefficient": 0.1}))
     check_run(run_config(algorithm={"overlong_buffer": 512, "kl_coefficient": 0.1}))
     check_run(run_config(algorithm={"name": "dr_grpo", "loss_constant": 8}))
+    check_run(run_config(replay={"fraction": 0.5, "max_staleness": 4}, **{"async": {"lag": 3}}))
     calibrated = {"calibrate_every": 20}
     check_run(run_config(algorithm=calibrated, training=TWICE))
     check_run(run_config(algorithm=calibrated, training={"updates_per_batch": 2}))
@@ -120,6 +121,15 @@ def test_what_contradicts_nothing_passes() -> None:
             {"algorithm": {"calibrate_every": 20}, "training": TWICE, "precision": "fp8-rollout"},
             "algorithm.calibrate_every is 20, but precision.preset is 'fp8-rollout'",
         ),
+        (
+            {"algorithm": {"calibrate_every": 20}, "training": TWICE, "async": {"lag": 1}},
+            "async.lag is 1, and algorithm.calibrate_every 20",
+        ),
+        (
+            {"replay": {"fraction": 0.5}, "training": TWICE, "async": {"lag": 2}},
+            "replay.max_staleness is 4, but with async.lag = 2 a completion is 6 updates old",
+        ),
+        ({"cluster": {"rollouters": 1}}, "cluster.rollouters is 1: processes that only sample"),
         (
             {"corrections": [{"type": "tis"}, {"type": "mis"}]},
             "corrections has tis and mis, which each weigh a token by its ratio",

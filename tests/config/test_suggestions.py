@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from isobit.algorithms.registry import ALGORITHMS
 from isobit.config.explain import config_error
 from isobit.config.json_schema import RECIPES
-from isobit.config.keys import all_keys
+from isobit.config.keys import all_keys, fields_by_key
 
 CHOICES = {
     "data": ("type", ("reasoning_gym", "jsonl", "hf")),
@@ -56,7 +56,7 @@ def test_every_misspelt_key_is_answered_with_the_right_one(command: str) -> None
 @pytest.mark.parametrize("command", RECIPES)
 def test_every_misspelt_table_is_answered_with_the_right_one(command: str) -> None:
     model = RECIPES[command]
-    for name in model.model_fields:
+    for name in fields_by_key(model):
         assert f"{name}s: unknown key; did you mean {name}?" in refusal(model, [f"{name}s", "x"])
 
 

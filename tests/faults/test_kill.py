@@ -33,14 +33,15 @@ STAGES: dict[str, dict[str, Any]] = {
     "fp32 moments": {},
     "fp8 moments": {"training": {"moments": "fp8"}},
     "ppo": {"algorithm": {"name": "ppo", "kl_coefficient": 0.01}},
-    "kl, replay, reward model": {
+    "kl, replay, reward model, lag": {
         "algorithm": {"kl_coefficient": 0.1},
         "reference": {"refresh_every": 4},
         "replay": {"fraction": 0.5, "max_staleness": 8},
+        "async": {"lag": 1},
     },
 }
 """What has a state of its own beside policy and optimiser: a value head, a reference model, a
-buffer, weights that grade.
+buffer, weights that grade, batches that wait.
 """
 SLOW_REWARD = "import time; time.sleep(0.003)"
 

@@ -23,4 +23,5 @@ class Strict(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
+        serialize_by_alias=True,  # a key that Python has as a word of its own is another field
     )

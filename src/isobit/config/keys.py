@@ -34,9 +34,16 @@ class Key:
     """Which tables of a choice have it, if not all do."""
 
 
+def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a table by the names that they have in TOML, in the order of the schema:
+    ``async``, for one, is no name in Python.
+    """
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """Every setting below ``model``, in the order of the schema."""
-    for name, field in model.model_fields.items():
+    for name, field in fields_by_key(model).items():
         yield from _keys_of(field.annotation, field, f"{prefix}{name}")
 
 
@@ -127,14 +134,14 @@ def locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, 
             annotation = tagged[0]
             continue
         parts.append(str(part))
-        siblings = sorted(models[0].model_fields) if len(models) == 1 else []
+        siblings = sorted(fields_by_key(models[0])) if len(models) == 1 else []
         annotation = _below(_plain(annotation), models, part)
     return ".".join(parts), siblings
 
 
 def _below(annotation: Any, models: list[type[BaseModel]], part: str | int) -> Any:
     if len(models) == 1:
-        field = models[0].model_fields.get(str(part))
+        field = fields_by_key(models[0]).get(str(part))
         return field.annotation if field else None
     if get_origin(annotation) is tuple and _models(_plain(get_args(annotation)[0])):
         return get_args(annotation)[0]

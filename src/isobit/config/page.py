@@ -6,7 +6,7 @@ from itertools import groupby
 from pydantic import BaseModel
 
 from isobit.config.json_schema import RECIPES
-from isobit.config.keys import Key, all_keys
+from isobit.config.keys import Key, all_keys, fields_by_key
 
 _HEAD = """# Configuration
 
@@ -39,7 +39,7 @@ def configuration_page() -> str:
 
 
 def _tables(model: type[BaseModel]) -> str:
-    places = {name: place for place, name in enumerate(model.model_fields)}
+    places = {name: place for place, name in enumerate(fields_by_key(model))}
 
     def order(
         key: Key,

@@ -37,6 +37,8 @@ def check_run(config: RunConfig) -> None:
     check_samples(config.evaluation)
     check_off_policy(config)
     check_calibration(config)
+    check_asynchrony(config)
+    check_layout(config)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
 
@@ -77,6 +79,37 @@ def check_calibration(config: RunConfig) -> None:
             f"algorithm.calibrate_every is {every}, but precision.preset is {preset!r}, in which "
             "no FP8 is in either probability of a ratio: there is no noise to calibrate away; "
             "leave calibrate_every out, or set precision to 'fp8' or 'fp8-linear'"
+        )
+
+
+def check_asynchrony(config: RunConfig) -> None:
+    """Refuse what a lag leaves without a meaning: a calibration, whose shadow would have to be one
+    of older weights, and a buffer from which all is dropped before it can be replayed.
+    """
+    lag, algorithm, training = config.asynchrony.lag, config.algorithm, config.training
+    if not lag:
+        return
+    if isinstance(algorithm, TokenClipConfig) and algorithm.calibrate_every:
+        raise ConfigError(
+            f"async.lag is {lag}, and algorithm.calibrate_every {algorithm.calibrate_every}: the "
+            "calibration asks what BF16 would have sampled with, and the weights that sampled are "
+            "gone when their batch is learnt from; leave one of them out"
+        )
+    behind = (lag + 1) * training.updates_per_batch * training.epochs
+    if config.replay.fraction > 0 and config.replay.max_staleness < behind:
+        raise ConfigError(
+            f"replay.max_staleness is {config.replay.max_staleness}, but with async.lag = {lag} a "
+            f"completion is {behind} updates old when it could first be replayed; set "
+            f"max_staleness to {behind} or more, or lower async.lag"
+        )
+
+
+def check_layout(config: RunConfig) -> None:
+    """Refuse processes that only sample."""
+    if config.cluster.rollouters:
+        raise ConfigError(
+            f"cluster.rollouters is {config.cluster.rollouters}: processes that only sample are "
+            "not there yet; leave it at 0, with which all processes sample and train in turn"
         )
 
 

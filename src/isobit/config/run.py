@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from isobit.config.algorithm import AlgorithmConfig, GrpoConfig
+from isobit.config.asynchrony import AsyncConfig
 from isobit.config.base import Device, Strict
 from isobit.config.check import CheckConfig
 from isobit.config.checkpoint import CheckpointConfig
@@ -45,6 +46,7 @@ class RunConfig(Strict):
     reference: ReferenceConfig = ReferenceConfig()
     replay: ReplayConfig = ReplayConfig()
     training: TrainingConfig = TrainingConfig()
+    asynchrony: AsyncConfig = Field(default=AsyncConfig(), alias="async")
     evaluation: EvaluationConfig = EvaluationConfig()
     check: CheckConfig = CheckConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -167,7 +167,15 @@ class Policy:
         groups, in_parts = self.decoder.backward_groups(), self.decoder.added_in_parts
         if self.world.size == 1 or not self.masters:
             return GradientSum(self.masters, groups, in_parts)
-        return ExchangedSum(self.masters, self.shapes, groups, in_parts, self.ownership, self.world)
+        return ExchangedSum(
+            self.masters,
+            self.shapes,
+            groups,
+            in_parts,
+            self.ownership,
+            self.world,
+            self.backend.add_in_order,
+        )
 
 
 def random_policy(

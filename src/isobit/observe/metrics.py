@@ -95,9 +95,14 @@ def step_metrics(
         "rollout/shared_pages": engine.shared_pages,
         "rollout/chunks": engine.chunks,
         **{f"time/{name}_s": value for name, value in seconds.items()},
-        "tokens_per_s/rollout": engine.generated_tokens / seconds["rollout"],
+        **rollout_rate(engine.generated_tokens, seconds["rollout"]),
         "tokens_per_s/training": trained.tokens / seconds["training"],
     }
+
+
+def rollout_rate(tokens: int, seconds: float) -> Metrics:
+    """Tokens sampled a second; nothing where none were."""
+    return {"tokens_per_s/rollout": tokens / seconds} if seconds else {}
 
 
 def reward_metrics(groups: Sequence[Group]) -> Metrics:

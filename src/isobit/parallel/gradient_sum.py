@@ -18,7 +18,7 @@ other travels.  The first and the last group, with the tables of lm_head and emb
 another, unless they are one table, to which a micro-batch adds from its beginning to its end.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -28,7 +28,11 @@ from isobit.parallel.exchanges import Arrival
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import World
 
+AddInOrder = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+"""``Backend.add_in_order``."""
 Shape = tuple[int, ...]
+_ALIGNED = 64
+"""Numbers: 256 bytes, as memory of its own would be.  Kernels may be chosen by it."""
 Groups = Sequence[Sequence[str]]
 """Masters by name, in the order in which a backward finishes them."""
 
@@ -93,7 +97,7 @@ class _Layout:
     def __post_init__(self) -> None:
         for name, shape in self.shapes.items():
             self.begins[name] = self.numel
-            self.numel += prod(shape)
+            self.numel += -(-prod(shape) // _ALIGNED) * _ALIGNED
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         begin, shape = self.begins[name], self.shapes[name]
@@ -111,10 +115,12 @@ class ExchangedSum:
         in_parts: frozenset[str],
         ownership: Ownership,
         world: World,
+        add_in_order: AddInOrder,
     ) -> None:
         """``masters`` hold this rank's rows, ``shapes`` are those of the whole; ``in_parts`` as of
         ``GradientSum``.
         """
+        self._add_in_order = add_in_order
         self._masters, self._ownership, self._world = masters, ownership, world
         self._groups = groups
         self._places = _places(groups, in_parts)
@@ -208,10 +214,10 @@ class ExchangedSum:
             whole = [self._whole[group].view(travelling.made, name) for name in names]
             rows = [self._ownership.rows(name, rank) for name in names]
             arrived[rank] = [made[own] for made, own in zip(whole, rows, strict=True)]
-        for source in range(self._active):
-            for name, one in zip(names, arrived[source], strict=True):
-                gradient = _gradient(self._masters[name])
-                gradient.add_(one.view(gradient.shape))
+        for place, name in enumerate(names):
+            gradient = _gradient(self._masters[name]).view(-1)
+            slices = [arrived[source][place].view(-1) for source in range(self._active)]
+            self._add_in_order(gradient, slices)
 
     def _buffer(self, group: int) -> torch.Tensor:
         """What a group is made in, as large as the largest group of its place."""

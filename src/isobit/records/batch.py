@@ -42,8 +42,8 @@ class PackedBatch:
     replayed), and None where no sequence has any.
     """
     fresh: torch.Tensor | None = None
-    """bool [N], whether a target was drawn in this step, from the weights of before its updates;
-    None is everywhere.
+    """bool [N], whether a target was drawn from the weights of before the step's updates; None is
+    everywhere.
     """
     reference_log_probs: torch.Tensor | None = None
     """float32 [N], of the targets, by the reference model."""

@@ -62,7 +62,9 @@ class TokenSequence:
     importance: tuple[float, ...] | None = None
     """The weights of the corrections; None is 1 everywhere."""
     fresh: bool = True
-    """Whether it was drawn in the step that learns from it; one that is replayed was not."""
+    """Whether the weights that drew it are those that a step begins to learn from it with; of what
+    is replayed, or was sampled ahead, they are not.
+    """
 
     def __post_init__(self) -> None:
         optional = (

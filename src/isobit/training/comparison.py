@@ -24,6 +24,7 @@ import torch
 from isobit.algorithms.corrections import LARGEST_LOG_RATIO, effective_sample_size
 from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
+from isobit.records.sequence import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,19 @@ class ComparedTokens:
     def add_routings(self, recorded: torch.Tensor, trained: torch.Tensor) -> None:
         """Two int64 [N] of digests."""
         self._routings += Comparison.of_routings(recorded, trained)
+
+    def add_sequence(
+        self,
+        sequence: TokenSequence,
+        log_probs: Sequence[float],
+        routings: Sequence[int] | None,
+    ) -> None:
+        """What was recorded of a sequence, beside the columns of a forward."""
+        both = map(sequence.of_response, (sequence.log_probs, log_probs))
+        self.add(*map(torch.tensor, both))
+        if sequence.routings is not None and routings is not None:
+            both = map(sequence.of_response, (sequence.routings, routings))
+            self.add_routings(*map(torch.tensor, both))
 
     def comparison(self) -> Comparison:
         """Bit for bit."""

@@ -98,8 +98,8 @@ class UpdateTotals:
     def _compare(
         self, batch: PackedBatch, log_probs: torch.Tensor, routings: torch.Tensor | None
     ) -> None:
-        """What is replayed was drawn from other weights, and has other log-probabilities by
-        right.
+        """What is replayed, or was sampled ahead, was drawn from other weights, and has other
+        log-probabilities by right.
         """
         fresh = slice(None) if batch.fresh is None else batch.fresh
         self.compared.add(batch.recorded_log_probs[fresh], log_probs[fresh])

@@ -13,7 +13,8 @@ Only the first update of a batch is on-policy: with more than one, every later p
 with weights that have moved since it was sampled, which is what the ratio and its clip are for.
 For the same reason recorded and trained log-probabilities are compared before any weight has
 changed, and not for what is replayed: over the first part where they are exact, over the whole
-batch where they are recomputed.
+batch where they are recomputed.  A batch that was sampled by older weights is compared when it is
+sampled instead (``isobit.run.rl.pending``).
 """
 
 from collections.abc import Sequence
@@ -176,11 +177,7 @@ class Learner:
         if self.judge.recomputes:
             for one in (sequence for part in parts for sequence in part if sequence.fresh):
                 assert one.old_log_probs is not None
-                recorded, old = map(one.of_response, (one.log_probs, one.old_log_probs))
-                compared.add(torch.tensor(recorded), torch.tensor(old))
-                if one.routings is not None and one.old_routings is not None:
-                    both = map(one.of_response, (one.routings, one.old_routings))
-                    compared.add_routings(*map(torch.tensor, both))
+                compared.add_sequence(one, one.old_log_probs, one.old_routings)
         return compared
 
     def _update(self, parts: Sequence[Sequence[TokenSequence]], step: int) -> list[UpdateMetrics]:

@@ -1,5 +1,5 @@
-"""AdamW, the sums of its squares and the gradient of the logits compile for sm_90 ahead of time,
-without a GPU.
+"""AdamW, the sums of gradients and of their squares, and the gradient of the logits compile for
+sm_90 ahead of time, without a GPU.
 """
 
 import re
@@ -16,7 +16,7 @@ triton = pytest.importorskip(
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from isobit.kernels.hopper import adamw, gradient_squares, token_log_probs  # noqa: E402
+from isobit.kernels.hopper import adamw, gradient_squares, ordered_sum, token_log_probs  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {
@@ -129,6 +129,18 @@ def test_sums_of_a_blocks_pieces(tmp_path: Path) -> None:
         {"blocks": "i32", "pieces": "i32"},
     )
     assert stack == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_an_ordered_sum_reads_each_number_once(count: int, tmp_path: Path) -> None:
+    tensors = dict.fromkeys(("TOTAL", *(f"A{place}" for place in range(8))), "*fp32")
+    constants = {"COUNT": count, "WIDTH": ordered_sum._WIDTH}
+    _, sass, stack = compile_for_hopper(ordered_sum._add_kernel, constants, tmp_path, tensors)
+    vectors = ordered_sum._WIDTH // (4 * 32 * 4)  # of four numbers, by four warps
+    assert stack == 0
+    assert len(re.findall(r"LDG\.E\.128", sass)) == (count + 1) * vectors
+    assert len(re.findall(r"STG\.E\.128", sass)) == vectors
+    assert sass.count("FADD") == count * 4 * vectors
 
 
 @pytest.mark.parametrize("of_entropies", [True, False])

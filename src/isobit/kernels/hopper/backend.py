@@ -18,10 +18,18 @@ from isobit.kernels.hopper.experts_backward import experts_backward
 from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
 from isobit.kernels.hopper.gradient_squares import gradient_squares
 from isobit.kernels.hopper.kv_cache import HopperKvCache
-from isobit.kernels.hopper.linear import dgrad, linear, linear_input, output_gradient, wgrad
+from isobit.kernels.hopper.linear import (
+    dgrad,
+    joined_rows,
+    linear,
+    linear_input,
+    output_gradient,
+    wgrad,
+)
 from isobit.kernels.hopper.memory import CapturedGraph, HopperMemory, HostCopies, to_device
 from isobit.kernels.hopper.norm import add_rms_norm
 from isobit.kernels.hopper.norm_backward import rms_norm_backward
+from isobit.kernels.hopper.ordered_sum import add_in_order
 from isobit.kernels.hopper.packed_attention import PackedAttention
 from isobit.kernels.hopper.paged_attention import DecodeAttention, PagedAttention
 from isobit.kernels.hopper.publish import publish, publish_head, republish
@@ -60,6 +68,7 @@ class HopperBackend:
 
     add_rms_norm = staticmethod(add_rms_norm)
     linear_input = staticmethod(linear_input)
+    joined_rows = staticmethod(joined_rows)
     swiglu = staticmethod(swiglu)
     swiglu_input = staticmethod(swiglu_input)
     swiglu_saved = staticmethod(swiglu_saved)
@@ -87,6 +96,7 @@ class HopperBackend:
 
     adamw_step = staticmethod(adamw_step)
     gradient_squares = staticmethod(gradient_squares)
+    add_in_order = staticmethod(add_in_order)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -18,8 +18,16 @@ from isobit.kernels.spec.embedding import embedding, embedding_backward
 from isobit.kernels.spec.experts import experts, experts_backward, experts_saving
 from isobit.kernels.spec.gradient_squares import gradient_squares
 from isobit.kernels.spec.kv_cache import SpecKvCache
-from isobit.kernels.spec.linear import dgrad, linear, linear_input, output_gradient, wgrad
+from isobit.kernels.spec.linear import (
+    dgrad,
+    joined_rows,
+    linear,
+    linear_input,
+    output_gradient,
+    wgrad,
+)
 from isobit.kernels.spec.norm import add_rms_norm, rms_norm_backward
+from isobit.kernels.spec.ordered_sum import add_in_order
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.kernels.spec.paged_attention import PagedAttention
 from isobit.kernels.spec.publish import publish, publish_head, republish
@@ -55,6 +63,7 @@ class SpecBackend:
     embedding = staticmethod(embedding)
     add_rms_norm = staticmethod(add_rms_norm)
     linear_input = staticmethod(linear_input)
+    joined_rows = staticmethod(joined_rows)
     swiglu = staticmethod(swiglu)
     swiglu_input = staticmethod(swiglu_input)
     swiglu_saved = staticmethod(swiglu_saved)
@@ -82,6 +91,7 @@ class SpecBackend:
 
     adamw_step = staticmethod(adamw_step)
     gradient_squares = staticmethod(gradient_squares)
+    add_in_order = staticmethod(add_in_order)
 
     def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
         """See ``Backend``, as for all below."""

@@ -10,29 +10,16 @@ beside its samples; that completion is graded, and not learnt from.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from isobit.records.text import Completion, Group
-from isobit.rewards.grade import GradeStats
 from isobit.rollout.engine import generate
-from isobit.rollout.progress import EngineStats, Progress
+from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
 from isobit.run.course import Course
+from isobit.run.rl.collected import Collected
 from isobit.run.rl.setup import RlRun
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """What a step learns from, and what it took to get it."""
-
-    groups: list[Group]
-    grades: GradeStats
-    engine: EngineStats
-    refills: int = 0
-    """How often further prompts were taken."""
-    dropped_groups: int = 0
-    """Level groups that others replaced."""
 
 
 def collect(training: Course[RlRun, Any]) -> Collected:

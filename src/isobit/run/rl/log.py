@@ -13,7 +13,7 @@ from isobit.observe.metrics import Metrics, step_metrics
 from isobit.observe.training_log import TrainingLog
 from isobit.proof.check import check_step
 from isobit.rewards.grade import GradeStats
-from isobit.run.rl.collect import Collected
+from isobit.run.rl.collected import Collected
 from isobit.run.rl.setup import RlRun
 from isobit.run.rl.summary import RlSummary, describe_summary, summarise_set
 from isobit.store.checkpoint.start import Start
@@ -34,12 +34,12 @@ class RlLog(TrainingLog[EvalResult]):
 
     def step(self, step: int, collected: Collected, trained: StepMetrics) -> None:
         """The figures of one step: a line of metrics, a line on the console, a few completions."""
-        seconds = self._take_seconds()
+        seconds = dict.fromkeys(self.phases, 0.0) | self._take_seconds()
         groups, grades, engine = collected.groups, collected.grades, collected.engine
         metrics = step_metrics(groups, grades, engine, trained, seconds)
         metrics |= self._optional_figures(collected)
         metrics |= self._run.turns.figures()
-        self._metrics.write(step, metrics)
+        self._write_metrics(step, metrics)
         self._write_completions(step, "train", groups)
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
@@ -94,7 +94,7 @@ class RlLog(TrainingLog[EvalResult]):
             evaluations=sets,
             gpu_memory=self._run.turns.summary(),
         )
-        summary.write(self.directory.summary)
+        self._write_summary(summary)
         self._console.lines(describe_summary(summary))
         return summary
 
@@ -124,11 +124,18 @@ def describe_step(step: int, steps: int, metrics: Metrics) -> str:
         f"differing {metrics['log_prob_diff/tokens_differing']:.0f} of "
         f"{metrics['log_prob_diff/tokens_compared']:.0f}",
         *_routings(metrics),
-        f"rollout {metrics['tokens_per_s/rollout']:,.0f} tok/s",
+        *_sampling(metrics),
         f"training {metrics['tokens_per_s/training']:,.0f} tok/s",
         f"{seconds:.1f} s",
     ]
     return "  ".join(parts)
+
+
+def _sampling(metrics: Metrics) -> list[str]:
+    """Of a step that sampled anything: with a lag, the last ones learn from what is there."""
+    if "tokens_per_s/rollout" not in metrics:
+        return []
+    return [f"rollout {metrics['tokens_per_s/rollout']:,.0f} tok/s"]
 
 
 def _routings(metrics: Metrics) -> list[str]:

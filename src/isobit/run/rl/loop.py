@@ -1,7 +1,7 @@
 """The loop of reinforcement learning, as the algorithm reads.
 
-take prompts -> generate groups -> grade -> advantages, pack, update, publish -> log -> maybe
-evaluate -> maybe save
+take prompts -> generate groups -> grade -> (wait, with a lag) -> advantages, pack, update, publish
+-> log -> maybe evaluate -> maybe save
 """
 
 from isobit.config.run import RunConfig
@@ -42,11 +42,12 @@ def train(
     ) as training:
         run = training.run
         for step in training.steps():
-            collected = collect(training)
+            for _ in run.pending.missing(step):  # the step's own batch, but for async.lag
+                run.pending.add(collect(training))
             with training.learning():
-                trained = run.learner.learn(collected.groups, step)
+                batch, trained = run.learn(step)
                 run.refresh_reference(step)
-            training.log.step(step, collected, trained)
+            training.log.step(step, batch, trained)
             training.end_step(step)
         training.save_model()
         return training.log.finish()

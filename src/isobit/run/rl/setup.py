@@ -6,7 +6,7 @@ is too long before any weight.  Nothing is written.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isobit.algorithms.objective import Algorithm
@@ -33,13 +33,15 @@ from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
 from isobit.run.reference import checkpoint_bytes, describe_reference, load_reference
 from isobit.run.reward_models import plan_reward_models
+from isobit.run.rl.collected import Collected
 from isobit.run.rl.data import RlData, load_prompts
+from isobit.run.rl.pending import Pending, pending_bytes
 from isobit.store.training_run import Extra
 from isobit.training.calibration import Calibration
 from isobit.training.judge import Judge
 from isobit.training.reference import Reference
 from isobit.training.replay import ReplayBuffer
-from isobit.training.step import Learner
+from isobit.training.step import Learner, StepMetrics
 
 VALUE_HEAD_RATE = 10.0
 """Of a value head over the policy's, where the recipe does not say: it starts from nothing."""
@@ -79,6 +81,8 @@ class RlRun(PreparedRun):
     evaluator: Evaluator
     reference: Reference | None
     """What the policy is held close to; None without a penalty."""
+    pending: Pending
+    """The batches between sampling and learning."""
     replay: ReplayBuffer | None
     """None where nothing is learnt from again."""
     calibration: Calibration | None
@@ -116,6 +120,16 @@ class RlRun(PreparedRun):
             for prompt, visit in self.sampler.next(count)
         ]
 
+    def learn(self, step: int) -> tuple[Collected, StepMetrics]:
+        """Learn from the batch whose turn it is; -> the batch, and what was done with it."""
+        self.pending.compare(self.trainer)
+        batch = self.pending.front()
+        trained = self.learner.learn(batch.groups, step)
+        self.pending.drop_front()
+        if batch.comparison is not None:
+            trained = replace(trained, comparison=batch.comparison, mismatch=batch.mismatch)
+        return batch, trained
+
     @property
     def learner(self) -> Learner:
         """What learns from each step's groups."""
@@ -139,13 +153,14 @@ class RlRun(PreparedRun):
 
     @property
     def extras(self) -> Mapping[str, Extra]:
-        """Reward models, the reference model, the replay buffer and the clip's bounds, as far as
-        there are any.
+        """Reward models, the reference model, the replay buffer, the clip's bounds and the batches
+        that wait, as far as there are any.
         """
         found = {
             "reference": self.reference,
             "replay": self.replay,
             "calibration": self.calibration,
+            "pending": self.pending if self.config.asynchrony.lag else None,
         }
         made = {name: extra for name, extra in found.items() if extra is not None}
         return {**self.reward_extras(), **made}
@@ -177,6 +192,7 @@ def prepare_rl(config: RunConfig, world: World = ALONE) -> RlRun:
         parts.engine,
         Evaluator(parts.engine, made.evaluation),
         load_reference(config, parts.model.policy),
+        Pending(config.asynchrony.lag, config.training.steps, made.data.prompts),
         ReplayBuffer(config.replay, config.seed) if config.replay.fraction > 0 else None,
         build_calibration(config, made.algorithm, parts.trainer),
     )
@@ -223,7 +239,7 @@ def read_rl(config: RunConfig) -> RlMaterial:
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:
     """The most that a checkpoint holds beside policy and optimiser."""
     replay = config.replay.max_mib * (1 << 20) if config.replay.fraction > 0 else 0
-    return checkpoint_bytes(config, model) + int(replay)
+    return checkpoint_bytes(config, model) + int(replay) + pending_bytes(config)
 
 
 def _head_rate(config: RunConfig) -> float:
