@@ -51,14 +51,16 @@ class TrainingCommand(Generic[Config]):
         before anything is written; one of several ranks ends with it (``as_rank``).
         """
         box = end_with_launcher()
-        if box is None and not is_launched():
-            return self._obey(arguments)
+        if not is_launched():
+            return self._obey(arguments, may_launch=box is None)
         with starting():
             from isobit.run.cluster.rank import as_rank
         with as_rank(box) as world:
             return self._obey(arguments, world)
 
-    def _obey(self, arguments: Sequence[str], world: "World | None" = None) -> int:
+    def _obey(
+        self, arguments: Sequence[str], world: "World | None" = None, may_launch: bool = False
+    ) -> int:
         """The same for one of several, or for the process that may start them."""
         from isobit.config.load import dump_config, load_recipe
 
@@ -88,7 +90,7 @@ class TrainingCommand(Generic[Config]):
             print(dump_config(config), end="")
         elif options.dry_run:
             self._print_plan(config, options.resume)
-        elif world is None and config.cluster.is_launched:
+        elif may_launch and config.cluster.is_launched:
             self._launch(config, arguments)
         else:
             self.start(config, options.resume, world)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from isobit.errors import Interrupted, PeerError
+from isobit.errors import Interrupted, IsobitError, MismatchError, PeerError
 from isobit.run.cluster.deaths import RankError
 
 KILL_S = 10.0
@@ -162,18 +162,19 @@ class Ranks:
         code = first.notes.get("code") or first.code
         raise RankError(self._reason(first, failed), code, died=self._died(first))
 
-    def _verdicts(self) -> dict[int, str]:
-        """What ranks found of others that are dead or silent, by the others' numbers."""
-        found = [rank.notes["verdict"] for rank in self._ranks if "verdict" in rank.notes]
-        return dict(reversed(found))
+    def _verdicts(self) -> list[tuple[int | None, str]]:
+        """What ranks found of others that are dead or silent: the other's number, and the text."""
+        return [rank.notes["verdict"] for rank in self._ranks if "verdict" in rank.notes]
 
     def _died(self, first: Rank) -> bool:
         """Whether a rank was lost, rather than stopped for a reason that it knew."""
-        return "error" not in first.notes or bool(self._verdicts())
+        knew = (IsobitError.exit_code, MismatchError.exit_code)
+        return bool(self._verdicts()) or not ("error" in first.notes or first.exit_code in knew)
 
     def _reason(self, first: Rank, failed: Sequence[Rank]) -> str:
-        if first.number in (verdicts := self._verdicts()):
-            return verdicts[first.number]
+        for number, text in self._verdicts():
+            if number in (None, first.number):
+                return text
         error = first.notes.get("error") or first.notes.get("lost")
         if error is None:
             return first.describe()
