@@ -11,7 +11,7 @@ from isobit.parallel.launched import end_with_launcher
 
 
 def main() -> None:
-    """Rank 1 does what the case says, rank 0 what goes with it."""
+    """Rank 1 does what the case says, the others what goes with it."""
     box, rank, case = end_with_launcher(), int(os.environ["RANK"]), sys.argv[1]
     assert box is not None
     box.write(phase="training")
@@ -20,8 +20,8 @@ def main() -> None:
         Path(sys.argv[2], str(rank)).write_text(str(os.getpid()))
         while len(list(Path(sys.argv[2]).iterdir())) < int(os.environ["WORLD_SIZE"]):
             time.sleep(0.01)
-    if rank == 0 and case != "both":
-        _first(case)
+    if rank != 1 and case != "both":
+        _other(case)
     elif case in _CASES:
         _CASES[case]()
     elif case == "both":
@@ -35,7 +35,7 @@ def main() -> None:
         time.sleep(3600)
 
 
-def _first(case: str) -> None:
+def _other(case: str) -> None:
     if case == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if case == "error":

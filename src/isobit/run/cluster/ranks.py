@@ -81,9 +81,10 @@ class Rank(ABC):
         return follows, self.failed_at
 
     def end(self, number: int) -> None:
-        """A signal after which its end is no failure of its own."""
-        self._was_ended = True
-        self.send(number)
+        """A signal after which its end is no failure of its own, if it still runs."""
+        if self.exit_code is None:
+            self._was_ended = True
+            self.send(number)
 
     def stopped_by(self, number: int) -> bool:
         """Whether that signal is what ended it."""
