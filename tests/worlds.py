@@ -25,8 +25,8 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What a launcher sets, and one thread a process."""
+def environment(rank: int, size: int, port: int, gpus: bool = False) -> dict[str, str]:
+    """What a launcher sets, and one thread a process; without ``gpus`` no process sees any."""
     return {
         **os.environ,
         "RANK": str(rank),
@@ -35,12 +35,14 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
-        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
+        **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
     }
 
 
-def in_world(size: int, target: str, argument: Any = None, timeout: float = 240) -> list[Any]:
+def in_world(
+    size: int, target: str, argument: Any = None, timeout: float = 240, gpus: bool = False
+) -> list[Any]:
     """What each rank returned; AssertionError with the output of those that failed."""
     with TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
@@ -48,7 +50,7 @@ def in_world(size: int, target: str, argument: Any = None, timeout: float = 240)
         running = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.worlds", target, str(folder)],
-                env=environment(rank, size, port),
+                env=environment(rank, size, port, gpus),
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

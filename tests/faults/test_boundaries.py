@@ -18,14 +18,16 @@ from isobit.store.checkpoint import keeper
 
 MakeConfig = Callable[..., RunConfig]
 PLACES = [
-    (checkpoint_format, "write_tensors"),
+    (checkpoint_format, "create_file"),
+    (checkpoint_format, "write_slices"),
+    (checkpoint_format, "own_digests"),
     (checkpoint_format, "sync"),
     (checkpoint_format, "commit_folder"),
     (storage, "sync"),
     (keeper, "sync_journals"),
     (keeper, "write_checkpoint"),
     (keeper, "apply_retention"),
-    (model, "save_policy"),
+    (model, "write_folder"),
     (storage, "replace_folder"),
     (shutil, "rmtree"),
     (Path, "rename"),

@@ -46,7 +46,7 @@ from pathlib import Path
 
 from isobit.store.checkpoint import format
 
-calls, write_tensors = itertools.count(), format.write_tensors
+calls, write_slices = itertools.count(), format.write_slices
 
 def kill(name):
     wanted = Path(__file__).with_name(name)
@@ -59,18 +59,17 @@ def reward(prompt, completion):
         kill("between")
     return sum(token % 3 == 0 for token in completion.token_ids) / max(len(completion.token_ids), 1)
 
-def write(path, tensors, tensor_of):
-    taken = itertools.count()
-
-    def of(name):
-        begun = path.parent.name == ".step_000004.partial" and path.name == format.OPTIMISER
-        if begun and next(taken) == 3:
+class Killing(dict):
+    def __getitem__(self, name):
+        if list(self)[3] == name:
             kill("writing")
-        return tensor_of(name)
+        return super().__getitem__(name)
 
-    return write_tensors(path, tensors, of)
+def write(path, plan, slices, beat):
+    begun = path.parent.name == ".step_000004.partial" and path.name == format.OPTIMISER
+    return write_slices(path, plan, Killing(slices) if begun else slices, beat)
 
-format.write_tensors = write
+format.write_slices = write
 '''
 
 

@@ -43,7 +43,7 @@ def spread_policy(config: ModelConfig, precision: PrecisionConfig) -> Policy:
 
 
 def contents_of(policy: Policy) -> Contents:
-    return fp8_contents(policy.config, policy.flow, PolicyTensors.of(policy))
+    return fp8_contents(policy.config, policy.flow, PolicyTensors(policy))
 
 
 def parts_of(policy: Policy, path: str) -> dict[str, QuantTensor]:

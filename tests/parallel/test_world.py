@@ -20,6 +20,7 @@ def travel(world: World, _: Any) -> dict[str, Any]:
     cuts = [0, 3, 3, 5][: world.size + 1]
     table = torch.full((cuts[-1], 2), float(world.rank), dtype=torch.bfloat16)
     world.gather([table], [cuts])
+    stacked = world.stack(torch.tensor([[world.rank, 1.5]], dtype=torch.bfloat16))
     tables, many = _tables(world.rank)
     gather._GROUP = 3 << 20  # bytes: the tables of a megabyte and more are two groups
     world.gather(tables, many)
@@ -53,6 +54,7 @@ def travel(world: World, _: Any) -> dict[str, Any]:
     return {
         "values": values,
         "table": table,
+        "stacked": stacked,
         "tables are whole": all(
             torch.equal(one.view(torch.uint8), whole)
             for one, whole in zip(tables, _tables(None)[0], strict=True)
@@ -95,6 +97,7 @@ def test_three_processes():
         assert torch.equal(one["values"][2]["x"], torch.full((2,), 0.1))
         expected = torch.tensor([0.0] * 3 + [2.0] * 2).bfloat16()[:, None].expand(5, 2)
         assert torch.equal(one["table"], expected)
+        assert one["stacked"].tolist() == [[[0, 1.5]], [[1, 1.5]], [[2, 1.5]]]
         for source in {0, 1, 2} - {rank}:
             arrived = torch.full((rank + 1,), 10.0 * source + rank)
             assert torch.equal(one["received"][source], arrived)

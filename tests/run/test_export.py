@@ -293,4 +293,4 @@ def test_the_model_that_a_policy_saves_is_what_it_exports(tmp_path: Path, lines:
     save_policy(policy, tmp_path / "saved", starter_folder())
     out = export(find_source("starter", None, lines.append), tmp_path / "out").folder
     assert (out / WEIGHTS_FILE).read_bytes() == (tmp_path / "saved" / WEIGHTS_FILE).read_bytes()
-    assert PolicyTensors.of(policy).in_e4m3 == frozenset()
+    assert PolicyTensors(policy).in_e4m3 == frozenset()

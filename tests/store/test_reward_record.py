@@ -14,6 +14,7 @@ from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.function import RewardFunction
 from isobit.rewards.grade import GradeStats, Grading, grade
+from isobit.store.journal import whole_lines
 from isobit.store.reward_record import RewardRecord
 
 
@@ -46,7 +47,7 @@ def test_what_was_graded_before_opening_and_after_is_recorded_and_replayed(tmp_p
     assert len(path.read_text().splitlines()) == 2 and record.position == path.stat().st_size
     content = path.read_bytes()
 
-    again = RewardRecord(print, path)
+    again = RewardRecord(print, whole_lines(path, 0))
     again.open(path)
     replayed = groups(), groups(6)
     assert [again.grade(made, never) for made in replayed] == [first, second]
@@ -60,7 +61,7 @@ def test_other_completions_are_graded_anew_and_that_is_said(tmp_path: Path) -> N
     record.open(path)
     for token in (5, 6, 7):
         record.grade(groups(token), by(lambda prompt, completion: 1.0))
-    again = RewardRecord(said.append, path)
+    again = RewardRecord(said.append, whole_lines(path, 0))
     again.open(path)
     again.grade(groups(5), never)
     again.grade(groups(9), by(lambda prompt, completion: 2.0))
@@ -81,7 +82,7 @@ def test_an_unfinished_line_is_cut_off(rest: bytes, tmp_path: Path) -> None:
     record.grade(groups(), by(lambda prompt, completion: 1.0))
     whole = path.read_bytes()
     path.write_bytes(whole + rest)
-    again = RewardRecord(print, path)
+    again = RewardRecord(print, whole_lines(path, 0))
     again.open(path)
     assert path.read_bytes() == whole
 
@@ -109,7 +110,7 @@ def test_several_rewards_are_recorded_each(tmp_path: Path) -> None:
     record = RewardRecord(print)
     record.open(path)
     first = record.grade(groups(), two)
-    again, replayed = RewardRecord(print, path), groups()
+    again, replayed = RewardRecord(print, whole_lines(path, 0)), groups()
     assert again.is_ahead and again.grade(replayed, never) == first and not again.is_ahead
     assert list(replayed[1].reward_parts.items()) == [
         ("z", [None, 1.0, 2.0]),
@@ -133,7 +134,7 @@ def test_what_graders_met_is_recorded_where_they_met_something(tmp_path: Path) -
     record.grade(groups(6), by(some_fail))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0]["counts"] == met and "counts" not in lines[1]
-    again = RewardRecord(print, path)
+    again = RewardRecord(print, whole_lines(path, 0))
     replayed = again.grade(groups(), never)
     assert replayed == first and list(replayed.counts.items()) == list(met.items())
     assert again.grade(groups(6), never).counts == {}

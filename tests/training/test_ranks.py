@@ -31,7 +31,7 @@ from isobit.training.trainer import Trainer
 from tests.worlds import in_world
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 300,
+    "vocab_size": 304,
     "hidden_size": 128,
     "intermediate_size": 192,
     "num_layers": 2,
@@ -77,7 +77,11 @@ def sequences(count: int, seed: int) -> list[TokenSequence]:
 
 def make_trainer(case: dict[str, Any], world: World) -> Trainer:
     policy = random_policy(
-        MODELS[case["model"]], PrecisionConfig(preset=case["preset"]), 7, world=world
+        MODELS[case["model"]],
+        PrecisionConfig(preset=case["preset"]),
+        7,
+        world.own_device(torch.device(case.get("device", "cpu"))),
+        world=world,
     )
     config = TrainingConfig(
         tokens_per_microbatch=64, learning_rate=1e-3, moments=case["moments"], max_grad_norm=0.5
@@ -95,7 +99,7 @@ def digest(tensors: Sequence[torch.Tensor]) -> str:
 def whole(trainer: Trainer, name: str, kind: str) -> torch.Tensor:
     """A moment of a master, of all ranks."""
     world = trainer.policy.world
-    own = trainer.moments()[f"{name}.{kind}"]
+    own = trainer.moments()[f"{name}.{kind}"].cpu()
     if own.dim() == 0:
         return own
     return torch.cat(world.messages(own))

@@ -12,7 +12,9 @@ Another device is another folder and a line of ``_BACK_ENDS``.
 The rule of exactness holds in the forward: an output row's bits depend on that row's inputs alone,
 never on the number of rows, its place among them, or the operation's form (paged or packed,
 captured or not).  The backward repeats its bits for the same call.  Gradients of masters are FP32
-and are added to: each call adds one finished sum to every element.
+and are added to: each call adds one finished sum, started from zero, to every element.  Only
+``token_log_probs_backward`` may add the parts that it takes rows in one by one: who has a sum
+already gives it zeros, and adds those.
 
 Shapes: T tokens end to end, C hidden size, H query heads and G KV heads of D numbers, V vocabulary.
 """
@@ -116,6 +118,12 @@ class Backend(Protocol):
 
     def linear_input(self, x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
         """x [T, K] as a linear reads it."""
+        ...
+
+    def joined_rows(self, values: torch.Tensor, scales: torch.Tensor) -> Operand:
+        """Columns of ``linear_input``'s that other ranks have made, as a linear reads them: E4M3
+        values [T, K], and FP32 scales of their 1x128 groups, a row a group, [ceil(K / 128), T].
+        """
         ...
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:

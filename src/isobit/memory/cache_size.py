@@ -18,7 +18,7 @@ from isobit.kernels.backend import DeviceMemory
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
-from isobit.models.policy import Policy
+from isobit.models.policy_share import SampledPolicy
 from isobit.precision.flow import PrecisionFlow
 
 _GIB = 1 << 30
@@ -39,17 +39,23 @@ def batched_tokens(config: RolloutConfig, sizes: Sizes) -> int:
     return config.max_batched_tokens or sizes.batched_tokens
 
 
-def choose_num_pages(policy: Policy, config: RolloutConfig) -> int:
+def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
     """The pages of a policy's cache on its device: ``kv_pages`` if it is set.  Raises ConfigError
     if the memory does not hold one page.
+
+    Ranks that share a policy have as many pages as the one with the least room; what they join
+    passes beside less than a whole forward makes.
     """
     device, sizes = policy.backend.memory, policy.backend.sizes
+    cut = policy.weights("rollout").cut
+    shape = cut.share(policy.config)
     if device is None or config.kv_pages is not None or config.kv_memory_gib is not None:
-        return num_pages_for(policy.config, policy.flow, config, sizes)
+        return num_pages_for(shape, policy.flow, config, sizes)
     device.release_cached()
     room = device.free() - forward_bytes(policy.config, policy.flow, config, sizes) - RESERVE
-    page = sizes.page_bytes(policy.config, policy.flow)
-    return num_pages_within(policy.config, config, sizes.page_tokens, page, room)
+    page = sizes.page_bytes(shape, policy.flow)
+    rooms = cut.world.messages(room)
+    return num_pages_within(shape, config, sizes.page_tokens, page, min(rooms))
 
 
 def num_pages_for(

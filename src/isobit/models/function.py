@@ -8,7 +8,7 @@ so here, and its log-probabilities are recomputed before they are learnt from.
 
 from dataclasses import dataclass
 
-from isobit.models.policy import Policy
+from isobit.models.policy_share import SampledPolicy
 from isobit.precision.compare import graph_differences
 from isobit.precision.flow import Graph
 from isobit.precision.formats import Side
@@ -26,7 +26,7 @@ class LogProbFunction:
     """Whose kernels compute it."""
 
 
-def function_of(policy: Policy, side: Side) -> LogProbFunction:
+def function_of(policy: SampledPolicy, side: Side) -> LogProbFunction:
     """The function that one side of a policy computes on its device."""
     return LogProbFunction(policy, policy.flow.graph(side), policy.backend.name)
 

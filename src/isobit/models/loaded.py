@@ -15,13 +15,14 @@ from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
-from isobit.files import new_folder
+from isobit.files import disk_errors, new_folder
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
 from isobit.models.folder import load_policy, read_config
 from isobit.models.hub import hub_folder, is_hub_name
 from isobit.models.policy import Policy
-from isobit.models.saving import save_policy
+from isobit.models.saving import policy_contents, write_folder
+from isobit.parallel.writing import write_together
 from isobit.records.text import SamplingParams
 from isobit.starter import starter_folder
 
@@ -61,10 +62,19 @@ class DescribedModel:
 
 def write_model(model: LoadedModel, target: Path) -> None:
     """The policy with its tokenizer as the Hugging Face folder ``target``; an older one there is
-    replaced as a whole.
+    replaced as a whole.  All ranks together; rank 0 writes.  Raises StorageError on all where it
+    cannot.
     """
-    with new_folder(target) as partial:
-        save_policy(model.policy, partial, tokenizer_from=model.folder)
+    policy = model.policy
+
+    def write() -> None:
+        with policy_contents(policy) as contents:
+            if policy.world.rank != 0:
+                return
+            with disk_errors(target.parent, "the trained model"), new_folder(target) as partial:
+                write_folder(partial, policy.config, contents, tokenizer_from=model.folder)
+
+    write_together(policy.world, write)
 
 
 def model_folder(name: str | Path) -> Path:

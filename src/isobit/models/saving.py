@@ -6,7 +6,8 @@ What a checkpoint does not have, a value head, no folder gets.
 
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer, stop_token_id
 from isobit.models.config import ModelConfig
 from isobit.models.contents import Contents, bf16_contents
 from isobit.models.policy import Policy
-from isobit.models.shards import SHARD_BYTES, write_shards
+from isobit.models.shards import SHARD_BYTES, write_order, write_shards
 from isobit.precision.quant_tensor import QuantTensor
 
 GENERATION_FILE = "generation_config.json"
@@ -34,23 +35,45 @@ TEMPLATES = "additional_chat_templates"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-@dataclass(frozen=True, slots=True)
 class PolicyTensors:
-    """The tensors of a policy's masters, by the checkpoint's names (``Tensors``)."""
+    """The tensors of a policy's masters, by the checkpoint's names (``Tensors``).
 
-    parts: dict[str, torch.Tensor]
+    Of several ranks each owns some rows of a master: it is gathered when the first of its tensors
+    is asked for, which all ranks do in one order, and held until the last one was.
+    """
 
-    @classmethod
-    def of(cls, policy: Policy) -> "PolicyTensors":
-        """Those of a trainable policy."""
-        parts: dict[str, torch.Tensor] = {}
-        for name, described in policy.decoder.masters().items():
-            parts |= described.of_checkpoint(policy.masters[name].detach())
-        return cls(parts)
+    def __init__(self, policy: Policy) -> None:
+        """Of a trainable policy."""
+        self._policy, self._described = policy, policy.decoder.masters()
+        self._masters = {
+            part: name for name, described in self._described.items() for part in described.parts
+        }
+        self._held: dict[str, dict[str, torch.Tensor]] = {}
+        self._gathered: set[str] = set()
 
     def tensor(self, name: str) -> torch.Tensor:
         """FP32."""
-        return self.parts[name]
+        master = self._masters[name]
+        if name not in self._held.get(master, ()):
+            self._held[master] = self._described[master].of_checkpoint(self._gather(master))
+        tensor = self._held[master].pop(name)
+        if not self._held[master]:
+            del self._held[master]
+        return tensor
+
+    def gather_rest(self, names: Sequence[str]) -> None:
+        """Take part in gathering what other ranks ask for in this order and this one has not."""
+        for master in dict.fromkeys(self._masters[name] for name in names):
+            if master not in self._gathered:
+                self._gather(master)
+
+    def _gather(self, master: str) -> torch.Tensor:
+        self._gathered.add(master)
+        self._policy.world.pulse.beat()
+        whole = self._policy.whole_master(master)
+        if self._policy.world.size == 1:
+            return whole
+        return whole.cpu()  # the device has no room planned for what is held
 
     @property
     def in_e4m3(self) -> frozenset[str]:
@@ -62,14 +85,33 @@ class PolicyTensors:
         return None
 
 
+@contextmanager
+def policy_contents(policy: Policy, limit: int = SHARD_BYTES) -> Iterator[Contents]:
+    """The BF16 rounding of the masters that checkpoints have, for rank 0 to write in this block, in
+    files of at most ``limit`` bytes.  All ranks together: whatever happens in the block, nobody is
+    left waiting for a master.
+    """
+    tensors = PolicyTensors(policy)
+    contents = bf16_contents(policy.config, tensors)
+    order = write_order(contents.layout, limit)
+    try:
+        yield contents
+    except Exception:
+        tensors.gather_rest(order)
+        raise
+    tensors.gather_rest(order)
+
+
 def save_policy(
     policy: Policy, folder: Path, tokenizer_from: Path | None = None, limit: int = SHARD_BYTES
 ) -> None:
     """Write the BF16 rounding of the masters that checkpoints have as a Hugging Face folder, with
     the tokenizer files of another folder if given; files of tensors have at most ``limit`` bytes.
+    All ranks together; rank 0 writes.
     """
-    contents = bf16_contents(policy.config, PolicyTensors.of(policy))
-    write_folder(folder, policy.config, contents, tokenizer_from, limit)
+    with policy_contents(policy, limit) as contents:
+        if policy.world.rank == 0:
+            write_folder(folder, policy.config, contents, tokenizer_from, limit)
 
 
 def write_folder(

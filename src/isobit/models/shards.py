@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from isobit.models.tensor_file import write_tensors
+from isobit.models.tensor_file import FilePlan, write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -45,6 +45,15 @@ def plan_shards(layout: Layout, limit: int = SHARD_BYTES) -> dict[str, list[str]
         f"model-{number:05}-of-{len(shards):05}.safetensors": names
         for number, names in enumerate(shards, 1)
     }
+
+
+def write_order(layout: Layout, limit: int = SHARD_BYTES) -> list[str]:
+    """The names in the order in which ``write_shards`` asks for their values."""
+    return [
+        name
+        for names in plan_shards(layout, limit).values()
+        for name in FilePlan.of({name: layout[name] for name in names}).begins
+    ]
 
 
 def write_shards(

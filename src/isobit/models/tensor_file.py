@@ -19,6 +19,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -50,6 +51,40 @@ may be larger than the memory.
 _ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
 
 
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """Where everything lies in a file that is to be written."""
+
+    header: bytes
+    begins: Mapping[str, int]
+    """Of each tensor's bytes in the file, in their order."""
+    size: int
+    """Bytes of the file."""
+
+    @classmethod
+    def of(
+        cls, layout: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    ) -> "FilePlan":
+        """Of tensors with these shapes and formats, which may be on the device ``meta``."""
+        names = sorted(layout, key=lambda name: (_ORDER[layout[name].dtype], name))
+        entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        begins: dict[str, int] = {}
+        end = 0
+        for name in names:
+            tensor = layout[name]
+            begins[name], end = end, end + tensor.numel() * tensor.element_size()
+            entries[name] = {
+                "dtype": _FORMATS[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begins[name], end],
+            }
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        header = struct.pack("<Q", len(text)) + text
+        begins = {name: len(header) + begin for name, begin in begins.items()}
+        return cls(header, begins, len(header) + end)
+
+
 def write_tensors(
     path: Path,
     layout: Mapping[str, torch.Tensor],
@@ -61,39 +96,28 @@ def write_tensors(
     ``layout`` has tensors of the same shapes and formats, which may be on the device ``meta``;
     values are on any device.
     """
-    names = sorted(layout, key=lambda name: (_ORDER[layout[name].dtype], name))
-    header = _header({name: layout[name] for name in names}, metadata)
-    digest = hashlib.sha256(header)
+    plan = FilePlan.of(layout, metadata)
+    digest = hashlib.sha256(plan.header)
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
-        file.write(header)
+        file.write(plan.header)
 
         def write(name: str, tensor: torch.Tensor) -> None:
             assert (tensor.shape, tensor.dtype) == (layout[name].shape, layout[name].dtype), (
                 f"{name} is not what the layout says"
             )
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            data = bytes_of(tensor)
             hashed = hashing.submit(digest.update, data)
             file.write(data)
             hashed.result()
 
-        for name in names:
+        for name in plan.begins:
             write(name, value(name))
     return digest.hexdigest()
 
 
-def _header(layout: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, tensor in layout.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": _FORMATS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Of a tensor on any device, on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile(Mapping[str, torch.Tensor]):

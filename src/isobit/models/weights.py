@@ -9,6 +9,7 @@ import torch
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable
+from isobit.models.cut import WHOLE, TensorCut
 
 
 @dataclass(slots=True)
@@ -21,3 +22,5 @@ class Weights:
     rope: RopeTable
     linears: dict[str, LinearWeight] = field(default_factory=dict)
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
+    cut: TensorCut = WHOLE
+    """Which part of each linear these are."""

@@ -1,6 +1,8 @@
 """What every training leaves behind as it goes: figures, sample completions, changes of the
 micro-batch budget, and its boundaries.
 
+Of several processes each keeps the log, and rank 0 writes it.
+
 A boundary is a moment between two steps, with all that a checkpoint holds beside the tensors.  The
 log takes one after every step and every evaluation: its own totals and the sizes of its files are
 part of it.
@@ -13,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TextIO, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from isobit.clock import Clock
 from isobit.observe.console import Console
 from isobit.observe.metrics import Metrics, MetricsWriter
+from isobit.observe.summary import RunSummary
 from isobit.observe.wandb_tracker import open_tracker
 from isobit.records.text import Group
 from isobit.store.budget_record import write_change
@@ -66,15 +69,7 @@ class TrainingLog(ABC, Generic[Result]):
         start.open(run)
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
-        tracker = open_tracker(
-            run.config.tracking, self.directory.root, run.config.model_dump(mode="json")
-        )
-        self._metrics = self._files.enter_context(
-            MetricsWriter(self.directory.metrics, self.directory.tensorboard, tracker, console.line)
-        )
-        self._completions = self._files.enter_context(
-            self.directory.completions.open("a", encoding="utf-8")
-        )
+        self._writers = self._open_writers() if start.writes else None
         self._evaluations: dict[int, dict[str, Result]] = {}
         self._totals = dict.fromkeys(self.counts, 0)
         self._seconds = dict.fromkeys((*self.phases, "evaluation", "offload"), 0.0)
@@ -106,7 +101,7 @@ class TrainingLog(ABC, Generic[Result]):
                 for name, result in results.items()
                 for key, value in result.scalars(name).items()
             }
-            self._metrics.write(step, {**scalars, "time/evaluation_s": seconds})
+            self._write_metrics(step, {**scalars, "time/evaluation_s": seconds})
         for name, (_, groups) in evaluation.items():
             self._write_completions(step, name, groups)
         self._evaluations[step] = results
@@ -118,7 +113,8 @@ class TrainingLog(ABC, Generic[Result]):
         boundary; on the disk when this returns.
         """
         step = self.boundary.step + 1
-        write_change(self.directory.budget, step, change)
+        if self._writers is not None:
+            write_change(self.directory.budget, step, change)
         if change.new < change.old:  # else the run ends, with an error that says why
             self._console.line(describe_change(step, change))
 
@@ -174,7 +170,7 @@ class TrainingLog(ABC, Generic[Result]):
             step,
             self._training,
             self._state(),
-            positions(self.directory),
+            positions(self.directory) if self._writers is not None else {},
             self.evaluation_figures().get(step, {}),
         )
 
@@ -184,11 +180,32 @@ class TrainingLog(ABC, Generic[Result]):
             self._seconds[name] += value
         return seconds
 
+    def _open_writers(self) -> tuple[MetricsWriter, TextIO]:
+        """Of figures and of completions."""
+        config, directory = self._training.config, self.directory
+        tracker = open_tracker(config.tracking, directory.root, config.model_dump(mode="json"))
+        metrics = MetricsWriter(
+            directory.metrics, directory.tensorboard, tracker, self._console.line
+        )
+        completions = directory.completions.open("a", encoding="utf-8")
+        return self._files.enter_context(metrics), self._files.enter_context(completions)
+
+    def _write_metrics(self, step: int, metrics: Metrics) -> None:
+        if self._writers is not None:
+            self._writers[0].write(step, metrics)
+
+    def _write_summary(self, summary: RunSummary) -> None:
+        if self._writers is not None:
+            summary.write(self.directory.summary)
+
     def _write_completions(self, step: int, source: str, groups: Sequence[Group]) -> None:
+        if self._writers is None:
+            return
+        file = self._writers[1]
         for group in groups[:SAMPLES_KEPT]:
             line = completion_line(step, source, group, self._training.model.tokenizer)
-            self._completions.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._completions.flush()
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        file.flush()
 
 
 def describe_change(step: int, change: BudgetChange) -> str:

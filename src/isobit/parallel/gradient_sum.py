@@ -31,6 +31,8 @@ from isobit.parallel.world import World
 AddInOrder = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 """``Backend.add_in_order``."""
 Shape = tuple[int, ...]
+_ALIGNED = 64
+"""Numbers: 256 bytes, as memory of its own would be.  Kernels may be chosen by it."""
 Groups = Sequence[Sequence[str]]
 """Masters by name, in the order in which a backward finishes them."""
 _END_BUFFERS, _LAYER_BUFFERS = 1, 2
@@ -97,7 +99,7 @@ class _Layout:
     def __post_init__(self) -> None:
         for name, shape in self.shapes.items():
             self.begins[name] = self.numel
-            self.numel += prod(shape)
+            self.numel += -(-prod(shape) // _ALIGNED) * _ALIGNED
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         begin, shape = self.begins[name], self.shapes[name]

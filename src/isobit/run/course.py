@@ -154,7 +154,7 @@ def course(
     console = console or (Console() if world.rank == 0 else silent())
     clock = Clock(world.pulse.beat)
     with (
-        begin(config, shape, resume, console.line, extra_bytes) as start,
+        begin(config, shape, resume, console.line, extra_bytes, world) as start,
         open_graders(config) as graders,
     ):
         with console.busy("loading"):

@@ -28,10 +28,8 @@ def write_change(path: Path, step: int, change: BudgetChange) -> None:
 
 def read_changes(path: Path, position: int) -> list[BudgetChange]:
     """The changes after byte ``position``; none where there is no file."""
-    lines = whole_lines(path, position) if path.is_file() else []
-    return [
-        BudgetChange(line["update"], line["old"], line["new"]) for line in map(json.loads, lines)
-    ]
+    lines = map(json.loads, whole_lines(path, position))
+    return [BudgetChange(line["update"], line["old"], line["new"]) for line in lines]
 
 
 def drop_torn_line(path: Path) -> None:

@@ -63,9 +63,11 @@ def rewind(directory: RunDirectory, recorded: Positions) -> None:
 
 
 def whole_lines(path: Path, position: int) -> list[bytes]:
-    """The lines after byte ``position``; one that a killed process left unfinished is no line, nor
-    is anything after a damaged one.
+    """The lines after byte ``position``, none where there is no file; one that a killed process
+    left unfinished is no line, nor is anything after a damaged one.
     """
+    if not path.is_file():
+        return []
     lines: list[bytes] = []
     for line in path.read_bytes()[position:].splitlines(keepends=True):
         try:

@@ -8,9 +8,12 @@ of every site on both sides.
 import os
 import platform
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from typing import Any
 
 import torch
@@ -25,17 +28,17 @@ from isobit.store.training_run import TrainingRun
 _LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
 
 
-def manifest(run: TrainingRun) -> dict[str, Any]:
-    """The manifest of a run that is about to start, ready for JSON."""
+def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
+    """The manifest of a run that is about to start, ready for JSON; ``hosts`` by rank."""
     policy = run.model.policy
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         **environment(policy.device),
-        "machine": machine(),
+        "machine": {**machine(), **processes(hosts)},
         "model": {
             "folder": str(run.model.folder),
-            "parameters": sum(master.numel() for master in policy.parameters()),
+            "parameters": sum(map(prod, policy.shapes.values())),
             "config": asdict(policy.config),
         },
         "data": run.data_figures(),
@@ -85,6 +88,11 @@ def machine() -> dict[str, Any]:
         "openmp": openmp_libraries(),
         "gomp_spincount": os.environ.get("GOMP_SPINCOUNT"),
     }
+
+
+def processes(hosts: Sequence[str]) -> dict[str, Any]:
+    """How many processes the run has, and how many of them each host has."""
+    return {"processes": len(hosts), "hosts": dict(Counter(hosts))}
 
 
 def precision_graph(flow: PrecisionFlow) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from typing import Any
 
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats, Grading
-from isobit.store.journal import whole_lines
 
 Say = Callable[[str], None]
 
@@ -31,17 +30,22 @@ Say = Callable[[str], None]
 class RewardRecord:
     """Grades groups: from the record where it goes on, otherwise by asking, and into the record."""
 
-    def __init__(self, say: Say, path: Path | None = None, position: int = 0) -> None:
-        """Go on at byte ``position`` of an older record, if there is one.  Nothing is written
-        before ``open``.
+    def __init__(self, say: Say, lines: Sequence[bytes] = (), position: int = 0) -> None:
+        """Go on at byte ``position`` of an older record, which has these lines from there on.
+        Nothing is written before ``open``.
         """
         self._say = say
-        self._lines = (
-            deque(whole_lines(path, position)) if path is not None and path.is_file() else deque()
-        )
+        self._lines = deque(lines)
         self._size = position
         self._unwritten: list[bytes] = []
         self._path: Path | None = None
+        self._follows = False
+
+    def follow(self) -> None:
+        """Know the same from now on as a record that another rank writes, and write nothing."""
+        self._follows = True
+        self._size = self.position
+        self._unwritten.clear()
 
     def open(self, path: Path) -> None:
         """Write to ``path`` from now on, and first what was graded before."""
@@ -106,11 +110,12 @@ class RewardRecord:
         return None
 
     def _write(self, line: bytes) -> None:
-        if self._path is None:
+        if self._path is None and not self._follows:
             self._unwritten.append(line)
             return
-        with self._path.open("ab") as file:
-            file.write(line)
+        if self._path is not None:
+            with self._path.open("ab") as file:
+                file.write(line)
         self._size += len(line)
 
 

@@ -39,7 +39,7 @@ def test_it_says_what_the_tables_say(folder: Path, tmp_path: Path) -> None:
 
 def test_stored_bytes_have_scales_alone(folder: Path, tmp_path: Path) -> None:
     policy = random_policy(CONFIG, PrecisionConfig(), seed=0)
-    contents = fp8_contents(CONFIG, policy.flow, PolicyTensors.of(policy))
+    contents = fp8_contents(CONFIG, policy.flow, PolicyTensors(policy))
     write_folder(tmp_path / "fp8", CONFIG, contents)
     found = inspect_folder(tmp_path / "fp8", PrecisionConfig())
     page = Page(write_inspection(found, tmp_path / "page.html"))

@@ -13,6 +13,7 @@ from isobit.errors import NonFiniteError
 from isobit.kernels.backend import Captured
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.policy import Policy
+from isobit.models.policy_share import SampledPolicy
 from isobit.records.text import Completion
 from isobit.rollout.engine import generate
 from isobit.rollout.native import graph_runner
@@ -39,7 +40,7 @@ def make_engine(policy: Policy, **sizes: Any) -> tuple[NativeEngine, list[GraphR
     config = RolloutConfig.model_validate({"kv_pages": 40} | sizes)
     runners: list[GraphRunner] = []
 
-    def make_runner(policy: Policy, num_pages: int) -> GraphRunner:
+    def make_runner(policy: SampledPolicy, num_pages: int) -> GraphRunner:
         runners.append(GraphRunner(policy, num_pages, config.max_sequences))
         return runners[-1]
 

@@ -16,6 +16,7 @@ from isobit.config.run import RunConfig
 from isobit.errors import CheckpointError, Interrupted
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import random_policy
+from isobit.models.tensor_slices import Slice
 from isobit.run import course
 from isobit.run.rl import loop
 from isobit.run.rl.loop import train
@@ -122,7 +123,7 @@ def test_their_files_are_written_once_they_hold_something(
     assert first.state["extras"]["reference"]["sha256"] == loaded.digest()
     entry = checkpoint.manifest["files"]["diary.safetensors"]
     data = (checkpoint.folder / "diary.safetensors").read_bytes()
-    assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert entry == {"bytes": len(data), "sha256": [hashlib.sha256(data).hexdigest()]}
 
 
 @pytest.mark.parametrize("broken_after", [1, 3])
@@ -227,11 +228,13 @@ def test_a_checkpoint_of_the_format_before_is_gone_on_from(
     (folder / "state.json").write_bytes(text)
 
     def older(manifest: dict[str, Any]) -> None:
-        assert manifest["format"] == FORMAT == 2
+        assert manifest["format"] == FORMAT == 3
         manifest["format"] = 1
-        del manifest["config"]["reference"]
-        digest = hashlib.sha256(text).hexdigest()
-        manifest["files"]["state.json"] = {"bytes": len(text), "sha256": digest}
+        del manifest["config"]["reference"], manifest["chunk_bytes"]
+        for name in manifest["files"]:
+            data = (folder / name).read_bytes()
+            digest = hashlib.sha256(data).hexdigest()
+            manifest["files"][name] = {"bytes": len(data), "sha256": digest}
 
     rewrite(folder / "manifest.json", older)
     train(make_config(training={"steps": 3}), resume=True)
@@ -241,7 +244,7 @@ def test_a_checkpoint_of_the_format_before_is_gone_on_from(
 def test_the_bytes_announced_cover_extras(tmp_path: Path) -> None:
     diary = Diary()
     diary.pages = [torch.zeros(100_000, dtype=torch.int32)]
-    masters = {"weight": torch.zeros(5)}
+    masters = {"weight": Slice.whole(torch.zeros(5))}
     files = {"diary": diary.tensors(), "empty": {}}
     made = Snapshot(3, masters, {}, {}, {"config": {}}, files)
     without = Snapshot(3, masters, {}, {}, {"config": {}})

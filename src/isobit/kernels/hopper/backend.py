@@ -18,7 +18,14 @@ from isobit.kernels.hopper.experts_backward import experts_backward
 from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
 from isobit.kernels.hopper.gradient_squares import gradient_squares
 from isobit.kernels.hopper.kv_cache import HopperKvCache
-from isobit.kernels.hopper.linear import dgrad, linear, linear_input, output_gradient, wgrad
+from isobit.kernels.hopper.linear import (
+    dgrad,
+    joined_rows,
+    linear,
+    linear_input,
+    output_gradient,
+    wgrad,
+)
 from isobit.kernels.hopper.memory import CapturedGraph, HopperMemory, HostCopies, to_device
 from isobit.kernels.hopper.norm import add_rms_norm
 from isobit.kernels.hopper.norm_backward import rms_norm_backward
@@ -61,6 +68,7 @@ class HopperBackend:
 
     add_rms_norm = staticmethod(add_rms_norm)
     linear_input = staticmethod(linear_input)
+    joined_rows = staticmethod(joined_rows)
     swiglu = staticmethod(swiglu)
     swiglu_input = staticmethod(swiglu_input)
     swiglu_saved = staticmethod(swiglu_saved)

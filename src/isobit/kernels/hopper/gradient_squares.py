@@ -55,9 +55,11 @@ def _add_kernel(SUMS, OUT, blocks, pieces, BLOCKS: tl.constexpr):
     """
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < blocks
+    at = SUMS + block
     acc = tl.zeros([BLOCKS], tl.float64)
-    for piece in range(pieces):
-        acc += tl.load(SUMS + piece.to(tl.int64) * blocks + block, mask=inside, other=0.0)
+    for _ in range(pieces):
+        acc += tl.load(at, mask=inside, other=0.0)
+        at += blocks
     tl.store(OUT + block, acc, mask=inside)
 
 

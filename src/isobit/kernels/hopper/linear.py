@@ -8,6 +8,7 @@ that stay in BF16).  Where both copies of an operand are wanted, one kernel read
 """
 
 import torch
+import torch.nn.functional as F
 
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.linear_backward import (
@@ -29,6 +30,12 @@ def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput
         return LinearInput(*quantise_both(x, site.scales))
     read = quantise_rows(x, site.scales) if site.forward == "e4m3" else x
     return LinearInput(read, x if save else None)
+
+
+def joined_rows(values: torch.Tensor, scales: torch.Tensor) -> QuantRows:
+    """E4M3 values [T, K] and FP32 scales, a row a group, [ceil(K / 128), T]."""
+    tokens = len(values)
+    return QuantRows(values, F.pad(scales, (0, -tokens % 4)).t()[:tokens])
 
 
 def input_saved(x: torch.Tensor, site: Site) -> Operand:

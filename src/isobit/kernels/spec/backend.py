@@ -18,7 +18,14 @@ from isobit.kernels.spec.embedding import embedding, embedding_backward
 from isobit.kernels.spec.experts import experts, experts_backward, experts_saving
 from isobit.kernels.spec.gradient_squares import gradient_squares
 from isobit.kernels.spec.kv_cache import SpecKvCache
-from isobit.kernels.spec.linear import dgrad, linear, linear_input, output_gradient, wgrad
+from isobit.kernels.spec.linear import (
+    dgrad,
+    joined_rows,
+    linear,
+    linear_input,
+    output_gradient,
+    wgrad,
+)
 from isobit.kernels.spec.norm import add_rms_norm, rms_norm_backward
 from isobit.kernels.spec.ordered_sum import add_in_order
 from isobit.kernels.spec.packed_attention import PackedAttention
@@ -56,6 +63,7 @@ class SpecBackend:
     embedding = staticmethod(embedding)
     add_rms_norm = staticmethod(add_rms_norm)
     linear_input = staticmethod(linear_input)
+    joined_rows = staticmethod(joined_rows)
     swiglu = staticmethod(swiglu)
     swiglu_input = staticmethod(swiglu_input)
     swiglu_saved = staticmethod(swiglu_saved)

@@ -29,6 +29,11 @@ def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput
     return LinearInput(read, input_saved(x, site) if save else None)
 
 
+def joined_rows(values: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
+    """E4M3 values [T, K] and FP32 scales, a row a group, [ceil(K / 128), T]."""
+    return QuantTensor(values, scales.t().contiguous(), "1x128")
+
+
 def input_saved(x: torch.Tensor, site: Site) -> Operand:
     """x [T, K] as WGrad reads it."""
     return quantise_tokens(x, site.scales) if site.wgrad == "e4m3" else x

@@ -165,14 +165,14 @@ class Attention:
     ) -> tuple[LinearInput, torch.Tensor]:
         """The output projection of what attention gave: its input, and what it gives."""
         observe(out, "layers", self._layer, "attention")
-        made = self._out.input(weights, out, save)
-        return made, self._out.forward(weights, made)
+        made = self._out.input(weights, weights.cut.whole_groups(out), save)
+        return made, self._out.joined(weights, made, weights.cut.queries)
 
     def _transform(self, weights: Weights) -> QkvTransform:
         config, plain, path = self._config, weights.plain, f"layers.{self._layer}"
         return QkvTransform(
-            config.num_heads,
-            config.num_kv_heads,
+            config.num_heads // weights.cut.size,
+            config.num_kv_heads // weights.cut.size,
             config.head_dim,
             weights.rope.cos,
             weights.rope.sin,

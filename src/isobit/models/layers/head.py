@@ -36,7 +36,8 @@ class Head:
 
     def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, C] -> FP32 logits [N, V]."""
-        return weights.backend.head_logits(hidden, weights.plain[PUBLISHED])
+        mine = weights.backend.head_logits(hidden, weights.plain[PUBLISHED])
+        return weights.cut.columns(mine, weights.cut.vocabulary)
 
     def token_log_probs(
         self,

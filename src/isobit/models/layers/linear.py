@@ -11,6 +11,7 @@ import torch
 
 from isobit.kernels.operands import LinearInput, Operand, OutputGradient
 from isobit.kernels.trace import observe
+from isobit.models.cut import Cuts
 from isobit.models.layers.unit import Gradient, Master
 from isobit.models.weights import Weights
 from isobit.precision.flow import LinearShape, SiteShape
@@ -52,6 +53,13 @@ class Linear:
         """[T, K] -> [T, N]."""
         observe_input(x, self.path)
         return observe(weights.backend.linear(x.read, weights.linears[self.path]), self.path)
+
+    def joined(self, weights: Weights, x: LinearInput, cuts: Cuts) -> torch.Tensor:
+        """``forward`` to the residual stream, of an input whose ``cuts`` ranks that share the
+        weights have made: all of it is read, and all of [T, C] given.
+        """
+        cut = weights.cut
+        return cut.columns(self.forward(weights, cut.input(weights.backend, x, cuts)), cut.hidden)
 
     def input(self, weights: Weights, x: torch.Tensor, save: bool) -> LinearInput:
         """x [T, K] as this linear reads it, with ``save`` also as its WGrad will."""

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from isobit.kernels.trace import observing
-from isobit.models.policy import Policy
+from isobit.models.policy_share import SampledPolicy
 from isobit.models.scorer import Scorer
 from isobit.proof.bisect.checksums import row_checksums, token_keys
 from isobit.records.batch import PackedBatch
@@ -67,7 +67,7 @@ class TokenObserver:
 class ObservedRunner(PolicyRunner):
     """The rollout side of a policy, observed."""
 
-    def __init__(self, policy: Policy, num_pages: int, observer: TokenObserver) -> None:
+    def __init__(self, policy: SampledPolicy, num_pages: int, observer: TokenObserver) -> None:
         super().__init__(policy, num_pages)
         self._observer = observer
         self._keys = torch.zeros(num_pages * self.page_tokens, dtype=torch.int64)  # by slot

@@ -26,7 +26,7 @@ from isobit.config.rollout import RolloutConfig
 from isobit.errors import RequestError
 from isobit.memory.cache_size import batched_tokens, choose_num_pages, out_of_memory_named
 from isobit.models.function import LogProbFunction, function_of
-from isobit.models.policy import Policy
+from isobit.models.policy_share import SampledPolicy
 from isobit.rollout.engine import Follow, SampleEvent
 from isobit.rollout.native.graph_runner import GraphRunner
 from isobit.rollout.native.limits import Limits, check_limits
@@ -56,11 +56,11 @@ class NativeEngine:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: SampledPolicy,
         config: RolloutConfig,
         tokenizer: "PreTrainedTokenizerBase | None",
         seed: int,
-        make_runner: Callable[[Policy, int], ModelRunner | PipelineRunner] | None = None,
+        make_runner: Callable[[SampledPolicy, int], ModelRunner | PipelineRunner] | None = None,
     ) -> None:
         num_pages = choose_num_pages(policy, config)
         self.stats = EngineStats()
@@ -318,7 +318,7 @@ class NativeEngine:
 
 
 def _default_runner(
-    policy: Policy, num_pages: int, max_sequences: int
+    policy: SampledPolicy, num_pages: int, max_sequences: int
 ) -> ModelRunner | PipelineRunner:
     """What keeps the policy's device busy: the host a step behind an asynchronous one."""
     if policy.backend.is_asynchronous:

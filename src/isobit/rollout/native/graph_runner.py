@@ -26,11 +26,11 @@ from isobit.kernels import backend as back_ends
 from isobit.kernels.backend import Backend, Captured
 from isobit.kernels.operands import Drawn, Draws
 from isobit.models.device import model_needs
-from isobit.models.policy import Policy
+from isobit.models.policy_share import SampledPolicy
 from isobit.rollout.native.batch import build_batch
 from isobit.rollout.native.device_state import DeviceState
 from isobit.rollout.native.ready import Ready, distinct_rows
-from isobit.rollout.native.runner import DrawnToken, rollout_states
+from isobit.rollout.native.runner import DrawnToken, empty_cache, rollout_states
 from isobit.rollout.native.sampler import draws_of, truncates
 from isobit.rollout.native.scheduler import Plan
 from isobit.rollout.native.sequence import Sample
@@ -113,7 +113,7 @@ class _StepKey:
 class GraphRunner:
     """A ``PipelineRunner``: the rollout side of a policy."""
 
-    def __init__(self, policy: Policy, num_pages: int, max_sequences: int) -> None:
+    def __init__(self, policy: SampledPolicy, num_pages: int, max_sequences: int) -> None:
         config, backend = policy.config, policy.backend
         needs = model_needs(config, policy.flow.preset)
         problem = back_ends.support(policy.device.type).model_problem(needs)
@@ -122,7 +122,7 @@ class GraphRunner:
         _name_fallbacks(backend)
         self._policy, self._backend = policy, backend
         # the last page is for padding
-        self._cache = backend.kv_cache(config, policy.flow, num_pages + 1)
+        self._cache = empty_cache(policy, num_pages + 1)
         self.page_tokens = self._cache.page_tokens
         max_pages = -(-config.max_positions // self.page_tokens)
         self._state = DeviceState(max_sequences, max_pages, self.page_tokens, num_pages, backend)

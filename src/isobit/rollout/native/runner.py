@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from isobit.kernels.operands import Attend, Drawn, Draws
-from isobit.models.policy import Policy
+from isobit.kernels.operands import Attend, Drawn, Draws, KvCache
+from isobit.models.policy_share import SampledPolicy
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.scheduler import Plan
 from isobit.rollout.native.sequence import Sample
@@ -147,9 +147,9 @@ class PolicyRunner:
     computes at once, and elsewhere the way to observe it.
     """
 
-    def __init__(self, policy: Policy, num_pages: int) -> None:
+    def __init__(self, policy: SampledPolicy, num_pages: int) -> None:
         self._policy, self._backend = policy, policy.backend
-        self._cache = policy.backend.kv_cache(policy.config, policy.flow, num_pages)
+        self._cache = empty_cache(policy, num_pages)
         self.page_tokens = self._cache.page_tokens
 
     @property
@@ -182,13 +182,19 @@ class PolicyRunner:
         self._cache.clear()
 
 
-def rollout_states(policy: Policy, token_ids: Tensor, attend: Attend) -> States:
+def empty_cache(policy: SampledPolicy, num_pages: int) -> KvCache:
+    """Pages for the KV heads of a policy that this process has."""
+    shape = policy.weights("rollout").cut.share(policy.config)
+    return policy.backend.kv_cache(shape, policy.flow, num_pages)
+
+
+def rollout_states(policy: SampledPolicy, token_ids: Tensor, attend: Attend) -> States:
     """A forward of the rollout side: int64 [T] on the policy's device."""
     routes = policy.decoder.routes()
     hidden = policy.decoder.hidden_states(policy.weights("rollout"), token_ids, attend, routes)
     return States(hidden, None if routes is None else routes.digests())
 
 
-def page_tokens_of(policy: Policy) -> int:
+def page_tokens_of(policy: SampledPolicy) -> int:
     """Tokens of a page of a policy's cache: a KV tile of its back end's attention."""
     return policy.backend.sizes.page_tokens

@@ -39,7 +39,7 @@ class RlLog(TrainingLog[EvalResult]):
         metrics = step_metrics(groups, grades, engine, trained, seconds)
         metrics |= self._optional_figures(collected)
         metrics |= self._run.turns.figures()
-        self._metrics.write(step, metrics)
+        self._write_metrics(step, metrics)
         self._write_completions(step, "train", groups)
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
@@ -94,7 +94,7 @@ class RlLog(TrainingLog[EvalResult]):
             evaluations=sets,
             gpu_memory=self._run.turns.summary(),
         )
-        summary.write(self.directory.summary)
+        self._write_summary(summary)
         self._console.lines(describe_summary(summary))
         return summary
 

@@ -38,7 +38,7 @@ class SftLog(TrainingLog[HeldOut]):
             "tokens_per_s/training": sum(example.tokens for example in examples) / seconds,
         }
         metrics |= self._run.turns.figures()
-        self._metrics.write(step, metrics)
+        self._write_metrics(step, metrics)
         self._totals["tokens"] += self._run.lesson.tokens(examples, update)
         self._totals["skipped"] += update.skipped is not None
         self._console.line(describe_step(step, self._run, metrics))
@@ -65,7 +65,7 @@ class SftLog(TrainingLog[HeldOut]):
             evaluations=sets,
             gpu_memory=self._run.turns.summary(),
         )
-        summary.write(self.directory.summary)
+        self._write_summary(summary)
         self._console.lines(describe_summary(summary, self._run.lesson.unit, self._run.data.noun))
         return summary
 

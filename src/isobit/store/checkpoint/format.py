@@ -9,23 +9,25 @@
                                  refreshed, for example (``isobit.store.training_run.Extra``)
         state.json               counters and cursors (``isobit.store.checkpoint.state``)
         manifest.json            format, step, resolved configuration, versions, figures of the
-                                 evaluation, and size and SHA-256 of every other file; its own
-                                 checksum is the last key
+                                 evaluation, and of every other file the size and the SHA-256 of
+                                 each chunk of ``chunk_bytes``; its own checksum is the last key
 
-Writing: into the hidden ``.step_000010.partial``, the manifest last, every file and the folder
-synced, then renamed, and the folder above synced.  A process killed at any point leaves a hidden
-folder, which nobody reads and the next run removes.  Reading: nothing is used whose bytes are not
-those of the manifest; safetensors itself does not notice a flipped bit.  Tensors go from their
-device to the disk and back one by one.
+Writing: into the hidden ``.step_000010.partial``, by all ranks side by side, each its own rows of
+masters and moments; then each reads some of the chunks back; the manifest last, by rank 0, every
+file and the folder synced, then renamed, and the folder above synced.  A process killed at any
+point leaves a hidden folder, which nobody reads and the next run removes.  No byte says how many
+ranks there were.  Reading: nothing is used whose bytes are not those of the manifest; safetensors
+itself does not notice a flipped bit.  Tensors go from their device to the disk and back one by one.
 
-Format 1 had no files of extras, and is read as one without.
+Format 1 had no files of extras, and is read as one without.  Format 2, and 1, have one SHA-256 a
+file.
 """
 
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,22 @@ from typing import Any
 from torch import Tensor
 
 from isobit.errors import CheckpointError
-from isobit.files import check_free, commit_folder, disk_errors, file_sha256, sync
-from isobit.models.tensor_file import TensorFile, write_tensors
+from isobit.files import check_free, commit_folder, disk_errors, sync
+from isobit.models.tensor_file import FilePlan, TensorFile
+from isobit.models.tensor_slices import Slice, create_file, plan_slices, write_slices
+from isobit.parallel.broadcast import told
+from isobit.parallel.world import ALONE, World
+from isobit.parallel.writing import write_by_first, write_together
+from isobit.store.checkpoint.digests import (
+    CHUNK_BYTES,
+    Chunk,
+    chunks_of,
+    first_damage,
+    in_order,
+    own_digests,
+)
 
-FORMAT = 2
+FORMAT = 3
 MASTERS, OPTIMISER, STATE, MANIFEST = (
     "masters.safetensors",
     "optimiser.safetensors",
@@ -54,27 +68,35 @@ class Snapshot:
     """What a checkpoint of a run is to hold, while it is still in memory."""
 
     step: int
-    masters: Mapping[str, Tensor]
-    moments: Mapping[str, Tensor]
+    masters: Mapping[str, Slice]
+    """This rank's rows (``isobit.store.checkpoint.share``); the same names on all ranks."""
+    moments: Mapping[str, Slice]
     state: Mapping[str, Any]
+    """Rank 0's is written."""
     description: Mapping[str, Any]
-    """For the manifest: ``config``, ``environment`` and ``evaluation``."""
+    """For the manifest: ``config``, ``environment`` and ``evaluation``; rank 0's is written."""
     extras: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Tensors of other files, by the file's name without its ending, and by their own."""
+    """Tensors of other files, by the file's name without its ending, and by their own: whole on
+    every rank, and written by rank 0.
+    """
 
-    @property
-    def files(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Tensors by file and name."""
-        extras = {f"{name}{_TENSORS}": tensors for name, tensors in self.extras.items() if tensors}
+    def files(self, rank: int) -> dict[str, Mapping[str, Slice]]:
+        """What a rank writes, by file and tensor."""
+        part = Slice.whole if rank == 0 else Slice.none
+        extras = {
+            f"{file}{_TENSORS}": {name: part(tensor) for name, tensor in tensors.items()}
+            for file, tensors in self.extras.items()
+            if tensors
+        }
         assert not extras.keys() & {MASTERS, OPTIMISER}
         return {MASTERS: self.masters, OPTIMISER: self.moments, **extras}
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the checkpoint will take on the disk, rounded up."""
-        files = self.files.values()
+        files = self.files(0).values()
         return (
-            sum(tensor.nbytes for tensors in files for tensor in tensors.values())
+            sum(one.num_bytes for slices in files for one in slices.values())
             + len(json.dumps(self.state))
             + _JSON_BYTES
         )
@@ -122,48 +144,120 @@ def folders_by_step(parent: Path) -> dict[int, Path]:
     return {step: folder for folder in folders if (step := step_of(folder)) is not None}
 
 
-def write_checkpoint(parent: Path, snapshot: Snapshot) -> Path:
-    """Write a checkpoint that is not there yet.  Raises StorageError, leaving all others as they
-    are, where it cannot be written.
+def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> Path:
+    """Write a checkpoint that is not there yet, by all ranks together.  Raises StorageError on all,
+    leaving all other checkpoints as they are, where it cannot be written.
     """
     folder = parent / folder_name(snapshot.step)
-    what = f"the checkpoint of step {snapshot.step}"
-    check_free(parent, snapshot.num_bytes, what)
     partial = parent / f".{folder.name}.partial"
-    with disk_errors(parent, what, snapshot.num_bytes):
-        try:
-            partial.mkdir(parents=True)
-            _write_files(partial, snapshot)
+    what, num_bytes = f"the checkpoint of step {snapshot.step}", snapshot.num_bytes
+    files = snapshot.files(world.rank)
+    plans = {name: plan_slices(slices) for name, slices in files.items()}
+    _check_alike(world, plans)
+
+    def create() -> None:
+        check_free(parent, num_bytes, what)
+        with disk_errors(parent, what, num_bytes):
+            _create(partial, plans, snapshot.state)
+
+    def write() -> None:
+        with disk_errors(parent, what, num_bytes):
+            for name, slices in files.items():
+                if any(one.rows.numel() for one in slices.values()):
+                    write_slices(partial / name, plans[name], slices, world.pulse.beat)
+
+    def read_back() -> list[str]:
+        with disk_errors(parent, what, num_bytes):
+            return own_digests(world, partial, chunks)
+
+    def commit() -> None:
+        with disk_errors(parent, what, num_bytes):
+            _write_manifest(partial, snapshot, sizes, chunks, in_order(made))
             commit_folder(partial, folder)
-        except Exception:
-            shutil.rmtree(partial, ignore_errors=True)  # its space is what the user needs now
-            raise
+
+    try:
+        write_by_first(world, create)
+        write_together(world, write)
+        sizes = told(world, lambda: _sizes(partial, files))
+        chunks = chunks_of(sizes, CHUNK_BYTES)
+        made = write_together(world, read_back)
+        write_by_first(world, commit)
+    except Exception:
+        if world.rank == 0:  # its space is what the user needs now
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return folder
 
 
-def _write_files(partial: Path, snapshot: Snapshot) -> None:
-    state = json.dumps(snapshot.state, allow_nan=False).encode()
-    (partial / STATE).write_bytes(state)
-    digests = {
-        name: write_tensors(partial / name, tensors, tensors.__getitem__)
-        for name, tensors in snapshot.files.items()
+def _check_alike(world: World, plans: Mapping[str, FilePlan]) -> None:
+    """Every rank is about to write into the same files."""
+    headers = b"".join(plan.header for plan in plans.values())
+    found = world.messages(hashlib.sha256(headers).hexdigest())
+    assert len(set(found)) == 1, f"ranks plan other files: {found}"
+
+
+def _create(partial: Path, plans: Mapping[str, FilePlan], state: Mapping[str, Any]) -> None:
+    partial.mkdir(parents=True)
+    for name, plan in plans.items():
+        create_file(partial / name, plan)
+    (partial / STATE).write_bytes(json.dumps(state, allow_nan=False).encode())
+    for file in partial.iterdir():
+        sync(file)
+    sync(partial)
+
+
+def _sizes(folder: Path, tensor_files: Iterable[str]) -> dict[str, int]:
+    return {name: (folder / name).stat().st_size for name in (*tensor_files, STATE)}
+
+
+def _write_manifest(
+    partial: Path,
+    snapshot: Snapshot,
+    sizes: Mapping[str, int],
+    chunks: Sequence[Chunk],
+    digests: Sequence[str],
+) -> None:
+    files: dict[str, Any] = {name: {"bytes": size, "sha256": []} for name, size in sizes.items()}
+    for chunk, digest in zip(chunks, digests, strict=True):
+        files[chunk.file]["sha256"].append(digest)
+    content = {
+        "format": FORMAT,
+        "step": snapshot.step,
+        **snapshot.description,
+        "chunk_bytes": CHUNK_BYTES,
+        "files": files,
     }
-    digests[STATE] = hashlib.sha256(state).hexdigest()
-    files = {}
-    for name, digest in digests.items():
-        sync(partial / name)
-        files[name] = {"bytes": (partial / name).stat().st_size, "sha256": digest}
-    content = {"format": FORMAT, "step": snapshot.step, **snapshot.description, "files": files}
     text = json.dumps({**content, "sha256": _json_sha256(content)}, indent=2, allow_nan=False)
     (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")
     sync(partial / MANIFEST)
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Check a checkpoint in full.  Raises CheckpointError with the file and what is wrong with
-    it.
+def read_checkpoint(folder: Path, world: World = ALONE) -> Checkpoint:
+    """Check a checkpoint in full, by all ranks together.  Raises CheckpointError, the same on all,
+    with the file and what is wrong with it.
     """
-    manifest = read_manifest(folder)
+
+    def described() -> dict[str, Any]:
+        try:
+            manifest = read_manifest(folder)
+            _check_sizes(folder, manifest)
+            return {"manifest": json.dumps(manifest)}
+        except CheckpointError as error:
+            return {"problem": str(error)}
+
+    found = told(world, described)
+    if "problem" in found:
+        raise CheckpointError(found["problem"])
+    manifest = json.loads(found["manifest"])
+    chunks, expected = _recorded(manifest)
+    damage = first_damage(world, folder, chunks, expected)
+    if damage is not None:
+        raise CheckpointError(damage)
+    state = told(world, lambda: (folder / STATE).read_text(encoding="utf-8"))
+    return Checkpoint(folder, manifest["step"], json.loads(state), manifest)
+
+
+def _check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
     for name, recorded in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -174,12 +268,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
                 f"{path} has {size:,} bytes, but {recorded['bytes']:,} were written: it was cut or "
                 "overwritten"
             )
-        if file_sha256(path) != recorded["sha256"]:
-            raise CheckpointError(
-                f"{path} does not have the SHA-256 of what was written: its bytes have changed"
-            )
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    return Checkpoint(folder, manifest["step"], state, manifest)
+
+
+def _recorded(manifest: Mapping[str, Any]) -> tuple[list[Chunk], list[str]]:
+    """The chunks of a manifest's files with their digests; before format 3 a file is one."""
+    chunks: list[Chunk] = []
+    digests: list[str] = []
+    for name, recorded in manifest["files"].items():
+        size, sha256 = recorded["bytes"], recorded["sha256"]
+        in_chunks = isinstance(sha256, list)
+        chunks += chunks_of({name: size}, manifest["chunk_bytes"] if in_chunks else max(size, 1))
+        digests += sha256 if in_chunks else [sha256]
+    assert len(chunks) == len(digests), "a manifest with its own checksum has a digest a chunk"
+    return chunks, digests
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

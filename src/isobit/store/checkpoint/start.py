@@ -4,13 +4,16 @@ checkpoint of an old one.
 A checkpoint that is damaged is named, with the file and what is wrong, and the one before it is
 used.  It is moved aside, not removed: ``step_000010.unusable``.  Folders that a killed process left
 half written or half removed are hidden, and go with a line.
+
+Of several processes rank 0 holds the directory, looks and decides; the others are told, and touch
+no file but their part of a checkpoint.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,10 @@ from isobit.config.recipe import Recipe
 from isobit.errors import CheckpointError, ConfigError
 from isobit.files import LARGE, disk_errors
 from isobit.models.config import ModelConfig
+from isobit.parallel.agreement import agreed
+from isobit.parallel.broadcast import told
+from isobit.parallel.world import ALONE, World
+from isobit.parallel.writing import write_by_first
 from isobit.store.budget_record import drop_torn_line, read_changes
 from isobit.store.checkpoint import state
 from isobit.store.checkpoint.compatible import check_compatible
@@ -33,11 +40,13 @@ from isobit.store.checkpoint.format import (
 )
 from isobit.store.checkpoint.space import DiskPlan, plan_disk
 from isobit.store.directory import RunDirectory, check_unused, is_empty, write_json
-from isobit.store.journal import check_positions, rewind
+from isobit.store.journal import check_positions, rewind, whole_lines
 from isobit.store.lock import locked
-from isobit.store.manifest import environment, manifest
+from isobit.store.manifest import environment, manifest, processes
 from isobit.store.reward_record import RewardRecord
+from isobit.store.shared_disk import check_shared
 from isobit.store.training_run import TrainingRun
+from isobit.training.budget import BudgetChange
 from isobit.units import gib
 
 Say = Callable[[str], None]
@@ -52,6 +61,9 @@ class Start:
 
     directory: RunDirectory
     rewards: RewardRecord
+    world: World
+    hosts: Sequence[str]
+    """By rank."""
     _lock: ExitStack
     _say: Say
     old_manifest: Mapping[str, Any] | None = None
@@ -59,6 +71,13 @@ class Start:
     checkpoint: Checkpoint | None = None
     changed: Mapping[str, Any] | None = None
     """Settings changed since, with both values."""
+    budget_changes: Sequence[BudgetChange] = ()
+    """Those recorded after the checkpoint."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the run's files, all but its part of a checkpoint."""
+        return self.world.rank == 0
 
     @property
     def step(self) -> int:
@@ -89,21 +108,24 @@ class Start:
                 self._say(
                     f"note: {line}: the bits may not be those of a run that was never interrupted"
                 )
-        run.trainer.budget.changes += read_changes(
-            self.directory.budget, self._position(self.directory.budget)
-        )
+        run.trainer.budget.changes += self.budget_changes
 
     def open(self, run: TrainingRun) -> None:
         """Make the directory, or take an old one back to where the run stands; from now on files
-        are written.
+        are written.  All ranks together.
         """
+        write_by_first(self.world, lambda: self._open(run))
+        if not self.writes:
+            self.rewards.follow()
+
+    def _open(self, run: TrainingRun) -> None:
         root = self.directory.root
         with disk_errors(root, "the run's directory"):
             if self.old_manifest is None:
                 root.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(locked(root))
                 check_unused(root)  # another process may have been and gone since
-                write_json(self.directory.manifest, manifest(run))
+                write_json(self.directory.manifest, manifest(run, self.hosts))
             else:
                 _tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
@@ -111,6 +133,7 @@ class Start:
                 resumed = {
                     "step": self.step,
                     **environment(run.model.policy.device),
+                    **processes(self.hosts),
                     "changed": dict(self.changed or {}),
                 }
                 history = [*self.old_manifest.get("resumed", []), resumed]
@@ -126,48 +149,98 @@ class Start:
             if run.config.reward is not None:
                 self.rewards.open(self.directory.rewards)
 
-    def _position(self, path: Path) -> int:
-        """Bytes of a file of the run at the checkpoint."""
-        return self.checkpoint.state["files"].get(path.name, 0) if self.checkpoint else 0
-
 
 @contextmanager
 def begin(
-    config: Recipe, shape: ModelConfig, resume: bool, say: Say, extra_bytes: int = 0
+    config: Recipe,
+    shape: ModelConfig,
+    resume: bool,
+    say: Say,
+    extra_bytes: int = 0,
+    world: World = ALONE,
 ) -> Iterator[Start]:
     """Find out where the run of a model of ``shape`` begins, whose checkpoints hold at most
-    ``extra_bytes`` of extras; nothing is written or moved before ``Start.open``.
+    ``extra_bytes`` of extras; nothing is written or moved before ``Start.open``.  All ranks
+    together, with the same answer on all.
 
-    Raises ConfigError for a directory that is used (without ``resume``), holds no run, or is in use
-    by another process, and for a configuration that is not the run's; CheckpointError where no
-    checkpoint of several can be used; StorageError for a disk without room for what the run will
-    write.
+    Raises ConfigError for a directory that is used (without ``resume``), holds no run, is in use
+    by another process, or is not the same on all hosts, and for a configuration that is not the
+    run's; CheckpointError where no checkpoint of several can be used; StorageError for a disk
+    without room for what the run will write.
     """
-    directory = RunDirectory(config.output)
+    directory, hosts = RunDirectory(config.output), world.messages(world.host)
+    if config.checkpoint.keep_last or resume:
+        check_shared(world, directory.root)
     with ExitStack() as lock:
-        if not resume or is_empty(directory.root):
-            check_unused(directory.root)
-            if resume:
-                say(f"nothing to resume in {directory.root}: this is a new run")
-            _plan_disk(config, shape, extra_bytes).check()
-            yield Start(directory, RewardRecord(say), lock, say)
+
+        def look() -> bool:
+            if not resume or is_empty(directory.root):
+                check_unused(directory.root)
+                if resume:
+                    say(f"nothing to resume in {directory.root}: this is a new run")
+                _plan_disk(config, shape, extra_bytes).check()
+                return False
+            with disk_errors(directory.root, "the lock"):
+                lock.enter_context(locked(directory.root))
+            return True
+
+        if not told(world, look):
+            yield Start(directory, RewardRecord(say), world, hosts, lock, say)
             return
-        with disk_errors(directory.root, "the lock"):
-            lock.enter_context(locked(directory.root))
-        checkpoint = newest_usable(directory, say)
-        old = _read_manifest(directory, checkpoint)
-        step = checkpoint.step if checkpoint else 0
-        saved = _with_defaults(old["config"], config)
-        changed = check_compatible(saved, config.model_dump(mode="json"), step)
-        on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
-        _plan_disk(config, shape, extra_bytes, on_disk).check()
-        position = checkpoint.state["files"].get(directory.rewards.name, 0) if checkpoint else 0
-        rewards = RewardRecord(say, directory.rewards, position)
-        say(
-            f"resuming {directory.root} after step {step} of {config.training.steps}"
-            + ("" if checkpoint else ": there is no checkpoint yet")
+        checkpoint = newest_usable(directory, say, world)
+        found = json.loads(
+            told(world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes))
         )
-        yield Start(directory, rewards, lock, say, old, checkpoint, changed)
+        rewards = [line.encode() for line in found["rewards"]]
+        say(
+            f"resuming {directory.root} after step {checkpoint.step if checkpoint else 0} of "
+            f"{config.training.steps}" + ("" if checkpoint else ": there is no checkpoint yet")
+        )
+        yield Start(
+            directory,
+            RewardRecord(say, rewards, _position(checkpoint, directory.rewards)),
+            world,
+            hosts,
+            lock,
+            say,
+            found["old"],
+            checkpoint,
+            found["changed"],
+            [BudgetChange(**change) for change in found["budget"]],
+        )
+
+
+def _decide(
+    directory: RunDirectory,
+    config: Recipe,
+    shape: ModelConfig,
+    checkpoint: Checkpoint | None,
+    extra_bytes: int,
+) -> str:
+    """Whether the run can go on from a checkpoint, and all that every rank must know of it, as
+    JSON.
+    """
+    old = _read_manifest(directory, checkpoint)
+    step = checkpoint.step if checkpoint else 0
+    saved = _with_defaults(old["config"], config)
+    changed = check_compatible(saved, config.model_dump(mode="json"), step)
+    on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
+    _plan_disk(config, shape, extra_bytes, on_disk).check()
+    rewards = whole_lines(directory.rewards, _position(checkpoint, directory.rewards))
+    budget = read_changes(directory.budget, _position(checkpoint, directory.budget))
+    return json.dumps(
+        {
+            "old": old,
+            "changed": changed,
+            "rewards": [line.decode() for line in rewards],
+            "budget": [asdict(change) for change in budget],
+        }
+    )
+
+
+def _position(checkpoint: Checkpoint | None, path: Path) -> int:
+    """Bytes of a file of the run at a checkpoint."""
+    return checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
 
 
 def _plan_disk(
@@ -194,41 +267,64 @@ def _with_defaults(saved: Mapping[str, Any], config: Recipe) -> Mapping[str, Any
         return saved
 
 
-def newest_usable(directory: RunDirectory, say: Say) -> Checkpoint | None:
-    """The newest checkpoint whose bytes are right, None where there never was one.  Raises
-    CheckpointError if there are only others.
+def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Checkpoint | None:
+    """The newest checkpoint whose bytes are right, None where there never was one; all ranks
+    together.  Raises CheckpointError if there are only others.
     """
-    folders = sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []
-    steps = folders_by_step(directory.checkpoints)
-    others = [folder.name for folder in folders if step_of(folder) is None and not _is_ours(folder)]
-    if others:
-        say(f"ignored in {directory.checkpoints}: {', '.join(others)} (no checkpoint)")
     problems: list[str] = []
-    for step in sorted(steps, reverse=True):
-        if (size := sum(file.stat().st_size for file in steps[step].iterdir())) >= LARGE:
+    for step, size in told(world, lambda: _candidates(directory, say)):
+        folder = directory.checkpoints / folder_name(step)
+        if size >= LARGE:
             say(f"checking the checkpoint of step {step}: {gib(size)}")
         try:
-            checkpoint = read_checkpoint(steps[step])
-            check_positions(directory, checkpoint.state["files"])
+            checkpoint = read_checkpoint(folder, world)
+            _check_journals(directory, checkpoint, world)
         except CheckpointError as error:
             problems.append(str(error))
-            say(f"checkpoint {steps[step].name} cannot be used: {error}")
+            say(f"checkpoint {folder.name} cannot be used: {error}")
             continue
         if problems:
-            say(f"using the one before it: {steps[step].name}")
+            say(f"using the one before it: {folder.name}")
         return checkpoint
     if problems:
-        raise CheckpointError(
-            "\n".join(
-                [
-                    f"no checkpoint in {directory.checkpoints} can be used",
-                    *(f"  {problem}" for problem in problems),
-                    f"put back a good copy, or remove {directory.checkpoints} to begin again at "
-                    "step 1 with --resume",
-                ]
+        raise agreed(
+            CheckpointError(
+                "\n".join(
+                    [
+                        f"no checkpoint in {directory.checkpoints} can be used",
+                        *(f"  {problem}" for problem in problems),
+                        f"put back a good copy, or remove {directory.checkpoints} to begin again "
+                        "at step 1 with --resume",
+                    ]
+                )
             )
         )
     return None
+
+
+def _candidates(directory: RunDirectory, say: Say) -> list[tuple[int, int]]:
+    """Steps and bytes of the checkpoints, the newest first; what else lies there is named."""
+    folders = sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []
+    others = [folder.name for folder in folders if step_of(folder) is None and not _is_ours(folder)]
+    if others:
+        say(f"ignored in {directory.checkpoints}: {', '.join(others)} (no checkpoint)")
+    steps = sorted(folders_by_step(directory.checkpoints).items(), reverse=True)
+    return [(step, sum(file.stat().st_size for file in folder.iterdir())) for step, folder in steps]
+
+
+def _check_journals(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> None:
+    """Raise CheckpointError, on all ranks, for files that are gone or shorter than they were."""
+
+    def problem() -> str | None:
+        try:
+            check_positions(directory, checkpoint.state["files"])
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    found = told(world, problem)
+    if found is not None:
+        raise CheckpointError(found)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -240,12 +336,14 @@ def _is_ours(folder: Path) -> bool:
 
 def _read_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> dict[str, Any]:
     """``run.json``, or what the checkpoint knows of it where it is lost; its configuration is the
-    one of the checkpoint.
+    one of the checkpoint, with the processes that there were.
     """
     config = {"config": checkpoint.manifest["config"]} if checkpoint else {}
     try:
         content = json.loads(directory.manifest.read_text(encoding="utf-8"))
-        return {**content, "config": content["config"], **config}
+        ran = content["config"]
+        cluster = {"cluster": ran["cluster"]} if "cluster" in ran else {}
+        return {**content, "config": {**config.get("config", ran), **cluster}}
     except FileNotFoundError:
         if checkpoint is None:
             raise ConfigError(

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor
-
 from isobit.errors import CheckpointError, DataError
+from isobit.models.policy import Policy
+from isobit.models.tensor_file import TensorFile
+from isobit.parallel.agreement import together
 from isobit.store.checkpoint.format import Checkpoint, Snapshot
+from isobit.store.checkpoint.share import Share
 from isobit.store.manifest import environment
 from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
@@ -44,7 +46,7 @@ def take_boundary(
     positions: Mapping[str, int],
     evaluation: Mapping[str, float],
 ) -> Boundary:
-    """The run as it stands; ``log`` is the log's own state."""
+    """The run as it stands; ``log`` is the log's own state, and ``positions`` what rank 0 sees."""
     state = {
         "step": step,
         "weights_version": run.model.policy.version,
@@ -72,17 +74,20 @@ def holds(boundary: Boundary, run: TrainingRun) -> bool:
 
 
 def snapshot(boundary: Boundary, run: TrainingRun) -> Snapshot:
-    """The boundary with the tensors, which must be its own."""
+    """The boundary with the rank's share of the tensors, which must be its own."""
     assert holds(boundary, run), "the weights have moved since the boundary was taken"
+    policy = run.model.policy
+    share = _share(policy)
     description = {
-        "config": run.config.model_dump(mode="json"),
-        "environment": environment(run.model.policy.device),
+        # Without the processes, which change no byte of a checkpoint.
+        "config": run.config.model_dump(mode="json", exclude={"cluster"}),
+        "environment": environment(policy.device),
         "evaluation": boundary.evaluation,
     }
     return Snapshot(
         boundary.step,
-        run.model.policy.masters,
-        run.trainer.moments(),
+        share.masters(policy.masters),
+        share.moments(run.trainer.moments()),
         boundary.state,
         description,
         {name: extra.tensors() for name, extra in run.extras.items()},
@@ -90,25 +95,36 @@ def snapshot(boundary: Boundary, run: TrainingRun) -> Snapshot:
 
 
 def restore(checkpoint: Checkpoint, run: TrainingRun) -> None:
-    """Put a freshly prepared run where the checkpoint was taken.
+    """Put a freshly prepared run where the checkpoint was taken, by all ranks together, however
+    many have written it: each reads its share.
 
     Raises CheckpointError for tensors that are not this model's, and for extras that cannot be what
-    they were; DataError for prompts that are not
-    those of the run.
+    they were; DataError for prompts that are not those of the run.
     """
-    state = checkpoint.state
-    if state["prompts_sha256"] != run.fingerprint:
+    state, policy = checkpoint.state, run.model.policy
+    share = _share(policy)
+    masters, moments = together(policy.world, lambda: _open_tensors(checkpoint, run))
+    policy.restore(share.own_masters(masters), state["weights_version"])
+    run.trainer.restore(state["trainer"], share.own_moments(moments))
+    run.trainer.budget.changes = [BudgetChange(**change) for change in state.get("budget", [])]
+    run.sampler.restore(state["sampler"])
+    together(policy.world, lambda: _restore_extras(checkpoint, run))
+
+
+def _share(policy: Policy) -> Share:
+    return Share(policy.shapes, policy.ownership, policy.world.rank)
+
+
+def _open_tensors(checkpoint: Checkpoint, run: TrainingRun) -> tuple[TensorFile, TensorFile]:
+    """Masters and moments, checked to be this run's."""
+    if checkpoint.state["prompts_sha256"] != run.fingerprint:
         raise DataError(
             f"the training prompts are not those of {checkpoint.folder}: ids, tokens or columns "
             "differ; resume with the same data files"
         )
     masters, moments = checkpoint.tensors()
-    _check_shapes(checkpoint, run.model.policy.masters, masters.shapes())
-    run.model.policy.restore(masters, state["weights_version"])
-    run.trainer.restore(state["trainer"], moments)
-    run.trainer.budget.changes = [BudgetChange(**change) for change in state.get("budget", [])]
-    run.sampler.restore(state["sampler"])
-    _restore_extras(checkpoint, run)
+    _check_shapes(checkpoint, run.model.policy.shapes, masters.shapes())
+    return masters, moments
 
 
 def _extra_states(run: TrainingRun) -> dict[str, Any]:
@@ -130,9 +146,10 @@ def _restore_extras(checkpoint: Checkpoint, run: TrainingRun) -> None:
 
 
 def _check_shapes(
-    checkpoint: Checkpoint, masters: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]]
+    checkpoint: Checkpoint,
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
 ) -> None:
-    expected = {name: tuple(master.shape) for name, master in masters.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise CheckpointError(

@@ -1,0 +1,58 @@
+"""Ranks as threads of one process, for what only stacks tensors and exchanges messages: no imports
+to wait for.  ``in_ranks(2, work)`` calls ``work(world)`` in so many, and gives what each returned.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, BrokenBarrierError
+from typing import Any, TypeVar
+
+import torch
+
+from isobit.parallel.world import Alone
+
+T = TypeVar("T")
+_SECONDS = 120
+
+
+class _Rank(Alone):
+    """One thread's view."""
+
+    def __init__(self, rank: int, size: int, places: list[Any], barrier: Barrier) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+        self._places, self._barrier = places, barrier
+
+    def messages(self, mine: Any) -> list[Any]:
+        """What all have brought, once all have."""
+        self._places[self.rank] = mine
+        self._barrier.wait()
+        found = list(self._places)
+        self._barrier.wait()
+        return found
+
+    def stack(self, mine: torch.Tensor) -> torch.Tensor:
+        """As NCCL and gloo: of one shape and format, contiguous."""
+        assert mine.is_contiguous()
+        found = self.messages(mine)
+        assert all((x.shape, x.dtype) == (mine.shape, mine.dtype) for x in found)
+        return torch.stack([x.view(torch.uint8) for x in found]).view(mine.dtype)
+
+
+def in_ranks(size: int, work: Callable[[Any], T]) -> list[T]:
+    """What each rank returned; an error of one is raised."""
+    places, barrier = [None] * size, Barrier(size, timeout=_SECONDS)
+
+    def run(rank: int) -> T:
+        try:
+            return work(_Rank(rank, size, places, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [future.exception() for future in futures]
+    for error in sorted(filter(None, errors), key=lambda e: isinstance(e, BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
