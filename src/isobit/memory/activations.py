@@ -31,7 +31,6 @@ from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.layers.unit import UnitBytes
 from isobit.precision.flow import PrecisionFlow
 
-
 _OF_HEAD = ("lm_head, backward", "logits chunk")
 """The workspaces in which a back end makes lm_head's gradient."""
 

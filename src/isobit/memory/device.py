@@ -82,6 +82,8 @@ class DevicePlan:
     """Bytes of page-locked main memory by what lies there; torch rounds a block of it up to a power
     of two.
     """
+    processes: int
+    """Of which each has a device, and takes this of it at most."""
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -100,7 +102,8 @@ class DevicePlan:
         rows = [(name, [phase.get(name, 0) for phase in phases]) for name in names]
         rows.append(("reserve", [RESERVE for _ in phases]))
         rows.append(("together", [peak + RESERVE for peak in self.peaks.values()]))
-        title = f"device memory, of {gib(self.total)}:"
+        whose = "device memory" if self.processes == 1 else "each process's device"
+        title = f"{whose}, of {gib(self.total)}:"
         lines = [f"{title:<32}" + "".join(f"{name:>13}" for name in self._phases)]
         for name, sizes in rows:
             cells = (gib(size) if size else "-" for size in sizes)
@@ -146,7 +149,7 @@ class DevicePlanner:
         page_tokens = self.sizes.page_tokens
         host = page_locked_bytes(self.frozen, self.sizes)
         if rollout is None:
-            return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host)
+            return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host, self.processes)
         standing = self.standing_bytes(training)
         if training.offload_moments:
             host[MOMENTS] = page_locked(standing.pop(MOMENTS))
@@ -154,7 +157,9 @@ class DevicePlanner:
         room = self.total - RESERVE - sum(standing.values())
         pages = self._num_pages(rollout, training, longest, room)
         standing["KV pages"] = pages * self.sizes.page_bytes(self.shape, self.flow)
-        return DevicePlan(standing, needed, self.total, pages, page_tokens, tokens, host)
+        return DevicePlan(
+            standing, needed, self.total, pages, page_tokens, tokens, host, self.processes
+        )
 
     def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
         """What the policy and its optimiser hold."""
@@ -188,14 +193,16 @@ class DevicePlanner:
     def _backward(self, training: TrainingConfig, tokens: int, longest: int) -> dict[str, int]:
         """In the backward of a micro-batch."""
         weights = self.standing_bytes(training)
-        model, share = (self.shape, self.flow, self.sizes, training.recompute), self._share
-        passing = passing_bytes(*model, tokens, longest, share.made_by_head)
+        model, share = (self.shape, self.flow, self.sizes), self._share
+        passing = passing_bytes(
+            *model, training.recompute, tokens, longest, share.made_by_head
+        )
         largest = max(passing, key=lambda name: passing[name])
         return {
             **weights,
             "gradients": weights["masters"],
             **({"gradients as they are made": share.made} if share.made else {}),
-            "saved activations": saved_bytes(*model, tokens),
+            "saved activations": saved_bytes(*model, training.recompute, tokens),
             largest: passing[largest],
         }
 
