@@ -35,7 +35,7 @@ def environment(rank: int, size: int, port: int, gpus: bool = False) -> dict[str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
     }
 
