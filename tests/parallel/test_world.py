@@ -133,3 +133,36 @@ def test_messages_keep_their_bits():
 def test_a_message_is_no_code():
     with pytest.raises(TypeError):
         encode(object())
+
+
+def in_parts(world: World, _: Any) -> dict[str, Any]:
+    """A world of one rank and one of two."""
+    mine = world.part([0, 1, 3])
+    table = torch.full((4,), float(world.rank))
+    mine.gather([table], [[0, 4] if mine.size == 1 else [0, 1, 4]])
+    mine.board.add("here", 1)
+    send = [[torch.full((2,), float(world.rank))] for _ in range(mine.size)]
+    receive = [[torch.zeros(2)] for _ in range(mine.size)]
+    mine.exchange(send, receive).wait()
+    world.barrier("all have counted")
+    return {
+        "place": [mine.rank, mine.size],
+        "messages": mine.messages(world.rank),
+        "table": table,
+        "received": [float(one[0].sum()) for one in receive],
+        "all": world.messages(world.rank),
+        "here": mine.board.add("here", 0),
+    }
+
+
+def test_ranks_fall_into_worlds_of_their_own() -> None:
+    alone, *pair = in_world(3, "tests.parallel.test_world:in_parts")
+    assert alone["place"] == [0, 1]
+    assert alone["messages"] == [0]
+    assert torch.equal(alone["table"], torch.zeros(4))
+    assert [one["place"] for one in pair] == [[0, 2], [1, 2]]
+    assert [one["messages"] for one in pair] == [[1, 2]] * 2
+    assert all(torch.equal(one["table"], torch.tensor([1.0, 2, 2, 2])) for one in pair)
+    assert [one["received"] for one in pair] == [[0.0, 4.0], [2.0, 0.0]]
+    assert [one["all"] for one in (alone, *pair)] == [[0, 1, 2]] * 3
+    assert [one["here"] for one in (alone, *pair)] == [1, 2, 2]

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,8 @@ from isobit.parallel.message import decode, encode
 from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
 from isobit.parallel.pulse import Pulse
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Of one tensor; torch 2.13 calls it otherwise than those before."""
 _FOR_EVER = timedelta(days=7)
 """Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
 _worlds = count()
@@ -113,6 +115,13 @@ class World(Protocol):
         """Of the devices of a type, this rank's.  Raises ConfigError where it is another's too."""
         ...
 
+    def part(self, cuts: Sequence[int]) -> "World":
+        """The ranks ``cuts[i]`` to ``cuts[i + 1]`` become a world of their own, each of them in
+        one; -> that of this rank, which counts its ranks from 0.  Signs of life stay those of the
+        whole.
+        """
+        ...
+
 
 class _Notes:
     """The board of a process alone."""
@@ -182,6 +191,10 @@ class Alone:
         """The one that is chosen where there are several."""
         return device
 
+    def part(self, cuts: Sequence[int]) -> World:
+        """It has none but itself."""
+        return self
+
 
 ALONE = Alone()
 """For everything that is not told of a world."""
@@ -195,20 +208,24 @@ class _StoreBoard:
 
     def add(self, name: str, number: int) -> int:
         """See ``Board``."""
-        return self._store.add(f"counter/{name}", number)
+        with _peers():
+            return self._store.add(f"counter/{name}", number)
 
     def post(self, name: str, note: bytes) -> None:
         """See ``Board``."""
-        self._store.set(f"note/{name}", note)  # pyright: ignore[reportArgumentType] (takes bytes)
+        with _peers():
+            self._store.set(f"note/{name}", note)  # pyright: ignore[reportArgumentType] (takes bytes)
 
     def read(self, name: str) -> bytes | None:
         """See ``Board``."""
         key = f"note/{name}"
-        return self._store.get(key) if self._store.check([key]) else None
+        with _peers():
+            return self._store.get(key) if self._store.check([key]) else None
 
     def remove(self, name: str) -> None:
         """See ``Board``."""
-        self._store.delete_key(f"note/{name}")
+        with _peers():
+            self._store.delete_key(f"note/{name}")
 
 
 class Processes:
@@ -220,6 +237,7 @@ class Processes:
         self.rank, self.size, self.local_rank = rank, size, local_rank
         self.host = socket.gethostname()
         self.pulse = Pulse()
+        self._store = store
         self.board: Board = _StoreBoard(PrefixStore("isobit", store))
         self._shared: list[Any] = []
         """Memory that other ranks write to."""
@@ -237,7 +255,19 @@ class Processes:
             world_size=size,
             timeout=_FOR_EVER,
         )
+        self._group: dist.ProcessGroup | None = dist.group.WORLD
         self._gpus: list[str | None] = self.messages(gpu)
+
+    def part(self, cuts: Sequence[int]) -> World:
+        """See ``World``."""
+        mine: World | None = None
+        for first, last in pairwise(cuts):
+            group = dist.new_group(list(range(first, last)), timeout=_FOR_EVER)
+            if first <= self.rank < last:
+                assert isinstance(group, dist.ProcessGroup)
+                mine = _Part(self, group, first, last) if last - first > 1 else _Single(self)
+        assert mine is not None, "every rank is in a part"
+        return mine
 
     def own_device(self, device: torch.device) -> torch.device:
         """See ``World``."""
@@ -257,12 +287,12 @@ class Processes:
         with self.pulse.waiting("messages"), _peers():
             data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(sizes, torch.tensor([data.numel()]))
+            dist.all_gather(sizes, torch.tensor([data.numel()]), group=self._group)
             longest = max(int(size) for size in sizes)
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: data.numel()] = data
             found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(found, padded)
+            dist.all_gather(found, padded, group=self._group)
         return [
             decode(bytes(one[: int(size)].numpy())) for one, size in zip(found, sizes, strict=True)
         ]
@@ -284,7 +314,7 @@ class Processes:
         made = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
         with self.pulse.waiting("stack"), _peers():
             found, sent = (x.view(-1).view(torch.uint8) for x in (made, mine))
-            dist.all_gather_into_tensor(found, sent)
+            _all_gather(found, sent, group=self._group)
         return made
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
@@ -329,8 +359,8 @@ class Processes:
 
         mine = symmetric.empty(numbers, dtype=torch.float32, device=device).zero_()
         torch.cuda.synchronize(device)
-        assert dist.group.WORLD is not None
-        shared = symmetric.rendezvous(mine, dist.group.WORLD)
+        assert self._group is not None
+        shared = symmetric.rendezvous(mine, self._group)
         self._shared.append((mine, shared))
         return [
             mine if rank == self.rank else shared.get_buffer(rank, (numbers,), torch.float32)
@@ -346,7 +376,7 @@ class Processes:
     ) -> "_Joint":
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         operations = [
-            dist.P2POp(call, tensor, other, tag=number)
+            dist.P2POp(call, tensor, group=self._group, tag=number, group_peer=other)
             for call, side in ((dist.isend, send), (dist.irecv, receive))
             for other in others
             for number, tensor in enumerate(side[other])
@@ -359,9 +389,42 @@ class Processes:
         with self.pulse.waiting(what):
             self.messages(None)
 
+    def watch_board(self, longest_s: float) -> Board:
+        """One for a thread beside the run, with a connection of its own; a call that has no answer
+        after so many seconds fails.
+        """
+        store: Store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue] (is there)
+        store.set_timeout(timedelta(seconds=longest_s))
+        return _StoreBoard(PrefixStore("watch", store))
+
     def leave(self) -> None:
         """Nothing is asked of the others any more."""
         dist.destroy_process_group()
+
+
+class _Part(Processes):
+    """Some of the processes of another world."""
+
+    def __init__(self, whole: Processes, group: dist.ProcessGroup, first: int, last: int) -> None:
+        self.rank, self.size, self.local_rank = whole.rank - first, last - first, whole.local_rank
+        self.host, self.pulse, self._group = whole.host, whole.pulse, group
+        self._store = PrefixStore(f"ranks {first} to {last}", whole._store)
+        self.board: Board = _StoreBoard(PrefixStore("isobit", self._store))
+        self._shared: list[Any] = []
+        self._gpus = whole._gpus[first:last]
+
+
+class _Single(Alone):
+    """One process of another world, by itself."""
+
+    def __init__(self, whole: Processes) -> None:
+        super().__init__()
+        self.pulse = whole.pulse
+        self._whole = whole
+
+    def own_device(self, device: torch.device) -> torch.device:
+        """See ``World``: the others may compute on the same GPU."""
+        return self._whole.own_device(device)
 
 
 class _Joint:
@@ -395,7 +458,7 @@ def _peers() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError) as error:
         raise PeerError(None, _first_line(error)) from error
 
 
