@@ -194,9 +194,7 @@ class DevicePlanner:
         """In the backward of a micro-batch."""
         weights = self.standing_bytes(training)
         model, share = (self.shape, self.flow, self.sizes), self._share
-        passing = passing_bytes(
-            *model, training.recompute, tokens, longest, share.made_by_head
-        )
+        passing = passing_bytes(*model, training.recompute, tokens, longest, share.made_by_head)
         largest = max(passing, key=lambda name: passing[name])
         return {
             **weights,
