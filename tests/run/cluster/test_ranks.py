@@ -12,9 +12,6 @@ from isobit.run.cluster.ranks import Rank, Ranks
 class Given(Rank):
     """One whose news come from the test."""
 
-    failed_at = 0.0
-    code = 1
-
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.found: Mapping[str, Any] = {}
@@ -22,6 +19,14 @@ class Given(Rank):
     @property
     def notes(self) -> Mapping[str, Any]:
         return self.found
+
+    @property
+    def failed_at(self) -> float:
+        return 0.0
+
+    @property
+    def code(self) -> int:
+        return 1
 
     def is_running(self) -> bool:
         return self.exit_code is None
