@@ -33,6 +33,7 @@ from benchmarks.rl_steps import cases
 from isobit.config.training import Recompute
 from isobit.parallel.world import World, joined
 
+PRECISIONS = ("bf16", "fp8-linear", "fp8")
 PROOF = cases.Case(8, 8, 128, 512)
 
 
@@ -55,9 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--microbatches", type=int, default=8 if name == "train" else 3)
             command.add_argument("--by-nccl", action="store_true")
         else:
-            command.add_argument(
-                "--precision", choices=("bf16", "fp8-linear", "fp8"), default="fp8"
-            )
+            command.add_argument("--precision", choices=PRECISIONS, default="fp8")
         if name in ("step", "proof"):
             command.add_argument("--recompute", choices=get_args(Recompute), default="mlp")
             command.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
@@ -74,6 +73,9 @@ def in_world(
     run: Callable[[World, argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], None]:
     def joined_run(arguments: argparse.Namespace) -> None:
+        from benchmarks.ranks.writing import measure_first_card
+
+        measure_first_card()
         with joined() as world:
             run(world, arguments)
 

@@ -13,23 +13,35 @@ from isobit.parallel.world import World
 
 
 def run_timed(
-    world: World, mode: str, shape: str, case: Case, settings: dict[str, Any], out: Path
+    world: World,
+    mode: str,
+    shape: str,
+    case: Case,
+    settings: dict[str, Any],
+    out: Path,
+    device: str = "cuda",
 ) -> None:
     """A row: one timed step behind a warm-up."""
     rows = RankRows(world, out, mode, shape)
-    loop = Loop(mode, model_shape(shape), settings, case.length, world=world)
+    loop = Loop(mode, model_shape(shape), settings, case.length, device, world=world)
     row = measured(lambda: loop.time(case))
     rows.write(kind="step", sequences=case.sequences, new_tokens=case.new_tokens, **settings, **row)
 
 
 def run_proof(
-    world: World, mode: str, shape: str, case: Case, settings: dict[str, Any], out: Path
+    world: World,
+    mode: str,
+    shape: str,
+    case: Case,
+    settings: dict[str, Any],
+    out: Path,
+    device: str = "cuda",
 ) -> None:
     """A row after each of three steps: digests of what was published, and of the completions; at
     the end of the masters, too.
     """
     rows = RankRows(world, out, mode, shape)
-    loop = Loop(mode, model_shape(shape), settings, case.length, world=world)
+    loop = Loop(mode, model_shape(shape), settings, case.length, device, world=world)
     for step in range(1, 4):
         figures = loop.step(case)
         rows.write(

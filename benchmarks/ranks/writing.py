@@ -1,12 +1,21 @@
 """Rows of results, written by rank 0."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.card import measure_card
 from benchmarks.comparison.native import native_versions
-from benchmarks.comparison.rows import RowWriter
+from benchmarks.comparison.rows import Row, RowWriter
 from isobit.parallel.world import World
+
+_cards: list[Row] = []
+
+
+def measure_first_card() -> None:
+    """On rank 0, before it has anything on a card: a fork measures."""
+    if os.environ.get("RANK", "0") == "0":
+        _cards.append(measure_card())
 
 
 class RankRows:
@@ -16,7 +25,8 @@ class RankRows:
         self._world, self._writer = world, None
         if world.rank == 0:
             versions = native_versions()
-            self._writer = RowWriter(directory, "ranks", mode, shape, measure_card(), versions)
+            card = _cards[0] if _cards else {}
+            self._writer = RowWriter(directory, "ranks", mode, shape, card, versions)
 
     def write(self, **row: Any) -> None:
         """One measurement."""
