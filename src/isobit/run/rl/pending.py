@@ -71,8 +71,11 @@ class Pending:
         self._engine = EngineStats()
 
     def missing(self, step: int) -> range:
-        """The batches to sample in a step, by the steps that will learn from them."""
-        return range(self._first + len(self._waiting), min(step + self._lag, self._steps) + 1)
+        """The batches to sample in a step, by the steps that will learn from them; without a lag,
+        whose line is empty between steps and no part of a checkpoint, the step's own.
+        """
+        first = max(self._first + len(self._waiting), step)
+        return range(first, min(step + self._lag, self._steps) + 1)
 
     def add(self, batch: Collected) -> None:
         """Put a batch at the end of the line."""
