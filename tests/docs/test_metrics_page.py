@@ -25,6 +25,12 @@ OF_EXPERTS = {
     "router/busiest",
     "router/idle",
 }  # (tests/run/test_moe.py writes them)
+OF_RANKS = {
+    "waiting/mean_s",
+    "waiting/max_s",
+    "waiting/min_s",
+    "waiting/min_rank",
+}  # (tests/run/test_ranks.py writes them)
 SUBSTITUTES = {
     r"@\d+$": "@K",
     r"^eval/held_out/": "eval/SET/",
@@ -103,7 +109,7 @@ def test_every_figure_is_on_the_page_and_the_page_has_no_other(
     )
     assert len(documented) == len(set(documented))
     runs = (config.output, tmp_path / "all", tmp_path / "sft", tmp_path / "preferences")
-    assert set[str]().union(ON_A_GPU, OF_EXPERTS, *map(written, runs)) == set(documented)
+    assert set[str]().union(ON_A_GPU, OF_EXPERTS, OF_RANKS, *map(written, runs)) == set(documented)
 
 
 def test_every_row_says_all_that_the_head_promises() -> None:

@@ -42,7 +42,7 @@ REWARD = """
 def reward(prompt, completion):
     return float(completion.token_ids[0] % 3 + len(completion.token_ids) % 2)
 """
-OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/")
+OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/", "waiting/")
 """Figures of how fast, and by which ways, the same was computed."""
 
 
@@ -118,4 +118,8 @@ def test_the_bytes_of_a_run_do_not_depend_on_its_processes(
     expected, found = left_by(tmp_path / "one"), left_by(tmp_path / "several")
     assert found.keys() == expected.keys()
     assert [name for name in expected if found[name] != expected[name]] == []
+    last = (tmp_path / "several" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-2]
+    waiting = {name: value for name, value in json.loads(last).items() if "waiting" in name}
+    assert 0 < waiting["waiting/min_s"] <= waiting["waiting/mean_s"] <= waiting["waiting/max_s"]
+    assert waiting["waiting/min_rank"] in range(size)
     assert sum(name.startswith("checkpoints") for name in expected) == 4, "two, of two files each"

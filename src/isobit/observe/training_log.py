@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from statistics import fmean
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Protocol, Self, TextIO, TypeVar
 
@@ -66,6 +67,7 @@ class TrainingLog(ABC, Generic[Result]):
 
     def __init__(self, run: TrainingRun, start: Start, console: Console, clock: Clock) -> None:
         self._training, self._console, self._clock = run, console, clock
+        self._world = start.world
         start.open(run)
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
@@ -179,6 +181,20 @@ class TrainingLog(ABC, Generic[Result]):
         for name, value in seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         return seconds
+
+    def _waiting_figures(self) -> Metrics:
+        """How long ranks have waited for each other since the last step; of several, which ask
+        together.
+        """
+        if self._world.size == 1:
+            return {}
+        waited = self._world.messages(self._world.pulse.take_waited())
+        return {
+            "waiting/mean_s": fmean(waited),
+            "waiting/max_s": max(waited),
+            "waiting/min_s": min(waited),
+            "waiting/min_rank": waited.index(min(waited)),
+        }
 
     def _open_writers(self) -> tuple[MetricsWriter, TextIO]:
         """Of figures and of completions."""

@@ -4,6 +4,7 @@ progress, and whether it waits for others.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 
 class Pulse:
@@ -14,6 +15,7 @@ class Pulse:
         self.beats = 0
         self.waits_for: str | None = None
         """The collective that it is in; None while it computes."""
+        self._waited = 0.0
         self.on_phase: Callable[[str], None] | None = None
         """Told when another phase begins."""
 
@@ -29,8 +31,16 @@ class Pulse:
     def waiting(self, what: str) -> Iterator[None]:
         """A block that ends when the other processes have come as far."""
         outer, self.waits_for = self.waits_for, self.waits_for or what
+        began = perf_counter()
         try:
             yield
         finally:
             self.waits_for = outer
             self.beats += 1
+            if outer is None:
+                self._waited += perf_counter() - began
+
+    def take_waited(self) -> float:
+        """Seconds in such blocks since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited

@@ -37,6 +37,8 @@ from isobit.parallel.message import decode, encode
 from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
 from isobit.parallel.pulse import Pulse
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Of one tensor; torch 2.13 calls it otherwise than those before."""
 _FOR_EVER = timedelta(days=7)
 """Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
 _worlds = count()
@@ -206,20 +208,24 @@ class _StoreBoard:
 
     def add(self, name: str, number: int) -> int:
         """See ``Board``."""
-        return self._store.add(f"counter/{name}", number)
+        with _peers():
+            return self._store.add(f"counter/{name}", number)
 
     def post(self, name: str, note: bytes) -> None:
         """See ``Board``."""
-        self._store.set(f"note/{name}", note)  # pyright: ignore[reportArgumentType] (takes bytes)
+        with _peers():
+            self._store.set(f"note/{name}", note)  # pyright: ignore[reportArgumentType] (takes bytes)
 
     def read(self, name: str) -> bytes | None:
         """See ``Board``."""
         key = f"note/{name}"
-        return self._store.get(key) if self._store.check([key]) else None
+        with _peers():
+            return self._store.get(key) if self._store.check([key]) else None
 
     def remove(self, name: str) -> None:
         """See ``Board``."""
-        self._store.delete_key(f"note/{name}")
+        with _peers():
+            self._store.delete_key(f"note/{name}")
 
 
 class Processes:
@@ -308,7 +314,7 @@ class Processes:
         made = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
         with self.pulse.waiting("stack"), _peers():
             found, sent = (x.view(-1).view(torch.uint8) for x in (made, mine))
-            dist.all_gather_into_tensor(found, sent, group=self._group)
+            _all_gather(found, sent, group=self._group)
         return made
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
@@ -383,6 +389,14 @@ class Processes:
         with self.pulse.waiting(what):
             self.messages(None)
 
+    def watch_board(self, longest_s: float) -> Board:
+        """One for a thread beside the run, with a connection of its own; a call that has no answer
+        after so many seconds fails.
+        """
+        store: Store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue] (is there)
+        store.set_timeout(timedelta(seconds=longest_s))
+        return _StoreBoard(PrefixStore("watch", store))
+
     def leave(self) -> None:
         """Nothing is asked of the others any more."""
         dist.destroy_process_group()
@@ -444,7 +458,7 @@ def _peers() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError) as error:
         raise PeerError(None, _first_line(error)) from error
 
 

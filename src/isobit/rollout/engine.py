@@ -159,11 +159,7 @@ def generate(
     Raises:
         RequestError: where a sample is live; and what ``RolloutEngine.submit`` and ``step`` raise.
     """
-    if engine.num_live:
-        raise RequestError(
-            f"generate needs the engine for itself, and {engine.num_live} samples of it are live: "
-            "their events would be lost; step until they have ended, or abort them"
-        )
+    check_is_free(engine)
     engine.take_weights()
     handles = engine.submit(requests)
     total = sum(map(len, handles))
@@ -185,6 +181,15 @@ def generate(
         engine.abort(handle for group in handles for handle in group)
         raise
     return [[found[handle] for handle in group] for group in handles]
+
+
+def check_is_free(engine: RolloutEngine) -> None:
+    """Raises RequestError where a sample is live."""
+    if engine.num_live:
+        raise RequestError(
+            f"generate needs the engine for itself, and {engine.num_live} samples of it are live: "
+            "their events would be lost; step until they have ended, or abort them"
+        )
 
 
 def _moment(engine: RolloutEngine, finished: int, total: int) -> Progress:

@@ -6,7 +6,8 @@ first engine would have drawn.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Self
 
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
@@ -23,10 +24,23 @@ class SampleState:
     log_probs: Sequence[float] = ()
     """FP32 values."""
     weights_versions: Sequence[int] = ()
-    truncated_log_probs: Sequence[float] = field(default=())
+    truncated_log_probs: Sequence[float] = ()
     """Empty where no filter is on."""
-    routings: Sequence[int] = field(default=())
+    routings: Sequence[int] = ()
     """Empty for a model without experts."""
+
+    @classmethod
+    def of(cls, request: Request, sample: int, completion: Completion) -> Self:
+        """The state whose ``completion`` this is."""
+        return cls(
+            request,
+            sample,
+            completion.token_ids,
+            completion.log_probs,
+            completion.weights_versions,
+            completion.truncated_log_probs or (),
+            completion.routings or (),
+        )
 
     @property
     def handle(self) -> Handle:

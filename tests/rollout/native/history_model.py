@@ -7,6 +7,7 @@ between the two.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from isobit.kernels.operands import Drawn, Draws
 from isobit.kernels.spec.log_prob import log_softmax
 from isobit.kernels.spec.noise import uniforms
 from isobit.kernels.spec.sampling import draw, draw_tokens, truncate
+from isobit.models.cut import WHOLE
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.engine import NativeEngine
@@ -116,6 +118,9 @@ class FakePolicy:
     flow = None  # read by the cache alone, which a HistoryModel has not
     device = torch.device("cpu")
     backend = backend_of(device)
+
+    def weights(self, _: str) -> SimpleNamespace:
+        return SimpleNamespace(cut=WHOLE)
 
 
 def make_engine(

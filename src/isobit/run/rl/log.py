@@ -39,6 +39,7 @@ class RlLog(TrainingLog[EvalResult]):
         metrics = step_metrics(groups, grades, engine, trained, seconds)
         metrics |= self._optional_figures(collected)
         metrics |= self._run.turns.figures()
+        metrics |= self._waiting_figures()
         self._write_metrics(step, metrics)
         self._write_completions(step, "train", groups)
         self._comparison += trained.comparison

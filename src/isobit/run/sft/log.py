@@ -38,6 +38,7 @@ class SftLog(TrainingLog[HeldOut]):
             "tokens_per_s/training": sum(example.tokens for example in examples) / seconds,
         }
         metrics |= self._run.turns.figures()
+        metrics |= self._waiting_figures()
         self._write_metrics(step, metrics)
         self._totals["tokens"] += self._run.lesson.tokens(examples, update)
         self._totals["skipped"] += update.skipped is not None

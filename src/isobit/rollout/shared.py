@@ -1,0 +1,321 @@
+"""``generate`` by all ranks of a world: each has an engine of its own, with whole weights, and all
+get all completions.
+
+    hand out     a rank takes the next request whenever its engine has room; the requests go in
+                 their order, as whole groups, which share the pages of their prompt
+    move         once all are handed out, a rank with less than half of another's samples asks for
+                 some of them; half-done samples go there, as ``SampleState``
+    come home    a sample that ended elsewhere goes to the rank that took its request, which has
+                 the whole group then (to grade it, say)
+    gather       when all have ended, every rank gets the completions of all
+
+Who draws a sample depends on load and time.  What is drawn does not: noise is keyed by the sample,
+rows of a forward do not see each other, and K and V computed again have the bits they had.
+
+A rank that fails, or is told to stop, leaves a note; all leave, and all raise
+(``isobit.parallel.agreement``).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter, sleep
+from typing import Any
+
+from isobit.parallel.agreement import gathered, is_agreed
+from isobit.parallel.message import decode, encode
+from isobit.parallel.world import World
+from isobit.records.kept_groups import completions_of, completions_value
+from isobit.records.text import Completion
+from isobit.rollout.desk import Counts, Desk
+from isobit.rollout.engine import RolloutEngine, SampleEvent, check_is_free, generate
+from isobit.rollout.progress import EngineStats, Progress
+from isobit.rollout.request import Handle, Request
+from isobit.rollout.sample_state import SampleState
+
+_LOOK_S, _LOOK_S_A_RANK = 0.05, 0.001
+"""Between two looks at the board of a rank that has samples: many ranks share one board."""
+_PAUSE_S, _PAUSE_S_A_RANK = 0.005, 0.0001
+"""Of a rank that has none."""
+_ASKED_AT_ONCE = 8
+"""Ranks whose load one looks at before asking one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Completions by request and sample, and what it took to draw them."""
+
+    completions: list[list[Completion]]
+    stats: EngineStats
+    """Of all ranks: counts added, the longest time."""
+
+
+def generate_shared(
+    world: World,
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    progress: Callable[[Progress], None] | None = None,
+    complete: Callable[[int, list[Completion]], None] | None = None,
+) -> Generated:
+    """The completions of each request, drawn by all ranks; collective, with the same requests on
+    every rank.  The engines must have nothing else to do.
+
+    ``progress`` is called on every rank, with the counts of all, after each of its steps and while
+    it waits.  ``complete`` is called on one rank for each request, with its place and its
+    completions.  An error that either raises, or the engine, ends the call on all ranks.
+
+    Raises:
+        RequestError: where a sample is live; and what ``RolloutEngine.check`` and ``step`` raise.
+    """
+    if world.size == 1:
+        return Generated(generate(engine, requests, progress, complete), engine.stats)
+    desk = Desk(world)
+    share = _Share(world, desk, engine, requests, progress, complete)
+    try:
+        found = gathered(world, share.run)
+    except BaseException as error:
+        if is_agreed(error):
+            desk.clear()
+        raise
+    desk.clear()
+    made = dict(share.whole)
+    for rank, value in enumerate(found):
+        if rank != world.rank:
+            made |= _groups_of(value, requests)
+    stats = [EngineStats(**value["stats"]) for value in found]
+    total = replace(sum(stats, EngineStats()), seconds=max(one.seconds for one in stats))
+    return Generated([made[place] for place in range(len(requests))], total)
+
+
+class _Share:
+    """What one rank does."""
+
+    def __init__(
+        self,
+        world: World,
+        desk: Desk,
+        engine: RolloutEngine,
+        requests: Sequence[Request],
+        progress: Callable[[Progress], None] | None,
+        complete: Callable[[int, list[Completion]], None] | None,
+    ) -> None:
+        self._world, self._desk, self._engine = world, desk, engine
+        self._requests, self._progress, self._complete = requests, progress, complete
+        self._places = {(one.prompt.id, one.visit): place for place, one in enumerate(requests)}
+        self._total = sum(request.samples for request in requests)
+        self.whole: dict[int, list[Completion]] = {}
+        """Of the requests that were taken here, by place, those that have all their samples."""
+        self._parts: dict[int, dict[int, Completion]] = {}
+        """Of the others, by place and sample."""
+        self._live: dict[Handle, int] = {}
+        """The rank that took each sample's request, in the order of arrival."""
+        self._ended: dict[int, list[tuple[int, int, Completion]]] = {}
+        """Those of others, by the rank that they go to: place, sample."""
+        self._finished = 0
+        self._done, self._all = Counts(), Counts()
+        """What was counted of this rank, and of all, when it looked last."""
+        self._periods: list[EngineStats] = []
+        self._handed_out = self._has_asked = self._is_stopped = False
+        self._next_look, self._next_other = 0.0, 0
+        self._started_at = perf_counter()
+
+    def run(self) -> dict[str, Any]:
+        """Draw until all samples have ended, anywhere; the completions of the requests that were
+        taken here, as a message.
+        """
+        try:
+            check_is_free(self._engine)
+            self._engine.check(self._requests)
+            self._engine.take_weights()
+            while self._all.finished < self._total and not self._is_stopped:
+                self._turn()
+        except BaseException:
+            self._engine.abort(self._live)
+            self._desk.stop()
+            raise
+        if self._is_stopped:
+            self._engine.abort(self._live)
+            return {}
+        assert not self._parts, "all samples have ended, and come home"
+        places = list(self.whole)
+        stats = sum(self._periods, EngineStats())
+        stats.seconds = perf_counter() - self._started_at
+        return {
+            "places": places,
+            "stats": asdict(stats),
+            **completions_value([one for place in places for one in self.whole[place]]),
+        }
+
+    def _turn(self) -> None:
+        """A step of the engine, or a pause where it has nothing to do, and a look at the board."""
+        self._take_requests()
+        if self._engine.num_live:
+            self._note(self._engine.step())
+        else:
+            sleep(max(0.0, self._next_look - perf_counter()))
+        if not self._engine.num_live or perf_counter() >= self._next_look:
+            self._look()
+        self._world.pulse.beat()
+        if self._progress is not None:
+            counts, seconds = self._all, perf_counter() - self._started_at
+            self._progress(
+                Progress(counts.finished, counts.running, self._total, counts.tokens, seconds)
+            )
+
+    def _take_requests(self) -> None:
+        """As many as the engine has room for, up to an even share: the rest of a small batch is
+        for ranks that come later.
+        """
+        share = -(-self._total // self._world.size)
+        while not self._handed_out and self._engine.has_room and len(self._live) < share:
+            place = self._desk.take_ticket()
+            if place >= len(self._requests):
+                self._handed_out = True
+                return
+            (handles,) = self._engine.submit([self._requests[place]])
+            self._take_on(handles, [self._world.rank] * len(handles))
+            self._parts[place] = {}
+
+    def _take_on(self, handles: Sequence[Handle], homes: Sequence[int]) -> None:
+        self._live.update(zip(handles, homes, strict=True))
+        if not any(period is self._engine.stats for period in self._periods[-1:]):
+            self._periods.append(self._engine.stats)
+
+    def _note(self, events: Iterable[SampleEvent]) -> None:
+        """Samples have ended here."""
+        for event in events:
+            if event.completion is None:
+                continue
+            self._finished += 1
+            home = self._live.pop(event.handle)
+            ended = self._place(event.handle), event.handle.sample, event.completion
+            if home == self._world.rank:
+                self._keep(*ended)
+            else:
+                self._ended.setdefault(home, []).append(ended)
+
+    def _keep(self, place: int, sample: int, completion: Completion) -> None:
+        """A sample of a request that was taken here has ended, anywhere."""
+        part = self._parts[place]
+        part[sample] = completion
+        if len(part) == self._requests[place].samples:
+            del self._parts[place]
+            self.whole[place] = [part[index] for index in range(len(part))]
+            if self._complete is not None:
+                self._complete(place, self.whole[place])
+
+    def _look(self) -> None:
+        """Tell the others what was done here, and see what they have done."""
+        for home, ended in self._ended.items():
+            self._desk.send_home(home, _samples_note(ended))
+        self._ended.clear()
+        done = Counts(
+            self._finished,
+            sum(period.generated_tokens for period in self._periods),
+            self._engine.num_running,
+        )
+        self._all = self._desk.count(done - self._done)
+        self._done = done
+        self._is_stopped = self._desk.is_stopped
+        if self._is_stopped:
+            return
+        for note in self._desk.come_home():  # all that has been counted
+            for ended in _samples_of(note):
+                self._keep(*ended)
+        self._share_load()
+        size = self._world.size
+        between = (
+            _LOOK_S + size * _LOOK_S_A_RANK
+            if self._engine.num_live
+            else _PAUSE_S + size * _PAUSE_S_A_RANK
+        )
+        self._next_look = perf_counter() + between
+
+    def _share_load(self) -> None:
+        """Give samples to those who have asked; ask where there is nothing else to take."""
+        for rank, live in self._desk.asked():
+            self._give(rank, live)
+        if self._has_asked and (note := self._desk.answered()) is not None:
+            self._has_asked = False
+            self._take_in(note)
+        self._desk.show_load(len(self._live))
+        if self._handed_out and not self._has_asked:
+            self._ask()
+
+    def _give(self, rank: int, live: int) -> None:
+        """Half of what is here beyond the ``live`` samples of another rank, the latest arrivals;
+        nothing where it no longer has much less.
+        """
+        mine = list(self._live)
+        leaving = mine[len(mine) - _excess(len(mine), live) :]
+        states = self._engine.withdraw(leaving)
+        moved = [
+            (self._live.pop(state.handle), self._place(state.handle), state) for state in states
+        ]
+        self._desk.answer(rank, _states_note(moved))
+
+    def _take_in(self, note: bytes) -> None:
+        moved = _states_of(note, self._requests)
+        handles = self._engine.admit([state for _, state in moved])
+        self._take_on(handles, [home for home, _ in moved])
+
+    def _ask(self) -> None:
+        """Ask the most loaded of a few ranks, others each time, if it has more than twice as
+        much.
+        """
+        size, rank, live = self._world.size, self._world.rank, len(self._live)
+        others = [(rank + step) % size for step in range(1, size)]
+        first = self._next_other
+        some = (others[first:] + others[:first])[:_ASKED_AT_ONCE]
+        self._next_other = (first + len(some)) % len(others)
+        load, most = max((self._desk.load(other), -other) for other in some)
+        if _excess(load, live):
+            self._desk.ask(-most, live)
+            self._has_asked = True
+
+    def _place(self, handle: Handle) -> int:
+        return self._places[handle.prompt_id, handle.visit]
+
+
+def _excess(load: int, live: int) -> int:
+    """Samples that a rank of so much load gives to one with ``live`` samples."""
+    return (load - live) // 2 if load > 2 * live else 0
+
+
+def _samples_note(samples: Sequence[tuple[int, int, Completion]]) -> bytes:
+    """Ended samples: place, number and completion of each."""
+    names = [(place, sample) for place, sample, _ in samples]
+    return encode({"samples": names, **completions_value([one for *_, one in samples])})
+
+
+def _samples_of(note: bytes) -> list[tuple[int, int, Completion]]:
+    value = decode(note)
+    pairs = zip(value["samples"], completions_of(value), strict=True)
+    return [(place, sample, completion) for (place, sample), completion in pairs]
+
+
+def _states_note(moved: Sequence[tuple[int, int, SampleState]]) -> bytes:
+    """Half-done samples, as if they had ended: the rank and the place that each belongs to."""
+    names = [(home, place, state.sample) for home, place, state in moved]
+    value = completions_value([state.completion("", "aborted") for *_, state in moved])
+    return encode({"samples": names, **value})
+
+
+def _states_of(note: bytes, requests: Sequence[Request]) -> list[tuple[int, SampleState]]:
+    value = decode(note)
+    return [
+        (home, SampleState.of(requests[place], sample, completion))
+        for (home, place, sample), completion in zip(
+            value["samples"], completions_of(value), strict=True
+        )
+    ]
+
+
+def _groups_of(
+    value: Mapping[str, Any], requests: Sequence[Request]
+) -> dict[int, list[Completion]]:
+    """The completions that a rank has sent, by place."""
+    completions = iter(completions_of(value))
+    return {
+        place: [next(completions) for _ in range(requests[place].samples)]
+        for place in value["places"]
+    }
