@@ -133,7 +133,7 @@ class SumSizes:
         """Of masters of these shapes."""
         made: dict[str, int] = {}
         for place, names in zip(_places(groups, in_parts), groups, strict=True):
-            numel = sum(prod(shapes[name]) for name in names)
+            numel = _Layout({name: shapes[name] for name in names}).numel
             made[place] = max(made.get(place, 0), numel)
         sent = [max(ownership.numbers(shapes, names)) for names in groups]
         return cls(made, max(sent[0], sent[-1]), max(sent[1:-1]))
