@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from isobit.config.run import RunConfig
 from isobit.errors import ConfigError, Interrupted, RewardError
+from isobit.models.published import Published
 from isobit.parallel.world import ALONE, World
 from isobit.rewards.grading import Graders
 from isobit.run.rl.loop import train
@@ -92,6 +94,7 @@ def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
         ("reward", 1, (Graders, "collect")),
         ("learning", 0, (RlRun, "learn")),
         ("signal", 1, (Graders, "collect")),
+        ("weights", 1, (Published, "gather")),
     ):
         config, raised = config_of({**case, "output": name}), "nothing"
         with pytest.MonkeyPatch.context() as patch:
@@ -108,8 +111,8 @@ def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _failing(work: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``work``, which goes wrong when it is called for the sixth time: of gradings, in the batch
-    that the third step samples; of steps, never before the end.
+    """``work``, which goes wrong in the third step (of gradings the sixth is in the batch that it
+    samples), or before it with the weights that are passed on for the third time.
     """
     calls = count(1)
 
@@ -121,7 +124,10 @@ def _failing(work: Callable[..., Any], name: str) -> Callable[..., Any]:
             raise KeyError("a fault")
         if name == "signal" and number == 6:
             os.kill(os.getpid(), signal.SIGTERM)
-        return work(*arguments, **options)
+        made = work(*arguments, **options)
+        if name == "weights" and number == 3:
+            arguments[0].sides["rollout"].plain["norm.weight"].view(torch.uint8)[5] ^= 1
+        return made
 
     return failing
 
@@ -136,11 +142,13 @@ def test_an_error_of_one_part_ends_the_other_and_the_run_goes_on(tmp_path: Path)
         "reward": "PeerError",
         "learning": "KeyError",
         "signal": "Interrupted",
+        "weights": "MismatchError",
     }
     assert {name: raised for name, (raised, *_) in rollouter.items()} == {
         "reward": "RewardError",
         "learning": "PeerError",
         "signal": "Interrupted",
+        "weights": "MismatchError",
     }
     assert trainer["signal"][-1] == "step_000003", "what stood between two steps is saved"
     expected = left_by(tmp_path / "one")
