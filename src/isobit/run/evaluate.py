@@ -18,13 +18,15 @@ from isobit.config.run import RunConfig
 from isobit.data.prompts import build_prompts
 from isobit.models.loaded import DescribedModel, LoadedModel, load_sampling_model
 from isobit.observe.eval_result import EvalResult, result_of
+from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group, Prompt
 from isobit.rewards.grade import Grading
 from isobit.rewards.grading import Graders
-from isobit.rollout.engine import RolloutEngine, generate
+from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
+from isobit.rollout.shared import generate_shared
 from isobit.run.reward_models import ModelRewards
 
 OnProgress = Callable[[Progress], None]
@@ -41,6 +43,8 @@ class Evaluator:
     engine: RolloutEngine
     requests: Mapping[str, Sequence[Request]]
     """What the engine is asked for on each set, by name (``evaluation_requests``)."""
+    world: World = ALONE
+    """Who evaluates together: each rank with an engine, and all with the same requests."""
 
     def run(self, progress: OnProgress | None, grading: Grading) -> Evaluation:
         """The figures and the completions of each set, by name, as ``grading`` grades them.
@@ -55,7 +59,7 @@ class Evaluator:
     def _run_set(
         self, requests: Sequence[Request], progress: OnProgress | None, grading: Grading
     ) -> tuple[EvalResult, list[Group]]:
-        completions = generate(self.engine, requests, progress)
+        completions = generate_shared(self.world, self.engine, requests, progress).completions
         groups = [
             Group(request.prompt, request.visit, made)
             for request, made in zip(requests, completions, strict=True)

@@ -190,7 +190,7 @@ def prepare_rl(config: RunConfig, world: World = ALONE) -> RlRun:
         made.algorithm,
         made.sampling,
         parts.engine,
-        Evaluator(parts.engine, made.evaluation),
+        Evaluator(parts.engine, made.evaluation, world),
         load_reference(config, parts.model.policy),
         Pending(config.asynchrony.lag, config.training.steps, made.data.prompts),
         ReplayBuffer(config.replay, config.seed) if config.replay.fraction > 0 else None,
