@@ -206,20 +206,24 @@ class _StoreBoard:
 
     def add(self, name: str, number: int) -> int:
         """See ``Board``."""
-        return self._store.add(f"counter/{name}", number)
+        with _peers():
+            return self._store.add(f"counter/{name}", number)
 
     def post(self, name: str, note: bytes) -> None:
         """See ``Board``."""
-        self._store.set(f"note/{name}", note)  # pyright: ignore[reportArgumentType] (takes bytes)
+        with _peers():
+            self._store.set(f"note/{name}", note)  # pyright: ignore[reportArgumentType] (takes bytes)
 
     def read(self, name: str) -> bytes | None:
         """See ``Board``."""
         key = f"note/{name}"
-        return self._store.get(key) if self._store.check([key]) else None
+        with _peers():
+            return self._store.get(key) if self._store.check([key]) else None
 
     def remove(self, name: str) -> None:
         """See ``Board``."""
-        self._store.delete_key(f"note/{name}")
+        with _peers():
+            self._store.delete_key(f"note/{name}")
 
 
 class Processes:
@@ -383,6 +387,14 @@ class Processes:
         with self.pulse.waiting(what):
             self.messages(None)
 
+    def watch_board(self, longest_s: float) -> Board:
+        """One for a thread beside the run, with a connection of its own; a call that has no answer
+        after so many seconds fails.
+        """
+        store: Store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue] (is there)
+        store.set_timeout(timedelta(seconds=longest_s))
+        return _StoreBoard(PrefixStore("watch", store))
+
     def leave(self) -> None:
         """Nothing is asked of the others any more."""
         dist.destroy_process_group()
@@ -444,7 +456,7 @@ def _peers() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError) as error:
         raise PeerError(None, _first_line(error)) from error
 
 

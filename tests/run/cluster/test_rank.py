@@ -1,5 +1,7 @@
 """Whichever rank fails, and whoever has started it, its error is said once, and by no other."""
 
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -38,14 +40,55 @@ def test_a_fault_shows_its_traceback() -> None:
     assert " ended with exit code 1 in training after " in str(failed.value)
 
 
-def test_under_another_launcher(capfd: pytest.CaptureFixture[str]) -> None:
+def under_another_launcher(case: str) -> list[int]:
+    """The exit codes of two ranks."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen([sys.executable, PROGRAM, case], env=environment(rank, 2, port))
+        for rank in range(2)
+    ]
+    return [rank.wait() for rank in ranks]
+
+
+def test_an_error_under_another_launcher(capfd: pytest.CaptureFixture[str]) -> None:
     for case, lines in {"fine": 0, "all": 1, "agreed": 1}.items():
-        port = free_port()
-        ranks = [
-            subprocess.Popen([sys.executable, PROGRAM, case], env=environment(rank, 2, port))
-            for rank in range(2)
-        ]
-        codes = [rank.wait() for rank in ranks]
+        codes = under_another_launcher(case)
         said = [line for line in capfd.readouterr().err.splitlines() if "no such file" in line]
         assert len(said) == lines
         assert codes == {"fine": [0, 0], "all": [2, 2], "agreed": [4, 2]}[case]
+
+
+@pytest.mark.parametrize(
+    ("dead", "text"),
+    [
+        (1, "error: rank 1 (host, process ..) has ended in training without a word"),
+        (0, "error: who keeps the board of the run (rank 0, host, process .., or a launcher) "),
+    ],
+)
+def test_a_rank_dies_and_no_launcher_ends_the_other(
+    dead: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It waits, as for NCCL, for ever."""
+    monkeypatch.setenv("ISOBIT_SILENCE_S", "6")
+    codes = under_another_launcher(f"{dead} dies")
+    assert codes[dead] == -9
+    assert codes[1 - dead] == 4
+    said = capfd.readouterr().err.replace(socket.gethostname(), "host")
+    assert text in re.sub(r"process \d+", "process ..", said)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("stopped", r"rank 1 \(.*, process \d+\) has been silent in training for \d+ s: ended"),
+        ("asleep", r"rank 1 \(.*, process \d+\) has been silent in rollout for \d+ s: ended"),
+        ("parted", r"have come apart, .*: rank 0 \(.*\) for messages, rank 1 \(.*\) for gather"),
+    ],
+)
+def test_what_never_ends_is_ended(case: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOBIT_SILENCE_S", "6")
+    with pytest.raises(RankError, match=text):
+        launch([PROGRAM, case], 2, threads=1)

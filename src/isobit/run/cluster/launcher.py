@@ -170,7 +170,7 @@ class _Launched:
     def _reason(self, first: "_Rank", failed: Sequence["_Rank"]) -> str:
         verdicts = [rank.notes["verdict"] for rank in self._ranks if "verdict" in rank.notes]
         for number, text in verdicts:
-            if number == first.number:
+            if number in (None, first.number):
                 return text
         error = first.notes.get("error") or first.notes.get("lost")
         if error is None:

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 
 from isobit.errors import Interrupted, IsobitError, PeerError
 from isobit.parallel.black_box import BlackBox
-from isobit.parallel.world import World, joined
+from isobit.parallel.watch import Watch
+from isobit.parallel.world import Processes, World, joined
 
 
 @contextmanager
@@ -29,15 +30,23 @@ def as_rank(box: BlackBox | None) -> Iterator[World]:
     in order would wait for the others.
     """
     world: World | None = None
+    watch: Watch | None = None
     try:
         with joined() as world:
+            assert isinstance(world, Processes)
             if box is not None:
                 world.pulse.on_phase = lambda phase: box.write(phase=phase)
+            watch = Watch(world, box)
+            watch.start()
             yield world
+            watch.close()
+        watch.stop()
     except BaseException as error:
         if world is None and box is None:
             raise  # nobody has found the others
         code = _tell(error, world, box)
+        if watch is not None:
+            watch.leave()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -75,5 +84,5 @@ def _is_first(text: str, world: World) -> bool:
     try:
         digest = hashlib.sha256(text.encode()).hexdigest()
         return world.board.add(f"said {digest[:16]}", 1) == 1
-    except RuntimeError:
+    except PeerError:
         return True

@@ -1,0 +1,369 @@
+"""The watch: a thread of every rank that leaves a sign of it on the board about once a second, and
+looks at what others leave there.
+
+    rank 0         looks at all
+    the others     look at rank 0, and at the verdict
+
+Somebody who waits in a collective is well: it is another who is late.  These are not:
+
+    ended      the process is gone, and has not said that it leaves
+    silent     no sign for a minute; or it neither shows progress nor waits, for three times as long
+               as it ever took in this phase, and at least a minute
+    parted     all wait, and for different things: their programs have come apart
+    stuck      all wait for the same, for ten minutes: the connection
+
+Who finds one says it once and leaves a verdict.  A rank that is named there is killed, by whoever
+is on its host.  The others may be caught in a collective that never ends, where no error and no
+signal reaches them: their watch ends them as soon as they wait.  One that still computes, or writes
+what it has, is left alone until then.
+
+A phase that a rank has not been through yet may take half an hour without progress: it loads a
+model, or compiles.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from isobit.errors import PeerError
+from isobit.parallel.black_box import BlackBox
+from isobit.parallel.pulse import Pulse
+from isobit.parallel.world import Processes
+
+_VARIABLE = "ISOBIT_SILENCE_S"
+"""For tests: the shortest silence, instead of a minute; all other times in proportion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds."""
+
+    tick: float = 1.0
+    """Between two signs."""
+    leave: float = 5.0
+    """That a rank which waits is left alone after a verdict."""
+    silent: float = 60.0
+    stuck: float = 600.0
+    first: float = 1800.0
+    """Of a phase that a rank has not been through."""
+    factor: float = 3.0
+    """Of the slowest progress so far; no seconds."""
+
+    @classmethod
+    def usual(cls) -> "Limits":
+        """Those of this process."""
+        ratio = float(os.environ.get(_VARIABLE, "60")) / 60
+        return cls(min(1.0, 5 * ratio), 5 * ratio, 60 * ratio, 600 * ratio, 1800 * ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What a rank leaves on the board."""
+
+    host: str
+    machine: str
+    """Equal where process numbers mean the same processes."""
+    process: int
+    number: int
+    """Of this sign."""
+    beats: int
+    phase: str
+    knows_phase: bool
+    """Whether it has been through this phase before."""
+    slowest: float
+    """Seconds without progress that it ever took in this phase."""
+    waits_for: str | None
+    has_left: bool = False
+    """It is about to end by itself, and has said why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong."""
+
+    text: str
+    rank: int | None = None
+    """Whose fault it is, if it is one rank's."""
+    process: int = 0
+    machine: str = ""
+    is_to_end: bool = False
+    """Whether that rank still runs, and must not."""
+
+
+class Diagnosis:
+    """Finds what is wrong in the signs as they come."""
+
+    def __init__(self, limits: Limits, ranks: Collection[int]) -> None:
+        self._limits, self._ranks = limits, ranks
+        self._began_at: float | None = None
+        self._signs: dict[int, Sign] = {}
+        self._heard_at: dict[int, float] = {}
+        self._moved_at: dict[int, float] = {}
+
+    def look(self, now: float, signs: Mapping[int, Sign], ended: Collection[int]) -> Verdict | None:
+        """From the newest sign of each rank that is looked at, and those whose process is gone."""
+        for rank, sign in signs.items():
+            before = self._signs.get(rank)
+            if before is None or sign.number != before.number:
+                self._heard_at[rank] = now
+            if before is None or _has_moved(before, sign):
+                self._moved_at[rank] = now
+            self._signs[rank] = sign
+        here = {rank: sign for rank, sign in signs.items() if not sign.has_left}
+        for rank in ended:
+            if rank in here:
+                return _verdict(rank, here[rank], "has ended in {phase} without a word", False)
+        return self._mute(now) or self._silent(now, here) or self._parted(now, signs, here)
+
+    def _mute(self, now: float) -> Verdict | None:
+        self._began_at = now if self._began_at is None else self._began_at
+        missing = [rank for rank in self._ranks if rank not in self._signs]
+        if not missing or now - self._began_at < self._limits.silent:
+            return None
+        return Verdict(f"rank {missing[0]} has given no sign since the start", missing[0])
+
+    def _silent(self, now: float, here: Mapping[int, Sign]) -> Verdict | None:
+        for rank in sorted(here, key=lambda rank: self._heard_at[rank]):
+            if now - self._heard_at[rank] >= self._limits.silent:
+                return self._silence(now - self._heard_at[rank], rank, here[rank])
+        # Where one hangs, a GPU's others may hang in the same collective and look alike: the first.
+        for rank in sorted(here, key=lambda rank: self._moved_at[rank]):
+            silence = now - self._moved_at[rank]
+            if here[rank].waits_for is None and silence >= self._longest(here[rank], here):
+                return self._silence(silence, rank, here[rank])
+        return None
+
+    def _silence(self, seconds: float, rank: int, sign: Sign) -> Verdict:
+        text = f"has been silent in {{phase}} for {seconds:.0f} s: ended"
+        return _verdict(rank, sign, text, True)
+
+    def _longest(self, sign: Sign, here: Mapping[int, Sign]) -> float:
+        """That a rank may go without progress, later than a missing sign would tell."""
+        limits = self._limits
+        if not sign.knows_phase:
+            return limits.first
+        slowest = max(one.slowest for one in here.values() if one.phase == sign.phase)
+        return max(limits.silent + 2 * limits.tick, limits.factor * slowest)
+
+    def _parted(
+        self, now: float, signs: Mapping[int, Sign], here: Mapping[int, Sign]
+    ) -> Verdict | None:
+        is_partial = len(self._ranks) == 1  # of one rank that waits, others know why
+        if is_partial or not here or any(sign.waits_for is None for sign in here.values()):
+            return None
+        seconds = now - max(self._moved_at.values())
+        left = [rank for rank, sign in signs.items() if sign.has_left]
+        if len({sign.waits_for for sign in here.values()}) == 1 and not left:
+            if seconds < self._limits.stuck:
+                return None
+            what = next(iter(here.values())).waits_for
+            return Verdict(f"all ranks have waited for {what} for {seconds:.0f} s: ended")
+        if seconds < self._limits.silent:
+            return None
+        waits = [f"rank {rank} ({sign.host}) for {sign.waits_for}" for rank, sign in here.items()]
+        waits += [f"rank {rank} has left" for rank in left]
+        text = f"the ranks have come apart, and wait since {seconds:.0f} s: {', '.join(waits)}"
+        return Verdict(text)
+
+
+class Watch:
+    """Of one rank, from ``start`` to ``stop``; ``box`` is the launcher's, where that is ours."""
+
+    def __init__(self, world: Processes, box: BlackBox | None) -> None:
+        self._world, self._box = world, box
+        self._limits = Limits.usual()
+        self._board = world.watch_board(self._limits.silent)
+        self._signing = _Signing(world.host, world.pulse)
+        self._ranks = range(world.size) if world.rank == 0 else (0,)
+        """That it looks at."""
+        self._diagnosis = Diagnosis(self._limits, self._ranks)
+        self._signs: dict[int, Sign] = {}
+        self._is_to_end = False
+        """As soon as it waits."""
+        self._is_closing = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin, with a first sign.  Raises PeerError where the board is gone already."""
+        self._post()
+        self._thread.start()
+
+    def close(self) -> None:
+        """The run is done: that others end, and the board with them, means nothing any more."""
+        self._is_closing = True
+
+    def stop(self) -> None:
+        """Before the interpreter ends, which threads in a library do not survive."""
+        self._over.set()
+        self._thread.join(self._limits.silent)
+
+    def leave(self) -> None:
+        """This rank ends by itself, with an error that it has said or another has."""
+        self.stop()
+        try:
+            self._post(has_left=True)
+            self._board.post("failed", b"")
+        except PeerError:
+            pass  # the board is gone, and nobody looks there
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(self._limits.tick):
+                self._look()
+        except Exception:  # a fault here is none of the run's
+            traceback.print_exc()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._signing.look(now)
+        try:
+            self._post()
+            self._signs |= self._read()
+            verdict = self._verdict() or self._diagnose(now)
+            self._is_to_end |= self._board.read("failed") is not None
+        except PeerError as error:
+            verdict = self._without_board(error)
+        if verdict is not None:
+            self._obey(verdict)
+        if self._is_to_end:
+            self._end_if_idle(now)
+
+    def _post(self, has_left: bool = False) -> None:
+        sign = self._signing.sign(has_left)
+        self._board.post(f"sign {self._world.rank}", json.dumps(asdict(sign)).encode())
+
+    def _read(self) -> dict[int, Sign]:
+        notes = {rank: self._board.read(f"sign {rank}") for rank in self._ranks}
+        return {rank: Sign(**json.loads(note)) for rank, note in notes.items() if note is not None}
+
+    def _verdict(self) -> Verdict | None:
+        note = self._board.read("verdict")
+        return Verdict(**json.loads(note)) if note is not None else None
+
+    def _diagnose(self, now: float) -> Verdict | None:
+        """A verdict of this rank's, which it leaves to all, unless another was faster."""
+        if self._is_closing:
+            return None
+        machine = self._signing.machine
+        ended = [
+            rank
+            for rank, sign in self._signs.items()
+            if sign.machine == machine and not _runs(sign.process)
+        ]
+        verdict = self._diagnosis.look(now, self._signs, ended)
+        if verdict is None or self._board.add("verdicts", 1) > 1:
+            return None
+        self._board.post("verdict", json.dumps(asdict(verdict)).encode())
+        self._say(verdict)
+        return verdict
+
+    def _without_board(self, error: PeerError) -> Verdict | None:
+        """Rank 0 keeps the board, or a launcher does."""
+        if self._is_closing or self._is_to_end:
+            return None
+        keeper = self._signs.get(0)
+        who = f" (rank 0, {keeper.host}, process {keeper.process}, or a launcher)" if keeper else ""
+        text = f"who keeps the board of the run{who} gives no answer: {error}"
+        verdict = Verdict(text)
+        if keeper is not None and _runs(keeper.process):
+            verdict = Verdict(text, 0, keeper.process, keeper.machine, True)
+        self._say(verdict)
+        return verdict
+
+    def _say(self, verdict: Verdict) -> None:
+        if self._box is None:
+            print(f"error: {verdict.text}", file=sys.stderr, flush=True)
+        elif verdict.rank is None or verdict.is_to_end:  # a launcher sees by itself who has ended
+            self._box.write(verdict=[verdict.rank, verdict.text], at=time.monotonic())
+
+    def _obey(self, verdict: Verdict) -> None:
+        self._is_to_end = True
+        is_here = verdict.machine == self._signing.machine
+        if verdict.is_to_end and is_here and _runs(verdict.process):
+            os.kill(verdict.process, signal.SIGKILL)
+
+    def _end_if_idle(self, now: float) -> None:
+        """Without a word: it has been said."""
+        waits = self._world.pulse.waits_for is not None
+        longest = self._limits.leave if waits else self._limits.stuck
+        if not self._is_closing and now - self._signing.moved_at >= longest:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(PeerError.exit_code)
+
+
+class _Signing:
+    """What a rank's own signs say."""
+
+    def __init__(self, host: str, pulse: Pulse) -> None:
+        self._host, self._pulse = host, pulse
+        self.machine = _machine()
+        self._number = 0
+        self._phases: set[str] = set()
+        self._slowest: dict[str, float] = {}
+        self._seen = (pulse.beats, pulse.phase, pulse.waits_for)
+        self.moved_at = time.monotonic()
+        """When it last made progress, or began to wait."""
+
+    def look(self, now: float) -> None:
+        """Whether it has moved since the last time."""
+        pulse = self._pulse
+        _, phase, waits_for = self._seen
+        seen = (pulse.beats, pulse.phase, pulse.waits_for)
+        if seen == self._seen:
+            return
+        if waits_for is None:
+            self._slowest[phase] = max(self._slowest.get(phase, 0.0), now - self.moved_at)
+        if pulse.phase != phase:
+            self._phases.add(phase)
+        self._seen, self.moved_at = seen, now
+
+    def sign(self, has_left: bool) -> Sign:
+        """The next."""
+        self._number += 1
+        beats, phase, waits_for = self._seen
+        return Sign(
+            self._host,
+            self.machine,
+            os.getpid(),
+            self._number,
+            beats,
+            phase,
+            phase in self._phases,
+            self._slowest.get(phase, 0.0),
+            waits_for,
+            has_left,
+        )
+
+
+def _has_moved(before: Sign, now: Sign) -> bool:
+    return (before.beats, before.phase, before.waits_for) != (now.beats, now.phase, now.waits_for)
+
+
+def _verdict(rank: int, sign: Sign, text: str, is_to_end: bool) -> Verdict:
+    who = f"rank {rank} ({sign.host}, process {sign.process})"
+    said = f"{who} {text.format(phase=sign.phase)}"
+    return Verdict(said, rank, sign.process, sign.machine, is_to_end)
+
+
+def _machine() -> str:
+    """A container may have the name of another, and process numbers of its own."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    space = Path("/proc/self/ns/pid")
+    return f"{boot.read_text().strip()} {os.readlink(space)}"
+
+
+def _runs(process: int) -> bool:
+    """Whether a process of this machine runs; one that has ended and is still listed does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
