@@ -25,6 +25,21 @@ def test_a_flow_with_two_functions_exits_1(capsys):
     assert not total.startswith("fp8-rollout: 0 of ")
 
 
+def test_ranks_that_sample_together_say_once_what_they_found(capfd):
+    shared = ["--cluster.rollout_tp", "2"]
+    assert main(["verify", "starter", "--precision", "fp8-rollout", *SMALL, *shared]) == 1
+    printed = capfd.readouterr()
+    assert printed.out.splitlines()[-1].startswith("fp8-rollout: ")
+    assert printed.out.count("roomy") == 1
+    assert "error: rank 0: " in printed.err
+    assert "log-probabilities differ" in printed.err
+
+
+def test_one_process_is_not_two(capsys):
+    assert main(["verify", "starter", "--bisect", "--cluster.rollout_tp", "2"]) == 2
+    assert "leave cluster.rollout_tp out" in capsys.readouterr().err
+
+
 def test_a_check_that_breaks_exits_2_with_its_traceback(capsys, monkeypatch):
     def broken(*arguments: object) -> None:
         raise RuntimeError("no answer")

@@ -26,7 +26,8 @@ from isobit.models.shards import WEIGHTS_FILE
 from isobit.precision.dequantise import dequantise
 from isobit.precision.formats import E4M3
 from isobit.precision.quant_tensor import QuantTensor
-from isobit.proof.verify import VerifyOptions, verify_policy
+from isobit.proof.verify import VerifyOptions, verify, verify_policy
+from tests.ranks import in_ranks
 
 CONFIG = ModelConfig("qwen3", 64, 160, 200, 2, 4, 2, 32, 64, 1e-6, 1e4, tied_embeddings=False)
 """q has 128 rows, k and v 64, gate and up 200; no width is a multiple of 128."""
@@ -186,6 +187,15 @@ def test_what_is_sampled_from_a_folders_bytes_is_what_training_computes(tmp_path
     policy = load_policy(tmp_path, FP8_FP32_SCALES, trainable=False)
     result = verify_policy(policy, VerifyOptions(prompts=3, samples=1, max_new_tokens=8))
     assert result.comparison.tokens_compared > 100 and result.comparison.tokens_differing == 0
+
+
+def test_so_is_what_ranks_sample_that_share_the_folders_bytes(tmp_path: Path) -> None:
+    write(tmp_path, power_of_two=False)
+    options = VerifyOptions(prompts=3, samples=1, max_new_tokens=4)
+    for result in in_ranks(
+        2, lambda world: verify(tmp_path, FP8_FP32_SCALES, options, world=world)
+    ):
+        assert result.comparison.tokens_compared > 50 and result.comparison.tokens_differing == 0
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])

@@ -7,11 +7,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobit.cli import eval_reward_model
 from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
+from isobit.cli.ranks import obey_as_rank, start_ranks
 from isobit.cli.waiting import starting
+
+if TYPE_CHECKING:
+    from isobit.parallel.world import World
 
 _TASK = "task:"
 
@@ -20,21 +24,31 @@ def run(arguments: Sequence[str]) -> int:
     """Evaluate and print.  Raises IsobitError for anything that cannot be used."""
     if any(word.partition("=")[0] == eval_reward_model.FLAG for word in arguments):
         return eval_reward_model.run(arguments)
+    return obey_as_rank(arguments, _eval)
+
+
+def _eval(arguments: Sequence[str], world: "World | None") -> int:
     options, overrides = _parser().parse_known_args(arguments)
 
     from isobit.config.run import RunConfig
 
     config = settings_from(RunConfig, _values(options), overrides)
+    if world is None and config.cluster.rollout_tp > 1:
+        start_ranks("eval", arguments, config.cluster.rollout_tp, options.threads)
+        return 0
     set_threads(options)
 
     from rich.console import Console as Terminal
 
     with starting():
         from isobit.observe.console import Console, describe_result
+        from isobit.parallel.world import ALONE
         from isobit.run.evaluate import evaluate_folder
 
     with Console(Terminal(stderr=True)).generating("evaluation") as progress:
-        results = evaluate_folder(Path(options.folder), config, progress)
+        results = evaluate_folder(Path(options.folder), config, progress, world or ALONE)
+    if world is not None and world.rank > 0:
+        return 0
     if options.json:
         print(json.dumps({name: asdict(result) for name, result in results.items()}, indent=2))
     else:

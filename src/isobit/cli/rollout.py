@@ -15,10 +15,12 @@ from isobit.cli.arguments import (
     set_threads,
     settings_from,
 )
+from isobit.cli.ranks import obey_as_rank, start_ranks
 from isobit.cli.waiting import starting
 
 if TYPE_CHECKING:
     from isobit.config.commands import GenerationConfig
+    from isobit.parallel.world import World
     from isobit.records.text import Group
 
 
@@ -26,8 +28,13 @@ def run(arguments: Sequence[str]) -> int:
     """Generate, and print or write.  Raises IsobitError for anything that cannot be used, before
     anything is generated.
     """
+    return obey_as_rank(arguments, _rollout)
+
+
+def _rollout(arguments: Sequence[str], world: "World | None") -> int:
     options, overrides = _parser().parse_known_args(arguments)
-    if options.out is not None:
+    is_first = world is None or world.rank == 0
+    if options.out is not None and is_first:
         check_new(options.out)
 
     from isobit.config.commands import GenerationConfig
@@ -36,7 +43,12 @@ def run(arguments: Sequence[str]) -> int:
     settings = settings_from(
         GenerationConfig, {"precision": options.precision, "rollout": limits}, overrides
     )
-    groups = _generate(options, settings)
+    if world is None and settings.cluster.rollout_tp > 1:
+        start_ranks("rollout", arguments, settings.cluster.rollout_tp, options.threads)
+        return 0
+    groups = _generate(options, settings, world)
+    if not is_first:
+        return 0
     if options.out is None:
         _print(groups)
         return 0
@@ -49,7 +61,9 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _generate(options: Namespace, settings: "GenerationConfig") -> "list[Group]":
+def _generate(
+    options: Namespace, settings: "GenerationConfig", world: "World | None"
+) -> "list[Group]":
     set_threads(options)
 
     from rich.console import Console as Terminal
@@ -58,6 +72,7 @@ def _generate(options: Namespace, settings: "GenerationConfig") -> "list[Group]"
 
     with starting():
         from isobit.observe.console import Console
+        from isobit.parallel.world import ALONE
         from isobit.run.rollout import rollout_folder
 
     with Console(Terminal(stderr=True)).generating("rollout") as progress:
@@ -69,6 +84,7 @@ def _generate(options: Namespace, settings: "GenerationConfig") -> "list[Group]"
             seed=options.seed,
             chat=not options.no_chat,
             progress=progress,
+            world=world or ALONE,
         )
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
+from isobit.cli.ranks import obey_as_rank, start_ranks
 from isobit.cli.waiting import starting
 from isobit.errors import ConfigError, IsobitError
 
 if TYPE_CHECKING:
     from isobit.config.commands import VerifyConfig
+    from isobit.parallel.world import World
     from isobit.proof.verify import ScenarioResult, VerifyResult
 
 NOT_COMPARED = 2
@@ -28,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     cannot be used.
     """
     try:
-        return _verify(arguments)
+        return obey_as_rank(arguments, _verify)
     except IsobitError:
         raise
     except Exception:  # a fault is no difference: 1 is kept for those
@@ -36,38 +38,85 @@ def run(arguments: Sequence[str]) -> int:
         return NOT_COMPARED
 
 
-def _verify(arguments: Sequence[str]) -> int:
+def _verify(arguments: Sequence[str], world: "World | None") -> int:
     has_shape = any(word.partition("=")[0] == "--shape" for word in arguments)
     options, overrides = _parser(with_folder=not has_shape).parse_known_args(arguments)
 
     from isobit.config.commands import VerifyConfig
 
     settings = settings_from(VerifyConfig, {"precision": options.precision}, overrides)
+    ranks = settings.cluster.rollout_tp
+    if options.bisect and (ranks > 1 or world is not None):
+        raise ConfigError(
+            "--bisect observes one process; leave cluster.rollout_tp out, which changes no bit"
+        )
+    if world is None and ranks > 1:
+        start_ranks("verify", arguments, ranks, options.threads)
+        return 0
     set_threads(options)
-
     if options.bisect:
         return _bisect(options, settings)
+    if world is not None:
+        return _compare_as_rank(options, settings, world)
     with starting():
         from isobit.observe.console import Console
 
     with Console().busy("generating and comparing"):
         result = _compare(options, settings)
+    _show(options, result)
+    return result.exit_code
+
+
+def _compare_as_rank(options: Namespace, settings: "VerifyConfig", world: "World") -> int:
+    """One of several that sample together; the first one prints.  Raises where any of them has
+    found a difference.
+    """
+    result = _compare(options, settings, world)
+    if world.rank == 0:
+        _show(options, result)
+    differing = world.messages([result.exit_code, result.comparison.tokens_differing])
+    for rank, (code, count) in enumerate(differing):
+        if code:
+            found = (
+                f"{count:,} log-probabilities differ" if count else "not everything was compared"
+            )
+            raise _NotProvedError(f"rank {rank}: {found}", code)
+    return 0
+
+
+class _NotProvedError(IsobitError):
+    """Of several ranks, whose launcher takes an error as the reason that they end."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def _show(options: Namespace, result: "VerifyResult") -> None:
     if options.json:
         print(json.dumps(result.as_json(), indent=2))
     else:
         _print_result(result)
-    return result.exit_code
 
 
-def _compare(options: Namespace, settings: "VerifyConfig") -> "VerifyResult":
-    on_scenario = None if options.json else _print_scenario
+def _compare(
+    options: Namespace, settings: "VerifyConfig", world: "World | None" = None
+) -> "VerifyResult":
+    from isobit.models.cut import check_ranks
+    from isobit.parallel.world import ALONE
+
+    world = world or ALONE
+    check_ranks(settings.cluster.rollout_tp, world)
+    on_scenario = None if options.json or world.rank > 0 else _print_scenario
     if options.shape is not None:
         from isobit.proof.full_size import FullSizeOptions, verify_shape
 
         sizes = FullSizeOptions(
             **_sizes(options), **given(longest=options.longest), outliers=options.outliers
         )
-        return verify_shape(options.shape, settings.precision, settings.device, sizes, on_scenario)
+        return verify_shape(
+            options.shape, settings.precision, settings.device, sizes, on_scenario, world
+        )
     from isobit.proof.verify import VerifyOptions, verify
 
     return verify(
@@ -76,6 +125,7 @@ def _compare(options: Namespace, settings: "VerifyConfig") -> "VerifyResult":
         VerifyOptions(**_sizes(options)),
         on_scenario,
         settings.device,
+        world,
     )
 
 

@@ -11,6 +11,15 @@ from isobit.config.base import Strict
 Launcher = Literal["local", "ray"]
 
 
+class EngineConfig(Strict):
+    """Who samples, where nothing is trained."""
+
+    rollout_tp: int = Field(default=1, gt=0, le=64)
+    """Processes that share one engine, for a policy that one GPU cannot hold: each has a part of
+    every linear's outputs, and the bits are those of one.
+    """
+
+
 class ClusterConfig(Strict):
     """Who computes."""
 

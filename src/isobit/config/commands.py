@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from isobit.config.base import Device, Strict
+from isobit.config.cluster import EngineConfig
 from isobit.config.examples import ExampleSource
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
@@ -14,6 +15,7 @@ class GenerationConfig(Strict):
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     rollout: RolloutConfig = RolloutConfig()
+    cluster: EngineConfig = EngineConfig()
 
 
 class VerifyConfig(Strict):
@@ -21,6 +23,7 @@ class VerifyConfig(Strict):
 
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
+    cluster: EngineConfig = EngineConfig()
 
 
 class ExportConfig(Strict):

@@ -151,6 +151,17 @@ WHOLE = TensorCut(ALONE)
 """Of everything that is not shared."""
 
 
+def check_ranks(rollout_tp: int, world: World) -> None:
+    """Raises ConfigError where not all processes share the engine."""
+    if world.size != rollout_tp:
+        started = "is one process" if world.size == 1 else f"are {world.size} processes"
+        raise ConfigError(
+            f"cluster.rollout_tp = {rollout_tp}, but there {started}; this command's processes "
+            "share one engine: give --cluster.rollout_tp as many as torchrun starts, or leave "
+            "torchrun out and it starts them"
+        )
+
+
 def _check(config: ModelConfig, ranks: int) -> None:
     """Refuse what is not cut for so many ranks."""
     if config.experts is not None:

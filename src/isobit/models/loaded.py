@@ -18,21 +18,23 @@ from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_i
 from isobit.files import disk_errors, new_folder
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
-from isobit.models.folder import load_policy, read_config
+from isobit.models.folder import load_policy, read_config, read_masters
 from isobit.models.hub import hub_folder, is_hub_name
 from isobit.models.policy import Policy
+from isobit.models.policy_share import PolicyShare, SampledPolicy
 from isobit.models.saving import policy_contents, write_folder
+from isobit.parallel.world import ALONE, World
 from isobit.parallel.writing import write_together
 from isobit.records.text import SamplingParams
 from isobit.starter import starter_folder
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A Hugging Face folder in memory."""
+class SamplingModel:
+    """A Hugging Face folder in memory, or this process's share of its weights."""
 
     folder: Path
-    policy: Policy
+    policy: SampledPolicy
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
 
@@ -44,6 +46,13 @@ class LoadedModel:
     def sampling(self, rollout: RolloutConfig) -> SamplingParams:
         """How ``rollout`` draws tokens from this model."""
         return _sampling(rollout, self.stop_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(SamplingModel):
+    """A Hugging Face folder in memory."""
+
+    policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +119,24 @@ def load_model(
 
 
 def load_sampling_model(
-    name: str | Path, precision: PrecisionConfig, wanted: Device
-) -> LoadedModel:
+    name: str | Path, precision: PrecisionConfig, wanted: Device, world: World = ALONE
+) -> SamplingModel:
     """``load_model`` for what samples and does not train: without masters, on the device that is
-    wanted.
+    wanted; of several ranks each has its share.
 
-    Raises ConfigError as ``isobit.models.device.choose_device`` does, too.
+    Raises ConfigError as ``isobit.models.device.choose_device`` does, too, and for a model that
+    cannot be cut.
     """
     folder = model_folder(name)
-    device = choose_device(wanted, read_config(folder), precision)
-    return load_model(folder, precision, device, trainable=False)
+    config = read_config(folder)
+    device = world.own_device(choose_device(wanted, config, precision))
+    if world.size == 1:
+        return load_model(folder, precision, device, trainable=False)
+    masters = read_masters(folder, config, device)
+    policy = PolicyShare(config, precision, masters, world, device)
+    tokenizer = load_tokenizer(folder)
+    check_vocabulary(tokenizer, config.vocab_size, folder)
+    return SamplingModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
 
 
 def describe_model(name: str | Path) -> DescribedModel:

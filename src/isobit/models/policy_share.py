@@ -14,19 +14,19 @@ import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import backend_of
-from isobit.kernels.operands import LinearWeight, Operand
 from isobit.kernels.rope import RopeTable
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.cut import TensorCut
 from isobit.models.decoder import build_decoder
-from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
+from isobit.models.fp8_checkpoint import MasterValues
 from isobit.models.layers.head import PUBLISHED
 from isobit.models.layers.unit import Master
 from isobit.models.policy import Policy
+from isobit.models.published import Published
 from isobit.models.weights import Weights
 from isobit.parallel.world import World
 from isobit.precision.flow import build_flow
-from isobit.precision.formats import DTYPES, Side
+from isobit.precision.formats import Side
 from isobit.precision.quant_tensor import QuantTensor
 
 SIDE: Side = "rollout"
@@ -55,18 +55,22 @@ class PolicyShare:
         self.backend = backend_of(self.device)
         self.flow = build_flow(precision, self.decoder.shape).one_sided(SIDE)
         self.cut = TensorCut.of(config, world)
-        self.conversion = ScaleConversion()
-        """Of a folder's FP8 whose scales the flow does not have."""
         frequencies = inverse_frequencies(config)
         rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
-        self._weights = Weights(self.backend, rope.to(self.device), cut=self.cut)
+        published = Published(self.decoder, self.flow, self.backend, rope.to(self.device))
+        self._weights = published.sides["training"] = published.sides[SIDE]
+        self._weights.cut = self.cut
         described = self.decoder.masters()
         names: list[str] = []
         for name, values in masters:
             names.append(name)
-            self._take(name, described[name], values)
-        if len(self.conversion):
-            print(f"isobit: {self.conversion}", file=sys.stderr)
+            if isinstance(values, QuantTensor):
+                published.take(name, values, keep_master=False)
+            else:
+                published.publish(name, values.to(self.device, torch.float32))
+            self._keep_share(name, described[name])
+        if len(published.conversion):
+            print(f"isobit: {published.conversion}", file=sys.stderr)
         assert names == list(described), "masters do not fit the configuration"
 
     def weights(self, side: Side) -> Weights:
@@ -75,45 +79,23 @@ class PolicyShare:
         return self._weights
 
     @torch.no_grad()
-    def _take(self, name: str, master: Master, values: MasterValues) -> None:
-        path = name.rpartition(".")[0]
+    def _keep_share(self, name: str, master: Master) -> None:
+        """This rank's rows of what was just published, and what is not cut."""
+        linears, plain, path = self._weights.linears, self._weights.plain, name.rpartition(".")[0]
         parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
         if master.kind == "matrix":
-            site = self.flow.rollout.site(path)
-            matrix = self.cut.rows(self._published(path, values), parts)
-            self._weights.linears[path] = LinearWeight(site, matrix)
-            return
-        assert isinstance(values, torch.Tensor), "only a matrix of a linear is in FP8"
-        values = values.to(self.device, DTYPES[self.flow.rollout.activations])
-        if master.kind == "bias":
-            bias = self.cut.rows(values, parts)
-            assert isinstance(bias, torch.Tensor)
-            linears = self._weights.linears
-            linears[path] = replace(linears[path], bias=bias)
-        else:
-            self._hold(name, values)
-
-    def _published(self, path: str, values: MasterValues) -> Operand:
-        """The whole matrix of a linear, as a policy publishes it."""
-        site = self.flow.rollout.site(path)
-        if not isinstance(values, QuantTensor):
-            return self.backend.publish(site, values.to(self.device, torch.float32))
-        if is_taken(site, values):
-            return values
-        matrix = self.backend.publish(site, master_of(values))
-        if isinstance(matrix, QuantTensor):
-            self.conversion.add(path, values, matrix)
-        return matrix
-
-    def _hold(self, name: str, values: torch.Tensor) -> None:
-        """The embedding and the norms whole, of lm_head this rank's rows."""
-        head, plain = self.decoder.lm_head, self._weights.plain
-        if name == head.master:
-            published = self.backend.publish_head(values[self.cut.mine(self.cut.vocabulary)])
-            # rows of a table that goes would keep all of it
-            plain[PUBLISHED] = published if head.tied else published.clone()
-        if name != head.master or head.tied:
-            plain[name] = values
+            linears[path] = replace(
+                linears[path], matrix=self.cut.rows(linears[path].matrix, parts)
+            )
+        elif master.kind == "bias":
+            bias = linears[path].bias
+            assert bias is not None
+            linears[path] = replace(linears[path], bias=self.cut.rows(bias, parts))
+        elif name == self.decoder.lm_head.master:
+            mine = self.cut.mine(self.cut.vocabulary)
+            plain[PUBLISHED] = plain[PUBLISHED][mine].clone()
+            if not self.decoder.lm_head.tied:
+                del plain[name]
 
 
 SampledPolicy = Policy | PolicyShare

@@ -37,6 +37,8 @@ from isobit.parallel.message import decode, encode
 from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
 from isobit.parallel.pulse import Pulse
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Of one tensor; torch 2.13 calls it otherwise than those before."""
 _FOR_EVER = timedelta(days=7)
 """Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
 _worlds = count()
@@ -312,7 +314,7 @@ class Processes:
         made = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
         with self.pulse.waiting("stack"), _peers():
             found, sent = (x.view(-1).view(torch.uint8) for x in (made, mine))
-            dist.all_gather_into_tensor(found, sent, group=self._group)
+            _all_gather(found, sent, group=self._group)
         return made
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:

@@ -26,8 +26,10 @@ from isobit.errors import ConfigError
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
 from isobit.models.policy import Policy, random_masters
+from isobit.models.policy_share import PolicyShare
 from isobit.models.scorer import Scorer
 from isobit.models.shapes import model_shape
+from isobit.parallel.world import ALONE, World
 from isobit.proof.scenarios import Scenario, Workload
 from isobit.proof.verify import ScenarioResult, VerifyResult, run_scenario
 from isobit.records.batch import PackedBatch
@@ -63,8 +65,10 @@ def verify_shape(
     device: Device,
     options: FullSizeOptions,
     on_scenario: Callable[[ScenarioResult], None] | None = None,
+    world: World = ALONE,
 ) -> VerifyResult:
-    """Check random weights of a named shape.
+    """Check random weights of a named shape.  Ranks of ``world`` sample together, each with its
+    share of the weights, and each compares with the forward of all of them.
 
     Raises ConfigError for a shape that is not known, a device that is not there, or options that
     leave no room for prompts.
@@ -75,18 +79,18 @@ def verify_shape(
             f"max_new_tokens is {options.max_new_tokens}; sequences of {options.longest} tokens "
             "leave no room for prompts"
         )
-    where = choose_device(device, config, precision)
-    masters = random_masters(config, options.seed, where)
-    policy = Policy(
-        config,
-        precision,
-        with_outliers(masters, config) if options.outliers else masters,
-        where,
-        trainable=False,
-    )
+    where = world.own_device(choose_device(device, config, precision))
+
+    def masters() -> Iterator[tuple[str, torch.Tensor]]:
+        drawn = random_masters(config, options.seed, where)
+        return with_outliers(drawn, config) if options.outliers else drawn
+
+    policy, shared = Policy(config, precision, masters(), where, trainable=False), None
+    if world.size > 1:
+        shared = PolicyShare(config, precision, masters(), world, where)
     workload = ragged_workload(config.vocab_size, options, page_tokens_of(policy))
     scorer = Scorer(policy)
-    result = run_scenario(_scenario(workload), workload, scorer, options.seed, _packings)
+    result = run_scenario(_scenario(workload), workload, scorer, options.seed, _packings, shared)
     if on_scenario is not None:
         on_scenario(result)
     return VerifyResult(policy.flow.preset, (result,))

@@ -12,6 +12,7 @@ not, that part was not proved and the result says so.  In ``fp8-rollout``, whose
 functions, differences must appear: that is how the check is known to be able to fail.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +20,14 @@ from typing import Any
 
 from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig
-from isobit.errors import ConfigError
+from isobit.errors import ConfigError, IsobitError
 from isobit.models.device import choose_device
-from isobit.models.folder import load_policy, read_config
+from isobit.models.folder import load_policy, read_config, read_masters
 from isobit.models.loaded import model_folder
 from isobit.models.policy import Policy
+from isobit.models.policy_share import PolicyShare
 from isobit.models.scorer import Scorer
+from isobit.parallel.world import ALONE, World
 from isobit.proof.scenarios import Scenario, Workload, build_workload, engine_scenarios, packings
 from isobit.records.batch import PackedBatch
 from isobit.records.sequence import TokenSequence
@@ -39,6 +42,12 @@ from isobit.training.packing import sequences_of
 
 Packings = Callable[[list[TokenSequence], int], Iterator[tuple[str, list[PackedBatch]]]]
 """Samples and a seed -> named packings of all of them."""
+
+
+class RanksDifferError(IsobitError):
+    """Ranks that share an engine have not drawn the same."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,40 +138,49 @@ def verify(
     options: VerifyOptions | None = None,
     on_scenario: Callable[[ScenarioResult], None] | None = None,
     device: Device = "cpu",
+    world: World = ALONE,
 ) -> VerifyResult:
     """Check a Hugging Face folder, or ``starter``, in a precision flow; ``on_scenario`` is called
-    with each result as it comes.
+    with each result as it comes.  Ranks of ``world`` sample together, each with its share of the
+    weights, and each compares with the forward of all of them.
 
     Raises ModelError for a folder that cannot be loaded, ConfigError for a context too small
     for the options, NonFiniteError where the model's output is not finite: nothing could be
     compared then.
     """
-    return verify_policy(
-        policy_to_verify(folder, precision, device), options or VerifyOptions(), on_scenario
-    )
+    policy = policy_to_verify(folder, precision, device, world)
+    shared = None
+    if world.size > 1:
+        masters = read_masters(model_folder(folder), policy.config, policy.device)
+        shared = PolicyShare(policy.config, precision, masters, world, policy.device)
+    return verify_policy(policy, options or VerifyOptions(), on_scenario, shared)
 
 
-def policy_to_verify(name: Path, precision: PrecisionConfig, device: Device) -> Policy:
+def policy_to_verify(
+    name: Path, precision: PrecisionConfig, device: Device, world: World = ALONE
+) -> Policy:
     """The policy of a folder, or ``starter``, without masters.  Raises what ``verify`` raises
     before it compares.
     """
     folder = model_folder(name)
-    return load_policy(
-        folder, precision, choose_device(device, read_config(folder), precision), trainable=False
-    )
+    where = world.own_device(choose_device(device, read_config(folder), precision))
+    return load_policy(folder, precision, where, trainable=False)
 
 
 def verify_policy(
     policy: Policy,
     options: VerifyOptions,
     on_scenario: Callable[[ScenarioResult], None] | None = None,
+    shared: PolicyShare | None = None,
 ) -> VerifyResult:
-    """Check the published weights of a policy.  Raises as ``verify`` does."""
+    """Check the published weights of a policy, sampled from by all ranks of ``shared`` together.
+    Raises as ``verify`` does.
+    """
     workload = random_workload(policy, options)
     scorer = Scorer(policy)
     results = []
     for scenario in engine_scenarios(workload):
-        results.append(run_scenario(scenario, workload, scorer, options.seed))
+        results.append(run_scenario(scenario, workload, scorer, options.seed, shared=shared))
         if on_scenario is not None:
             on_scenario(results[-1])
     return VerifyResult(policy.flow.preset, tuple(results))
@@ -200,10 +218,15 @@ def run_scenario(
     scorer: Scorer,
     seed: int,
     make_packings: Packings = packings,
+    shared: PolicyShare | None = None,
 ) -> ScenarioResult:
-    """Generate the workload in one setting of the engine, and compare in every packing."""
-    engine = NativeEngine(scorer.policy, scenario.rollout, tokenizer=None, seed=seed)
+    """Generate the workload in one setting of the engine, and compare in every packing.  Raises
+    RanksDifferError where ranks that sample together have drawn other tokens.
+    """
+    engine = NativeEngine(shared or scorer.policy, scenario.rollout, tokenizer=None, seed=seed)
     samples = generate_samples(engine, workload.requests(scenario))
+    if shared is not None:
+        _check_alike(samples, shared.cut.world)
     comparisons = {
         name: sum(
             (Comparison.of_batch(batch, scorer.score(batch)) for batch in batches),
@@ -213,6 +236,19 @@ def run_scenario(
     }
     missing = tuple(name for name in scenario.must_happen if getattr(engine.stats, name) == 0)
     return ScenarioResult(scenario.name, engine.stats, comparisons, missing)
+
+
+def _check_alike(samples: Sequence[TokenSequence], world: World) -> None:
+    """Whether all ranks have the same tokens and log-probabilities."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(repr((sample.token_ids, sample.log_probs)).encode())
+    digests = world.messages(digest.hexdigest())
+    others = [str(rank) for rank, found in enumerate(digests) if found != digests[0]]
+    if others:
+        raise RanksDifferError(
+            f"rank 0 has drawn other samples than {', '.join(others)}, though all share one engine"
+        )
 
 
 def _counts(comparison: Comparison) -> dict[str, float]:

@@ -16,7 +16,8 @@ from isobit.config.rollout import RolloutConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
 from isobit.config.run import RunConfig
 from isobit.data.prompts import build_prompts
-from isobit.models.loaded import DescribedModel, LoadedModel, load_sampling_model
+from isobit.models.cut import check_ranks
+from isobit.models.loaded import DescribedModel, SamplingModel, load_sampling_model
 from isobit.observe.eval_result import EvalResult, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group, Prompt
@@ -72,7 +73,7 @@ def evaluation_requests(
     sets: Mapping[str, Sequence[Prompt]],
     evaluation: EvaluationConfig,
     rollout: RolloutConfig,
-    model: LoadedModel | DescribedModel,
+    model: SamplingModel | DescribedModel,
 ) -> dict[str, list[Request]]:
     """What an engine is asked for on each set, by name: ``rollout`` with what ``evaluation`` says
     otherwise.
@@ -88,31 +89,44 @@ def evaluation_requests(
 
 
 def evaluate_folder(
-    folder: Path, config: RunConfig, progress: OnProgress | None = None
+    folder: Path,
+    config: RunConfig,
+    progress: OnProgress | None = None,
+    world: World = ALONE,
 ) -> dict[str, EvalResult]:
     """Evaluate a model folder on the sets of a configuration, whose own model is not read.  Writes
     nothing.
 
     Raises ConfigError where the configuration names no set, and everything that loading, generating
-    and grading raise.
+    and grading raise.  Ranks of ``world`` share the model; the first one grades and has the
+    figures, the others none.
     """
+    check_ranks(config.cluster.rollout_tp, world)
     check_has_sets(config.data.eval)
     check_samples(config.evaluation)
     check_reward(config.reward)
     with Graders(config.reward) as graders:
-        return _evaluate_folder(folder, config, progress, graders)
+        return _evaluate_folder(folder, config, progress, graders, world)
 
 
 def _evaluate_folder(
-    folder: Path, config: RunConfig, progress: OnProgress | None, graders: Graders
+    folder: Path,
+    config: RunConfig,
+    progress: OnProgress | None,
+    graders: Graders,
+    world: World,
 ) -> dict[str, EvalResult]:
-    model = load_sampling_model(folder, config.precision, config.device)
+    model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
     sets = {
         name: build_prompts(name, source, model.tokenizer, config.data, model.context)
         for name, source in config.data.eval.items()
     }
     requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
+    if world.rank > 0:
+        for asked in requests.values():
+            generate(engine, asked)
+        return {}
     graders.describe()
     models = ModelRewards(config.reward, model.policy.device).scores(engine.release)
     grading = partial(graders.collect, models=models)

@@ -12,7 +12,9 @@ from isobit.config.data import JsonlData
 from isobit.config.rules import check_greedy
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row, load_rows
+from isobit.models.cut import check_ranks
 from isobit.models.loaded import load_sampling_model
+from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group
 from isobit.rollout.engine import generate
 from isobit.rollout.native.engine import NativeEngine
@@ -28,17 +30,20 @@ def rollout_folder(
     seed: int = 0,
     chat: bool = True,
     progress: Callable[[Progress], None] | None = None,
+    world: World = ALONE,
 ) -> list[Group]:
     """Complete each prompt ``samples`` times; a completion that would outgrow the model's context
     ends there ("length").
 
     ``prompts`` are texts, or a JSONL file whose prompt column holds texts or chat messages.  Raises
     ModelError, DataError or RequestError, before anything is generated, for what cannot be
-    used, and ConfigError for several samples of greedy decoding.
+    used, and ConfigError for several samples of greedy decoding.  Ranks of ``world`` share the
+    model, and each has all completions.
     """
+    check_ranks(settings.cluster.rollout_tp, world)
     rollout = settings.rollout
     check_greedy(samples, rollout.temperature, "samples", "rollout.temperature")
-    model = load_sampling_model(folder, settings.precision, settings.device)
+    model = load_sampling_model(folder, settings.precision, settings.device, world)
     rows = (
         load_rows(prompts)
         if isinstance(prompts, JsonlData)

@@ -207,6 +207,8 @@ def test_one_process_writes_safetensors_and_a_digest_for_each_chunk(
             ]
             assert len(entry["sha256"]) > 4
         assert reads_its_own(ALONE, folder, moments)
+        diary = read_checkpoint(folder).extras()["diary"]
+        assert torch.equal(diary["pages"], drawn((77,), torch.int32, 5))
 
 
 @pytest.mark.parametrize("size", [2, 3])
