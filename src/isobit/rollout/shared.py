@@ -156,7 +156,8 @@ class _Share:
         if self._engine.num_live:
             self._note(self._engine.step())
         else:
-            sleep(max(0.0, self._next_look - perf_counter()))
+            with self._world.pulse.waiting("samples"):
+                sleep(max(0.0, self._next_look - perf_counter()))
         if not self._engine.num_live or perf_counter() >= self._next_look:
             self._look()
         self._world.pulse.beat()
