@@ -23,7 +23,7 @@ from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group, Prompt
 from isobit.rewards.grade import Grading
 from isobit.rewards.grading import Graders
-from isobit.rollout.engine import RolloutEngine
+from isobit.rollout.engine import RolloutEngine, generate
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
