@@ -7,7 +7,6 @@ differ by the weights and by nothing else.  The figures are described in
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ from isobit.models.loaded import DescribedModel, SamplingModel, load_sampling_mo
 from isobit.observe.eval_result import EvalResult, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group, Prompt
-from isobit.rewards.grade import Grading
+from isobit.rewards.grade import GradeStats, Grading
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import RolloutEngine, generate
 from isobit.rollout.native.engine import NativeEngine
@@ -126,9 +125,15 @@ def _evaluate_folder(
     if world.rank > 0:
         for asked in requests.values():
             generate(engine, asked)
+            engine.release()
         return {}
     graders.describe()
     models = ModelRewards(config.reward, model.policy.device).scores(engine.release)
-    grading = partial(graders.collect, models=models)
+
+    def grading(groups: Sequence[Group]) -> GradeStats:
+        if world.size > 1:  # reward models release it on this rank; what all capture must be alike
+            engine.release()
+        return graders.collect(groups, models=models)
+
     evaluation = Evaluator(engine, requests).run(progress, grading)
     return {name: result for name, (result, _) in evaluation.items()}
