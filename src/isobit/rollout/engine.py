@@ -109,6 +109,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def num_drawn(self, handle: Handle) -> int:
+        """Tokens that a live sample has drawn."""
+        ...
+
     def withdraw(self, handles: Iterable[Handle]) -> list[SampleState]:
         """Let live samples go without an end, in their order of arrival; nothing more is told of
         them, and what they held is free.

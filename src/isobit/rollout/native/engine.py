@@ -183,6 +183,10 @@ class NativeEngine:
         self._events = [event for event in self._events if event.handle not in asked]
         return told
 
+    def num_drawn(self, handle: Handle) -> int:
+        """Tokens that a live sample has drawn."""
+        return len(self._live[handle].log_probs)
+
     def withdraw(self, handles: Iterable[Handle]) -> list[SampleState]:
         """Let samples go as they are; a token that is in flight is dropped, and drawn again where
         they go on.
