@@ -24,7 +24,7 @@ from math import prod
 
 import torch
 
-from isobit.parallel.exchanges import Arrival
+from isobit.parallel.exchanges import Arrival, buffer_bytes
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import World
 
@@ -35,6 +35,8 @@ _ALIGNED = 64
 """Numbers: 256 bytes, as memory of its own would be.  Kernels may be chosen by it."""
 Groups = Sequence[Sequence[str]]
 """Masters by name, in the order in which a backward finishes them."""
+_END_BUFFERS, _LAYER_BUFFERS = 1, 2
+"""For what arrives of the first and the last group, and of those between."""
 
 
 class GradientSum:
@@ -104,6 +106,40 @@ class _Layout:
         return buffer[begin : begin + prod(shape)].view(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class SumSizes:
+    """What ``ExchangedSum`` holds beside the gradients of its own rows, in FP32 numbers."""
+
+    made: Mapping[str, int]
+    """Of each buffer in which a micro-batch's sums are made, during an update."""
+    ends: int
+    """Of the first and the last group, at most, from one rank to one other."""
+    layers: int
+    """Of the groups between, likewise."""
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Mapping[str, Shape],
+        groups: Groups,
+        in_parts: frozenset[str],
+        ownership: Ownership,
+    ) -> "SumSizes":
+        """Of masters of these shapes."""
+        made: dict[str, int] = {}
+        for place, names in zip(_places(groups, in_parts), groups, strict=True):
+            numel = sum(prod(shapes[name]) for name in names)
+            made[place] = max(made.get(place, 0), numel)
+        sent = [max(ownership.numbers(shapes, names)) for names in groups]
+        return cls(made, max(sent[0], sent[-1]), max(sent[1:-1]))
+
+    def arriving_bytes(self, size: int) -> int:
+        """Of the buffers that ``size`` ranks send to, as long as there is a world."""
+        return buffer_bytes(size, self.ends, _END_BUFFERS) + buffer_bytes(
+            size, self.layers, _LAYER_BUFFERS
+        )
+
+
 class ExchangedSum:
     """Of several processes."""
 
@@ -133,9 +169,9 @@ class ExchangedSum:
         """Groups that something was added to in this round."""
         self._travelling: list[_Travelling] = []
         self._active = self._next = 0
-        sent = [self._most_to_one(group) for group in range(len(groups))]
-        self._of_ends = world.exchanges(max(sent[0], sent[-1]), self._device, buffers=1)
-        self._of_layers = world.exchanges(max(sent[1:-1]), self._device, buffers=2)
+        self._sizes = SumSizes.of(shapes, groups, in_parts, ownership)
+        self._of_ends = world.exchanges(self._sizes.ends, self._device, _END_BUFFERS)
+        self._of_layers = world.exchanges(self._sizes.layers, self._device, _LAYER_BUFFERS)
 
     def __call__(self, name: str) -> torch.Tensor:
         """A master's FP32 gradient of this micro-batch, whole, to be added to."""
@@ -223,23 +259,8 @@ class ExchangedSum:
         """What a group is made in, as large as the largest group of its place."""
         place = self._places[group]
         if place not in self._made:
-            sharing = [one for one, where in enumerate(self._places) if where == place]
-            numel = max(self._whole[one].numel for one in sharing)
-            self._made[place] = torch.empty(numel, device=self._device)
+            self._made[place] = torch.empty(self._sizes.made[place], device=self._device)
         return self._made[place]
-
-    def _most_to_one(self, group: int) -> int:
-        """The most numbers of a group that one rank owns."""
-        whole = self._whole[group]
-        owned = [
-            sum(
-                (rows.stop - rows.start) * prod(whole.shapes[name][1:])
-                for name in self._groups[group]
-                for rows in [self._ownership.rows(name, rank)]
-            )
-            for rank in range(self._world.size)
-        ]
-        return max(owned)
 
 
 def _places(groups: Groups, in_parts: frozenset[str]) -> list[str]:

@@ -6,7 +6,7 @@ norm.  Every master is cut for all ranks, so that a layer's gradients come from 
 what does not divide evenly goes to the ranks that have the least so far.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -42,6 +42,16 @@ class Ownership:
     def rows(self, name: str, rank: int) -> slice:
         """Of a master, those of a rank."""
         return slice(self.cuts[name][rank], self.cuts[name][rank + 1])
+
+    def numbers(self, shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> list[int]:
+        """What each rank owns of some masters."""
+        return [
+            sum(
+                (self.cuts[name][rank + 1] - self.cuts[name][rank]) * prod(shapes[name][1:])
+                for name in names
+            )
+            for rank in range(self.size)
+        ]
 
 
 def _bounds(rows: int, parts: Sequence[int]) -> list[int]:

@@ -50,7 +50,8 @@ def build_parts(outline: Outline, world: World = ALONE) -> Parts:
     device = world.own_device(outline.choose_device())
     plan = None
     if support(device.type).has_own_memory:
-        plan = plan_device_memory(outline, device)
+        here = world.messages(world.host).count(world.host)
+        plan = plan_device_memory(outline, device, world.size, here)
         allocate_in_pages(device)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
     model = outline.source.load(config.precision, config.seed, device, world)
