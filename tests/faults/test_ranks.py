@@ -78,7 +78,7 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint_of_both(
     run = recipe.parent / "run"
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (run / "checkpoints" / "step_000002").exists():
-        assert first.poll() is None
+        assert first.poll() is None, "\n".join(map(str, first.communicate()))
         time.sleep(0.01)
     first.send_signal(signal.SIGTERM)
     shown, errors = first.communicate()
