@@ -143,6 +143,17 @@ class Policy:
             self.publish()
         self.version = version
 
+    def pass_on(self, world: World, owners: int) -> None:
+        """Bring the published weights, and their version, from the first ``owners`` ranks of a
+        world, who share the masters, to the others, who have none; all its ranks together.
+        """
+        parts = {name: tuple(m.parts.values()) for name, m in self.decoder.masters().items()}
+        owned = Ownership.of(self.shapes, parts, owners).cuts
+        without = world.size - owners
+        cuts = {name: (*at, *(at[-1:] * without)) for name, at in owned.items()}
+        self._published.gather(world, cuts)
+        self.version = world.messages(self.version)[0]
+
     def _take(
         self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool
     ) -> None:
