@@ -27,11 +27,11 @@ from isobit.memory.turns import Turns
 from isobit.models.config import ModelConfig
 from isobit.observe.console import Console, silent
 from isobit.observe.training_log import TrainingLog
-from isobit.parallel.agreement import together
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats, Grading
 from isobit.rewards.grading import Graders, ModelScores
+from isobit.run.alike import check_machines, check_recipes
 from isobit.run.evaluate import Evaluation, OnProgress
 from isobit.run.grading import RecordedGrading
 from isobit.run.interruption import Interruption
@@ -113,7 +113,7 @@ class Course(Sampling[Run], Generic[Run, Log]):
 
         Raises Interrupted before anything is learnt, where a signal has come.
         """
-        together(self.world, self.interruption.check)
+        self.interruption.agree()
         turn = self.run.turns.training(self.clock, engine_is_next)
         with self.clock("training"), self.console.busy("training"), turn:
             yield
@@ -126,13 +126,13 @@ class Course(Sampling[Run], Generic[Run, Log]):
         """Evaluate and save, as far as either is due.  Raises Interrupted where a signal has
         come.
         """
-        together(self.world, self.interruption.check)
+        self.interruption.agree()
         if self.evaluates_after(step):
             self.log.evaluation(
                 step, evaluate(self.run, self.console, self.clock, self.grading, self.interruption)
             )
         self.checkpoints.save_if_due(step)
-        together(self.world, self.interruption.check)
+        self.interruption.agree()
 
     def save_model(self) -> None:
         """The policy as a model folder in the run's directory."""
@@ -159,6 +159,7 @@ def course(
     """
     console = console or (Console() if world.rank == 0 else silent())
     clock = Clock(world.pulse.beat)
+    check_recipes(world, config)
     with (
         begin(config, shape, resume, console.line, extra_bytes, world) as start,
         open_graders(config) as graders,
@@ -168,6 +169,7 @@ def course(
             with run.turns.training(clock):
                 start.restore(run)
             rewards = graders.describe() if graders is not None else []
+        check_machines(world, run.model.policy.device)
         console.lines([*run.describe(), *rewards])
         with (
             Interruption(world) as interruption,
@@ -198,7 +200,7 @@ def evaluate(
     """Every evaluation set under the current policy.  Raises Interrupted where a signal came."""
     with clock("evaluation"), console.generating("evaluation") as progress:
         figures = run.evaluate(interruption.watched(progress), grading)
-    interruption.check()
+    interruption.agree()
     return figures
 
 
