@@ -10,14 +10,12 @@ from typing import Any
 from isobit.cli.main import main
 from isobit.rollout.native.engine import NativeEngine
 from isobit.run.grading import RecordedGrading
-from isobit.store.checkpoint import format
 from isobit.training.trainer import Trainer
 
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (NativeEngine, "step"),
     "grading": (RecordedGrading, "__call__"),
     "training": (Trainer, "_step"),
-    "checkpoint": (format, "own_digests"),
 }
 
 
