@@ -100,9 +100,14 @@ class Published:
             self.sides["rollout"].plain[name][first:last].copy_(rows)
 
     @torch.no_grad()
-    def gather(self, world: World, cuts: Mapping[str, Sequence[int]]) -> None:
-        """Take the rows of each master that other ranks have republished, and derive what is a
-        function of several ranks' rows.
+    def gather(
+        self,
+        world: World,
+        cuts: Mapping[str, Sequence[int]],
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """Take the rows of each master that other ranks have republished (``World.gather``), and
+        derive what is a function of several ranks' rows.
         """
         tensors: list[torch.Tensor] = []
         bounds: list[Sequence[int]] = []
@@ -126,7 +131,7 @@ class Published:
                     add(bias, at)
             else:
                 add(self.sides["rollout"].plain[name], at)
-        world.gather(tensors, bounds)
+        world.gather(tensors, bounds, places)
         self._derive_head()
 
     def _sites(self, path: str) -> dict[Side, Site]:
