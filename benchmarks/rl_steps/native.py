@@ -13,12 +13,16 @@ With a reference model, whose weights are random too, and others than the policy
 is also scored by it before the update, and a KL term joins the loss.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
+
+import torch
 
 from benchmarks.comparison.card import measure_card
 from benchmarks.comparison.device import allocate_in_pages, card_planner
@@ -38,14 +42,15 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.function import is_one_function
-from isobit.models.policy import random_masters, random_policy
+from isobit.models.policy import Policy, random_masters, random_policy
 from isobit.models.shapes import model_shape
+from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import build_flow
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
-from isobit.rollout.engine import generate
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
+from isobit.rollout.shared import generate_shared
 from isobit.training.judge import Judge
 from isobit.training.step import Learner, StepMetrics
 from isobit.training.trainer import Trainer
@@ -93,6 +98,7 @@ class Loop:
         longest: int,
         device: str = "cuda",
         reference: ReferencePlace = "none",
+        world: World = ALONE,
     ) -> None:
         precision = PrecisionConfig.model_validate(mode)
         flow, offload = build_flow(precision, decoder_shape(shape)), reference == "offload"
@@ -102,14 +108,16 @@ class Loop:
         )
         rollout, plan = ROLLOUT, None
         if device != "cpu":
-            planner = card_planner(shape, mode)
+            planner = replace(card_planner(shape, mode), processes=world.size)
             if reference != "none":
                 planner = replace(planner, frozen=(frozen,))
             plan = planner.plan(rollout, training, longest)
-            print("\n".join(plan.describe()), flush=True)
+            if world.rank == 0:
+                print("\n".join(plan.describe()), flush=True)
             rollout = rollout.model_copy(update={"kv_pages": plan.pages})
             allocate_in_pages()
-        self._policy = random_policy(shape, precision, seed=0, device=device)
+        own = world.own_device(torch.device(device))
+        self._world, self._policy = world, random_policy(shape, precision, 0, own, world=world)
         assert self._policy.flow.exact
         self._engine = NativeEngine(self._policy, rollout, None, seed=0)
         self._phases = Phases(on_gpu=device != "cpu")
@@ -145,7 +153,7 @@ class Loop:
         phases.start()
         with phases("rollout"):
             groups = self._generate(case)
-        stats = asdict(self._engine.stats)
+        stats = asdict(self._stats)
         step = self._train(groups)
         seconds = phases.stop()
         return {
@@ -160,6 +168,23 @@ class Loop:
             if self._turns is None
             else {name: asdict(memory) for name, memory in self._turns.summary().items()},
             "stats": stats,
+        }
+
+    @property
+    def policy(self) -> Policy:
+        """That learns."""
+        return self._policy
+
+    def step(self, case: Case) -> Row:
+        """One step, untimed: what it drew and compared."""
+        groups = self._generate(case)
+        step = self._train(groups)
+        drawn = [one.sequence for group in groups for one in group.completions]
+        text = json.dumps([[one.token_ids, one.log_probs] for one in drawn])
+        return {
+            "completions": hashlib.sha256(text.encode()).hexdigest(),
+            "tokens_compared": step.comparison.tokens_compared,
+            "tokens_differing": step.comparison.tokens_differing,
         }
 
     def _training_turn(self) -> AbstractContextManager[None]:
@@ -178,10 +203,9 @@ class Loop:
             Prompt(f"bench/{i}", "", tuple(ids))
             for i, ids in enumerate(case.random_prompts(self._policy.config.vocab_size))
         ]
-        completions = generate(
-            self._engine,
-            [Request(prompt, self._visit, case.samples, sampling) for prompt in prompts],
-        )
+        requests = [Request(prompt, self._visit, case.samples, sampling) for prompt in prompts]
+        drawn = generate_shared(self._world, self._engine, requests)
+        completions, self._stats = drawn.completions, drawn.stats
         assert all(
             len(sample.token_ids) == case.new_tokens
             for samples in completions

@@ -32,6 +32,10 @@ class Clock:
         finally:
             self._seconds[name] += perf_counter() - started_at
 
+    def add(self, name: str, seconds: float) -> None:
+        """Count what another process has spent."""
+        self._seconds[name] += seconds
+
     def take(self) -> dict[str, float]:
         """The seconds by name since the last call."""
         seconds = dict(self._seconds)

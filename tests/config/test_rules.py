@@ -129,7 +129,11 @@ def test_what_contradicts_nothing_passes() -> None:
             {"replay": {"fraction": 0.5}, "training": TWICE, "async": {"lag": 2}},
             "replay.max_staleness is 4, but with async.lag = 2 a completion is 6 updates old",
         ),
-        ({"cluster": {"rollouters": 1}}, "cluster.rollouters is 1: processes that only sample"),
+        ({"cluster": {"rollouters": 1}}, "cluster.rollouters is 1, but async.lag is 0"),
+        (
+            {"cluster": {"rollouters": 1, "rollout_tp": 2}, "async": {"lag": 1}},
+            "cluster.rollouters is 1, and cluster.rollout_tp 2",
+        ),
         (
             {"corrections": [{"type": "tis"}, {"type": "mis"}]},
             "corrections has tis and mis, which each weigh a token by its ratio",

@@ -209,10 +209,10 @@ def refusal(frozen: Sequence[FrozenModel], total: int, **training: Any) -> str:
 
 def test_a_plan_that_fails_for_the_reference_says_to_offload_it() -> None:
     reference = described(QWEN3_8B)
-    needed = plan(tokens_per_microbatch=8192).peaks["training"] + RESERVE
-    plan(reference.with_offload(), total=needed, tokens_per_microbatch=8192)
-    said = refusal([reference], needed, tokens_per_microbatch=8192)
-    assert "8,192 fit with reference.offload = true" in said
+    needed = plan(tokens_per_microbatch=7168).peaks["training"] + RESERVE
+    plan(reference.with_offload(), total=needed, tokens_per_microbatch=7168)
+    said = refusal([reference], needed, tokens_per_microbatch=7168)
+    assert "7,168 fit with reference.offload = true" in said
     smallest = plan(moments="fp8", recompute="mlp").peaks["training"] + RESERVE
     both = "with reference.offload = true, 4,096 fit with training.recompute = 'mlp'"
     assert both in refusal([reference], smallest, moments="fp8")

@@ -45,6 +45,7 @@ PLAN = DevicePlan(
     page_tokens=128,
     tokens=4096,
     host={},
+    processes=1,
 )
 
 
@@ -62,8 +63,8 @@ def turns(own_memory: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> lis
         turns = DeviceTurns(PLAN, run.parts.engine, run.trainer)
         return replace(run, parts=replace(run.parts, turns=turns))
 
-    monkeypatch.setattr(loop, "prepare_rl", lambda config: with_turns(prepare_rl(config)))
-    monkeypatch.setattr(sft_loop, "prepare_sft", lambda config: with_turns(prepare_sft(config)))
+    monkeypatch.setattr(loop, "prepare_rl", lambda *given: with_turns(prepare_rl(*given)))
+    monkeypatch.setattr(sft_loop, "prepare_sft", lambda *given: with_turns(prepare_sft(*given)))
     return events
 
 
@@ -241,7 +242,7 @@ def test_fine_tuning_is_planned_before_weights_are_read(
     """
     asked: list[TrainingConfig] = []
 
-    def refuse(outline: Outline, device: torch.device) -> DevicePlan:
+    def refuse(outline: Outline, *_: object) -> DevicePlan:
         asked.append(outline.training)
         raise ConfigError("no room")
 

@@ -152,6 +152,28 @@ def test_a_run_on_a_gpu_is_planned_with_its_memory(
         plan_run(make_config(rollout={"max_new_tokens": 150, "kv_pages": 1}))
 
 
+@pytest.mark.parametrize(
+    ("processes", "said"),
+    [
+        (2, "of 6 sequences of 17 tokens: 2; rounds: 1; idle in the last: 0 of 2 processes, 0.0%"),
+        (5, "tokens: 2; rounds: 1; idle in the last: 3 of 5 processes, 60.0% of the time of all"),
+    ],
+)
+def test_several_processes_are_planned(
+    processes: int, said: str, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(monkeypatch, 8 << 30)
+    training = {"prompts_per_step": 2, "samples_per_prompt": 3, "tokens_per_microbatch": 60}
+    config = make_config(training=training, cluster={"processes": processes})
+    text = "\n".join(plan_run(config).describe(PLENTY))
+    assert f"processes: {processes}, each with its rows" in text
+    assert said in text
+    assert "each process's device, of 8 GiB" in text
+    assert "arriving gradients" in text and "gradients as they are made" in text
+    alone = "\n".join(plan_run(make_config(training=training)).describe(PLENTY))
+    assert "rounds" not in alone and "arriving" not in alone
+
+
 def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

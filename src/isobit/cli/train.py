@@ -42,6 +42,6 @@ def _plan(config: "RunConfig", resume: bool) -> list[str]:
 def _start(config: "RunConfig", resume: bool, world: "World | None") -> None:
     with starting():
         from isobit.parallel.world import ALONE
-        from isobit.run.rl.loop import train
+        from isobit.run.rl.ranks import train_by_ranks
 
-    train(config, resume=resume, world=world or ALONE)
+    train_by_ranks(config, resume, world or ALONE)

@@ -105,11 +105,17 @@ def check_asynchrony(config: RunConfig) -> None:
 
 
 def check_layout(config: RunConfig) -> None:
-    """Refuse processes that only sample."""
-    if config.cluster.rollouters:
+    """Refuse processes that only sample where learning waits for what they sample."""
+    cluster = config.cluster
+    if cluster.rollouters and not config.asynchrony.lag:
         raise ConfigError(
-            f"cluster.rollouters is {config.cluster.rollouters}: processes that only sample are "
-            "not there yet; leave it at 0, with which all processes sample and train in turn"
+            f"cluster.rollouters is {cluster.rollouters}, but async.lag is 0: rollouters and "
+            "trainers would wait for each other in turn; set async.lag = 1, or rollouters = 0"
+        )
+    if cluster.rollouters and cluster.rollout_tp > 1:
+        raise ConfigError(
+            f"cluster.rollouters is {cluster.rollouters}, and cluster.rollout_tp "
+            f"{cluster.rollout_tp}: a rollouter holds the whole policy; set one of them back"
         )
 
 

@@ -31,6 +31,9 @@ from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.layers.unit import UnitBytes
 from isobit.precision.flow import PrecisionFlow
 
+_OF_HEAD = ("lm_head, backward", "logits chunk")
+"""The workspaces in which a back end makes lm_head's gradient."""
+
 
 def saved_bytes(
     shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, recompute: Recompute, tokens: int
@@ -48,13 +51,15 @@ def passing_bytes(
     recompute: Recompute,
     tokens: int,
     longest: int,
+    head_sum: int = 0,
 ) -> dict[str, int]:
     """What is there for a while beside the saved activations, by the moment; one follows the
-    other.
+    other.  ``head_sum`` are the bytes in which lm_head's gradient is made.
     """
     layers = _layers(shape, flow, sizes)
+    workspaces = sizes.workspaces(_work(shape, tokens, longest))
     return {
-        **sizes.workspaces(_work(shape, tokens, longest)),
+        **{name: size + head_sum * (name in _OF_HEAD) for name, size in workspaces.items()},
         "a layer, forward": max(
             tokens * layer.forward(recompute) + layer.mlp.made_once for layer in layers
         ),

@@ -17,7 +17,9 @@ larger of two moments,
 
 P parameters.  A sequence is never cut, so the largest micro-batch holds at least the longest.
 
-    masters, gradients  4 P each: FP32; gradients from the first backward of a step to its end
+    masters, gradients  4 P each: FP32; gradients from the first backward of a step to its end; of
+                        several processes the rows of the one that owns most
+    made, arriving      gradients on their way to their sum (``isobit.memory.share``)
     moments             8 P in FP32, 4 P in BF16, P (2 + 1/64) in 8 bits; in training alone with
                         ``training.offload_moments``
     published weights   the matrices in each side's format, the rest, the rotary table; of frozen
@@ -36,7 +38,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
 from typing import get_args
 
 from isobit.config.rollout import RolloutConfig
@@ -48,8 +49,8 @@ from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, p
 from isobit.memory.frozen import FrozenModel, added_up, page_locked, page_locked_bytes
 from isobit.memory.host import microbatch_tokens
 from isobit.memory.published import published_bytes
+from isobit.memory.share import Share, share_of
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import master_shapes
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.optimiser import moment_bytes, smaller_moments
 from isobit.units import gib
@@ -81,6 +82,8 @@ class DevicePlan:
     """Bytes of page-locked main memory by what lies there; torch rounds a block of it up to a power
     of two.
     """
+    processes: int
+    """Of which each has a device, and takes this of it at most."""
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -99,7 +102,8 @@ class DevicePlan:
         rows = [(name, [phase.get(name, 0) for phase in phases]) for name in names]
         rows.append(("reserve", [RESERVE for _ in phases]))
         rows.append(("together", [peak + RESERVE for peak in self.peaks.values()]))
-        title = f"device memory, of {gib(self.total)}:"
+        whose = "device memory" if self.processes == 1 else "each process's device"
+        title = f"{whose}, of {gib(self.total)}:"
         lines = [f"{title:<32}" + "".join(f"{name:>13}" for name in self._phases)]
         for name, sizes in rows:
             cells = (gib(size) if size else "-" for size in sizes)
@@ -127,6 +131,8 @@ class DevicePlanner:
     total: int
     frozen: tuple[FrozenModel, ...] = ()
     """Models that only score."""
+    processes: int = 1
+    """That train the model together, each on a device like this one."""
 
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
@@ -143,7 +149,7 @@ class DevicePlanner:
         page_tokens = self.sizes.page_tokens
         host = page_locked_bytes(self.frozen, self.sizes)
         if rollout is None:
-            return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host)
+            return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host, self.processes)
         standing = self.standing_bytes(training)
         if training.offload_moments:
             host[MOMENTS] = page_locked(standing.pop(MOMENTS))
@@ -151,15 +157,18 @@ class DevicePlanner:
         room = self.total - RESERVE - sum(standing.values())
         pages = self._num_pages(rollout, training, longest, room)
         standing["KV pages"] = pages * self.sizes.page_bytes(self.shape, self.flow)
-        return DevicePlan(standing, needed, self.total, pages, page_tokens, tokens, host)
+        return DevicePlan(
+            standing, needed, self.total, pages, page_tokens, tokens, host, self.processes
+        )
 
     def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
         """What the policy and its optimiser hold."""
-        masters = [prod(sizes) for sizes in master_shapes(self.shape).values()]
+        share = self._share
         return {
-            "masters": 4 * sum(masters),
+            "masters": 4 * share.numbers,
             "published weights": published_bytes(self.shape, self.flow, self.sizes),
-            MOMENTS: moment_bytes(masters, training.moments),
+            MOMENTS: moment_bytes(share.masters, training.moments),
+            **({"arriving gradients": share.arriving} if share.arriving else {}),
         }
 
     def standing_bytes(self, training: TrainingConfig) -> dict[str, int]:
@@ -184,15 +193,20 @@ class DevicePlanner:
     def _backward(self, training: TrainingConfig, tokens: int, longest: int) -> dict[str, int]:
         """In the backward of a micro-batch."""
         weights = self.standing_bytes(training)
-        model = self.shape, self.flow, self.sizes, training.recompute
-        passing = passing_bytes(*model, tokens, longest)
+        model, share = (self.shape, self.flow, self.sizes), self._share
+        passing = passing_bytes(*model, training.recompute, tokens, longest, share.made_by_head)
         largest = max(passing, key=lambda name: passing[name])
         return {
             **weights,
             "gradients": weights["masters"],
-            "saved activations": saved_bytes(*model, tokens),
+            **({"gradients as they are made": share.made} if share.made else {}),
+            "saved activations": saved_bytes(*model, training.recompute, tokens),
             largest: passing[largest],
         }
+
+    @property
+    def _share(self) -> Share:
+        return share_of(self.shape, self.processes)
 
     def largest_microbatch(self, training: TrainingConfig, longest: int) -> int:
         """The most tokens whose training fits; 0 where none do."""

@@ -1,10 +1,13 @@
-"""An estimate of the main memory that a run on the CPU takes, before anything of it exists.
+"""An estimate of the main memory that a run on the CPU takes, before anything of it exists: of all
+its processes on one machine together.
 
 P parameters, C hidden size, D head size, a bytes of an activation, T tokens of the largest
 micro-batch.
 
-    masters             4 P                            FP32
+    masters             4 P                            FP32; each process has its rows
     gradients           4 P                            during the training of a step
+    gradients on their  of lm_head, which is added to in parts; of several processes of two layers
+    way                 and the tables at both ends, and what arrives (``isobit.memory.share``)
     optimiser moments   8 P, 4 P, or 2 P + P / 64      AdamW's two: FP32, BF16, or 8 bits with a
                                                        byte of scale for 128
     published weights   the matrices in each side's format, once where the sides agree; the rest,
@@ -17,6 +20,8 @@ micro-batch.
                         once: last residual stream, hidden states, rows of the rotary table
     workspace           the largest of what passes, which follow one another
 
+All but masters, gradients and moments each process has for itself.
+
 Masters, gradients, moments, published and frozen weights and pages are exact (the tests compare
 them with the tensors), activations come within a few per cent, the workspaces are upper estimates
 of short-lived tensors.  Python, torch, the data, the allocator's gaps and the copies that exist
@@ -27,7 +32,7 @@ comes with that margin.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from isobit.config.rollout import RolloutConfig
@@ -37,6 +42,7 @@ from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import batched_tokens, num_pages_for
 from isobit.memory.frozen import FrozenModel, added_up
 from isobit.memory.published import published_bytes
+from isobit.memory.share import share_of
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.precision.flow import PrecisionFlow
@@ -115,9 +121,11 @@ def estimate_memory(
     longest: int,
     sizes: Sizes,
     frozen: Sequence[FrozenModel] = (),
+    processes: int = 1,
 ) -> MemoryEstimate:
     """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes, beside
-    ``frozen`` models.  Raises ConfigError where ``rollout`` gives the cache no page.
+    ``frozen`` models, and of so many processes on this machine.  Raises ConfigError where
+    ``rollout`` gives the cache no page.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     parameters = sum(masters)
@@ -126,17 +134,23 @@ def estimate_memory(
     pages_key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
     largest_forward = max(tokens, batched_tokens(rollout, sizes))
     passing = passing_bytes(shape, flow, sizes, training.recompute, largest_forward, longest)
+    share = share_of(shape, processes)
+    on_their_way = share.made + share.made_by_head + share.arriving
     stays = (
         MemoryItem("masters", 4 * parameters, _MODEL),
         MemoryItem("gradients", 4 * parameters, _MODEL),
         MemoryItem("optimiser moments", moment_bytes(masters, training.moments), _MODEL),
-        MemoryItem("published weights", published_bytes(shape, flow, sizes), _MODEL),
-        MemoryItem("KV pages", pages * sizes.page_bytes(shape, flow), pages_key),
-        MemoryItem(
-            "activations",
-            saved_bytes(shape, flow, sizes, training.recompute, tokens)
-            + _hidden_bytes(shape, flow) * tokens,
-            _MICROBATCH,
+        *_each(
+            processes,
+            MemoryItem("gradients on their way", on_their_way, _MODEL),
+            MemoryItem("published weights", published_bytes(shape, flow, sizes), _MODEL),
+            MemoryItem("KV pages", pages * sizes.page_bytes(shape, flow), pages_key),
+            MemoryItem(
+                "activations",
+                saved_bytes(shape, flow, sizes, training.recompute, tokens)
+                + _hidden_bytes(shape, flow) * tokens,
+                _MICROBATCH,
+            ),
         ),
     )
     passes = (
@@ -150,13 +164,18 @@ def estimate_memory(
         else MemoryItem(name, size, _MODEL, passing=True)
         for name, size in added_up(frozen, sizes).items()
     )
-    return MemoryEstimate((*stays, *scores, *passes))
+    return MemoryEstimate((*stays, *_each(processes, *scores, *passes)))
 
 
 def microbatch_tokens(training: TrainingConfig, longest: int) -> int:
     """Tokens of the largest micro-batch: a sequence is never cut, and a step has only so many."""
     step = training.prompts_per_step * training.samples_per_prompt * longest
     return min(max(training.tokens_per_microbatch, longest), step)
+
+
+def _each(processes: int, *items: MemoryItem) -> tuple[MemoryItem, ...]:
+    """What every process has for itself; of what one has not, no item."""
+    return tuple(replace(item, size=processes * item.size) for item in items if item.size)
 
 
 def _sets(key: str) -> bool:

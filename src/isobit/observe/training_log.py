@@ -179,7 +179,7 @@ class TrainingLog(ABC, Generic[Result]):
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()
         for name, value in seconds.items():
-            self._seconds[name] += value
+            self._seconds[name] = self._seconds.get(name, 0.0) + value
         return seconds
 
     def _waiting_figures(self) -> Metrics:

@@ -24,7 +24,7 @@ from math import prod
 
 import torch
 
-from isobit.parallel.exchanges import Arrival
+from isobit.parallel.exchanges import Arrival, buffer_bytes
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import World
 
@@ -39,6 +39,8 @@ Sums = Callable[[str], torch.Tensor]
 """A master's running sum in FP32, as far as this rank owns it, to be added to; zeros where it has
 none yet.
 """
+_END_BUFFERS, _LAYER_BUFFERS = 1, 2
+"""For what arrives of the first and the last group, and of those between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +85,16 @@ class GradientSum:
     """
 
     def __init__(self, targets: Targets, sums: Sums) -> None:
-        self._groups, self._in_parts, self._sums = targets.groups, targets.in_parts, sums
+        self._targets, self._sums = targets, sums
         self._made: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str) -> torch.Tensor:
         """A master's FP32 gradient, to be added to; zeros where it has none yet."""
-        if name not in self._in_parts:
+        targets = self._targets
+        if name not in targets.in_parts:
             return self._sums(name)
         if name not in self._made:
-            self._made[name] = torch.zeros_like(self._sums(name))
+            self._made[name] = torch.zeros(targets.shapes[name], device=targets.device)
         return self._made[name]
 
     def begin_round(self, active: int) -> None:
@@ -100,7 +103,7 @@ class GradientSum:
 
     def done(self, group: int) -> None:
         """The micro-batch adds no more to the masters of a group."""
-        for name in self._groups[group]:
+        for name in self._targets.groups[group]:
             if name in self._made:
                 self._sums(name).add_(self._made.pop(name))
 
@@ -132,11 +135,45 @@ class _Layout:
     def __post_init__(self) -> None:
         for name, shape in self.shapes.items():
             self.begins[name] = self.numel
-            self.numel += -(-prod(shape) // _ALIGNED) * _ALIGNED
+            self.numel += _aligned(shape)
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         begin, shape = self.begins[name], self.shapes[name]
         return buffer[begin : begin + prod(shape)].view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SumSizes:
+    """What ``ExchangedSum`` holds beside the gradients of its own rows, in FP32 numbers."""
+
+    made: Mapping[str, int]
+    """Of each buffer in which a micro-batch's sums are made, during an update."""
+    ends: int
+    """Of the first and the last group, at most, from one rank to one other."""
+    layers: int
+    """Of the groups between, likewise."""
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Mapping[str, Shape],
+        groups: Groups,
+        in_parts: frozenset[str],
+        ownership: Ownership,
+    ) -> "SumSizes":
+        """Of masters of these shapes."""
+        made: dict[str, int] = {}
+        for place, names in zip(_places(groups, in_parts), groups, strict=True):
+            numel = sum(_aligned(shapes[name]) for name in names)
+            made[place] = max(made.get(place, 0), numel)
+        sent = [max(ownership.numbers(shapes, names)) for names in groups]
+        return cls(made, max(sent[0], sent[-1]), max(sent[1:-1]))
+
+    def arriving_bytes(self, size: int) -> int:
+        """Of the buffers that ``size`` ranks send to, as long as there is a world."""
+        return buffer_bytes(size, self.ends, _END_BUFFERS) + buffer_bytes(
+            size, self.layers, _LAYER_BUFFERS
+        )
 
 
 class ExchangedSum:
@@ -150,15 +187,18 @@ class ExchangedSum:
         self._places = _places(groups, targets.in_parts)
         self._group_of = {name: place for place, names in enumerate(groups) for name in names}
         self._whole = [_Layout({name: shapes[name] for name in names}) for names in groups]
+        rows = {name: ownership.rows(name, world.rank) for name in shapes}
+        self._own = {name: prod((rows[name].stop - rows[name].start, *shape[1:])) for name, shape in shapes.items()}
+        """Numbers of its own of each master."""
         self._made: dict[str, torch.Tensor] = {}
         """By place."""
         self._open: set[int] = set()
         """Groups that something was added to in this round."""
         self._travelling: list[_Travelling] = []
         self._active = self._next = 0
-        sent = [self._most_to_one(group) for group in range(len(groups))]
-        self._of_ends = world.exchanges(max(sent[0], sent[-1]), self._device, buffers=1)
-        self._of_layers = world.exchanges(max(sent[1:-1]), self._device, buffers=2)
+        self._sizes = SumSizes.of(shapes, groups, targets.in_parts, ownership)
+        self._of_ends = world.exchanges(self._sizes.ends, self._device, _END_BUFFERS)
+        self._of_layers = world.exchanges(self._sizes.layers, self._device, _LAYER_BUFFERS)
 
     def __call__(self, name: str) -> torch.Tensor:
         """A master's FP32 gradient of this micro-batch, whole, to be added to."""
@@ -222,7 +262,7 @@ class ExchangedSum:
                 whole = self._whole[group].view(made, name)
                 for owner, slices in enumerate(send):
                     slices.append(whole[self._ownership.rows(name, owner)])
-        own = [self._sums(name).numel() for name in names]
+        own = [self._own[name] for name in names]
         comes = [own if one < self._active and one != rank else [] for one in range(size)]
         is_end = group in (0, len(self._groups) - 1)
         series = self._of_ends if is_end else self._of_layers
@@ -245,23 +285,12 @@ class ExchangedSum:
         """What a group is made in, as large as the largest group of its place."""
         place = self._places[group]
         if place not in self._made:
-            sharing = [one for one, where in enumerate(self._places) if where == place]
-            numel = max(self._whole[one].numel for one in sharing)
-            self._made[place] = torch.empty(numel, device=self._device)
+            self._made[place] = torch.empty(self._sizes.made[place], device=self._device)
         return self._made[place]
 
-    def _most_to_one(self, group: int) -> int:
-        """The most numbers of a group that one rank owns."""
-        whole = self._whole[group]
-        owned = [
-            sum(
-                (rows.stop - rows.start) * prod(whole.shapes[name][1:])
-                for name in self._groups[group]
-                for rows in [self._ownership.rows(name, rank)]
-            )
-            for rank in range(self._world.size)
-        ]
-        return max(owned)
+
+def _aligned(shape: Shape) -> int:
+    return -(-prod(shape) // _ALIGNED) * _ALIGNED
 
 
 def _places(groups: Groups, in_parts: frozenset[str]) -> list[str]:

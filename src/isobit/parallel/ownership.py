@@ -15,7 +15,7 @@ hosts.  So a master's rows belong, from the first to the last, to *places*:
 With one host a rank's place is its number.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -63,18 +63,32 @@ class Ownership:
     @property
     def places(self) -> list[int]:
         """By rank."""
-        inside = self.size // self.hosts
-        return [rank % inside * self.hosts + rank // inside for rank in range(self.size)]
+        return [self._place(rank) for rank in range(self.size)]
 
     def rows(self, name: str, rank: int) -> slice:
         """Of a master, those of a rank."""
-        place = self.places[rank]
+        place = self._place(rank)
         return slice(self.cuts[name][place], self.cuts[name][place + 1])
 
     def of_host(self) -> "Ownership":
         """Among the ranks of one host."""
         cuts = {name: at[:: self.hosts] for name, at in self.cuts.items()}
         return Ownership(self.size // self.hosts, cuts)
+
+    def numbers(self, shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> list[int]:
+        """What each rank owns of some masters."""
+        return [
+            sum(
+                (rows.stop - rows.start) * prod(shapes[name][1:])
+                for name in names
+                for rows in [self.rows(name, rank)]
+            )
+            for rank in range(self.size)
+        ]
+
+    def _place(self, rank: int) -> int:
+        host, inside = divmod(rank, self.size // self.hosts)
+        return inside * self.hosts + host
 
 
 def _bounds(rows: int, parts: Sequence[int]) -> list[int]:

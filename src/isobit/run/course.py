@@ -69,25 +69,17 @@ MakeLog = Callable[[Run, Start, Console, Clock], Log]
 
 
 @dataclass(frozen=True, slots=True)
-class Course(Generic[Run, Log]):
-    """A training under way: its run, its log, and what surrounds both."""
+class Sampling(Generic[Run]):
+    """What sampling and grading know of a training under way."""
 
     run: Run
-    log: Log
-    steps_done: int
-    """When this process began."""
     console: Console
     clock: Clock
     interruption: Interruption
     grading: RecordedGrading
     """From the record of rewards or by the graders."""
-    checkpoints: CheckpointKeeper
     world: World
     """Who else takes part."""
-
-    def steps(self) -> range:
-        """The steps still to do, counted from 1."""
-        return range(self.steps_done + 1, self.run.config.training.steps + 1)
 
     def submit(self, group: Group) -> None:
         """Begin to grade a group whose completions are all there, beside whatever follows."""
@@ -99,6 +91,20 @@ class Course(Generic[Run, Log]):
         """
         with self.clock("grading"), self.console.busy("grading"):
             return self.grading(groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Course(Sampling[Run], Generic[Run, Log]):
+    """A training under way: its run, its log, and what surrounds both."""
+
+    log: Log
+    steps_done: int
+    """When this process began."""
+    checkpoints: CheckpointKeeper
+
+    def steps(self) -> range:
+        """The steps still to do, counted from 1."""
+        return range(self.steps_done + 1, self.run.config.training.steps + 1)
 
     @contextmanager
     def learning(self, engine_is_next: bool = True) -> Iterator[None]:
@@ -178,7 +184,7 @@ def course(
                 if first is not None:
                     log.evaluation(start.step, first)
                 yield Course(
-                    run, log, start.step, console, clock, interruption, grading, checkpoints, world
+                    run, console, clock, interruption, grading, world, log, start.step, checkpoints
                 )
 
 

@@ -57,21 +57,21 @@ class ModelSource:
         seed: int,
         device: torch.device,
         world: World = ALONE,
+        trainable: bool = True,
     ) -> LoadedModel:
         """The model with its weights, published in the given flow on a device of each rank of a
-        world, which share its masters; ``seed`` draws random ones.
+        world, which share its masters, or keep none; ``seed`` draws random ones.
         """
         described = self.described
         config = described.config
         if self.from_scratch:
-            policy = random_policy(config, precision, seed, device, world=world)
+            policy = random_policy(config, precision, seed, device, trainable, world)
         elif config.score_head:
             masters = read_reward_masters(described.folder, config, seed, device)
-            policy = Policy(config, precision, masters, device, world=world)
+            policy = Policy(config, precision, masters, device, trainable, world)
         else:
-            value_head = described.config.value_head
             policy = load_policy(
-                described.folder, precision, device, value_head=value_head, world=world
+                described.folder, precision, device, trainable, config.value_head, world
             )
         return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
 

@@ -38,8 +38,9 @@ class Parts:
     reward_models: ModelRewards
 
 
-def build_parts(outline: Outline, world: World = ALONE) -> Parts:
-    """Load the policy and build around it what the outline asks for, on each rank of a world.
+def build_parts(outline: Outline, world: World = ALONE, learns: bool = True) -> Parts:
+    """Load the policy and build around it what the outline asks for, on each rank of a world.  One
+    that never learns keeps no masters.
 
     Raises an ``IsobitError`` for weights that cannot be used, and for a plan that does not fit the
     device.
@@ -50,10 +51,11 @@ def build_parts(outline: Outline, world: World = ALONE) -> Parts:
     device = world.own_device(outline.choose_device())
     plan = None
     if support(device.type).has_own_memory:
-        plan = plan_device_memory(outline, device)
+        here = world.messages(world.host).count(world.host)
+        plan = plan_device_memory(outline, device, world.size, here)
         allocate_in_pages(device)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
-    model = outline.source.load(config.precision, config.seed, device, world)
+    model = outline.source.load(config.precision, config.seed, device, world, learns)
     engine = None
     if outline.generates:
         engine = NativeEngine(model.policy, rollout, model.tokenizer, config.seed)

@@ -24,7 +24,7 @@ from isobit.kernels.backend import backend_of, support
 from isobit.kernels.sizes import Sizes
 from isobit.memory.cache_size import num_pages_for
 from isobit.memory.device import MOMENTS, DevicePlan, DevicePlanner
-from isobit.memory.host import MemoryEstimate, estimate_memory
+from isobit.memory.host import MemoryEstimate, estimate_memory, microbatch_tokens
 from isobit.memory.machine import Memory, read_memory
 from isobit.models.decoder import decoder_shape, master_shapes
 from isobit.precision.compare import describe_flow
@@ -51,6 +51,8 @@ class TrainingPlan:
     flow: PrecisionFlow
     memory: MemoryEstimate | DevicePlan
     """Of the device that the run would compute on."""
+    processes: int
+    """That train together."""
     disk: DiskPlan
     rewards: Sequence[str]
     """A line each."""
@@ -70,6 +72,7 @@ class TrainingPlan:
             *self.outline.learning,
             *self.rewards,
             *(f"  {line}" for line in describe_flow(self.flow)),
+            *describe_rounds(self.outline, self.processes),
             *(
                 self.memory.describe()
                 if isinstance(self.memory, DevicePlan)
@@ -97,12 +100,13 @@ def plan_training(
     weight_bytes = outline.source.weight_bytes
     flow = build_flow(config.precision, decoder_shape(model))
     device = outline.choose_device()
-    sizes = support(device.type).sizes
+    cluster, sizes = outline.config.cluster, support(device.type).sizes
+    processes = cluster.processes - cluster.rollouters
     if support(device.type).has_own_memory:
-        memory = plan_device_memory(outline, device)
+        memory = plan_device_memory(outline, device, processes, cluster.processes)
         pages = memory.pages
     else:
-        memory = _plan_main_memory(outline, flow, sizes)
+        memory = _plan_main_memory(outline, flow, sizes, processes)
         pages = num_pages_for(model, flow, config.rollout, sizes)
     limits = Limits(model.max_positions, model.vocab_size, pages, sizes.page_tokens, True)
     check = partial(check_limits, limits=limits)
@@ -117,7 +121,7 @@ def plan_training(
         outline.extra_bytes,
     )
     disk.check()
-    return TrainingPlan(outline, weight_bytes, flow, memory, disk, rewards)
+    return TrainingPlan(outline, weight_bytes, flow, memory, processes, disk, rewards)
 
 
 def describe_rewards(reward: RewardConfig | None) -> Sequence[str]:
@@ -130,8 +134,31 @@ def describe_rewards(reward: RewardConfig | None) -> Sequence[str]:
         return graders.describe()
 
 
-def plan_device_memory(outline: Outline, device: torch.device) -> DevicePlan:
-    """The plan of the memory that a device has for itself.
+def describe_rounds(outline: Outline, processes: int) -> Sequence[str]:
+    """How several processes share an update's micro-batches out, if all sequences were as long as
+    the longest; no lines of one process.
+    """
+    if processes == 1:
+        return ()
+    training, longest = outline.training, outline.longest
+    prompts = -(-training.prompts_per_step // training.updates_per_batch)
+    sequences = prompts * training.samples_per_prompt
+    batches = -(-sequences // max(1, microbatch_tokens(training, longest) // longest))
+    rounds = -(-batches // processes)
+    idle = rounds * processes - batches
+    return (
+        f"processes: {processes}, each with its rows of every master, moment and gradient",
+        f"  micro-batches of an update, of {sequences:,} sequences of {longest:,} tokens: "
+        f"{batches:,}; rounds: {rounds:,}; idle in the last: {idle} of {processes} processes, "
+        f"{idle / (rounds * processes):.1%} of the time of all",
+    )
+
+
+def plan_device_memory(
+    outline: Outline, device: torch.device, processes: int = 1, here: int = 1
+) -> DevicePlan:
+    """The plan of the memory that a device has for itself, of each of so many processes that train
+    together; ``here`` are on this machine.
 
     Raises ConfigError where the plan does not fit, and where the main memory does not hold what is
     to go there.
@@ -140,10 +167,11 @@ def plan_device_memory(outline: Outline, device: torch.device) -> DevicePlan:
     flow, memory = build_flow(config.precision, decoder_shape(shape)), read_memory()
     rollout = config.rollout if outline.generates else None
     sizes, total = support(device.type).sizes, available_memory(device)
-    planner = DevicePlanner(shape, flow, sizes, total, outline.frozen)
+    planner = DevicePlanner(shape, flow, sizes, total, outline.frozen, processes)
     plan = planner.plan(rollout, training, outline.longest)
-    if memory is not None and sum(plan.host.values()) > memory.available:
-        raise ConfigError(_too_much_offloaded(outline, plan.host, memory.available))
+    host = {name: here * size for name, size in plan.host.items()}
+    if memory is not None and sum(host.values()) > memory.available:
+        raise ConfigError(_too_much_offloaded(outline, host, memory.available))
     return plan
 
 
@@ -166,7 +194,9 @@ def available_memory(device: torch.device) -> int:
     return memory.available()
 
 
-def _plan_main_memory(outline: Outline, flow: PrecisionFlow, sizes: Sizes) -> MemoryEstimate:
+def _plan_main_memory(
+    outline: Outline, flow: PrecisionFlow, sizes: Sizes, processes: int
+) -> MemoryEstimate:
     estimate = estimate_memory(
         outline.model.config,
         flow,
@@ -175,6 +205,7 @@ def _plan_main_memory(outline: Outline, flow: PrecisionFlow, sizes: Sizes) -> Me
         outline.longest,
         sizes,
         outline.frozen,
+        processes,
     )
     if outline.generates:
         return estimate

@@ -63,6 +63,21 @@ class RewardRecord:
         """
         return bool(self._lines)
 
+    @property
+    def lines_ahead(self) -> list[bytes]:
+        """The gradings that are recorded and have not come again yet."""
+        return list(self._lines)
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Gradings that others have made, in their order: those of the record again, or new."""
+        for line in lines:
+            if self._lines and self._lines[0] == line:
+                self._size += len(self._lines.popleft())
+                continue
+            if self._lines:
+                self._drop()
+            self._write(line)
+
     def grade(self, groups: Sequence[Group], grading: Grading) -> GradeStats:
         """Fill the rewards of groups: from the record where it has these completions, else by
         ``grading``.  Raises what that raises; nothing is recorded then.
@@ -100,6 +115,11 @@ class RewardRecord:
         if all(recorded.get(key) == value for key, value in identity.items()):
             self._size += len(self._lines.popleft())
             return recorded
+        self._drop()
+        return None
+
+    def _drop(self) -> None:
+        """Forget what lies ahead."""
         self._say(
             "the completions of this step are not those that were graded before the interruption: "
             "they are graded anew"
@@ -107,7 +127,6 @@ class RewardRecord:
         self._lines.clear()
         if self._path is not None:
             os.truncate(self._path, self._size)
-        return None
 
     def _write(self, line: bytes) -> None:
         if self._path is None and not self._follows:
@@ -117,6 +136,26 @@ class RewardRecord:
             with self._path.open("ab") as file:
                 file.write(line)
         self._size += len(line)
+
+
+class SentRecord(RewardRecord):
+    """A record whose gradings are handed to the ranks that write it."""
+
+    def __init__(self, say: Say, lines: Sequence[bytes]) -> None:
+        """Go on with the lines that these ranks have ahead."""
+        super().__init__(say, lines)
+        self.gradings: list[bytes] = []
+        """Those made, or replayed, since then."""
+
+    def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        ahead = self.lines_ahead
+        recorded = super()._next(identity)
+        if recorded is not None:
+            self.gradings.append(ahead[0])
+        return recorded
+
+    def _write(self, line: bytes) -> None:
+        self.gradings.append(line)
 
 
 def _identity(groups: Sequence[Group]) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def build_optimiser(
         master: (first_rows or {}).get(name, 0) * prod(master.shape[1:])
         for name, master in masters.items()
     }
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]] or groups[:1]
     return AdamW(groups, first_elements, config, seed, backend)
 
 

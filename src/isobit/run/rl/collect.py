@@ -11,18 +11,17 @@ beside its samples; that completion is graded, and not learnt from.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from isobit.records.text import Completion, Group
 from isobit.rollout.engine import generate
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
-from isobit.run.course import Course
+from isobit.run.course import Sampling
 from isobit.run.rl.collected import Collected
 from isobit.run.rl.setup import RlRun
 
 
-def collect(training: Course[RlRun, Any]) -> Collected:
+def collect(training: Sampling[RlRun]) -> Collected:
     """The groups of the next step, graded."""
     run = training.run
     settings, wanted = run.config.algorithm, run.config.training.prompts_per_step
@@ -39,7 +38,7 @@ def collect(training: Course[RlRun, Any]) -> Collected:
     return replace(made, groups=kept, refills=refills, dropped_groups=len(made.groups) - len(kept))
 
 
-def _sample(training: Course[RlRun, Any], count: int) -> Collected:
+def _sample(training: Sampling[RlRun], count: int) -> Collected:
     """The groups of the next ``count`` prompts."""
     run = training.run
     requests = run.next_requests(count)

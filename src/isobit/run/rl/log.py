@@ -35,7 +35,7 @@ class RlLog(TrainingLog[EvalResult]):
     def step(self, step: int, collected: Collected, trained: StepMetrics) -> None:
         """The figures of one step: a line of metrics, a line on the console, a few completions."""
         seconds = dict.fromkeys(self.phases, 0.0) | self._take_seconds()
-        groups, grades, engine = collected.groups, collected.grades, collected.engine
+        groups, grades, engine = collected.groups, collected.grades, self._run.pending.take_engine()
         metrics = step_metrics(groups, grades, engine, trained, seconds)
         metrics |= self._optional_figures(collected)
         metrics |= self._run.turns.figures()

@@ -4,13 +4,16 @@ take prompts -> generate groups -> grade -> (wait, with a lag) -> advantages, pa
 -> log -> maybe evaluate -> maybe save
 """
 
+from functools import partial
+
 from isobit.config.run import RunConfig
 from isobit.models.folder import read_config
 from isobit.models.loaded import model_folder
 from isobit.observe.console import Console
 from isobit.parallel.world import ALONE, World
 from isobit.run.course import course
-from isobit.run.rl.collect import collect
+from isobit.run.rl.ahead import sampling
+from isobit.run.rl.apart import Apart, check_parts
 from isobit.run.rl.log import RlLog
 from isobit.run.rl.setup import extra_bytes, prepare_rl
 from isobit.run.rl.summary import RlSummary
@@ -21,11 +24,13 @@ def train(
     console: Console | None = None,
     resume: bool = False,
     world: World = ALONE,
+    apart: Apart | None = None,
 ) -> RlSummary:
     """Train a policy as ``config`` says and leave it, with all figures, in ``config.output``; with
     ``resume``, go on there.
 
-    With a ``world`` of several processes each of them calls this, with the same configuration.
+    With a ``world`` of several processes each of them calls this, with the same configuration;
+    where others sample for them, ``apart`` has these (``isobit.run.rl.ranks``).
 
     A resumed run leaves the files that it would have left without the interruption, times aside.
 
@@ -35,16 +40,23 @@ def train(
     StorageError where the disk is full.  SIGTERM and Ctrl-C raise Interrupted.  What the run has
     learnt is in its last checkpoint in each case.
     """
+    if config.cluster.rollouters and apart is None:
+        check_parts(config, ALONE)
     shape = read_config(model_folder(config.model))
     more = extra_bytes(config, shape)
     with course(
-        config, shape, prepare_rl, RlLog, console, resume, extra_bytes=more, world=world
+        config,
+        shape,
+        partial(prepare_rl, apart=apart),
+        RlLog,
+        console,
+        resume,
+        extra_bytes=more,
+        world=world,
     ) as training:
         run = training.run
         for step in training.steps():
-            for _ in run.pending.missing(step):  # the step's own batch, but for async.lag
-                run.pending.add(collect(training))
-            with training.learning():
+            with sampling(training, step), training.learning():
                 batch, trained = run.learn(step)
                 run.refresh_reference(step)
             training.log.step(step, batch, trained)

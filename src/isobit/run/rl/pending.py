@@ -69,11 +69,13 @@ class Pending:
         self._first = 1
         """The step that learns from the front of the line."""
         self._engine = EngineStats()
-        """What was done for the batches sampled since one was last learnt from."""
 
     def missing(self, step: int) -> range:
-        """The batches to sample in a step, by the steps that will learn from them."""
-        return range(self._first + len(self._waiting), min(step + self._lag, self._steps) + 1)
+        """The batches to sample in a step, by the steps that will learn from them; without a lag,
+        whose line is empty between steps and no part of a checkpoint, the step's own.
+        """
+        first = max(self._first + len(self._waiting), step)
+        return range(first, min(step + self._lag, self._steps) + 1)
 
     def add(self, batch: Collected) -> None:
         """Put a batch at the end of the line."""
@@ -84,20 +86,24 @@ class Pending:
         """Compare those that have just been sampled, before a weight changes."""
         if self._lag:
             self._waiting = deque(
-                batch if batch.comparison is not None else _compared(batch, trainer)
+                batch if batch.comparison is not None else compared(batch, trainer)
                 for batch in self._waiting
             )
 
     def front(self) -> Collected:
-        """The batch that it is time to learn from, with what the engine did in this step."""
-        batch = replace(self._waiting[0], engine=self._engine)
+        """The batch that it is time to learn from."""
+        batch = self._waiting[0]
         return replace(batch, groups=_stale(batch.groups)) if self._lag else batch
+
+    def take_engine(self) -> EngineStats:
+        """What was done for the batches that were added since this was last asked."""
+        engine, self._engine = self._engine, EngineStats()
+        return engine
 
     def drop_front(self) -> None:
         """It has been learnt from."""
         self._waiting.popleft()
         self._first += 1
-        self._engine = EngineStats()
 
     def state(self) -> dict[str, int]:
         """The batches that wait between two steps: one of a step that is not done yet, at the end
@@ -110,7 +116,7 @@ class Pending:
         count = self.state()["count"]
         return {
             f"batch_{self._first + place}": torch.frombuffer(
-                bytearray(encode(_value(self._waiting[place]))), dtype=torch.uint8
+                bytearray(encode(batch_value(self._waiting[place]))), dtype=torch.uint8
             )
             for place in range(count)
         }
@@ -122,10 +128,11 @@ class Pending:
         self._first = state["first"]
         numbers = range(self._first, self._first + state["count"])
         self._waiting = deque(
-            self._batch(decode(bytes(tensors[f"batch_{number}"].numpy()))) for number in numbers
+            self.batch_of(decode(bytes(tensors[f"batch_{number}"].numpy()))) for number in numbers
         )
 
-    def _batch(self, value: Mapping[str, Any]) -> Collected:
+    def batch_of(self, value: Mapping[str, Any]) -> Collected:
+        """The batch of ``batch_value``."""
         mismatch = value["mismatch"]
         return Collected(
             groups_of(value["groups"], self._prompt),
@@ -146,7 +153,10 @@ class Pending:
         return self._prompts[name]
 
 
-def _value(batch: Collected) -> dict[str, Any]:
+def batch_value(batch: Collected) -> dict[str, Any]:
+    """A batch that has been compared, as ``isobit.parallel.message`` takes it; without what the
+    engine did.
+    """
     assert batch.comparison is not None, "a batch that waits has been compared"
     return {
         "groups": groups_value(batch.groups),
@@ -158,7 +168,7 @@ def _value(batch: Collected) -> dict[str, Any]:
     }
 
 
-def _compared(batch: Collected, trainer: Trainer) -> Collected:
+def compared(batch: Collected, trainer: Trainer) -> Collected:
     """A batch with the comparison of the completions of some indices, the same in any run: evenly
     spaced, so that prompts and places in their groups vary.
     """
@@ -166,10 +176,10 @@ def _compared(batch: Collected, trainer: Trainer) -> Collected:
     drawn = [sequence for sequence in drawn if any(sequence.loss_mask)]
     count = min(COMPARED, len(drawn))
     chosen = [drawn[place * len(drawn) // count] for place in range(count)]
-    compared = ComparedTokens.none()
+    tokens = ComparedTokens.none()
     for sequence, scores in zip(chosen, scores_by_policy(trainer, chosen), strict=True):
-        compared.add_sequence(sequence, scores.log_probs, scores.routings)
-    return replace(batch, comparison=compared.comparison(), mismatch=compared.mismatch())
+        tokens.add_sequence(sequence, scores.log_probs, scores.routings)
+    return replace(batch, comparison=tokens.comparison(), mismatch=tokens.mismatch())
 
 
 def _stale(groups: Sequence[Group]) -> list[Group]:

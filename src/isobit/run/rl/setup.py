@@ -28,11 +28,14 @@ from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.request import Request
 from isobit.run.calibration import build_calibration, describe_shadow
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_requests
+from isobit.run.grading import RecordedGrading
 from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
 from isobit.run.reference import checkpoint_bytes, describe_reference, load_reference
 from isobit.run.reward_models import plan_reward_models
+from isobit.run.rl.apart import Apart
+from isobit.run.rl.apart import evaluate as evaluate_apart
 from isobit.run.rl.collected import Collected
 from isobit.run.rl.data import RlData, load_prompts
 from isobit.run.rl.pending import Pending, pending_bytes
@@ -83,6 +86,8 @@ class RlRun(PreparedRun):
     """What the policy is held close to; None without a penalty."""
     pending: Pending
     """The batches between sampling and learning."""
+    apart: Apart | None
+    """Who samples, where these processes only train."""
     replay: ReplayBuffer | None
     """None where nothing is learnt from again."""
     calibration: Calibration | None
@@ -167,16 +172,22 @@ class RlRun(PreparedRun):
 
     def evaluate(self, progress: OnProgress, grading: Grading) -> Evaluation[EvalResult]:
         """Every evaluation set under the current policy."""
-        return self.evaluator.run(progress, grading)
+        if self.apart is None:
+            return self.evaluator.run(progress, grading)
+        assert isinstance(grading, RecordedGrading)
+        return evaluate_apart(self.apart, self.model.policy, self.evaluator, grading)
 
 
-def prepare_rl(config: RunConfig, world: World = ALONE) -> RlRun:
-    """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
-    cannot be used; writes nothing.
+def prepare_rl(
+    config: RunConfig, world: World = ALONE, apart: Apart | None = None, learns: bool = True
+) -> RlRun:
+    """Load and check a run, on each rank of a world; ``apart`` has those who sample for it, and one
+    that never ``learns`` is one of them.  Raises an ``IsobitError`` that names what cannot be used;
+    writes nothing.
     """
     check_tracking(config.tracking)
     made = read_rl(config)
-    parts = build_parts(made.outline, world)
+    parts = build_parts(made.outline, world, learns)
     assert parts.engine is not None, "reinforcement learning always generates"
     check_requests(made.requests, parts.engine.check, parts.model.context)
     return RlRun(
@@ -191,8 +202,9 @@ def prepare_rl(config: RunConfig, world: World = ALONE) -> RlRun:
         made.sampling,
         parts.engine,
         Evaluator(parts.engine, made.evaluation),
-        load_reference(config, parts.model.policy),
+        load_reference(config, parts.model.policy) if learns else None,
         Pending(config.asynchrony.lag, config.training.steps, made.data.prompts),
+        apart,
         ReplayBuffer(config.replay, config.seed) if config.replay.fraction > 0 else None,
         build_calibration(config, made.algorithm, parts.trainer),
     )

@@ -1,0 +1,1 @@
+"""What several GPUs of one host do together, beside one of them alone."""

@@ -1,0 +1,69 @@
+"""What one of several processes holds of a training: its rows of every master, which it also has
+the moments and gradients of; and what gradients take on their way (``isobit.parallel``).
+
+    made        a micro-batch's gradients before they are added up: of two layers, and of the tables
+                at both ends; of one process alone what is added to in parts, lm_head
+    arriving    the other processes' slices of such, from the first allocation to the last
+
+Each process holds all published weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from isobit.models.config import ModelConfig
+from isobit.models.decoder import build_decoder
+from isobit.parallel.gradient_sum import SumSizes
+from isobit.parallel.ownership import Ownership
+
+_FP32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of the process that owns most numbers."""
+
+    masters: tuple[int, ...]
+    """Numbers that it owns of each master."""
+    made: int
+    """Bytes, throughout a forward and backward."""
+    made_by_head: int
+    """Bytes, while lm_head's gradient is made."""
+    arriving: int
+    """Bytes."""
+
+    @property
+    def numbers(self) -> int:
+        """Of all masters."""
+        return sum(self.masters)
+
+
+@cache
+def share_of(shape: ModelConfig, processes: int) -> Share:
+    """Of a model that is trained by so many processes."""
+    decoder = build_decoder(shape)
+    masters, in_parts = decoder.masters(), decoder.added_in_parts
+    shapes = {name: master.shape for name, master in masters.items()}
+    groups = decoder.backward_groups()
+    if processes == 1:
+        numbers = tuple(map(prod, shapes.values()))
+        sums = _FP32 * sum(prod(shapes[name]) for name in in_parts)
+        is_tied = bool(in_parts & set(groups[-1]))
+        return Share(numbers, sums if is_tied else 0, 0 if is_tied else sums, 0)
+    parts = {name: tuple(master.parts.values()) for name, master in masters.items()}
+    ownership = Ownership.of(shapes, parts, processes)
+    sizes = SumSizes.of(shapes, groups, in_parts, ownership)
+    return Share(
+        _of_largest(ownership, shapes),
+        _FP32 * sum(sizes.made.values()),
+        0,
+        sizes.arriving_bytes(processes),
+    )
+
+
+def _of_largest(ownership: Ownership, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    owned = [ownership.numbers(shapes, [name]) for name in shapes]
+    by_rank = list(zip(*owned, strict=True))
+    return max(by_rank, key=sum)

@@ -1,0 +1,82 @@
+"""``benchmarks.parallel`` on two processes of a CPU: every case runs, and its digests are those of
+one process.
+"""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.models import shapes
+from isobit.models.config import ModelConfig
+from isobit.parallel.world import ALONE, World
+from tests.worlds import in_world
+
+TINY = ModelConfig("qwen3", 256, 128, 256, 2, 2, 1, 64, 512, 1e-6, 1e6, tied_embeddings=False)
+SETTINGS = {"recompute": "mlp", "tokens_per_microbatch": 96}
+
+
+def measure(world: World, folder: str) -> None:
+    """All cases but the table, with the smallest of sizes."""
+    shapes.SHAPES["tiny"] = TINY
+    links, training, steps, passes, cases, writing = (
+        import_module(f"benchmarks.{name}")
+        for name in (
+            "ranks.links",
+            "ranks.training",
+            "ranks.steps",
+            "passes.cases",
+            "rl_steps.cases",
+            "ranks.writing",
+        )
+    )
+    vars(writing)["native_versions"] = dict  # DeepGEMM's is not there
+    out = Path(folder) / str(world.size)
+    case = passes.Case("fp8", 20, 2, "none", "tiny")
+    links.run_links(world, "fp8", "tiny", out, "cpu")
+    training.run_training(world, case, 3, out, "gloo", "cpu")
+    training.run_digests(world, case, 3, out, "cpu")
+    small = cases.Case(2, 2, 5, 20)
+    steps.run_proof(world, "fp8", "tiny", small, SETTINGS, out, "cpu")
+    steps.run_timed(world, "fp8", "tiny", small, SETTINGS, out, "cpu")
+
+
+def test_two_ranks_have_the_digests_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.ranks.writing.native_versions", dict)
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    measure(ALONE, str(tmp_path))
+    in_world(2, "tests.benchmarks.test_parallel:measure", str(tmp_path))
+
+    def read(size: int) -> list[dict[str, Any]]:
+        path = tmp_path / str(size) / "ranks-fp8-tiny.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    one, two = read(1), read(2)
+    assert [row["kind"] for row in one] == [row["kind"] for row in two]
+    keys = ("published", "masters", "completions", "loss", "grad_norm", "tokens_differing")
+    compared = 0
+    for ours, theirs in zip(two, one, strict=True):
+        for key in keys:
+            if key in theirs:
+                assert ours[key] == theirs[key], (theirs["kind"], key)
+                compared += 1
+    assert compared > 12
+    capsys.readouterr()
+    import_module("benchmarks.ranks.table").run_table(_joined(tmp_path))
+    printed = capsys.readouterr().out
+    assert "DIFFERENT" not in printed
+    assert printed.count("equal") == 8
+    assert "training round_s (gloo)" in printed
+
+
+def _joined(folder: Path) -> Path:
+    """Both files in one folder, as a sitting leaves them."""
+    rows = [(folder / size / "ranks-fp8-tiny.jsonl").read_text() for size in ("1", "2")]
+    joined = folder / "joined"
+    joined.mkdir()
+    (joined / "ranks-fp8-tiny.jsonl").write_text("".join(rows))
+    return joined
