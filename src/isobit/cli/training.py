@@ -52,13 +52,15 @@ class TrainingCommand(Generic[Config]):
         """
         box = end_with_launcher()
         if not is_launched():
-            return self._obey(arguments)
+            return self._obey(arguments, may_launch=box is None)
         with starting():
             from isobit.run.cluster.rank import as_rank
         with as_rank(box) as world:
             return self._obey(arguments, world)
 
-    def _obey(self, arguments: Sequence[str], world: "World | None" = None) -> int:
+    def _obey(
+        self, arguments: Sequence[str], world: "World | None" = None, may_launch: bool = False
+    ) -> int:
         """The same for one of several, or for the process that may start them."""
         from isobit.config.load import dump_config, load_recipe
 
@@ -88,7 +90,7 @@ class TrainingCommand(Generic[Config]):
             print(dump_config(config), end="")
         elif options.dry_run:
             self._print_plan(config, options.resume)
-        elif world is None and config.cluster.processes > 1:
+        elif may_launch and config.cluster.is_launched:
             self._launch(config, arguments)
         else:
             self.start(config, options.resume, world)
@@ -96,11 +98,24 @@ class TrainingCommand(Generic[Config]):
 
     def _launch(self, config: Config, arguments: Sequence[str]) -> None:
         """The same command line in several processes."""
-        from isobit.run.cluster.launcher import launch
+        from isobit.run.cluster.restarts import with_restarts
 
         self.check(config)
+        cluster = config.cluster
         words = ["-m", "isobit.cli.main", self.name, *arguments]
-        launch(words, config.cluster.processes, config.threads)
+
+        def start(words: Sequence[str], again: bool) -> None:
+            if cluster.launcher == "ray":
+                from isobit.run.cluster.ray_launcher import launch_on_ray
+
+                fewest = 1 if again else cluster.processes
+                launch_on_ray(words, cluster.processes, config.threads, config.device, fewest)
+            else:
+                from isobit.run.cluster.launcher import launch
+
+                launch(words, cluster.processes, config.threads)
+
+        with_restarts(start, words, cluster.restarts)
 
     def _print_plan(self, config: Config, resume: bool) -> None:
         lines = self.plan(config, resume)

@@ -31,6 +31,10 @@ class ClusterConfig(Strict):
     """Who starts them: this command, on this machine, or a Ray cluster (``pip install
     isobit[ray]``).
     """
+    restarts: int = Field(default=0, ge=0)
+    """After the death of a process all are started again with ``--resume``, at most so often; on a
+    Ray cluster on the nodes that are left, and in fewer processes where these have no room for all.
+    """
     rollout_tp: int = Field(default=1, gt=0, le=64)
     """Processes that share one engine, for a policy that one GPU cannot hold: each has a part of
     every linear's outputs, and the bits are those of one.
@@ -39,3 +43,8 @@ class ClusterConfig(Strict):
     """Processes, the last of them, that only sample, while the others train; 0 lets all do both in
     turn.  It takes ``async.lag`` of at least 1 to keep both busy.
     """
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the command starts others and computes nothing itself."""
+        return self.processes > 1 or self.launcher == "ray"

@@ -11,17 +11,17 @@ from isobit.parallel.launched import end_with_launcher
 
 
 def main() -> None:
-    """Rank 1 does what the case says, rank 0 what goes with it."""
+    """Rank 1 does what the case says, the others what goes with it."""
     box, rank, case = end_with_launcher(), int(os.environ["RANK"]), sys.argv[1]
     assert box is not None
     box.write(phase="training")
     print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 2 and sys.argv[2] != "--resume":
         Path(sys.argv[2], str(rank)).write_text(str(os.getpid()))
         while len(list(Path(sys.argv[2]).iterdir())) < int(os.environ["WORLD_SIZE"]):
             time.sleep(0.01)
-    if rank == 0 and case != "both":
-        _first(case)
+    if rank != 1 and case != "both":
+        _other(case)
     elif case in _CASES:
         _CASES[case]()
     elif case == "both":
@@ -35,12 +35,14 @@ def main() -> None:
         time.sleep(3600)
 
 
-def _first(case: str) -> None:
+def _other(case: str) -> None:
     if case == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if case == "error":
         time.sleep(0.1)
         sys.exit(4)
+    if case == "once" and "--resume" in sys.argv:
+        return
     if case not in ("fine", "stdin"):
         time.sleep(3600)
 
@@ -53,6 +55,11 @@ def _exit_3() -> None:
 
 def _killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _once() -> None:
+    if "--resume" not in sys.argv:
+        _killed()
 
 
 def _raise() -> None:
@@ -76,6 +83,7 @@ _CASES = {
     "exit": _exit_3,
     "deaf": _exit_3,
     "killed": _killed,
+    "once": _once,
     "raise": _raise,
     "sleep": _sleep,
     "stdin": _stdin,

@@ -8,11 +8,14 @@ from isobit.units import gib
 
 
 class RankError(IsobitError):
-    """A rank has failed, and all have ended with it; ``exit_code`` is that rank's."""
+    """A rank has failed, and all have ended with it; ``exit_code`` is that rank's.  It ``died``
+    unless it knew of an error that a user can meet: started again, it may live.
+    """
 
-    def __init__(self, text: str, exit_code: int) -> None:
+    def __init__(self, text: str, exit_code: int, died: bool = False) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+        self.died = died
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,72 @@
+"""Which of several ranks that failed is the one that began."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from isobit.run.cluster.deaths import RankError
+from isobit.run.cluster.ranks import Rank, Ranks
+
+
+class Given(Rank):
+    """One whose news come from the test."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.found: Mapping[str, Any] = {}
+
+    @property
+    def notes(self) -> Mapping[str, Any]:
+        return self.found
+
+    @property
+    def failed_at(self) -> float:
+        return 0.0
+
+    @property
+    def code(self) -> int:
+        return 1
+
+    def is_running(self) -> bool:
+        return self.exit_code is None
+
+    def send(self, number: int) -> None:
+        self.exit_code = -number
+
+    def describe(self) -> str:
+        return f"rank {self.number} is gone"
+
+    def close(self) -> None:
+        pass
+
+
+def test_one_that_is_lost_while_it_is_listened_to_is_the_one() -> None:
+    ranks = [Given(0), Given(1)]
+
+    def hear() -> None:
+        ranks[1].exit_code = 1
+
+    with pytest.raises(RankError, match="rank 1 is gone") as failed:
+        Ranks(ranks, hear).run()
+    assert failed.value.died
+
+
+@pytest.mark.parametrize(
+    ("notes", "exit_code", "died"),
+    [
+        ({}, -9, True),
+        ({"fault": "ValueError"}, 1, True),
+        ({"error": "the disk is full"}, 2, False),
+        ({}, 2, False),
+        ({"error": "hangs", "verdict": [1, "rank 1 is silent"]}, 4, True),
+    ],
+)
+def test_what_a_rank_knew_is_not_its_death(
+    notes: Mapping[str, Any], exit_code: int, died: bool
+) -> None:
+    rank = Given(0)
+    rank.found, rank.exit_code = notes, exit_code
+    with pytest.raises(RankError) as failed:
+        Ranks([rank], lambda: None).run()
+    assert failed.value.died == died
