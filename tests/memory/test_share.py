@@ -54,15 +54,14 @@ def test_the_tensors_of_every_rank(shape: ModelConfig, size: int) -> None:
             name: torch.nn.Parameter(torch.zeros(shape)[ownership.rows(name, rank)])
             for name, shape in shapes.items()
         }
-        one = ExchangedSum(
-            own,
+        targets = Targets(
             shapes,
             decoder.backward_groups(),
             decoder.added_in_parts,
-            ownership,
-            world,
+            torch.device("cpu"),
             lambda total, addends: None,
         )
+        one = ExchangedSum(targets, gradients_of(own), ownership, world)
         one.begin_round(size)
         assert share.made == sum(buffer.nbytes for buffer in one._made.values())
         assert share.arriving == world.arriving

@@ -187,8 +187,11 @@ class ExchangedSum:
         self._places = _places(groups, targets.in_parts)
         self._group_of = {name: place for place, names in enumerate(groups) for name in names}
         self._whole = [_Layout({name: shapes[name] for name in names}) for names in groups]
-        rows = {name: ownership.rows(name, world.rank) for name in shapes}
-        self._own = {name: prod((rows[name].stop - rows[name].start, *shape[1:])) for name, shape in shapes.items()}
+        self._own = {
+            name: (rows.stop - rows.start) * prod(shape[1:])
+            for name, shape in shapes.items()
+            for rows in [ownership.rows(name, world.rank)]
+        }
         """Numbers of its own of each master."""
         self._made: dict[str, torch.Tensor] = {}
         """By place."""

@@ -69,9 +69,7 @@ class SlotSum:
         """The ranks that compute a slot together."""
         if slots.hosts > 1:
             self.group = world.part(range(0, world.size + 1, inside))
-            self._across = world.among(
-                [range(one, world.size, inside) for one in range(inside)]
-            )
+            self._across = world.among([range(one, world.size, inside) for one in range(inside)])
         of_host = ownership.of_host()
         begins = {name: of_host.rows(name, place).start for name in targets.shapes}
         self._rows = {

@@ -438,9 +438,7 @@ class Processes:
 class _Part(Processes):
     """Some of the processes of another world."""
 
-    def __init__(
-        self, whole: Processes, group: dist.ProcessGroup, ranks: Sequence[int]
-    ) -> None:
+    def __init__(self, whole: Processes, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         self.rank, self.size = ranks.index(whole.rank), len(ranks)
         self.local_rank = whole.local_rank
         self.numbers = [whole.numbers[rank] for rank in ranks]

@@ -82,9 +82,7 @@ class Rounds:
         self.check()
         return figures if gradient.group.rank == 0 else []
 
-    def _fold(
-        self, members: Sequence[Member], group: World, stops: bool
-    ) -> list[dict[str, Any]]:
+    def _fold(self, members: Sequence[Member], group: World, stops: bool) -> list[dict[str, Any]]:
         """The figures of micro-batches that some ranks compute in rounds; if it ``stops``, to the
         first round with a loss that is not finite.
         """

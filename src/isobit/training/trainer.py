@@ -69,6 +69,7 @@ class Trainer:
         the loss, and interrupted by each forward), optimiser, and publish within it.  A value head
         learns ``head_rate`` times as fast as the rest.
         """
+        assert policy.slots.count == config.slots, "the policy adds up in other slots"
         self.timing = timing
         self.policy = policy
         self.scorer = Scorer(policy)
