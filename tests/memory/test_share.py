@@ -16,7 +16,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.shapes import model_shape
 from isobit.parallel.exchanges import PostedExchanges
-from isobit.parallel.gradient_sum import ExchangedSum
+from isobit.parallel.gradient_sum import ExchangedSum, Targets, gradients_of
 from isobit.parallel.ownership import Ownership
 from isobit.precision.flow import build_flow
 
