@@ -13,6 +13,7 @@ measure  a rollout with the planned KV cache and an update over two full micro-b
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -33,6 +34,7 @@ TOKENS = (4096, 16384)
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)
 MOMENTS: tuple[Moments, ...] = get_args(Moments)
 WEIGHTS = ("masters", "published weights", "optimiser moments", "gradients")
+PROCESSES = (1, 2, 4, 8)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -65,7 +67,11 @@ def print_plan(arguments: argparse.Namespace) -> None:
         training_table(arguments.shape, arguments.gib),
         rollout_table(arguments.shape, arguments.gib),
     )
-    print("\n\n".join((*tables, tokens_table(arguments.shape, arguments.gib))))
+    tables += (
+        tokens_table(arguments.shape, arguments.gib),
+        processes_table(arguments.shape, arguments.gib),
+    )
+    print("\n\n".join(tables))
 
 
 def training_table(shape: str, gib: float) -> str:
@@ -160,6 +166,27 @@ def tokens_table(shape: str, gib: float) -> str:
         lines,
         figures=set(range(2, 6)),
     )
+
+
+def processes_table(shape: str, gib: float) -> str:
+    """What each of several processes has on its GPU in ``fp8``, GiB, and the largest micro-batches,
+    tokens.
+    """
+    config, lines = model_shape(shape), []
+    on_the_way = ("gradients as they are made", "arriving gradients")
+    for processes in PROCESSES:
+        planner = replace(card_planner(config, "fp8", int(gib * GIB)), processes=processes)
+        parts = planner.training_bytes(_training("mlp", 8192), 8192, 8192)
+        most = [planner.largest_microbatch(_training(recompute, 1), 1) for recompute in LEVELS]
+        lines.append(
+            [
+                str(processes),
+                *(_gib(parts.get(name, 0)) for name in (*WEIGHTS, *on_the_way)),
+                *(f"{tokens:,}" for tokens in most),
+            ]
+        )
+    head = ["processes", *WEIGHTS, *on_the_way, *(f"`{recompute}`" for recompute in LEVELS)]
+    return _table(head, lines, figures=set(range(len(head))))
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 model and random weights.
 
     python -m benchmarks.rollout native --precision fp8 [--shape qwen3-8b] [--cases CASES] --out DIR
+                                        [--tensor-parallel 2]     one engine on so many GPUs
     python -m benchmarks.rollout vllm --mode fp8 [--log-probs short,long] ... --out DIR
     python -m benchmarks.rollout floor --precision fp8 ... --out DIR
     python -m benchmarks.rollout table DIR          # markdown, and DIR/table.json
@@ -46,6 +47,14 @@ def make_parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--out", type=Path, required=True)
         command.set_defaults(run=run)
+        if name == "native":
+            command.add_argument(
+                "--tensor-parallel",
+                type=int,
+                default=1,
+                metavar="N",
+                help="GPUs that share one engine",
+            )
         if name == "vllm":
             command.add_argument(
                 "--log-probs",
@@ -71,9 +80,13 @@ def case_names(text: str) -> list[str]:
 
 
 def native(arguments: argparse.Namespace) -> None:
-    from benchmarks.comparison.native import run_native
+    from benchmarks.comparison.native import run_native, run_shared
 
-    run_native(arguments.mode, arguments.shape, arguments.cases, arguments.out, _STARTED_AT)
+    case = arguments.mode, arguments.shape, arguments.cases, arguments.out, _STARTED_AT
+    if arguments.tensor_parallel > 1:
+        run_shared(*case, arguments.tensor_parallel)
+    else:
+        run_native(*case)
 
 
 def peer(arguments: argparse.Namespace) -> None:

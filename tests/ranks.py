@@ -1,10 +1,12 @@
 """Ranks as threads of one process, for what only stacks tensors and exchanges messages: no imports
 to wait for.  ``in_ranks(2, work)`` calls ``work(world)`` in so many, and gives what each returned.
+
+One thread runs at a time, until it waits for the others; so they also share one GPU and its stream.
 """
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, BrokenBarrierError
+from threading import Barrier, BrokenBarrierError, Lock
 from typing import Any, TypeVar
 
 import torch
@@ -18,18 +20,27 @@ _SECONDS = 120
 class _Rank(Alone):
     """One thread's view."""
 
-    def __init__(self, rank: int, size: int, places: list[Any], barrier: Barrier) -> None:
+    def __init__(
+        self, rank: int, size: int, places: list[Any], barrier: Barrier, turn: Lock
+    ) -> None:
         super().__init__()
         self.rank, self.size = rank, size
-        self._places, self._barrier = places, barrier
+        self._places, self._barrier, self._turn = places, barrier, turn
 
     def messages(self, mine: Any) -> list[Any]:
         """What all have brought, once all have."""
         self._places[self.rank] = mine
-        self._barrier.wait()
+        self._wait()
         found = list(self._places)
-        self._barrier.wait()
+        self._wait()
         return found
+
+    def _wait(self) -> None:
+        self._turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
 
     def stack(self, mine: torch.Tensor) -> torch.Tensor:
         """As NCCL and gloo: of one shape and format, contiguous."""
@@ -41,11 +52,12 @@ class _Rank(Alone):
 
 def in_ranks(size: int, work: Callable[[Any], T]) -> list[T]:
     """What each rank returned; an error of one is raised."""
-    places, barrier = [None] * size, Barrier(size, timeout=_SECONDS)
+    places, barrier, turn = [None] * size, Barrier(size, timeout=_SECONDS), Lock()
 
     def run(rank: int) -> T:
         try:
-            return work(_Rank(rank, size, places, barrier))
+            with turn:
+                return work(_Rank(rank, size, places, barrier, turn))
         except BaseException:
             barrier.abort()
             raise

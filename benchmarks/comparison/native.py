@@ -4,6 +4,8 @@ run, since it cannot do without them.
 
 import importlib.metadata
 import math
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +19,18 @@ from benchmarks.comparison.cases import CASES, MAX_SEQUENCES, WARM_UP_TOKENS, Ca
 from benchmarks.comparison.rows import RowWriter, card_memory_gib
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
-from isobit.models.policy import Policy, random_policy
+from isobit.models.cut import check_ranks
+from isobit.models.policy import Policy, random_masters
+from isobit.models.policy_share import PolicyShare, SampledPolicy
 from isobit.models.shapes import model_shape
+from isobit.parallel.launched import end_with_launcher, is_launched
+from isobit.parallel.world import ALONE, World
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import generate
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
+from isobit.run.cluster.launcher import launch
+from isobit.run.cluster.rank import as_rank
 
 
 def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_at: float) -> None:
@@ -33,14 +41,46 @@ def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_a
     card = measure_card()
     started_at += perf_counter() - before_card
     writer = RowWriter(out, "native", mode, shape, card, native_versions())
-    policy, engine = start(mode, shape)
+    _time_cases(mode, shape, cases, writer, started_at, ALONE)
+
+
+def run_shared(
+    mode: str, shape: str, cases: Sequence[str], out: Path, started_at: float, ranks: int
+) -> None:
+    """The same of an engine that so many GPUs share, in as many processes, which this one starts
+    unless it is one of them; the first one writes.
+    """
+    box = end_with_launcher()
+    if not is_launched():
+        launch(["-m", "benchmarks.rollout", *sys.argv[1:]], ranks)
+        return
+    writer = None
+    if os.environ["RANK"] == "0":  # before this process has a GPU; the others wait for it
+        writer = RowWriter(out, f"native-tp{ranks}", mode, shape, measure_card(), native_versions())
+    with as_rank(box) as world:
+        check_ranks(ranks, world)
+        _time_cases(mode, shape, cases, writer, started_at, world)
+
+
+def _time_cases(
+    mode: str,
+    shape: str,
+    cases: Sequence[str],
+    writer: RowWriter | None,
+    started_at: float,
+    world: World,
+) -> None:
+    policy, engine = start(mode, shape, world)
     startup = perf_counter() - started_at
-    print(f"first token {startup:.1f} s after the start of the process", flush=True)
+    if writer is not None:
+        print(f"first token {startup:.1f} s after the start of the process", flush=True)
     for name in cases:
         case = CASES[name]
         prompts = random_prompts(case, policy.config.vocab_size)
         warm_up = seconds_to_complete(engine, prompts, min(WARM_UP_TOKENS, case.new_tokens))
         seconds = seconds_to_complete(engine, prompts, case.new_tokens)
+        if writer is None:
+            continue
         writer.write(
             case=name,
             log_probs=True,
@@ -54,14 +94,17 @@ def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_a
         )
 
 
-def start(mode: str, shape: str) -> tuple[Policy, NativeEngine]:
-    """Random weights made on the card, an engine over them, and its first token."""
-    policy = random_policy(
-        model_shape(shape),
-        PrecisionConfig.model_validate(mode),
-        seed=0,
-        device="cuda",
-        trainable=False,
+def start(mode: str, shape: str, world: World = ALONE) -> tuple[SampledPolicy, NativeEngine]:
+    """Random weights made on the card, or this rank's share of them, an engine over them, and its
+    first token.
+    """
+    config, precision = model_shape(shape), PrecisionConfig.model_validate(mode)
+    device = world.own_device(torch.device("cuda"))
+    masters = random_masters(config, 0, device)
+    policy = (
+        Policy(config, precision, masters, device, trainable=False)
+        if world.size == 1
+        else PolicyShare(config, precision, masters, world, device)
     )
     engine = NativeEngine(
         policy,

@@ -36,7 +36,11 @@ BASELINE = ("vllm", "bf16")
 BARS = (BASELINE, ("native", "bf16"), ("native", "fp8"))
 BARS_BESIDE_FP8 = {"long"}
 """Cases with a bar beside vLLM's FP8+KV too."""
-NAMES = {"native": "isobit", "vllm": "vLLM"}
+NAMES = {
+    "native": "isobit",
+    **{f"native-tp{ranks}": f"isobit on {ranks} GPUs" for ranks in (2, 4, 8)},
+    "vllm": "vLLM",
+}
 HEADER = (
     "| case | engine | tokens/s | of vLLM BF16 | of vLLM FP8+KV "
     "| of the floor | startup s | memory GiB |"
@@ -107,7 +111,7 @@ def make_lines(rows: list[Row]) -> list[Line]:
             uuid=row["card"]["uuid"],
             of_vllm_bf16=rate(row, "vllm", "bf16"),
             of_vllm_fp8=rate(row, "vllm", "fp8"),
-            of_floor=rate(row, "floor", row["mode"]),
+            of_floor=None if "-tp" in row["engine"] else rate(row, "floor", row["mode"]),
             of_reference=_of_reference(row),
         )
         for row in sorted((row for row in by_key.values() if row["engine"] != "floor"), key=_order)

@@ -131,8 +131,8 @@ def test_what_contradicts_nothing_passes() -> None:
         ),
         ({"cluster": {"rollouters": 1}}, "cluster.rollouters is 1, but async.lag is 0"),
         (
-            {"cluster": {"rollouters": 1, "rollout_tp": 2}, "async": {"lag": 1}},
-            "cluster.rollouters is 1, and cluster.rollout_tp 2",
+            {"cluster": {"rollout_tp": 2}},
+            "cluster.rollout_tp is 2, but a run's published weights are whole on every GPU",
         ),
         (
             {"corrections": [{"type": "tis"}, {"type": "mis"}]},

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.kernels.noise import logical_shift_right, sample_key, splitmix64
+from isobit.kernels.noise import logical_shift_right, sample_key, splitmix64, splitmix64_of
 
 MASK = (1 << 64) - 1
 int64 = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -31,9 +31,9 @@ def test_splitmix64_gives_the_published_outputs_of_seed_1234567():
 
 @given(seed=int64, index=st.integers(0, 1 << 40))
 def test_splitmix64_wraps_like_unsigned_integers(seed: int, index: int):
-    assert splitmix64(torch.tensor([seed]), torch.tensor([index])).tolist()[
-        0
-    ] & MASK == splitmix64_of_integers(seed, index)
+    (output,) = splitmix64(torch.tensor([seed]), torch.tensor([index])).tolist()
+    assert output & MASK == splitmix64_of_integers(seed, index)
+    assert splitmix64_of(seed, index) == output
 
 
 @given(value=int64, places=st.integers(1, 63))

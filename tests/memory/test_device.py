@@ -298,3 +298,15 @@ def test_without_an_engine_training_alone_is_planned() -> None:
     )
     assert text.endswith("\n  micro-batches of up to 4,096 tokens in training")
     assert "rollout" not in text and "KV" not in text
+
+
+def test_a_rollouter_has_weights_and_pages_alone() -> None:
+    training = TrainingConfig(moments="bf16", offload_moments=True)
+    trains, samples = planner(total=2 * H200), replace(planner(total=2 * H200), learns=False)
+    rollout = RolloutConfig(max_sequences=4096)
+    both = [one.plan(rollout, training, 40960) for one in (trains, samples)]
+    assert both[1].pages > both[0].pages
+    assert both[1].rollout.keys() == {"published weights", "forward and logits", "KV pages"}
+    assert both[1].training.keys() == {"published weights", "a forward that scores"}
+    assert not both[1].host
+    assert sum(both[1].training.values()) < sum(both[0].training.values()) / 4

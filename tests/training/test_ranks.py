@@ -181,6 +181,9 @@ class LocalSum:
         for name, made in self._microbatch.items():
             self._sums.setdefault(name, torch.zeros_like(made)).add_(made)
 
+    def finish(self) -> None:
+        pass
+
     def release(self) -> None:
         self._sums.clear()
 

@@ -37,7 +37,8 @@ class ClusterConfig(Strict):
     """
     rollout_tp: int = Field(default=1, gt=0, le=64)
     """Processes that share one engine, for a policy that one GPU cannot hold: each has a part of
-    every linear's outputs, and the bits are those of one.
+    every linear's outputs, and the bits are those of one.  ``isobit eval`` takes it; in a run
+    published weights are whole on every GPU.
     """
     rollouters: int = Field(default=0, ge=0)
     """Processes, the last of them, that only sample, while the others train; 0 lets all do both in

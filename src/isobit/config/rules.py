@@ -105,17 +105,20 @@ def check_asynchrony(config: RunConfig) -> None:
 
 
 def check_layout(config: RunConfig) -> None:
-    """Refuse processes that only sample where learning waits for what they sample."""
+    """Refuse processes that only sample where learning waits for what they sample, and engines that
+    several share where each has all weights.
+    """
     cluster = config.cluster
     if cluster.rollouters and not config.asynchrony.lag:
         raise ConfigError(
             f"cluster.rollouters is {cluster.rollouters}, but async.lag is 0: rollouters and "
             "trainers would wait for each other in turn; set async.lag = 1, or rollouters = 0"
         )
-    if cluster.rollouters and cluster.rollout_tp > 1:
+    if cluster.rollout_tp > 1:
         raise ConfigError(
-            f"cluster.rollouters is {cluster.rollouters}, and cluster.rollout_tp "
-            f"{cluster.rollout_tp}: a rollouter holds the whole policy; set one of them back"
+            f"cluster.rollout_tp is {cluster.rollout_tp}, but a run's published weights are whole "
+            "on every GPU, and each samples by itself, which is faster; set it to 1. `isobit "
+            "rollout`, `eval` and `verify` take it, for a policy that one GPU cannot hold"
         )
 
 

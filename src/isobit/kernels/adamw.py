@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.kernels.noise import splitmix64
+from isobit.kernels.noise import splitmix64_of
 
 GROUP = 128
 FIRST, SECOND = torch.float8_e4m3fn, torch.uint8
@@ -64,8 +64,7 @@ class AdamWFactors:
 
 def noise_key(seed: int, step: int, tensor: int) -> int:
     """The seed of one tensor's noise in one step: a signed 64-bit integer."""
-    seeds, steps, tensors = torch.tensor([[seed], [step], [tensor]], dtype=torch.int64)
-    return int(splitmix64(splitmix64(seeds, steps), tensors))
+    return splitmix64_of(splitmix64_of(seed, step), tensor)
 
 
 def check_moments(

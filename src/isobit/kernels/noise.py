@@ -25,6 +25,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
+_MASK = (1 << 64) - 1
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
@@ -52,6 +53,16 @@ def splitmix64(seeds: Tensor, indices: Tensor) -> Tensor:
     bits *= _MULTIPLIER_2
     bits ^= logical_shift_right(bits, 31)
     return bits
+
+
+def splitmix64_of(seed: int, index: int) -> int:
+    """One output of ``splitmix64``, of signed 64-bit integers, without tensors: a host that has a
+    key to make for every master must not keep a GPU waiting.
+    """
+    bits = (seed + (index + 1) * _GOLDEN) & _MASK
+    bits = (bits ^ bits >> 30) * _MULTIPLIER_1 & _MASK
+    bits = (bits ^ bits >> 27) * _MULTIPLIER_2 & _MASK
+    return _signed(bits ^ bits >> 31)
 
 
 def logical_shift_right(bits: Tensor, places: int) -> Tensor:

@@ -44,7 +44,7 @@ from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Recompute, TrainingConfig
 from isobit.errors import ConfigError
 from isobit.kernels.sizes import Sizes
-from isobit.memory.activations import passing_bytes, saved_bytes
+from isobit.memory.activations import passing_bytes, saved_bytes, scoring_bytes
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
 from isobit.memory.frozen import FrozenModel, added_up, page_locked, page_locked_bytes
 from isobit.memory.host import microbatch_tokens
@@ -133,6 +133,8 @@ class DevicePlanner:
     """Models that only score."""
     processes: int = 1
     """That train the model together, each on a device like this one."""
+    learns: bool = True
+    """False of a process that only samples, and scores a little of what it has sampled."""
 
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
@@ -151,7 +153,7 @@ class DevicePlanner:
         if rollout is None:
             return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host, self.processes)
         standing = self.standing_bytes(training)
-        if training.offload_moments:
+        if MOMENTS in standing and training.offload_moments:
             host[MOMENTS] = page_locked(standing.pop(MOMENTS))
         standing["forward and logits"] = forward_bytes(self.shape, self.flow, rollout, self.sizes)
         room = self.total - RESERVE - sum(standing.values())
@@ -164,6 +166,8 @@ class DevicePlanner:
     def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
         """What the policy and its optimiser hold."""
         share = self._share
+        if not self.learns:
+            return {"published weights": published_bytes(self.shape, self.flow, self.sizes)}
         return {
             "masters": 4 * share.numbers,
             "published weights": published_bytes(self.shape, self.flow, self.sizes),
@@ -178,6 +182,9 @@ class DevicePlanner:
 
     def training_bytes(self, training: TrainingConfig, tokens: int, longest: int) -> dict[str, int]:
         """The training phase at its peak, with ``tokens`` in the largest micro-batch."""
+        if not self.learns:
+            passing = scoring_bytes(self.shape, self.flow, self.sizes, tokens, longest)
+            return self.standing_bytes(training) | {"a forward that scores": passing}
         moments = [self._backward(training, tokens, longest)]
         moments += (self._scoring(model, training, tokens, longest) for model in self.frozen)
         return max(moments, key=lambda moment: sum(moment.values()))

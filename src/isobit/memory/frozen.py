@@ -35,6 +35,11 @@ class FrozenModel:
     """Whether it lies somewhere while it does not score."""
 
     @property
+    def grades(self) -> bool:
+        """Whether it is a reward, which whoever samples asks."""
+        return self.table.startswith("reward")
+
+    @property
     def stays(self) -> bool:
         """Whether it is on the device while it does not score."""
         return self.lasting and not self.offload

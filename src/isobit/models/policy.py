@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from isobit.config.precision import PrecisionConfig
+from isobit.errors import MismatchError
 from isobit.kernels.backend import backend_of
 from isobit.kernels.rope import RopeTable
 from isobit.models.config import ModelConfig, inverse_frequencies
@@ -28,6 +29,7 @@ from isobit.models.pieces import is_equal_in_pieces
 from isobit.models.published import Published
 from isobit.models.published_change import PublishedChange
 from isobit.models.weights import Weights
+from isobit.parallel.agreement import agreed
 from isobit.parallel.gradient_sum import (
     ExchangedSum,
     GradientSum,
@@ -155,13 +157,26 @@ class Policy:
     def pass_on(self, world: World, owners: int) -> None:
         """Bring the published weights, and their version, from the first ``owners`` ranks of a
         world, who share the masters, to the others, who have none; all its ranks together.
+
+        Raises MismatchError, on all, where one has other bytes afterwards.
         """
         parts = {name: tuple(m.parts.values()) for name, m in self.decoder.masters().items()}
         owned = Ownership.of(self.shapes, parts, owners).cuts
         without = world.size - owners
         cuts = {name: (*at, *(at[-1:] * without)) for name, at in owned.items()}
         self._published.gather(world, cuts)
-        self.version = world.messages(self.version)[0]
+        found = world.messages([self.version, self._published.checksum(owned)])
+        self.version, expected = found[0]
+        for rank, (_, checksum) in enumerate(found):
+            if checksum != expected:
+                raise agreed(
+                    MismatchError(
+                        f"the weights of rank {rank} are not those of rank 0 after these were "
+                        f"passed on (checksums {checksum:016x} and {expected:016x}): the "
+                        "connection between them, or a memory, is faulty; take that host out and "
+                        "go on with --resume"
+                    )
+                )
 
     def _take(
         self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool

@@ -8,7 +8,7 @@ tensor sees the new weights.
 Where rollout and training have the same formats at a site, its weight exists once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -109,30 +109,37 @@ class Published:
         """Take the rows of each master that other ranks have republished (``World.gather``), and
         derive what is a function of several ranks' rows.
         """
-        tensors: list[torch.Tensor] = []
-        bounds: list[Sequence[int]] = []
+        pairs = list(self._tensors(cuts))
+        world.gather([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
+        self._derive_head()
 
-        def add(tensor: torch.Tensor, at: Sequence[int]) -> None:
-            tensors.append(tensor)
-            bounds.append(at)
+    def checksum(self, names: Iterable[str]) -> int:
+        """Of all bytes that are read of masters: their 64-bit words added up, which is exact in any
+        order, and each tensor's sum weighed by its place.
+        """
+        sums = [_word_sum(tensor) for tensor, _ in self._tensors(dict.fromkeys(names, (0,)))]
+        weights = torch.arange(1, len(sums) + 1, device=sums[0].device)
+        return int((torch.stack(sums) * weights).sum())
 
+    def _tensors(
+        self, cuts: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
+        """What is read of masters, each tensor once, and where its rows are cut."""
         for name, at in cuts.items():
             path, kind = name.rpartition(".")[0], self._described[name].kind
             if kind == "matrix":
                 for held in self._of(path):
                     if isinstance(held.matrix, QuantTensor):
-                        add(held.matrix.values, at)
-                        add(held.matrix.scales, _blocks_at(held.matrix, at))
+                        yield held.matrix.values, at
+                        yield held.matrix.scales, _blocks_at(held.matrix, at)
                     else:
                         assert isinstance(held.matrix, torch.Tensor)
-                        add(held.matrix, at)
+                        yield held.matrix, at
             elif kind == "bias":
                 for bias in _distinct([held.bias for held in self._of(path)]):
-                    add(bias, at)
+                    yield bias, at
             else:
-                add(self.sides["rollout"].plain[name], at)
-        world.gather(tensors, bounds, places)
-        self._derive_head()
+                yield self.sides["rollout"].plain[name], at
 
     def _sites(self, path: str) -> dict[Side, Site]:
         return {side: self._flow.graph(side).site(path) for side in SIDES}
@@ -178,6 +185,13 @@ def _blocks_at(matrix: QuantTensor, rows: Sequence[int]) -> list[int]:
     sizes = block_sizes(matrix.parts or (matrix.values.shape[0],))
     above = dict(zip(accumulate(sizes, initial=0), range(len(sizes) + 1), strict=True))
     return [above[row] for row in rows]
+
+
+def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """int64, modulo 2^64."""
+    flat = tensor.reshape(-1).view(torch.uint8)
+    whole = flat.numel() - flat.numel() % 8
+    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
 
 
 def _distinct(biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

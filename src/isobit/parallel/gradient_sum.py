@@ -110,6 +110,9 @@ class GradientSum:
     def end_round(self) -> None:
         """All groups are done, or nothing that was made counts."""
 
+    def finish(self) -> None:
+        """All rounds are over: the gradients are complete."""
+
     def release(self) -> None:
         """Hold no memory until the next round."""
         self._made.clear()
@@ -120,6 +123,8 @@ class _Travelling:
     """A group whose slices are on their way."""
 
     group: int
+    active: int
+    """Ranks that have made some."""
     made: torch.Tensor
     arrival: Arrival
 
@@ -135,7 +140,7 @@ class _Layout:
     def __post_init__(self) -> None:
         for name, shape in self.shapes.items():
             self.begins[name] = self.numel
-            self.numel += _aligned(shape)
+            self.numel += -(-prod(shape) // _ALIGNED) * _ALIGNED
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         begin, shape = self.begins[name], self.shapes[name]
@@ -164,7 +169,7 @@ class SumSizes:
         """Of masters of these shapes."""
         made: dict[str, int] = {}
         for place, names in zip(_places(groups, in_parts), groups, strict=True):
-            numel = sum(_aligned(shapes[name]) for name in names)
+            numel = _Layout({name: shapes[name] for name in names}).numel
             made[place] = max(made.get(place, 0), numel)
         sent = [max(ownership.numbers(shapes, names)) for names in groups]
         return cls(made, max(sent[0], sent[-1]), max(sent[1:-1]))
@@ -198,6 +203,8 @@ class ExchangedSum:
         self._open: set[int] = set()
         """Groups that something was added to in this round."""
         self._travelling: list[_Travelling] = []
+        self._last: _Travelling | None = None
+        """Of the round before, which travels on beside the next forward."""
         self._active = self._next = 0
         self._sizes = SumSizes.of(shapes, groups, targets.in_parts, ownership)
         self._of_ends = world.exchanges(self._sizes.ends, self._device, _END_BUFFERS)
@@ -232,18 +239,27 @@ class ExchangedSum:
             self._settle(self._travelling.pop(0))
 
     def end_round(self) -> None:
-        """Take part in what is left of the round, and add up all that has arrived.  On a rank that
-        is not active, that is the whole round; on one that failed, what it sends means nothing.
+        """Take part in what is left of the round, and add up all that has arrived but for the last
+        group.  On a rank that is not active, that is the whole round; on one that failed, what it
+        sends means nothing.
         """
         while self._next < len(self._groups):
             self._send(self._next)
             while len(self._travelling) > 1:
                 self._settle(self._travelling.pop(0))
-        while self._travelling:
-            self._settle(self._travelling.pop(0))
+        self._last = self._travelling.pop()
+
+    def finish(self) -> None:
+        """All rounds are over: add up what still travels."""
+        last, self._last = self._last, None
+        if last is not None:
+            self._settle(last)
 
     def release(self) -> None:
-        """Hold no memory until the next round."""
+        """Hold no memory until the next round; what still travels counts for nothing."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.arrival.wait()
         self._made.clear()
 
     @property
@@ -252,11 +268,13 @@ class ExchangedSum:
 
     def _begin(self, group: int) -> None:
         """Zeros for a micro-batch's sums."""
+        self.finish()  # the last group of the round before may lie in the same buffer
         self._buffer(group)[: self._whole[group].numel].zero_()
         self._open.add(group)
 
     def _send(self, group: int) -> None:
         """Each slice to its owner."""
+        self.finish()
         made, rank, size = self._buffer(group), self._world.rank, self._world.size
         names = self._groups[group]
         send: list[list[torch.Tensor]] = [[] for _ in range(size)]
@@ -269,19 +287,19 @@ class ExchangedSum:
         comes = [own if one < self._active and one != rank else [] for one in range(size)]
         is_end = group in (0, len(self._groups) - 1)
         series = self._of_ends if is_end else self._of_layers
-        self._travelling.append(_Travelling(group, made, series.start(send, comes)))
+        self._travelling.append(_Travelling(group, self._active, made, series.start(send, comes)))
         self._next = group + 1
 
     def _settle(self, travelling: _Travelling) -> None:
         """Add the slices of all micro-batches of the round, in their order."""
         arrived, group, rank = travelling.arrival.wait(), travelling.group, self._world.rank
         names = self._groups[group]
-        if self._is_active:
+        if rank < travelling.active:
             whole = [self._whole[group].view(travelling.made, name) for name in names]
             rows = [self._ownership.rows(name, rank) for name in names]
             arrived[rank] = [made[own] for made, own in zip(whole, rows, strict=True)]
         for place, name in enumerate(names):
-            slices = [arrived[source][place].view(-1) for source in range(self._active)]
+            slices = [arrived[source][place].view(-1) for source in range(travelling.active)]
             self._add_in_order(self._sums(name).view(-1), slices)
 
     def _buffer(self, group: int) -> torch.Tensor:
@@ -290,10 +308,6 @@ class ExchangedSum:
         if place not in self._made:
             self._made[place] = torch.empty(self._sizes.made[place], device=self._device)
         return self._made[place]
-
-
-def _aligned(shape: Shape) -> int:
-    return -(-prod(shape) // _ALIGNED) * _ALIGNED
 
 
 def _places(groups: Groups, in_parts: frozenset[str]) -> list[str]:

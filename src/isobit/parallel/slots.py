@@ -12,18 +12,17 @@ passes; otherwise all ranks compute one slot after the other, as if on one host.
     then        ranks with the same place on their hosts exchange these rows, and the owner of each
                 (``isobit.parallel.ownership``) adds the slots to the gradient, in their order
 
-A slot has sums of its own: while there are several, a rank holds its rows of a host's share twice
-over, once for the slot and, cut among hosts, once for the gradient.
+A slot has sums of its own, beside the gradient: of the rows that a rank owns on its host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
 from isobit.parallel.exchanges import Arrival
-from isobit.parallel.gradient_sum import Sums, Targets, fold_of
+from isobit.parallel.gradient_sum import Groups, Sums, Targets, fold_of
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import Alone, World
 
@@ -43,6 +42,8 @@ class Slots:
 
 
 ONE_SLOT = Slots()
+BUFFERS = 2
+"""For what arrives from other hosts."""
 
 
 def _side_by_side(hosts: Sequence[str], count: int) -> int:
@@ -50,6 +51,13 @@ def _side_by_side(hosts: Sequence[str], count: int) -> int:
     runs = [len(list(ranks)) for _, ranks in groupby(hosts)]
     are_equal = len(set(runs)) == 1 and len(runs) == len(set(hosts))
     return len(runs) if are_equal and count % len(runs) == 0 else 1
+
+
+def numbers_to_one(
+    shapes: Mapping[str, tuple[int, ...]], groups: Groups, ownership: Ownership
+) -> int:
+    """The most FP32 numbers of a group that a rank gets from one other host."""
+    return max(max(ownership.numbers(shapes, names)) for names in groups)
 
 
 class SlotSum:
@@ -88,8 +96,8 @@ class SlotSum:
         self._slot = _HeldSums(shapes, targets.device)
         self._gradient, self._add_in_order = gradient, targets.add_in_order
         self._fold = fold_of(targets, self._slot, of_host, self.group)
-        most = max(max(ownership.numbers(targets.shapes, names)) for names in targets.groups)
-        self._series = self._across.exchanges(most, targets.device)
+        most = numbers_to_one(targets.shapes, targets.groups, ownership)
+        self._series = self._across.exchanges(most, targets.device, BUFFERS)
 
     def __call__(self, name: str) -> torch.Tensor:
         """Of a master, what a micro-batch adds to."""
@@ -116,6 +124,7 @@ class SlotSum:
 
     def add_slots(self) -> None:
         """The hosts have computed a slot each: add them to the gradient.  All ranks together."""
+        self._fold.finish()
         before: tuple[Sequence[str], Arrival] | None = None
         for names in self._names:
             arrival = self._send(names)
@@ -124,6 +133,9 @@ class SlotSum:
             before = names, arrival
         assert before is not None
         self._settle(*before)
+
+    def finish(self) -> None:
+        """All slots are added: the gradient is complete."""
 
     def release(self) -> None:
         """Hold no memory until the next slot."""

@@ -71,7 +71,7 @@ class World(Protocol):
     rank: int
     """This one, from 0."""
     size: int
-    numbers: Sequence[int]
+    numbers: tuple[int, ...]
     """By rank, the ranks of the run."""
     host: str
     board: Board
@@ -170,7 +170,7 @@ class Alone:
     rank, size = 0, 1
 
     def __init__(self) -> None:
-        self.numbers: Sequence[int] = (0,)
+        self.numbers: tuple[int, ...] = (0,)
         self.host = socket.gethostname()
         self.board: Board = _Notes()
         self.pulse = Pulse()
@@ -256,7 +256,7 @@ class Processes:
 
     def __init__(self, store: Store, rank: int, size: int, local_rank: int) -> None:
         self.rank, self.size, self.local_rank = rank, size, local_rank
-        self.numbers: Sequence[int] = range(size)
+        self.numbers: tuple[int, ...] = tuple(range(size))
         self.host = socket.gethostname()
         self.pulse = Pulse()
         self._store = store
@@ -441,7 +441,7 @@ class _Part(Processes):
     def __init__(self, whole: Processes, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         self.rank, self.size = ranks.index(whole.rank), len(ranks)
         self.local_rank = whole.local_rank
-        self.numbers = [whole.numbers[rank] for rank in ranks]
+        self.numbers = tuple(whole.numbers[rank] for rank in ranks)
         self.host, self.pulse, self._group = whole.host, whole.pulse, group
         name = f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
         self._store = PrefixStore(name, whole._store)
@@ -455,7 +455,7 @@ class _Single(Alone):
 
     def __init__(self, whole: Processes) -> None:
         super().__init__()
-        self.numbers = [whole.numbers[whole.rank]]
+        self.numbers = (whole.numbers[whole.rank],)
         self.pulse = whole.pulse
         self._whole = whole
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from isobit.config.check import CheckConfig
 from isobit.errors import MismatchError
+from isobit.parallel.agreement import agreed
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.comparison import Comparison
 
@@ -20,7 +21,7 @@ def check_step(
     """What to print about a step: nothing, or one line where the sides part; ``model`` is the
     folder of the run's weights.
 
-    Raises MismatchError instead where the run is to stop.
+    Raises MismatchError instead where the run is to stop; every rank does.
     """
     problem = _problem(check, flow, comparison)
     if problem is None or check.on_mismatch == "ignore":
@@ -28,10 +29,12 @@ def check_step(
     advice = f"isobit verify {model} --precision {flow.preset} --bisect"
     if check.on_mismatch == "warn":
         return [f"{problem}; find out where with: {advice}"]
-    raise MismatchError(
-        f'{problem}; check.on_mismatch is "stop". Run `{advice}`, which names the first layer '
-        "and operation that differ, "
-        'or set check.on_mismatch = "warn" to go on'
+    raise agreed(
+        MismatchError(
+            f'{problem}; check.on_mismatch is "stop". Run `{advice}`, which names the first layer '
+            "and operation that differ, "
+            'or set check.on_mismatch = "warn" to go on'
+        )
     )
 
 

@@ -53,7 +53,7 @@ def build_parts(outline: Outline, world: World = ALONE, learns: bool = True) -> 
     plan = None
     if support(device.type).has_own_memory:
         here = world.messages(world.host).count(world.host)
-        plan = plan_device_memory(outline, device, world.size, here)
+        plan = plan_device_memory(outline, device, world.size, here, learns)
         allocate_in_pages(device)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
     slots = Slots.of(outline.training.slots, world)

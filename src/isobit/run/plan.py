@@ -155,10 +155,14 @@ def describe_rounds(outline: Outline, processes: int) -> Sequence[str]:
 
 
 def plan_device_memory(
-    outline: Outline, device: torch.device, processes: int = 1, here: int = 1
+    outline: Outline,
+    device: torch.device,
+    processes: int = 1,
+    here: int = 1,
+    learns: bool = True,
 ) -> DevicePlan:
     """The plan of the memory that a device has for itself, of each of so many processes that train
-    together; ``here`` are on this machine.
+    together; ``here`` are on this machine.  One that never ``learns`` only samples.
 
     Raises ConfigError where the plan does not fit, and where the main memory does not hold what is
     to go there.
@@ -167,7 +171,8 @@ def plan_device_memory(
     flow, memory = build_flow(config.precision, decoder_shape(shape)), read_memory()
     rollout = config.rollout if outline.generates else None
     sizes, total = support(device.type).sizes, available_memory(device)
-    planner = DevicePlanner(shape, flow, sizes, total, outline.frozen, processes)
+    frozen = outline.frozen if learns else tuple(one for one in outline.frozen if one.grades)
+    planner = DevicePlanner(shape, flow, sizes, total, frozen, processes, learns)
     plan = planner.plan(rollout, training, outline.longest)
     host = {name: here * size for name, size in plan.host.items()}
     if memory is not None and sum(host.values()) > memory.available:

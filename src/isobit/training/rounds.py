@@ -136,6 +136,7 @@ class Rounds:
         ``check`` does.
         """
         self.check()
+        self._policy.gradient.finish()
         masters = self._policy.masters.values()
         grads = [master.grad for master in masters if master.grad is not None]
         return self._policy.backend.gradient_squares(grads)

@@ -21,7 +21,9 @@ What a batch is does not depend on who samples it: the bytes are those of one pr
 lag.  The trainers' state says which prompts come next, and their record which rewards are known;
 both travel with the word "sample", and come back with the batch.
 
-An error of any rank is an error of all at the next meeting.
+An error of any rank is an error of all at the next meeting.  A signal is one between two things
+alone: the trainers learn while a batch is sampled, so a batch that was given up would take the last
+moment between two steps with it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,9 +63,9 @@ class Apart:
         """Of the trainers: say what the rollouters are to do."""
         self._meet(lambda: command)
 
-    def told(self) -> dict[str, Any]:
-        """Of the rollouters: wait for what is to be done."""
-        return self._meet(lambda: None)[0]
+    def told(self, check: Callable[[], None]) -> dict[str, Any]:
+        """Of the rollouters: wait for what is to be done; all end with what ``check`` raises."""
+        return self._meet(check)[0]
 
     def bring(self, make: Callable[[], Any]) -> None:
         """Of the rollouters: hand over what they make, each the same."""

@@ -20,6 +20,9 @@ from isobit.store.checkpoint.start import Start
 from isobit.training.comparison import Comparison
 from isobit.training.step import StepMetrics
 
+BESIDE = ("training", "waiting")
+"""Phases of a step whose batch the rollouters sample: learning, and then waiting for them."""
+
 
 class RlLog(TrainingLog[EvalResult]):
     """The log of reinforcement learning: figures, lines and sample completions of its steps."""
@@ -34,7 +37,7 @@ class RlLog(TrainingLog[EvalResult]):
 
     def step(self, step: int, collected: Collected, trained: StepMetrics) -> None:
         """The figures of one step: a line of metrics, a line on the console, a few completions."""
-        seconds = dict.fromkeys(self.phases, 0.0) | self._take_seconds()
+        seconds = dict.fromkeys((*self.phases, *self._phases_of_step), 0.0) | self._take_seconds()
         groups, grades, engine = collected.groups, collected.grades, self._run.pending.take_engine()
         metrics = step_metrics(groups, grades, engine, trained, seconds)
         metrics |= self._optional_figures(collected)
@@ -57,6 +60,11 @@ class RlLog(TrainingLog[EvalResult]):
                 self.directory.model,
             )
         )
+
+    @property
+    def _phases_of_step(self) -> tuple[str, ...]:
+        """Those that a step takes one after the other: rollouters work beside the trainers."""
+        return self.phases if self._run.apart is None else BESIDE
 
     def _optional_figures(self, collected: Collected) -> Metrics:
         """Of what a run may do without."""
@@ -89,7 +97,7 @@ class RlLog(TrainingLog[EvalResult]):
             tokens_generated=self._totals["tokens"],
             skipped_updates=self._totals["skipped"],
             failed_rewards=self._totals["failed"],
-            train_seconds=seconds["rollout"] + seconds["grading"] + seconds["training"],
+            train_seconds=sum(seconds.get(phase, 0.0) for phase in self._phases_of_step),
             rollout_seconds=seconds["rollout"],
             evaluation_seconds=seconds["evaluation"],
             evaluations=sets,
@@ -116,7 +124,8 @@ class RlLog(TrainingLog[EvalResult]):
 
 def describe_step(step: int, steps: int, metrics: Metrics) -> str:
     """Reward, length, entropy, differing tokens, rates and seconds of one step in one line."""
-    seconds = sum(metrics[f"time/{part}_s"] for part in ("rollout", "grading", "training"))
+    phases = BESIDE if "time/waiting_s" in metrics else RlLog.phases
+    seconds = sum(metrics[f"time/{phase}_s"] for phase in phases)
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
         f"reward {metrics['reward/mean']:.3f}",

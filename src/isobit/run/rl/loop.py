@@ -44,15 +44,9 @@ def train(
         check_parts(config, ALONE)
     shape = read_config(model_folder(config.model))
     more = extra_bytes(config, shape)
+    prepare = prepare_rl if apart is None else partial(prepare_rl, apart=apart)
     with course(
-        config,
-        shape,
-        partial(prepare_rl, apart=apart),
-        RlLog,
-        console,
-        resume,
-        extra_bytes=more,
-        world=world,
+        config, shape, prepare, RlLog, console, resume, extra_bytes=more, world=world
     ) as training:
         run = training.run
         for step in training.steps():

@@ -35,11 +35,11 @@ def sample_for_trainers(config: RunConfig, apart: Apart) -> None:
         if graders is not None:
             graders.describe()
         with Interruption(apart.mine) as interruption:
-            while (command := apart.told())["do"] != "end":
+            while (command := apart.told(interruption.check))["do"] != "end":
                 if command["do"] == "take weights":
                     apart.give(run.model.policy)
                     continue
-                scene = _scene(run, apart, interruption, graders, command)
+                scene = _scene(run, apart, graders, command)
                 make = _sample if command["do"] == "sample" else _evaluate
                 apart.bring(lambda made=make, at=scene, told=command: made(at, told))
 
@@ -47,11 +47,13 @@ def sample_for_trainers(config: RunConfig, apart: Apart) -> None:
 def _scene(
     run: RlRun,
     apart: Apart,
-    interruption: Interruption,
     graders: Graders | None,
     command: Mapping[str, Any],
 ) -> Sampling[RlRun]:
-    """What one command is done with: the record begins where the trainers' stands."""
+    """What one command is done with: the record begins where the trainers' stands, and a signal
+    waits until it is done.
+    """
+    interruption = Interruption(apart.mine)  # hears no signal, and has the pulse beat
     record = SentRecord(lambda _: None, [line.encode() for line in command["record"]])
     grading = RecordedGrading(record, graders, run.model_scores, interruption)
     clock = Clock(apart.mine.pulse.beat)

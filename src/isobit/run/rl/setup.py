@@ -190,6 +190,8 @@ def prepare_rl(
     parts = build_parts(made.outline, world, learns)
     assert parts.engine is not None, "reinforcement learning always generates"
     check_requests(made.requests, parts.engine.check, parts.model.context)
+    if apart is not None:
+        parts.engine.release()  # it is asked for nothing
     return RlRun(
         parts,
         PromptSampler(

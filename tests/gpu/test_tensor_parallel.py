@@ -1,0 +1,103 @@
+"""GPUs that share a policy sample with the bits of one: kernels on slices of weights, captured
+gathers.
+"""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
+from isobit.models.config import ModelConfig
+from isobit.models.policy import Policy, random_masters
+from isobit.models.policy_share import PolicyShare, SampledPolicy
+from isobit.parallel.world import World
+from isobit.proof.verify import VerifyOptions, verify_policy
+from isobit.records.text import Prompt, SamplingParams
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
+from isobit.rollout.native.runner import PolicyRunner
+from isobit.rollout.request import Request
+from tests.gpu.conftest import SHAPES
+from tests.ranks import in_ranks
+from tests.worlds import in_world
+
+PRESETS: tuple[Preset, ...] = ("fp8", "fp8-linear", "bf16")
+MODELS: dict[str, tuple[ModelConfig, int]] = {
+    "qwen3": (SHAPES["qwen3"], 2),
+    "biases": (replace(SHAPES["qwen3"], family="qwen2", num_kv_heads=4, tied_embeddings=True), 4),
+    "starter": (SHAPES["starter"], 2),  # a share of heads is half a group of 128
+    "smollm2": (SHAPES["smollm2"], 3),  # short and unequal shares
+}
+
+
+def make(
+    name: str, preset: Preset, world: World | None, device: torch.device
+) -> tuple[SampledPolicy, PrecisionConfig]:
+    """A policy, or this rank's share of it."""
+    config, precision = MODELS[name][0], PrecisionConfig(preset=preset)
+    masters = random_masters(config, 0, device)
+    if world is None:
+        return Policy(config, precision, masters, device, trainable=False), precision
+    return PolicyShare(config, precision, masters, world, device), precision
+
+
+def drawn(policy: SampledPolicy, make_runner: Any = None) -> list[Any]:
+    """Completions in too small a cache, some with a filter."""
+    requests = []
+    for number, (length, samples, new) in enumerate([(150, 3, 120), (3, 2, 70), (300, 2, 9)]):
+        token_ids = tuple(number + 7 * i % 120 for i in range(length))
+        sampling = SamplingParams(new, 1.0, top_k=20 if number == 1 else 0)
+        requests.append(Request(Prompt(f"p/{number}", "", token_ids), 0, samples, sampling))
+    rollout = RolloutConfig(kv_pages=5, max_sequences=8, max_batched_tokens=256)
+    engine = NativeEngine(policy, rollout, None, 0, make_runner)
+    groups = generate(engine, requests)
+    assert engine.stats.preemptions
+    return [[asdict(one) for one in group] for group in groups]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", list(MODELS))
+def test_ranks_of_one_gpu_draw_what_the_whole_policy_draws(name: str, preset: Preset):
+    device = torch.device("cuda")
+    expected = drawn(make(name, preset, None, device)[0])
+
+    def shared(world: World) -> list[Any]:
+        return drawn(make(name, preset, world, device)[0], PolicyRunner)
+
+    for found in in_ranks(MODELS[name][1], shared):
+        assert found == expected
+
+
+def verify_shares(world: World, _: None) -> list[dict[str, Any]]:
+    """On each of two GPUs, by captured steps: what differs from one GPU's completions, and from the
+    training forward.
+    """
+    device, made = world.own_device(torch.device("cuda")), []
+    for name in ("qwen3", "starter"):
+        for preset in PRESETS:
+            whole, share = (make(name, preset, part, device)[0] for part in (None, world))
+            assert isinstance(whole, Policy)
+            assert isinstance(share, PolicyShare)
+            options = VerifyOptions(prompts=6, samples=2, max_new_tokens=24)
+            result = verify_policy(whole, options, shared=share).comparison
+            made.append(
+                {
+                    "case": f"{name} {preset}",
+                    "same": drawn(share) == drawn(whole),
+                    "compared": result.tokens_compared,
+                    "differing": result.tokens_differing,
+                }
+            )
+    return made
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_draw_what_one_draws():
+    for cases in in_world(2, "tests.gpu.test_tensor_parallel:verify_shares", gpus=True):
+        for case in cases:
+            assert case["same"], case
+            assert case["compared"] > 500, case
+            assert case["differing"] == 0, case
