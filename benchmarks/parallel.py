@@ -6,6 +6,7 @@
     $RUN -m benchmarks.parallel train fp8:4096x4:mlp [--microbatches 8] [--by-nccl] --out DIR
     $RUN -m benchmarks.parallel digests fp8:4096x2:mlp [--microbatches 3] --out DIR
     $RUN -m benchmarks.parallel step --precision fp8 --prompts 32 [--weak] --out DIR
+    $RUN -m benchmarks.parallel split --precision fp8 --prompts 32 --out DIR    # two ranks
     $RUN -m benchmarks.parallel proof --precision fp8 --out DIR
     python -m benchmarks.parallel table DIR
 
@@ -14,6 +15,7 @@ train      an update over the same micro-batches; ``--by-nccl`` leaves copy engi
 digests    SHA-256 of weights and masters after an update with a rank that idles in the last round
 step       one step of 8 samples a prompt, 2,048 new tokens; ``--weak`` multiplies the prompts by
            the ranks
+split      the same step with one rank that trains and one that samples the next batch beside it
 proof      three steps of 64 samples of 512 tokens, and the SHA-256 of the weights after each
 table      ratios of several ranks to one
 
@@ -45,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("train", train),
         ("digests", digests),
         ("step", step),
+        ("split", split),
         ("proof", proof),
     ):
         command = commands.add_parser(name)
@@ -57,11 +60,12 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--by-nccl", action="store_true")
         else:
             command.add_argument("--precision", choices=PRECISIONS, default="fp8")
-        if name in ("step", "proof"):
+        if name in ("step", "split", "proof"):
             command.add_argument("--recompute", choices=get_args(Recompute), default="mlp")
             command.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
-        if name == "step":
+        if name in ("step", "split"):
             command.add_argument("--prompts", type=int, default=32)
+        if name == "step":
             command.add_argument("--weak", action="store_true")
     command = commands.add_parser("table")
     command.add_argument("directory", type=Path)
@@ -112,6 +116,14 @@ def step(world: World, arguments: argparse.Namespace) -> None:
     case = replace(cases.CASES["2k"], prompts=prompts)
     settings = _settings(arguments)
     run_timed(world, arguments.precision, arguments.shape, case, settings, arguments.out)
+
+
+def split(world: World, arguments: argparse.Namespace) -> None:
+    from benchmarks.ranks.split import run_split
+
+    case = replace(cases.CASES["2k"], prompts=arguments.prompts)
+    settings = _settings(arguments)
+    run_split(world, arguments.precision, arguments.shape, case, settings, arguments.out)
 
 
 def proof(world: World, arguments: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """What a step takes on 1 to 512 GPUs, simulated from what one and two H200s were measured to do.
 
-    python -m benchmarks.scaling run [--shapes qwen3-8b ..] [--gpus 8 16 ..] [--seeds 3] --out DIR
+    python -m benchmarks.scaling run [--shapes qwen3-8b ..] [--gpus 8 16 ..] [--seeds 2] --out DIR
     python -m benchmarks.scaling table DIR
     python -m benchmarks.scaling records
 
@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("run")
     command.add_argument("--shapes", nargs="+", choices=list(MODELS), default=list(MODELS))
     command.add_argument("--gpus", nargs="+", type=int, choices=GPUS, default=list(GPUS))
-    command.add_argument("--seeds", type=int, default=3)
+    command.add_argument("--seeds", type=int, default=2)
     command.add_argument("--out", type=Path, required=True)
     command.set_defaults(run=simulate_all)
     command = commands.add_parser("table")

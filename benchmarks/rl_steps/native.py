@@ -87,6 +87,15 @@ def run_native(
         writer.write(kind="rl", part="whole", case=name, reference=reference, **settings, **row)
 
 
+def requests_of(case: Case, vocab_size: int, visit: int) -> list[Request]:
+    """What a step asks an engine for."""
+    sampling = SamplingParams(max_new_tokens=case.new_tokens)
+    return [
+        Request(Prompt(f"bench/{i}", "", tuple(ids)), visit, case.samples, sampling)
+        for i, ids in enumerate(case.random_prompts(vocab_size))
+    ]
+
+
 class Loop:
     """A policy, its engine and its trainer, for sequences of at most ``longest`` tokens."""
 
@@ -144,7 +153,7 @@ class Loop:
 
     def time(self, case: Case) -> Row:
         """The figures of a row."""
-        self._train([self._made_up(case)])
+        self.warm_up_training(case)
         self._generate(replace(case, new_tokens=WARM_UP_TOKENS))
         self._generate(Case(1, case.sequences, case.length - WARM_UP_TOKENS, WARM_UP_TOKENS))
         with self._training_turn():  # takes the engine's memory away
@@ -154,7 +163,7 @@ class Loop:
         with phases("rollout"):
             groups = self._generate(case)
         stats = asdict(self._stats)
-        step = self._train(groups)
+        step = self.learn(groups)
         seconds = phases.stop()
         return {
             "seconds": sum(seconds.values()),
@@ -178,7 +187,7 @@ class Loop:
     def step(self, case: Case) -> Row:
         """One step, untimed: what it drew and compared."""
         groups = self._generate(case)
-        step = self._train(groups)
+        step = self.learn(groups)
         drawn = [one.sequence for group in groups for one in group.completions]
         text = json.dumps([[one.token_ids, one.log_probs] for one in drawn])
         return {
@@ -190,7 +199,12 @@ class Loop:
     def _training_turn(self) -> AbstractContextManager[None]:
         return nullcontext() if self._turns is None else self._turns.training(self._phases)
 
-    def _train(self, groups: list[Group]) -> StepMetrics:
+    def warm_up_training(self, case: Case) -> None:
+        """An update that leaves moments, and kernels for all sizes of the case."""
+        self.learn([self._made_up(case)])
+
+    def learn(self, groups: list[Group]) -> StepMetrics:
+        """The trainer's turn of a step."""
         with self._training_turn():
             step = self._learner.learn(groups, step=1)
         assert not step.skipped_updates, step.skip_reasons
@@ -198,12 +212,7 @@ class Loop:
 
     def _generate(self, case: Case) -> list[Group]:
         self._visit += 1
-        sampling = SamplingParams(max_new_tokens=case.new_tokens)
-        prompts = [
-            Prompt(f"bench/{i}", "", tuple(ids))
-            for i, ids in enumerate(case.random_prompts(self._policy.config.vocab_size))
-        ]
-        requests = [Request(prompt, self._visit, case.samples, sampling) for prompt in prompts]
+        requests = requests_of(case, self._policy.config.vocab_size, self._visit)
         drawn = generate_shared(self._world, self._engine, requests)
         completions, self._stats = drawn.completions, drawn.stats
         assert all(
@@ -212,8 +221,8 @@ class Loop:
             for sample in samples
         )
         return [
-            self._graded(prompt, samples)
-            for prompt, samples in zip(prompts, completions, strict=True)
+            self._graded(request.prompt, samples)
+            for request, samples in zip(requests, completions, strict=True)
         ]
 
     def _made_up(self, case: Case) -> Group:

@@ -7,8 +7,7 @@ others of its host over NVLink, to the rest over its NIC; both at the same time.
 step each rank sends its eighth of that sum to the owners on the other hosts.
 
 A layer's slices leave while the layer before it is computed.  Exposed is what is longer than the
-backward, the embedding, which comes last, and the memory that a transfer takes from computation
-(read here and written there, as a share of the card's copies).
+backward, the embedding, which comes last, and what computation is slower by beside a transfer.
 """
 
 from dataclasses import dataclass
@@ -99,9 +98,8 @@ def round_s(model: Model, layout: Layout, backward: float) -> float:
     last = transfer * model.embedding / model.parameters
     hidden_at_most = backward * (1 - 1 / layers)
     exposed = max(last, transfer - hidden_at_most)
-    hidden = Bytes(*(bytes_ * (1 - exposed / transfer) for bytes_ in (sent.nvlink, sent.nic)))
-    taken = 2 * (hidden.nvlink + hidden.nic) / measured.COPY
-    return exposed + taken + add_s(model)
+    hidden = (sent.nvlink + sent.nic) * (1 - exposed / transfer)
+    return exposed + hidden * measured.SLOWED + add_s(model)
 
 
 def add_s(model: Model) -> float:

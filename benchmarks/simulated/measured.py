@@ -8,16 +8,20 @@ otherwise; rows and tables are those of docs/performance.md.
 # The card and its links.
 MEMORY_GIB = 139.2
 """Of a card, for a process: benchmarks/memory.py."""
-COPY = 4.25e12
-"""Bytes read and written: the card of the whole steps (dbf34176)."""
 KV_READ = 3.98e12
 """Of decode attention, 256 sequences of 2,048: "Attention kernels"."""
-EXCHANGE = 320e9
-"""NVLink, out of one GPU, an all-to-all of a layer's gradients between two (h200-measurements.md,
-second round).  Assumed to be the same among eight.
+EXCHANGE = 312e9
+"""NVLink, out of one GPU, a layer's gradients of 8B between two by the copy engines: 386 MB in
+1.23 ms (``benchmarks.parallel links``).  Assumed to be the same among eight.
 """
-GATHER = 294e9
-"""NVLink, into one GPU, the published bytes of 8B; the same place."""
+GATHER = 244e9
+"""NVLink, into one GPU, the published bytes of 8B: 4.73 GB in 19.4 ms (the same place)."""
+SLOWED = 0.64 / EXCHANGE
+"""Seconds that computation loses for each byte that travels beside it: with two GPUs a round of
+16,384 tokens took 54.9 ms more than with one (``benchmarks.parallel train``), of which the ordered
+sum is 20.1, the embedding 4.0, and 48.4 of the transfer were hidden.  Assumed to be the same for
+bytes that leave by a NIC.
+"""
 NIC = 50e9
 """One NIC of 400 Gb/s a GPU, its nominal rate: assumed."""
 HOST_NETWORK = 1e9
@@ -58,8 +62,8 @@ EXPERTS_TFLOPS = 480.0
 """Of a mixture, nothing recomputed: moe-2.7b, 4,096 x 4.  Assumed: Qwen3-30B-A3B reaches it too."""
 BACKWARD_SHARE = 0.707
 """Of a pass: case ``2k``, 25.3 of 35.8 s."""
-LAYER_ADD = 0.54e-3
-"""The ordered sum of the slices that a rank receives of one layer: two H200s (second round).
+LAYER_ADD = 0.474e-3
+"""The ordered sum of the slices that a rank receives of one layer: two H200s (the same place).
 Assumed: in proportion to parameters, whatever the number of slices (all of them together are a
 whole layer).
 """

@@ -46,7 +46,6 @@ def rows(
             "scaling": scaling,
             "gpus": layout.gpus,
             "slots": layout.slots,
-            "resident_gib": found.resident,
             "peak_gib": found.training,
             "recompute": found.recompute,
             "places": found.places,

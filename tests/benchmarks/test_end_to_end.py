@@ -96,17 +96,17 @@ def test_our_warm_up_decodes_at_both_ends_of_a_sequence(
     case = parts.cases.Case(prompts=2, samples=3, prompt_tokens=5, new_tokens=24)
     loop = parts.native.Loop("bf16", tiny, SETTINGS, longest=case.length, device="cpu")
     asked: list[tuple[set[int], int, int]] = []
-    generate = parts.native.generate
+    generate = parts.native.generate_shared
 
-    def watched(engine: Any, requests: Any) -> Any:
+    def watched(world: Any, engine: Any, requests: Any) -> Any:
         prompts, counts = (
             {len(one.prompt.token_ids) for one in requests},
             sum(one.samples for one in requests),
         )
         asked.append((prompts, counts, requests[0].sampling.max_new_tokens))
-        return generate(engine, requests)
+        return generate(world, engine, requests)
 
-    monkeypatch.setattr(parts.native, "generate", watched)
+    monkeypatch.setattr(parts.native, "generate_shared", watched)
     loop.time(case)
     assert asked == [({5}, 6, 16), ({13}, 6, 16), ({5}, 6, 24)], (
         "the second warm-up ends where the timed rollout does"

@@ -21,12 +21,13 @@ SETTINGS = {"recompute": "mlp", "tokens_per_microbatch": 96}
 def measure(world: World, folder: str) -> None:
     """All cases but the table, with the smallest of sizes."""
     shapes.SHAPES["tiny"] = TINY
-    links, training, steps, passes, cases, writing = (
+    links, training, steps, split, passes, cases, writing = (
         import_module(f"benchmarks.{name}")
         for name in (
             "ranks.links",
             "ranks.training",
             "ranks.steps",
+            "ranks.split",
             "passes.cases",
             "rl_steps.cases",
             "ranks.writing",
@@ -41,6 +42,8 @@ def measure(world: World, folder: str) -> None:
     small = cases.Case(2, 2, 5, 20)
     steps.run_proof(world, "fp8", "tiny", small, SETTINGS, out, "cpu")
     steps.run_timed(world, "fp8", "tiny", small, SETTINGS, out, "cpu")
+    if world.size == 2:
+        split.run_split(world, "fp8", "tiny", small, SETTINGS, out / "split", "cpu")
 
 
 def test_two_ranks_have_the_digests_of_one(
@@ -65,6 +68,10 @@ def test_two_ranks_have_the_digests_of_one(
                 assert ours[key] == theirs[key], (theirs["kind"], key)
                 compared += 1
     assert compared > 12
+    row = json.loads((tmp_path / "2" / "split" / "ranks-fp8-tiny.jsonl").read_text())
+    for step in row["steps"]:
+        parts = [step[name] for name in ("training_s", "waiting_s", "weights_s")]
+        assert step["seconds"] == pytest.approx(sum(parts)) and step["rollout_s"] > 0
     capsys.readouterr()
     import_module("benchmarks.ranks.table").run_table(_joined(tmp_path))
     printed = capsys.readouterr().out

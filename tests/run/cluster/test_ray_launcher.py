@@ -3,18 +3,21 @@ one dies.  One cluster of this machine for all tests.
 """
 
 import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from isobit.cli.main import main
 from isobit.errors import ConfigError, Interrupted
 from isobit.run.cluster import ray_launcher
 from isobit.run.cluster.deaths import RankError
@@ -27,6 +30,11 @@ pytestmark = pytest.mark.skipif(
 )  # not imported here: it reads its environment when it is
 FOLDER = Path(__file__).parent
 TOY, TRAINED = str(FOLDER / "toy.py"), str(FOLDER / "trained.py")
+RECIPE = str(FOLDER.parents[2] / "recipes" / "quickstart.toml")
+SMALL = ["--training.steps", "12", "--data.train.limit", "20", "--training.prompts_per_step", "4"]
+SMALL += ["--training.samples_per_prompt", "4", "--training.tokens_per_microbatch", "200"]
+SMALL += ["--evaluation.every", "0", "--data.eval.held_out.limit", "4"]
+SMALL += ["--threads", "1", "--checkpoint.every", "1"]
 HEAD = """
 import os, sys
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -109,6 +117,44 @@ def test_it_is_started_again(cluster: str, capfd: pytest.CaptureFixture[str]) ->
     assert shown.out.count("rank 0 of 2") == 2
     assert "was killed by SIGKILL" in shown.err
     assert "restarts left: 0" in shown.err
+
+
+def test_a_run_whose_actor_dies_has_the_bytes_of_one_process(
+    cluster: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone, on_two = tmp_path / "alone", tmp_path / "two"
+    assert main(["train", RECIPE, "--output", str(alone), *SMALL]) == 0
+
+    def kill() -> None:
+        wait_until((on_two / "checkpoints" / "step_000001").exists)
+        os.kill(parent(rank_of(on_two, 1)), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    ray = ["--cluster.launcher", "ray", "--cluster.processes", "2", "--cluster.restarts", "1"]
+    assert main(["train", RECIPE, "--output", str(on_two), *SMALL, *ray]) == 0
+    killer.join()
+    assert re.search(r"rank 1 .* is gone with its actor", capfd.readouterr().err)
+    for name in ("completions.jsonl", "rewards.jsonl", "model/model.safetensors"):
+        assert (on_two / name).read_bytes() == (alone / name).read_bytes(), name
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    while not there():
+        time.sleep(0.01)
+
+
+def rank_of(output: Path, number: int) -> int:
+    """The process of a rank of the run that writes there."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            place = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended, or is not ours
+        if str(output).encode() in words and f"RANK={number}".encode() in place:
+            return int(folder.name)
+    raise AssertionError(f"no rank {number} of {output}")
 
 
 def test_a_signal_reaches_all(cluster: str, tmp_path: Path) -> None:
