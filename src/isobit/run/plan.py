@@ -151,7 +151,8 @@ def describe_rounds(outline: Outline, processes: int) -> Sequence[str]:
     return (
         f"processes: {processes}, each with its rows of every master, moment and gradient",
         f"  micro-batches of an update, of {sequences:,} sequences of {longest:,} tokens: "
-        f"{batches:,}; rounds: {rounds:,}; idle in {last}: {idle} of {slots * processes} processes, "
+        f"{batches:,}; rounds: {rounds:,}; "
+        f"idle in {last}: {idle} of {slots * processes} processes, "
         f"{idle / (rounds * processes):.1%} of the time of all",
     )
 
