@@ -104,7 +104,7 @@ def serve(apart: Apart, mode: str, config: ModelConfig, device: str) -> None:
     precision = PrecisionConfig.model_validate(mode)
     policy = random_policy(config, precision, 0, own, trainable=False, world=apart.mine)
     engine, random, visit = NativeEngine(policy, ROLLOUT, None, seed=0), Random(0), 0  # noqa: S311 (no secret)
-    while (command := apart.told())["do"] != "end":
+    while (command := apart.told(lambda: None))["do"] != "end":
         if command["do"] == "take weights":
             apart.give(policy)
             continue

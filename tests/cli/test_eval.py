@@ -26,6 +26,14 @@ def test_the_starter_on_its_held_out_problems(capsys):
     assert " on 3 problems" in shown
 
 
+def test_two_processes_that_share_the_model_find_what_one_finds(capfd):
+    words = ["--data", "starter:held_out.jsonl", *REWARD, *SMALL, "--json"]
+    assert main(["eval", "starter", *words]) == 0
+    alone = json.loads(capfd.readouterr().out)
+    assert main(["eval", "starter", *words, "--cluster.rollout_tp", "2"]) == 0
+    assert json.loads(capfd.readouterr().out) == alone
+
+
 def test_several_samples_as_json(tmp_path, capsys):
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(f'{{"prompt": "1+2+3+{i}=", "answer": "{6 + i}"}}\n' for i in range(5)))
@@ -70,6 +78,10 @@ def test_a_task_of_reasoning_gym_is_scored_by_itself(capsys):
         (
             ["--data", "starter:held_out.jsonl", *REWARD, "--samples", "0"],
             "evaluation.samples: should be greater than 0",
+        ),
+        (
+            ["--data", "starter:held_out.jsonl", *REWARD, "--cluster.processes", "2"],
+            "cluster.processes is 2, but an evaluation has one engine",
         ),
     ],
 )

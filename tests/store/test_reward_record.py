@@ -15,7 +15,7 @@ from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.function import RewardFunction
 from isobit.rewards.grade import GradeStats, Grading, grade
 from isobit.store.journal import whole_lines
-from isobit.store.reward_record import RewardRecord
+from isobit.store.reward_record import RewardRecord, SentRecord
 
 
 def groups(token: int = 5, version: int = 1) -> list[Group]:
@@ -138,3 +138,40 @@ def test_what_graders_met_is_recorded_where_they_met_something(tmp_path: Path) -
     replayed = again.grade(groups(), never)
     assert replayed == first and list(replayed.counts.items()) == list(met.items())
     assert again.grade(groups(6), never).counts == {}
+
+
+def test_gradings_made_elsewhere_are_those_of_the_record_again_or_new(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.jsonl"
+    record = RewardRecord(print)
+    record.open(path)
+    for token in (5, 6):
+        record.grade(groups(token), by(some_fail))
+    content = path.read_bytes()
+
+    goes_on = RewardRecord(print, whole_lines(path, 0))
+    goes_on.open(path)
+    sent = SentRecord(print, goes_on.lines_ahead)
+    sent.grade(groups(5), never)
+    goes_on.append(sent.gradings)
+    assert goes_on.is_ahead and goes_on.position == path.read_bytes().index(b"\n") + 1
+    sent = SentRecord(print, goes_on.lines_ahead)
+    sent.grade(groups(6), never)
+    sent.grade(groups(7), by(some_fail))
+    goes_on.append(sent.gradings)
+    record.grade(groups(7), by(some_fail))
+    new = path.read_bytes().splitlines(keepends=True)
+    assert b"".join(new[:2]) == content and new[2] == new[3] and not goes_on.is_ahead
+
+
+def test_other_gradings_made_elsewhere_take_the_place_of_the_record(tmp_path: Path) -> None:
+    path, said = tmp_path / "rewards.jsonl", list[str]()
+    record = RewardRecord(print)
+    record.open(path)
+    for token in (5, 6):
+        record.grade(groups(token), by(some_fail))
+    goes_on = RewardRecord(said.append, whole_lines(path, 0))
+    goes_on.open(path)
+    sent = SentRecord(print, goes_on.lines_ahead)
+    sent.grade(groups(8), by(some_fail))
+    goes_on.append(sent.gradings)
+    assert len(said) == 1 and path.read_bytes() == b"".join(sent.gradings)

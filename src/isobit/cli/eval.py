@@ -13,6 +13,7 @@ from isobit.cli import eval_reward_model
 from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
 from isobit.cli.ranks import obey_as_rank, start_ranks
 from isobit.cli.waiting import starting
+from isobit.errors import ConfigError
 
 if TYPE_CHECKING:
     from isobit.parallel.world import World
@@ -33,8 +34,14 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
     from isobit.config.run import RunConfig
 
     config = settings_from(RunConfig, _values(options), overrides)
-    if world is None and config.cluster.rollout_tp > 1:
-        start_ranks("eval", arguments, config.cluster.rollout_tp, options.threads)
+    ranks = config.cluster.rollout_tp
+    if config.cluster.processes not in (1, ranks):
+        raise ConfigError(
+            f"cluster.processes is {config.cluster.processes}, but an evaluation has one engine, "
+            f"which cluster.rollout_tp = {ranks} processes share; leave cluster.processes out"
+        )
+    if world is None and ranks > 1:
+        start_ranks("eval", arguments, ranks, options.threads)
         return 0
     set_threads(options)
 

@@ -72,6 +72,8 @@ class PolicyShare:
         if len(published.conversion):
             print(f"isobit: {published.conversion}", file=sys.stderr)
         assert names == list(described), "masters do not fit the configuration"
+        # what connections between GPUs take is there before a cache takes what is left
+        world.stack(torch.zeros(1, device=self.device))
 
     def weights(self, side: Side) -> Weights:
         """What it samples with."""

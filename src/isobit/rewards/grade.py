@@ -93,6 +93,14 @@ class Tally:
             self.completions += 1
             self.failed += isinstance(reward, Failure)
 
+    def add(self, later: "Tally") -> None:
+        """Count what is behind this as well."""
+        self.completions += later.completions
+        self.failed += later.failed
+        self.failures.update(later.failures)
+        self.first_error = self.first_error or later.first_error
+        self.counts.update(later.counts)
+
     def stats(self, max_failed_fraction: float) -> GradeStats:
         """The counts.  Raises ``RewardError`` with the first error if a larger share than
         ``max_failed_fraction`` failed, or all did.

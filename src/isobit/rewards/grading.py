@@ -7,7 +7,8 @@
         stats = graders.collect(groups)     fills their rewards
 
 ``collect`` submits what has not been.  Rewards come out in the order of the groups, completions and
-parts, whatever the processes took for each.
+parts, whatever the processes took for each.  It is ``fill`` and ``stats``: several ranks each fill
+some of the groups, and count all of them.
 """
 
 import os
@@ -108,9 +109,21 @@ class Graders:
     ) -> GradeStats:
         """Fill ``rewards`` and ``reward_parts`` of the groups, and say how it went.
 
+        Raises RewardError as ``fill`` and ``stats`` do.
+        """
+        return self.stats(self.fill(groups, models, watch))
+
+    def fill(
+        self,
+        groups: Sequence[Group],
+        models: ModelScores | None = None,
+        watch: Watch | None = None,
+    ) -> list[Tally]:
+        """Fill ``rewards`` and ``reward_parts`` of the groups; what was counted in each.
+
         ``watch`` is called some times a second, and what it raises ends the grading: no reward is
-        filled then.  Raises RewardError where more than ``max_failed_fraction`` failed, where all
-        did, where a reward says that nothing can be graded, and where no process stays up.
+        filled then.  Raises RewardError where a reward says that nothing can be graded, and where
+        no process stays up.
         """
         for group in groups:
             if id(group) not in self._submitted:
@@ -120,14 +133,26 @@ class Graders:
             [task for parts in tasks for task in parts.values()], watch or (lambda: None)
         )
         of_models = self._model_outcomes(groups, models or {})
-        weights, tally = {name: part.weight for name, part in self._parts.items()}, Tally()
+        weights = {name: part.weight for name, part in self._parts.items()}
+        tallies: list[Tally] = []
         for index, group in enumerate(groups):
             del self._submitted[id(group)]
             outcomes = {name: _outcomes(task) for name, task in tasks[index].items()}
+            tally = Tally()
             tally.fill(group, weights, outcomes | {n: of[index] for n, of in of_models.items()})
             for task in tasks[index].values():
                 tally.counts.update(task.counts)
-        return tally.stats(self._config.max_failed_fraction)
+            tallies.append(tally)
+        return tallies
+
+    def stats(self, tallies: Sequence[Tally]) -> GradeStats:
+        """What was counted in all groups of a grading, in their order.  Raises RewardError where
+        more than ``max_failed_fraction`` failed, or all did.
+        """
+        total = Tally()
+        for tally in tallies:
+            total.add(tally)
+        return total.stats(self._config.max_failed_fraction)
 
     def _model_outcomes(
         self, groups: Sequence[Group], models: ModelScores

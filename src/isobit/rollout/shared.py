@@ -42,9 +42,11 @@ _ASKED_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Completions by request and sample, and what it took to draw them."""
+    """Completions by request and sample, who has taken each request, and what it took."""
 
     completions: list[list[Completion]]
+    homes: list[int]
+    """The rank that ``complete`` was called on, by request."""
     stats: EngineStats
     """Of all ranks: counts added, the longest time."""
 
@@ -67,7 +69,8 @@ def generate_shared(
         RequestError: where a sample is live; and what ``RolloutEngine.check`` and ``step`` raise.
     """
     if world.size == 1:
-        return Generated(generate(engine, requests, progress, complete), engine.stats)
+        made = generate(engine, requests, progress, complete)
+        return Generated(made, [world.rank] * len(requests), engine.stats)
     desk = Desk(world)
     share = _Share(world, desk, engine, requests, progress, complete)
     try:
@@ -77,13 +80,15 @@ def generate_shared(
             desk.clear()
         raise
     desk.clear()
-    made = dict(share.whole)
+    made, homes = dict(share.whole), dict[int, int]()
     for rank, value in enumerate(found):
+        homes |= dict.fromkeys(value["places"], rank)
         if rank != world.rank:
             made |= _groups_of(value, requests)
     stats = [EngineStats(**value["stats"]) for value in found]
     total = replace(sum(stats, EngineStats()), seconds=max(one.seconds for one in stats))
-    return Generated([made[place] for place in range(len(requests))], total)
+    places = range(len(requests))
+    return Generated([made[place] for place in places], [homes[place] for place in places], total)
 
 
 class _Share:
@@ -151,7 +156,8 @@ class _Share:
         if self._engine.num_live:
             self._note(self._engine.step())
         else:
-            sleep(max(0.0, self._next_look - perf_counter()))
+            with self._world.pulse.waiting("samples"):
+                sleep(max(0.0, self._next_look - perf_counter()))
         if not self._engine.num_live or perf_counter() >= self._next_look:
             self._look()
         self._world.pulse.beat()

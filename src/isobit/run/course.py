@@ -85,12 +85,13 @@ class Sampling(Generic[Run]):
         """Begin to grade a group whose completions are all there, beside whatever follows."""
         self.grading.submit(group)
 
-    def grade(self, groups: Sequence[Group]) -> GradeStats:
-        """Fill the groups' rewards, those already recorded of this step from the record.  Raises
-        Interrupted where a signal comes.
+    def grade(self, groups: Sequence[Group], homes: Sequence[int]) -> GradeStats:
+        """Fill the groups' rewards, those already recorded of this step from the record, the others
+        on the rank in ``homes`` that each was submitted on.  Raises Interrupted where a signal
+        comes.
         """
         with self.clock("grading"), self.console.busy("grading"):
-            return self.grading(groups)
+            return self.grading(groups, homes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,10 @@ class Course(Sampling[Run], Generic[Run, Log]):
         together(self.world, self.interruption.check)
         if self.evaluates_after(step):
             self.log.evaluation(
-                step, evaluate(self.run, self.console, self.clock, self.grading, self.interruption)
+                step,
+                evaluate(
+                    self.run, self.console, self.clock, self.grading, self.interruption, self.world
+                ),
             )
         self.checkpoints.save_if_due(step)
         together(self.world, self.interruption.check)
@@ -173,9 +177,9 @@ def course(
             Interruption(world) as interruption,
             disk_errors(config.output, "the files of the run"),
         ):
-            grading = RecordedGrading(start.rewards, graders, run.model_scores, interruption)
+            grading = RecordedGrading(start.rewards, graders, run.model_scores, interruption, world)
             due = evaluation_is_due(config, start.step) and not start.has_evaluated
-            first = evaluate(run, console, clock, grading, interruption) if due else None
+            first = evaluate(run, console, clock, grading, interruption, world) if due else None
             with (
                 make_log(run, start, console, clock) as log,
                 CheckpointKeeper(run, start, log, console, model_when_interrupted) as checkpoints,
@@ -194,11 +198,12 @@ def evaluate(
     clock: Clock,
     grading: Grading,
     interruption: Interruption,
+    world: World,
 ) -> Evaluation[Any]:
     """Every evaluation set under the current policy.  Raises Interrupted where a signal came."""
     with clock("evaluation"), console.generating("evaluation") as progress:
         figures = run.evaluate(interruption.watched(progress), grading)
-    interruption.check()
+    together(world, interruption.check)
     return figures
 
 

@@ -7,7 +7,6 @@ differ by the weights and by nothing else.  The figures are described in
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,12 +20,13 @@ from isobit.models.loaded import DescribedModel, SamplingModel, load_sampling_mo
 from isobit.observe.eval_result import EvalResult, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group, Prompt
-from isobit.rewards.grade import Grading
+from isobit.rewards.grade import GradeStats, Grading
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import RolloutEngine, generate
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
+from isobit.rollout.shared import generate_shared
 from isobit.run.reward_models import ModelRewards
 
 OnProgress = Callable[[Progress], None]
@@ -43,6 +43,8 @@ class Evaluator:
     engine: RolloutEngine
     requests: Mapping[str, Sequence[Request]]
     """What the engine is asked for on each set, by name (``evaluation_requests``)."""
+    world: World = ALONE
+    """Who evaluates together: each rank with an engine, and all with the same requests."""
 
     def run(self, progress: OnProgress | None, grading: Grading) -> Evaluation:
         """The figures and the completions of each set, by name, as ``grading`` grades them.
@@ -57,7 +59,7 @@ class Evaluator:
     def _run_set(
         self, requests: Sequence[Request], progress: OnProgress | None, grading: Grading
     ) -> tuple[EvalResult, list[Group]]:
-        completions = generate(self.engine, requests, progress)
+        completions = generate_shared(self.world, self.engine, requests, progress).completions
         groups = [
             Group(request.prompt, request.visit, made)
             for request, made in zip(requests, completions, strict=True)
@@ -123,9 +125,15 @@ def _evaluate_folder(
     if world.rank > 0:
         for asked in requests.values():
             generate(engine, asked)
+            engine.release()
         return {}
     graders.describe()
     models = ModelRewards(config.reward, model.policy.device).scores(engine.release)
-    grading = partial(graders.collect, models=models)
+
+    def grading(groups: Sequence[Group]) -> GradeStats:
+        if world.size > 1:  # reward models release it on this rank; what all capture must be alike
+            engine.release()
+        return graders.collect(groups, models=models)
+
     evaluation = Evaluator(engine, requests).run(progress, grading)
     return {name: result for name, (result, _) in evaluation.items()}

@@ -1,13 +1,23 @@
 """Grading in a training: what is recorded of an interrupted run comes from there, the rest from the
 graders, who begin with each group as soon as it is complete.
+
+Each rank of a world grades some of the groups, and all ranks get all rewards: they are counted in
+the order of the groups, so that it does not matter who graded which.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from isobit.errors import RewardError
+from isobit.parallel.agreement import agreed, gathered
+from isobit.parallel.world import World
 from isobit.records.text import Group
-from isobit.rewards.grade import GradeStats
+from isobit.rewards.grade import GradeStats, Tally
 from isobit.rewards.grading import Graders, ModelScores
+from isobit.rewards.pool import Watch
 from isobit.run.interruption import Interruption
 from isobit.store.reward_record import RewardRecord
 
@@ -22,6 +32,7 @@ class RecordedGrading:
     models: ModelScores
     """What scores the parts that are reward models."""
     interruption: Interruption
+    world: World
 
     def submit(self, group: Group) -> None:
         """Begin to grade a group, unless its rewards are recorded."""
@@ -33,10 +44,66 @@ class RecordedGrading:
         if self.graders is not None:
             self.graders.poll()
 
-    def __call__(self, groups: Sequence[Group]) -> GradeStats:
-        """Fill the rewards of groups (``isobit.rewards.grade.Grading``)."""
-        return self.record.grade(groups, self._ask)
+    def __call__(self, groups: Sequence[Group], homes: Sequence[int] | None = None) -> GradeStats:
+        """Fill the rewards of groups (``isobit.rewards.grade.Grading``), which all ranks have.
 
-    def _ask(self, groups: Sequence[Group]) -> GradeStats:
+        ``homes`` are the ranks that grade each: those that have submitted them.
+        """
+        return self.record.grade(groups, partial(self._ask, homes))
+
+    def _ask(self, homes: Sequence[int] | None, groups: Sequence[Group]) -> GradeStats:
         assert self.graders is not None, "nothing is graded without a reward"
-        return self.graders.collect(groups, self.models, self.interruption.check)
+        return grade_together(
+            self.world, self.graders, groups, self.models, self.interruption.check, homes
+        )
+
+
+def grade_together(
+    world: World,
+    graders: Graders,
+    groups: Sequence[Group],
+    models: ModelScores | None = None,
+    watch: Watch | None = None,
+    homes: Sequence[int] | None = None,
+) -> GradeStats:
+    """Fill the rewards of groups, which all ranks have, each by one rank: that of ``homes``, or by
+    turns.  Raises as ``Graders.collect`` does, on all ranks.
+    """
+    homes = homes or [place % world.size for place in range(len(groups))]
+    mine = [place for place, home in enumerate(homes) if home == world.rank]
+
+    def graded() -> list[list[Any]]:
+        tallies = graders.fill([groups[place] for place in mine], models, watch)
+        return [
+            [place, *_value(groups[place], tally)]
+            for place, tally in zip(mine, tallies, strict=True)
+        ]
+
+    tallies: dict[int, Tally] = {}
+    for rank, made in enumerate(gathered(world, graded)):
+        for place, rewards, parts, counted in made:
+            tallies[place] = _tally_of(counted)
+            if rank != world.rank:
+                groups[place].rewards = rewards
+                groups[place].reward_parts = dict(parts)
+    try:
+        return graders.stats([tallies[place] for place in range(len(groups))])
+    except RewardError as error:
+        raise agreed(error) from None
+
+
+def _value(group: Group, tally: Tally) -> list[Any]:
+    """A graded group as a message; names that a reward chose are no keys in it."""
+    counted = [
+        tally.completions,
+        tally.failed,
+        list(tally.failures.items()),
+        tally.first_error,
+        list(tally.counts.items()),
+    ]
+    return [group.rewards, list(group.reward_parts.items()), counted]
+
+
+def _tally_of(counted: Sequence[Any]) -> Tally:
+    completions, failed, failures, first_error, counts = counted
+    return Tally(completions, failed, Counter(dict(failures)), first_error, Counter(dict(counts)))

@@ -62,8 +62,9 @@ def work(world: World, case: dict[str, Any]) -> None:
         (2, 1, 1, {"name": "grpo", "dynamic_sampling": True, "max_refills": 2}),
         (3, 1, 2, {"name": "remax"}),
         (3, 2, 1, {"name": "grpo"}),
+        (2, 0, 2, {"name": "ppo"}),
     ],
-    ids=["1 + 1, dynamic", "2 + 1, remax", "1 + 2"],
+    ids=["1 + 1, dynamic", "2 + 1, remax", "1 + 2", "all in turn"],
 )
 def test_the_bytes_do_not_depend_on_who_samples(
     size: int, rollouters: int, lag: int, algorithm: dict[str, Any], tmp_path: Path

@@ -35,7 +35,9 @@ def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput
 def joined_rows(values: torch.Tensor, scales: torch.Tensor) -> QuantRows:
     """E4M3 values [T, K] and FP32 scales, a row a group, [ceil(K / 128), T]."""
     tokens = len(values)
-    return QuantRows(values, F.pad(scales, (0, -tokens % 4)).t()[:tokens])
+    padding = -tokens % 4
+    rows = F.pad(scales, (0, padding)) if padding else scales
+    return QuantRows(values, rows.t()[:tokens])
 
 
 def input_saved(x: torch.Tensor, site: Site) -> Operand:

@@ -13,6 +13,7 @@ Drawn tokens travel to the host behind the step that made them; ``PendingTokens`
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
@@ -27,6 +28,7 @@ from isobit.kernels.backend import Backend, Captured
 from isobit.kernels.operands import Drawn, Draws
 from isobit.models.device import model_needs
 from isobit.models.policy_share import SampledPolicy
+from isobit.parallel.pulse import Pulse
 from isobit.rollout.native.batch import build_batch
 from isobit.rollout.native.device_state import DeviceState
 from isobit.rollout.native.ready import Ready, distinct_rows
@@ -57,7 +59,11 @@ class DrawnFor:
 class PendingTokens:
     """What a step draws, on its way to the host."""
 
-    def __init__(self, parts: Sequence[DrawnFor], backend: Backend) -> None:
+    def __init__(
+        self, parts: Sequence[DrawnFor], backend: Backend, pulse: Pulse | None = None
+    ) -> None:
+        """``pulse`` of a rank that shares the engine: its tokens wait for those of the others."""
+        self._pulse = pulse
         self._samples = [sample for part in parts for sample in part.samples]
         drawn = [part.drawn for part in parts]
         columns: dict[str, list[Tensor]] = {}
@@ -76,7 +82,8 @@ class PendingTokens:
     def wait(self) -> list[DrawnToken]:
         """In the order of the draws."""
         # also where nothing was drawn, so that the host is never more than a step ahead
-        arrived = [tensor.tolist() for tensor in self._arriving.wait()]
+        with nullcontext() if self._pulse is None else self._pulse.waiting("tokens"):
+            arrived = [tensor.tolist() for tensor in self._arriving.wait()]
         columns = dict(zip(self._names, arrived, strict=True))
         if not columns:
             return []
@@ -185,7 +192,8 @@ class GraphRunner:
     def end_step(self) -> PendingTokens:
         """Everything drawn since the last call."""
         drawn, self._drawn = self._drawn, []
-        return PendingTokens(drawn, self._backend)
+        world = self._policy.weights("rollout").cut.world
+        return PendingTokens(drawn, self._backend, world.pulse if world.size > 1 else None)
 
     def forget(self, samples: Sequence[Sample]) -> None:
         """These samples have left."""

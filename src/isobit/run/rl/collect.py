@@ -1,5 +1,6 @@
 """The graded groups of a step: prompts taken, completed, graded, and replaced where they teach
-nothing.  Grading begins as soon as a group is complete, beside the rollout of the others.
+nothing.  Grading begins as soon as a group is complete, beside the rollout of the others: on the
+rank that has taken its prompt.  All ranks get all groups, with their rewards.
 
 With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group whose rewards are all equal,
 which has no gradient, makes room for a group of a further prompt, until the step has as many groups
@@ -13,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from isobit.records.text import Completion, Group
-from isobit.rollout.engine import generate
 from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
+from isobit.rollout.shared import generate_shared
 from isobit.run.course import Sampling
 from isobit.run.rl.collected import Collected
 from isobit.run.rl.setup import RlRun
@@ -43,11 +44,11 @@ def _sample(training: Sampling[RlRun], count: int) -> Collected:
     run = training.run
     requests = run.next_requests(count)
     greedy = [_greedy(request) for request in requests] if run.algorithm.needs_greedy else []
-    asked, made = [*requests, *greedy], dict[int, Group]()
+    asked, begun = [*requests, *greedy], dict[int, Group]()
 
     def complete(place: int, completions: list[Completion]) -> None:
-        made[place] = Group(asked[place].prompt, asked[place].visit, completions)
-        training.submit(made[place])
+        begun[place] = Group(asked[place].prompt, asked[place].visit, completions)
+        training.submit(begun[place])
 
     with training.clock("rollout"), training.console.generating("rollout") as progress:
 
@@ -56,12 +57,16 @@ def _sample(training: Sampling[RlRun], count: int) -> Collected:
             if progress is not None:
                 progress(moment)
 
-        generate(run.engine, asked, training.interruption.watched(watch), complete)
-    groups = [made[place] for place in range(len(asked))]
-    grades = training.grade(groups)
+        watched = training.interruption.watched(watch)
+        made = generate_shared(training.world, run.engine, asked, watched, complete)
+    groups = [
+        begun.get(place) or Group(asked[place].prompt, asked[place].visit, completions)
+        for place, completions in enumerate(made.completions)
+    ]
+    grades = training.grade(groups, made.homes)
     for group, alone in zip(groups[:count], groups[count:], strict=False):
         group.baseline = alone.rewards[0]
-    return Collected(groups[:count], grades, run.engine.stats)
+    return Collected(groups[:count], grades, made.stats)
 
 
 def _greedy(request: Request) -> Request:

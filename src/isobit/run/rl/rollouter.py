@@ -55,7 +55,7 @@ def _scene(
     """
     interruption = Interruption(apart.mine)  # hears no signal, and has the pulse beat
     record = SentRecord(lambda _: None, [line.encode() for line in command["record"]])
-    grading = RecordedGrading(record, graders, run.model_scores, interruption)
+    grading = RecordedGrading(record, graders, run.model_scores, interruption, apart.mine)
     clock = Clock(apart.mine.pulse.beat)
     return Sampling(run, silent(), clock, interruption, grading, apart.mine)
 
@@ -78,7 +78,9 @@ def _sample(scene: Sampling[RlRun], command: Mapping[str, Any]) -> dict[str, Any
 
 def _evaluate(scene: Sampling[RlRun], command: Mapping[str, Any]) -> dict[str, Any]:
     """The graded groups of each set."""
-    made = evaluate(scene.run, scene.console, scene.clock, scene.grading, scene.interruption)
+    made = evaluate(
+        scene.run, scene.console, scene.clock, scene.grading, scene.interruption, scene.world
+    )
     sets = {name: groups_value(groups) for name, (_, groups) in made.items()}
     return {"sets": sets, "gradings": _gradings(scene)}
 

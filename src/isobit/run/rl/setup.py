@@ -203,7 +203,7 @@ def prepare_rl(
         made.algorithm,
         made.sampling,
         parts.engine,
-        Evaluator(parts.engine, made.evaluation),
+        Evaluator(parts.engine, made.evaluation, world),
         load_reference(config, parts.model.policy) if learns else None,
         Pending(config.asynchrony.lag, config.training.steps, made.data.prompts),
         apart,

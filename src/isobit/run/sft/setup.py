@@ -145,7 +145,7 @@ def prepare_sft(config: SftConfig, world: World = ALONE) -> SftRun:
     evaluator = None
     if parts.engine is not None:
         check_requests(made.requests, parts.engine.check, parts.model.context)
-        evaluator = Evaluator(parts.engine, made.evaluation)
+        evaluator = Evaluator(parts.engine, made.evaluation, world)
     return SftRun(parts, sampler, config, made.data, evaluator)
 
 
