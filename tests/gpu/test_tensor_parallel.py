@@ -47,7 +47,7 @@ def make(
 def drawn(policy: SampledPolicy, make_runner: Any = None) -> list[Any]:
     """Completions in too small a cache, some with a filter."""
     requests = []
-    for number, (length, samples, new) in enumerate([(150, 3, 120), (3, 2, 70), (300, 2, 9)]):
+    for number, (length, samples, new) in enumerate([(150, 3, 120), (3, 6, 200), (300, 2, 9)]):
         token_ids = tuple(number + 7 * i % 120 for i in range(length))
         sampling = SamplingParams(new, 1.0, top_k=20 if number == 1 else 0)
         requests.append(Request(Prompt(f"p/{number}", "", token_ids), 0, samples, sampling))
