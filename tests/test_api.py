@@ -10,6 +10,7 @@ import pytest
 
 import isobit
 from isobit.config.run import RunConfig
+from isobit.errors import ConfigError
 
 DATA = {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 8}}
 SMALL = {
@@ -92,3 +93,10 @@ def test_generation_takes_a_folder_and_settings() -> None:
     assert [len(group.completions) for group in groups] == [2, 2]
     with pytest.raises(isobit.IsobitError, match=r"rollout\.max_tokens: unknown key"):
         isobit.generate("starter", ["1="], rollout={"max_tokens": 3})
+
+
+def test_a_function_starts_no_processes(tmp_path):
+    recipe = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
+    with pytest.raises(ConfigError, match="start this script with torchrun"):
+        isobit.train(recipe, output=str(tmp_path / "run"), cluster={"processes": 2})
+    assert not (tmp_path / "run").exists()

@@ -5,7 +5,8 @@ A recipe is a TOML file, its tables as a mapping, or a configuration; keyword ar
 of it, tables as mappings.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +16,11 @@ from isobit.config.load import build, read_toml
 from isobit.config.overrides import apply_overrides, nested_overrides
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
+from isobit.errors import ConfigError
 from isobit.models.loaded import model_folder
 from isobit.observe.eval_result import EvalResult
+from isobit.parallel.launched import is_launched
+from isobit.parallel.world import World, joined
 from isobit.proof import verify as verification
 from isobit.proof.verify import VerifyOptions, VerifyResult
 from isobit.records.text import Group
@@ -38,16 +42,19 @@ def train(
 
     With ``resume`` the run in the output directory goes on from its newest checkpoint, where there
     is one. Raises an ``IsobitError``, before anything is written, for what cannot be used; see
-    ``isobit.run.rl.loop.train``.
+    ``isobit.run.rl.loop.train``.  A script that torchrun or srun has started several times joins
+    the others.
     """
-    return rl_loop.train(_configuration(RunConfig, recipe, changes), resume=resume)
+    with _world_of(config := _configuration(RunConfig, recipe, changes), "train") as world:
+        return rl_loop.train(config, resume=resume, world=world)
 
 
 def sft(
     recipe: str | Path | Mapping[str, Any] | SftConfig, *, resume: bool = False, **changes: Any
 ) -> SftSummary:
     """Fine-tune a model on prompts and completions; resumes and raises as ``train`` does."""
-    return sft_loop.sft(_configuration(SftConfig, recipe, changes), resume=resume)
+    with _world_of(config := _configuration(SftConfig, recipe, changes), "sft") as world:
+        return sft_loop.sft(config, resume=resume, world=world)
 
 
 def evaluate(
@@ -91,6 +98,21 @@ def verify(
     """
     config = _configuration(VerifyConfig, {}, settings)
     return verification.verify(model_folder(model), config.precision, options, device=config.device)
+
+
+@contextmanager
+def _world_of(config: RunConfig | SftConfig, command: str) -> Iterator[World]:
+    """Those that were started together.  Raises ConfigError where the recipe asks for processes
+    that nobody has started: a function cannot start the script that calls it.
+    """
+    if config.cluster.is_launched and not is_launched():
+        raise ConfigError(
+            f"cluster.processes is {config.cluster.processes}, with the launcher "
+            f"{config.cluster.launcher!r}, but a function starts no processes; run the command "
+            f"`isobit {command}`, start this script with torchrun, or leave the key out"
+        )
+    with joined() as world:
+        yield world
 
 
 def _configuration(

@@ -99,7 +99,7 @@ class PeerError(IsobitError):
     def __init__(self, rank: int | None, reason: str) -> None:
         who = "another rank" if rank is None else f"rank {rank}"
         super().__init__(f"{who} failed: {reason}")
-        self.rank = rank
+        self.rank, self.reason = rank, reason
 
 
 class NonFiniteError(IsobitError):

@@ -26,3 +26,16 @@ def test_bits_do_not_depend_on_the_number_of_gpus():
             differing = [name for name in theirs if ours[name] != theirs[name]]
             assert not differing, (case, rank, differing)
             assert figures == their_figures, (case, rank)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_slots_do_not_depend_on_the_number_of_gpus(hosts: int):
+    """The two GPUs as one host, and as two."""
+    cases = [{**case, "slots": 2} for case in ON_GPUS]
+    expected = train(ALONE, cases)
+    argument = [{**case, "hosts": hosts} for case in cases]
+    for rank, of_rank in enumerate(
+        in_world(2, "tests.training.test_ranks:train", argument, gpus=True)
+    ):
+        for case, ours, theirs in zip(cases, of_rank, expected, strict=True):
+            assert ours == theirs, (case, rank)

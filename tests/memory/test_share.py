@@ -1,5 +1,6 @@
 """What one of several processes holds, against the tensors and by arithmetic."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.shapes import model_shape
 from isobit.parallel.exchanges import PostedExchanges
-from isobit.parallel.gradient_sum import ExchangedSum
+from isobit.parallel.gradient_sum import ExchangedSum, Targets, gradients_of
 from isobit.parallel.ownership import Ownership
+from isobit.parallel.slots import Slots, SlotSum
 from isobit.precision.flow import build_flow
 
 UNTIED = ModelConfig("qwen3", 1000, 256, 384, 3, 4, 2, 64, 256, 1e-6, 1e4, tied_embeddings=False)
@@ -33,10 +35,23 @@ class OneOfMany:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.arriving = rank, size, 0
+        self.parts: list[OneOfMany] = []
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> PostedExchanges:
         made: Any = PostedExchanges(None, self.rank, self.size, numbers, device, buffers)  # pyright: ignore[reportArgumentType]
         self.arriving += sum(one.nbytes for regions in made._regions for one in regions)
+        return made
+
+    def part(self, cuts: Sequence[int]) -> "OneOfMany":
+        return self._among(self.rank % cuts[1], cuts[1])
+
+    def among(self, groups: Sequence[Sequence[int]]) -> "OneOfMany":
+        mine = next(group for group in groups if self.rank in group)
+        return self._among(mine.index(self.rank), len(mine))
+
+    def _among(self, rank: int, size: int) -> "OneOfMany":
+        made = OneOfMany(rank, size)
+        self.parts.append(made)
         return made
 
 
@@ -54,20 +69,48 @@ def test_the_tensors_of_every_rank(shape: ModelConfig, size: int) -> None:
             name: torch.nn.Parameter(torch.zeros(shape)[ownership.rows(name, rank)])
             for name, shape in shapes.items()
         }
-        one = ExchangedSum(
-            own,
+        targets = Targets(
             shapes,
             decoder.backward_groups(),
             decoder.added_in_parts,
-            ownership,
-            world,
+            torch.device("cpu"),
             lambda total, addends: None,
         )
+        one = ExchangedSum(targets, gradients_of(own), ownership, world)
         one.begin_round(size)
         assert share.made == sum(buffer.nbytes for buffer in one._made.values())
         assert share.arriving == world.arriving
         owned.append([master.numel() for master in own.values()])
     assert list(share.masters) == max(owned, key=sum)
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(1, 1), (3, 1), (2, 2), (4, 2)])
+def test_the_sums_of_a_slot(size: int, hosts: int) -> None:
+    decoder, slots = build_decoder(UNTIED), Slots(4, hosts)
+    share, masters = share_of(UNTIED, size, slots), decoder.masters()
+    shapes = {name: master.shape for name, master in masters.items()}
+    parts = {name: tuple(master.parts.values()) for name, master in masters.items()}
+    ownership = Ownership.of(shapes, parts, size, hosts)
+    targets = Targets(
+        shapes,
+        decoder.backward_groups(),
+        decoder.added_in_parts,
+        torch.device("cpu"),
+        lambda total, addends: None,
+    )
+    held, arriving = list[int](), list[int]()
+    for rank in range(size):
+        world: Any = OneOfMany(rank, size)
+        gradient = {
+            name: torch.zeros(shape)[ownership.rows(name, rank)] for name, shape in shapes.items()
+        }
+        one = SlotSum(slots, targets, gradient.__getitem__, ownership, world)
+        one.begin_slot()
+        held.append(sum(one._slot(name).nbytes for name in shapes))
+        arriving.append(world.arriving + sum(made.arriving for made in world.parts))
+    assert max(held) == share.of_a_slot
+    assert share_of(UNTIED, size).of_a_slot == 0
+    assert set(arriving) == {share.arriving}
 
 
 def test_an_8b_policy_of_two_and_eight_processes() -> None:

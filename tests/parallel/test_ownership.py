@@ -30,3 +30,28 @@ def test_what_does_not_divide_goes_to_who_has_least():
         sum(cuts[rank + 1] - cuts[rank] for cuts in ownership.cuts.values()) for rank in range(2)
     ]
     assert owned == [768, 768]
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_hosts_share_out_the_rows_that_a_rank_has_inside_one(inside: int, hosts: int):
+    size = inside * hosts
+    ownership = Ownership.of(SHAPES, PARTS, size, hosts)
+    of_host = ownership.of_host()
+    assert of_host == Ownership.of(SHAPES, PARTS, inside)
+    assert sorted(ownership.places) == list(range(size))
+    for name in SHAPES:
+        for rank in range(inside):
+            rows = of_host.rows(name, rank)
+            first = rows.start
+            for host in range(hosts):
+                part = ownership.rows(name, host * inside + rank)
+                assert part.start == first
+                assert part.start % 128 == 0 or part.start == part.stop
+                first = part.stop
+            assert first == rows.stop
+
+
+def test_what_does_not_divide_among_hosts_goes_to_who_has_least():
+    ownership = Ownership.of({f"layer{n}": (768, 1) for n in range(4)}, {}, 4, 2)
+    shapes = dict.fromkeys(ownership.cuts, (768, 1))
+    assert ownership.numbers(shapes, shapes) == [768] * 4

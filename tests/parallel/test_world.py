@@ -145,7 +145,11 @@ def in_parts(world: World, _: Any) -> dict[str, Any]:
     receive = [[torch.zeros(2)] for _ in range(mine.size)]
     mine.exchange(send, receive).wait()
     world.barrier("all have counted")
+    strided = world.among([[0, 2], [1]])
+    inner = mine.among([[rank] for rank in range(mine.size)])
     return {
+        "strided": [strided.rank, strided.numbers, strided.messages(world.rank)],
+        "inner": [mine.numbers, inner.numbers, inner.size],
         "place": [mine.rank, mine.size],
         "messages": mine.messages(world.rank),
         "table": table,
@@ -166,3 +170,10 @@ def test_ranks_fall_into_worlds_of_their_own() -> None:
     assert [one["received"] for one in pair] == [[0.0, 4.0], [2.0, 0.0]]
     assert [one["all"] for one in (alone, *pair)] == [[0, 1, 2]] * 3
     assert [one["here"] for one in (alone, *pair)] == [1, 2, 2]
+    assert [one["strided"] for one in (alone, *pair)] == [
+        [0, [0, 2], [0, 2]],
+        [0, [1], [1]],
+        [1, [0, 2], [0, 2]],
+    ]
+    assert alone["inner"] == [[0], [0], 1]
+    assert [one["inner"] for one in pair] == [[[1, 2], [1], 1], [[1, 2], [2], 1]]

@@ -19,6 +19,7 @@ from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import Layer
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
+from isobit.parallel.slots import Slots
 from isobit.parallel.world import ALONE, World
 from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
@@ -82,9 +83,14 @@ def make_trainer(case: dict[str, Any], world: World) -> Trainer:
         7,
         world.own_device(torch.device(case.get("device", "cpu"))),
         world=world,
+        slots=Slots(case.get("slots", 1), case.get("hosts", 1)),
     )
     config = TrainingConfig(
-        tokens_per_microbatch=64, learning_rate=1e-3, moments=case["moments"], max_grad_norm=0.5
+        tokens_per_microbatch=64,
+        slots=policy.slots.count,
+        learning_rate=1e-3,
+        moments=case["moments"],
+        max_grad_norm=0.5,
     )
     return Trainer(policy, config, total_updates=STEPS, seed=3)
 
@@ -102,7 +108,8 @@ def whole(trainer: Trainer, name: str, kind: str) -> torch.Tensor:
     own = trainer.moments()[f"{name}.{kind}"].cpu()
     if own.dim() == 0:
         return own
-    return torch.cat(world.messages(own))
+    places, found = trainer.policy.ownership.places, world.messages(own)
+    return torch.cat([found[places.index(place)] for place in range(world.size)])
 
 
 def state(trainer: Trainer) -> dict[str, str]:

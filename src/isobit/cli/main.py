@@ -3,9 +3,9 @@ code.
 
 Exit codes: 0 done, 1 ``verify`` found a difference or ``doctor`` a failure (or a fault in Isobit,
 with its traceback), 2 input that cannot be used, 3 a run stopped because rollout and training part
-(``check.on_mismatch``), 130 stopped by Ctrl-C, 143 by SIGTERM. Stopped by a signal, ``train`` and
-``sft`` write a checkpoint first, and ``--resume`` goes on from there; a second Ctrl-C stops them at
-once, and they go on from the checkpoint before.
+(``check.on_mismatch``), 4 a rank that stopped since another had failed, 130 stopped by Ctrl-C, 143
+by SIGTERM. Stopped by a signal, ``train`` and ``sft`` write a checkpoint first, and ``--resume``
+goes on from there; a second Ctrl-C stops them at once, and they go on from the checkpoint before.
 """
 
 import sys

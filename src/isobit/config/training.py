@@ -22,6 +22,13 @@ class OptimisationConfig(Strict):
     steps: int = Field(default=20, gt=0)
     prompts_per_step: int = Field(default=16, gt=0)
     tokens_per_microbatch: int = Field(default=4096, gt=0)
+    slots: int = Field(default=1, gt=0)
+    """Sums in which an update's gradient is added up: micro-batch i goes to sum i mod ``slots``,
+    and then the sums are added in their order.  On several hosts set it to their number, or a
+    multiple: each computes sums of its own, and gradients cross the network once for each of them
+    rather than once a micro-batch.  The bits of a run depend on it, and not on hosts or processes.
+    More than one take 4 more bytes a parameter, shared out among the processes of a host.
+    """
     learning_rate: float = Field(default=1e-6, gt=0)
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_updates: int = Field(default=0, ge=0)

@@ -19,7 +19,8 @@ P parameters.  A sequence is never cut, so the largest micro-batch holds at leas
 
     masters, gradients  4 P each: FP32; gradients from the first backward of a step to its end; of
                         several processes the rows of the one that owns most
-    made, arriving      gradients on their way to their sum (``isobit.memory.share``)
+    made, arriving,     gradients on their way to their sum (``isobit.memory.share``)
+    of a slot
     moments             8 P in FP32, 4 P in BF16, P (2 + 1/64) in 8 bits; in training alone with
                         ``training.offload_moments``
     published weights   the matrices in each side's format, the rest, the rotary table; of frozen
@@ -51,6 +52,7 @@ from isobit.memory.host import microbatch_tokens
 from isobit.memory.published import published_bytes
 from isobit.memory.share import Share, share_of
 from isobit.models.config import ModelConfig
+from isobit.parallel.slots import Slots
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.optimiser import moment_bytes, smaller_moments
 from isobit.units import gib
@@ -135,6 +137,8 @@ class DevicePlanner:
     """That train the model together, each on a device like this one."""
     learns: bool = True
     """False of a process that only samples, and scores a little of what it has sampled."""
+    hosts: int = 1
+    """That compute slots of an update side by side."""
 
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
@@ -165,9 +169,9 @@ class DevicePlanner:
 
     def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
         """What the policy and its optimiser hold."""
-        share = self._share
         if not self.learns:
             return {"published weights": published_bytes(self.shape, self.flow, self.sizes)}
+        share = self._share(training)
         return {
             "masters": 4 * share.numbers,
             "published weights": published_bytes(self.shape, self.flow, self.sizes),
@@ -200,20 +204,20 @@ class DevicePlanner:
     def _backward(self, training: TrainingConfig, tokens: int, longest: int) -> dict[str, int]:
         """In the backward of a micro-batch."""
         weights = self.standing_bytes(training)
-        model, share = (self.shape, self.flow, self.sizes), self._share
+        model, share = (self.shape, self.flow, self.sizes), self._share(training)
         passing = passing_bytes(*model, training.recompute, tokens, longest, share.made_by_head)
         largest = max(passing, key=lambda name: passing[name])
         return {
             **weights,
             "gradients": weights["masters"],
+            **({"sums of a slot": share.of_a_slot} if share.of_a_slot else {}),
             **({"gradients as they are made": share.made} if share.made else {}),
             "saved activations": saved_bytes(*model, training.recompute, tokens),
             largest: passing[largest],
         }
 
-    @property
-    def _share(self) -> Share:
-        return share_of(self.shape, self.processes)
+    def _share(self, training: TrainingConfig) -> Share:
+        return share_of(self.shape, self.processes, Slots(training.slots, self.hosts))
 
     def largest_microbatch(self, training: TrainingConfig, longest: int) -> int:
         """The most tokens whose training fits; 0 where none do."""

@@ -6,6 +6,7 @@ micro-batch.
 
     masters             4 P                            FP32; each process has its rows
     gradients           4 P                            during the training of a step
+    sums of a slot      4 P                            with several slots (``training.slots``)
     gradients on their  of lm_head, which is added to in parts; of several processes of two layers
     way                 and the tables at both ends, and what arrives (``isobit.memory.share``)
     optimiser moments   8 P, 4 P, or 2 P + P / 64      AdamW's two: FP32, BF16, or 8 bits with a
@@ -134,11 +135,12 @@ def estimate_memory(
     pages_key = "rollout.kv_memory_gib" if rollout.kv_pages is None else "rollout.kv_pages"
     largest_forward = max(tokens, batched_tokens(rollout, sizes))
     passing = passing_bytes(shape, flow, sizes, training.recompute, largest_forward, longest)
-    share = share_of(shape, processes)
+    share, several = share_of(shape, processes), training.slots > 1
     on_their_way = share.made + share.made_by_head + share.arriving
     stays = (
         MemoryItem("masters", 4 * parameters, _MODEL),
         MemoryItem("gradients", 4 * parameters, _MODEL),
+        *([MemoryItem("sums of a slot", 4 * parameters, "training.slots")] if several else []),
         MemoryItem("optimiser moments", moment_bytes(masters, training.moments), _MODEL),
         *_each(
             processes,

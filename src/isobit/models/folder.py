@@ -20,6 +20,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.fp8_checkpoint import MasterValues, read_fp8_format
 from isobit.models.policy import Policy
+from isobit.parallel.slots import ONE_SLOT, Slots
 from isobit.parallel.world import ALONE, World
 
 
@@ -74,6 +75,7 @@ def load_policy(
     trainable: bool = True,
     value_head: bool = False,
     world: World = ALONE,
+    slots: Slots = ONE_SLOT,
 ) -> Policy:
     """Read a Hugging Face folder into FP32 masters on a device and publish them in the given flow;
     with a ``value_head`` of zeros where asked for.
@@ -83,7 +85,7 @@ def load_policy(
     """
     config = replace(read_config(folder), value_head=value_head)
     masters = read_masters(folder, config, device)
-    return Policy(config, precision, masters, device, trainable, world)
+    return Policy(config, precision, masters, device, trainable, world, slots)
 
 
 def read_masters(

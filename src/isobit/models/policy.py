@@ -30,8 +30,15 @@ from isobit.models.published import Published
 from isobit.models.published_change import PublishedChange
 from isobit.models.weights import Weights
 from isobit.parallel.agreement import agreed
-from isobit.parallel.gradient_sum import ExchangedSum, GradientSum
+from isobit.parallel.gradient_sum import (
+    ExchangedSum,
+    GradientSum,
+    Targets,
+    fold_of,
+    gradients_of,
+)
 from isobit.parallel.ownership import Ownership
+from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.formats import Side
@@ -53,18 +60,20 @@ class Policy:
         device: torch.device | str = "cpu",
         trainable: bool = True,
         world: World = ALONE,
+        slots: Slots = ONE_SLOT,
     ) -> None:
         """``masters``, whole, in the order of the forward pass.  Those of a mapping are copied;
         pairs are taken one by one, so they need not fit the memory together, and are handed over:
         what is in FP32 on the device becomes the master itself, and a matrix that a folder has in
         FP8 is read as it is where the flow has the form of its scales
-        (``isobit.models.fp8_checkpoint``).  Every rank of ``world`` is given the same.
+        (``isobit.models.fp8_checkpoint``).  Every rank of ``world`` is given the same.  ``slots``
+        are those of an update.
         """
         self.config = config
         self.decoder = build_decoder(config)
         self.device = torch.device(device)
         self.backend = backend_of(self.device)
-        self.world = world
+        self.world, self.slots = world, slots
         self.flow = (
             precision
             if isinstance(precision, PrecisionFlow)
@@ -78,7 +87,7 @@ class Policy:
         self.shapes = {name: master.shape for name, master in described.items()}
         """Of the whole masters."""
         parts = {name: tuple(master.parts.values()) for name, master in described.items()}
-        self.ownership = Ownership.of(self.shapes, parts, world.size)
+        self.ownership = Ownership.of(self.shapes, parts, world.size, slots.hosts)
         frequencies = inverse_frequencies(config)
         rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
         self._published = Published(self.decoder, self.flow, self.backend, rope.to(self.device))
@@ -111,7 +120,7 @@ class Policy:
             return own
         whole = own.new_empty(self.shapes[name])
         whole[self.rows(name)] = own
-        self.world.gather([whole], [self.ownership.cuts[name]])
+        self.world.gather([whole], [self.ownership.cuts[name]], self.ownership.places)
         return whole
 
     def publish(self) -> None:
@@ -124,7 +133,7 @@ class Policy:
             rows = self.rows(name)
             if rows.start < rows.stop:
                 self._published.republish(name, master, rows.start, rows.stop, self.change)
-        self._published.gather(self.world, self.ownership.cuts)
+        self._published.gather(self.world, self.ownership.cuts, self.ownership.places)
         self.version += 1
 
     @torch.no_grad()
@@ -189,19 +198,20 @@ class Policy:
             print(f"isobit: {self.conversion}", file=sys.stderr)
         assert names == list(self.shapes), "masters do not fit the configuration"
 
-    def _gradient_sum(self) -> GradientSum | ExchangedSum:
-        groups, in_parts = self.decoder.backward_groups(), self.decoder.added_in_parts
-        if self.world.size == 1 or not self.masters:
-            return GradientSum(self.masters, groups, in_parts)
-        return ExchangedSum(
-            self.masters,
+    def _gradient_sum(self) -> GradientSum | ExchangedSum | SlotSum:
+        decoder, gradients = self.decoder, gradients_of(self.masters)
+        targets = Targets(
             self.shapes,
-            groups,
-            in_parts,
-            self.ownership,
-            self.world,
+            decoder.backward_groups(),
+            decoder.added_in_parts,
+            self.device,
             self.backend.add_in_order,
         )
+        if not self.masters:
+            return GradientSum(targets, gradients)
+        if self.slots.count > 1:
+            return SlotSum(self.slots, targets, gradients, self.ownership, self.world)
+        return fold_of(targets, gradients, self.ownership, self.world)
 
 
 def random_policy(
@@ -211,11 +221,13 @@ def random_policy(
     device: torch.device | str = "cpu",
     trainable: bool = True,
     world: World = ALONE,
+    slots: Slots = ONE_SLOT,
 ) -> Policy:
     """Masters drawn on the device as transformers draws them: matrices from N(0, 0.02), norms 1,
     biases 0; and what no checkpoint has, 0.
     """
-    return Policy(config, precision, random_masters(config, seed, device), device, trainable, world)
+    masters = random_masters(config, seed, device)
+    return Policy(config, precision, masters, device, trainable, world, slots)
 
 
 def random_masters(

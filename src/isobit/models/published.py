@@ -100,12 +100,17 @@ class Published:
             self.sides["rollout"].plain[name][first:last].copy_(rows)
 
     @torch.no_grad()
-    def gather(self, world: World, cuts: Mapping[str, Sequence[int]]) -> None:
-        """Take the rows of each master that other ranks have republished, and derive what is a
-        function of several ranks' rows.
+    def gather(
+        self,
+        world: World,
+        cuts: Mapping[str, Sequence[int]],
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """Take the rows of each master that other ranks have republished (``World.gather``), and
+        derive what is a function of several ranks' rows.
         """
         pairs = list(self._tensors(cuts))
-        world.gather([tensor for tensor, _ in pairs], [at for _, at in pairs])
+        world.gather([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
         self._derive_head()
 
     def checksum(self, names: Iterable[str]) -> int:

@@ -73,7 +73,7 @@ def _agree(world: World, attempt: Callable[[], Any]) -> list[Any]:
     found = world.messages({"failure": _described(error), "value": None if error else value})
     for rank, one in enumerate(found):
         if one["failure"] is not None:
-            raised = error or _of_peer(rank, one["failure"])
+            raised = error or _of_peer(world.numbers[rank], one["failure"])
             setattr(raised, _AGREED, True)
             raise raised
     return [one["value"] for one in found]
@@ -84,6 +84,8 @@ def _described(error: BaseException | None) -> dict[str, Any] | None:
         return None
     if isinstance(error, Interrupted):
         return {"signal": error.signal_name, "number": error.exit_code - 128}
+    if isinstance(error, PeerError) and error.rank is not None:
+        return {"peer": error.rank, "text": error.reason}
     memory = isinstance(error, torch.OutOfMemoryError)
     return {"memory": memory, "text": f"{type(error).__name__}: {error}"}
 
@@ -91,6 +93,8 @@ def _described(error: BaseException | None) -> dict[str, Any] | None:
 def _of_peer(rank: int, failure: dict[str, Any]) -> BaseException:
     if "signal" in failure:
         return Interrupted(failure["signal"], failure["number"])
+    if "peer" in failure:
+        return PeerError(failure["peer"], failure["text"])
     if failure["memory"]:
         return torch.OutOfMemoryError(f"rank {rank}: {failure['text']}")
     return PeerError(rank, failure["text"])

@@ -16,8 +16,8 @@ _SMALL = 1 << 20
 _GROUP = 1 << 29
 """Bytes of the tensors of a group, or one tensor that is larger."""
 
-Cut = tuple[torch.Tensor, Sequence[int]]
-"""A tensor, and where its rows are cut: ``World.gather``."""
+Cut = tuple[torch.Tensor, Sequence[slice]]
+"""A tensor, and the rows of each rank."""
 Exchange = Callable[[Slices, Slices], Work]
 """Bytes to and from every rank: ``World.exchange``."""
 
@@ -25,11 +25,15 @@ Exchange = Callable[[Slices, Slices], Work]
 def complete(
     tensors: Sequence[torch.Tensor],
     cuts: Sequence[Sequence[int]],
+    places: Sequence[int],
     rank: int,
     exchange: Exchange,
 ) -> None:
     """What ``World.gather`` promises, by exchanges of bytes."""
-    pairs = list(zip(tensors, cuts, strict=True))
+    pairs = [
+        (tensor, [slice(at[place], at[place + 1]) for place in places])
+        for tensor, at in zip(tensors, cuts, strict=True)
+    ]
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = [pair for pair in pairs if pair[0].device == device and pair[0].numel()]
         small = [pair for pair in here if pair[0].nbytes < _SMALL]
@@ -58,20 +62,20 @@ def _groups(pairs: Sequence[Cut]) -> Iterator[list[Cut]]:
 
 
 def _send_group(group: Sequence[Cut], rank: int, exchange: Exchange) -> Work:
-    size = len(group[0][1]) - 1
+    size = len(group[0][1])
     send, receive = ([list[torch.Tensor]() for _ in range(size)] for _ in range(2))
-    for tensor, bounds in group:
+    for tensor, rows in group:
         for other in range(size):
             if other != rank:
-                send[other].append(_rows(tensor, bounds, rank))
-                receive[other].append(_rows(tensor, bounds, other))
+                send[other].append(_rows(tensor, rows, rank))
+                receive[other].append(_rows(tensor, rows, other))
     return exchange(send, receive)
 
 
 def _send_packed(pairs: Sequence[Cut], rank: int, exchange: Exchange) -> None:
     """By one message to each rank."""
-    size = len(pairs[0][1]) - 1
-    parts = [[_rows(tensor, bounds, source) for tensor, bounds in pairs] for source in range(size)]
+    size = len(pairs[0][1])
+    parts = [[_rows(tensor, rows, source) for tensor, rows in pairs] for source in range(size)]
     mine = torch.cat(parts[rank])
     packed = [
         mine if source == rank else mine.new_empty(sum(part.numel() for part in parts[source]))
@@ -86,7 +90,7 @@ def _send_packed(pairs: Sequence[Cut], rank: int, exchange: Exchange) -> None:
             )
 
 
-def _rows(tensor: torch.Tensor, bounds: Sequence[int], rank: int) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, rows: Sequence[slice], rank: int) -> torch.Tensor:
     """A rank's rows as bytes: the same memory, in a format that every transport knows."""
     assert tensor.is_contiguous(), "rows are contiguous where they are written"
-    return tensor[bounds[rank] : bounds[rank + 1]].reshape(-1).view(torch.uint8)
+    return tensor[rows[rank]].reshape(-1).view(torch.uint8)

@@ -35,8 +35,46 @@ _ALIGNED = 64
 """Numbers: 256 bytes, as memory of its own would be.  Kernels may be chosen by it."""
 Groups = Sequence[Sequence[str]]
 """Masters by name, in the order in which a backward finishes them."""
+Sums = Callable[[str], torch.Tensor]
+"""A master's running sum in FP32, as far as this rank owns it, to be added to; zeros where it has
+none yet.
+"""
 _END_BUFFERS, _LAYER_BUFFERS = 1, 2
 """For what arrives of the first and the last group, and of those between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a backward adds to."""
+
+    shapes: Mapping[str, Shape]
+    """Of the whole masters."""
+    groups: Groups
+    in_parts: frozenset[str]
+    """Masters to which a micro-batch adds several times."""
+    device: torch.device
+    add_in_order: AddInOrder
+
+
+def gradients_of(masters: Mapping[str, torch.nn.Parameter]) -> Sums:
+    """Sums that are the masters' ``grad``."""
+
+    def gradient(name: str) -> torch.Tensor:
+        master = masters[name]
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        return master.grad
+
+    return gradient
+
+
+def fold_of(
+    targets: Targets, sums: Sums, ownership: Ownership, world: World
+) -> "GradientSum | ExchangedSum":
+    """The left fold of micro-batches into ``sums``, by all ranks of a world."""
+    if world.size == 1:
+        return GradientSum(targets, sums)
+    return ExchangedSum(targets, sums, ownership, world)
 
 
 class GradientSum:
@@ -46,30 +84,28 @@ class GradientSum:
     and as embedding) has a tensor for that micro-batch's sum, which is added once.
     """
 
-    def __init__(
-        self, masters: Mapping[str, torch.nn.Parameter], groups: Groups, in_parts: frozenset[str]
-    ) -> None:
-        """``in_parts``: masters to which a micro-batch adds several times."""
-        self._masters, self._groups, self._in_parts = masters, groups, in_parts
-        self._sums: dict[str, torch.Tensor] = {}
+    def __init__(self, targets: Targets, sums: Sums) -> None:
+        self._targets, self._sums = targets, sums
+        self._made: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str) -> torch.Tensor:
         """A master's FP32 gradient, to be added to; zeros where it has none yet."""
-        if name not in self._in_parts:
-            return _gradient(self._masters[name])
-        if name not in self._sums:
-            self._sums[name] = torch.zeros_like(self._masters[name].detach())
-        return self._sums[name]
+        targets = self._targets
+        if name not in targets.in_parts:
+            return self._sums(name)
+        if name not in self._made:
+            self._made[name] = torch.zeros(targets.shapes[name], device=targets.device)
+        return self._made[name]
 
     def begin_round(self, active: int) -> None:
         """A micro-batch begins on the ranks below ``active``."""
-        self._sums.clear()  # of a micro-batch that was given up
+        self._made.clear()  # of a micro-batch that was given up
 
     def done(self, group: int) -> None:
         """The micro-batch adds no more to the masters of a group."""
-        for name in self._groups[group]:
-            if name in self._sums:
-                _gradient(self._masters[name]).add_(self._sums.pop(name))
+        for name in self._targets.groups[group]:
+            if name in self._made:
+                self._sums(name).add_(self._made.pop(name))
 
     def end_round(self) -> None:
         """All groups are done, or nothing that was made counts."""
@@ -79,7 +115,7 @@ class GradientSum:
 
     def release(self) -> None:
         """Hold no memory until the next round."""
-        self._sums.clear()
+        self._made.clear()
 
 
 @dataclass(slots=True)
@@ -148,26 +184,20 @@ class SumSizes:
 class ExchangedSum:
     """Of several processes."""
 
-    def __init__(
-        self,
-        masters: Mapping[str, torch.nn.Parameter],
-        shapes: Mapping[str, Shape],
-        groups: Groups,
-        in_parts: frozenset[str],
-        ownership: Ownership,
-        world: World,
-        add_in_order: AddInOrder,
-    ) -> None:
-        """``masters`` hold this rank's rows, ``shapes`` are those of the whole; ``in_parts`` as of
-        ``GradientSum``.
-        """
-        self._add_in_order = add_in_order
-        self._masters, self._ownership, self._world = masters, ownership, world
+    def __init__(self, targets: Targets, sums: Sums, ownership: Ownership, world: World) -> None:
+        shapes, groups = targets.shapes, targets.groups
+        self._add_in_order, self._device = targets.add_in_order, targets.device
+        self._sums, self._ownership, self._world = sums, ownership, world
         self._groups = groups
-        self._places = _places(groups, in_parts)
+        self._places = _places(groups, targets.in_parts)
         self._group_of = {name: place for place, names in enumerate(groups) for name in names}
         self._whole = [_Layout({name: shapes[name] for name in names}) for names in groups]
-        self._device = next(iter(masters.values())).device
+        self._own = {
+            name: (rows.stop - rows.start) * prod(shape[1:])
+            for name, shape in shapes.items()
+            for rows in [ownership.rows(name, world.rank)]
+        }
+        """Numbers of its own of each master."""
         self._made: dict[str, torch.Tensor] = {}
         """By place."""
         self._open: set[int] = set()
@@ -176,7 +206,7 @@ class ExchangedSum:
         self._last: _Travelling | None = None
         """Of the round before, which travels on beside the next forward."""
         self._active = self._next = 0
-        self._sizes = SumSizes.of(shapes, groups, in_parts, ownership)
+        self._sizes = SumSizes.of(shapes, groups, targets.in_parts, ownership)
         self._of_ends = world.exchanges(self._sizes.ends, self._device, _END_BUFFERS)
         self._of_layers = world.exchanges(self._sizes.layers, self._device, _LAYER_BUFFERS)
 
@@ -253,7 +283,7 @@ class ExchangedSum:
                 whole = self._whole[group].view(made, name)
                 for owner, slices in enumerate(send):
                     slices.append(whole[self._ownership.rows(name, owner)])
-        own = [self._masters[name].numel() for name in names]
+        own = [self._own[name] for name in names]
         comes = [own if one < self._active and one != rank else [] for one in range(size)]
         is_end = group in (0, len(self._groups) - 1)
         series = self._of_ends if is_end else self._of_layers
@@ -269,9 +299,8 @@ class ExchangedSum:
             rows = [self._ownership.rows(name, rank) for name in names]
             arrived[rank] = [made[own] for made, own in zip(whole, rows, strict=True)]
         for place, name in enumerate(names):
-            gradient = _gradient(self._masters[name]).view(-1)
             slices = [arrived[source][place].view(-1) for source in range(travelling.active)]
-            self._add_in_order(gradient, slices)
+            self._add_in_order(self._sums(name).view(-1), slices)
 
     def _buffer(self, group: int) -> torch.Tensor:
         """What a group is made in, as large as the largest group of its place."""
@@ -286,9 +315,3 @@ def _places(groups: Groups, in_parts: frozenset[str]) -> list[str]:
     layers = [f"layers {place % 2}" for place in range(len(groups) - 2)]
     ends = ("first", "last") if in_parts & set(groups[-1]) else ("ends", "ends")
     return [ends[0], *layers, ends[1]]
-
-
-def _gradient(master: torch.nn.Parameter) -> torch.Tensor:
-    if master.grad is None:
-        master.grad = torch.zeros_like(master)
-    return master.grad

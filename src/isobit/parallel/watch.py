@@ -39,6 +39,7 @@ from isobit.parallel.world import Processes
 
 _VARIABLE = "ISOBIT_SILENCE_S"
 """For tests: the shortest silence, instead of a minute; all other times in proportion."""
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +212,22 @@ class Watch:
         try:
             self._post(has_left=True)
             self._board.post("failed", b"")
+            self._let_others_leave()
         except PeerError:
             pass  # the board is gone, and nobody looks there
+
+    def _let_others_leave(self) -> None:
+        """Rank 0 may keep the board: those who end as well ask there whether it has been said."""
+        left = self._board.add("left", 1)
+        until = time.monotonic() + self._limits.leave
+        while (
+            self._box is None
+            and self._world.rank == 0
+            and left < self._world.size
+            and time.monotonic() < until
+        ):
+            time.sleep(_POLL_S)
+            left = self._board.add("left", 0)
 
     def _run(self) -> None:
         try:

@@ -71,6 +71,8 @@ class World(Protocol):
     rank: int
     """This one, from 0."""
     size: int
+    numbers: tuple[int, ...]
+    """By rank, the ranks of the run."""
     host: str
     board: Board
     pulse: Pulse
@@ -79,9 +81,14 @@ class World(Protocol):
         """The value of every rank, by rank (``isobit.parallel.message``)."""
         ...
 
-    def gather(self, tensors: Sequence[torch.Tensor], cuts: Sequence[Sequence[int]]) -> None:
-        """Complete tensors in place.  Rows ``cuts[i][r]`` to ``cuts[i][r + 1]`` of ``tensors[i]``,
-        contiguous and on any device, are rank r's.
+    def gather(
+        self,
+        tensors: Sequence[torch.Tensor],
+        cuts: Sequence[Sequence[int]],
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """Complete tensors in place.  Rows ``cuts[i][p]`` to ``cuts[i][p + 1]`` of ``tensors[i]``,
+        contiguous and on any device, are of the rank r whose place is p: ``places[r]``, or r.
         """
         ...
 
@@ -122,6 +129,10 @@ class World(Protocol):
         """
         ...
 
+    def among(self, groups: Sequence[Sequence[int]]) -> "World":
+        """``part`` with ranks that need not be neighbours: each ascending, and in one group."""
+        ...
+
 
 class _Notes:
     """The board of a process alone."""
@@ -159,6 +170,7 @@ class Alone:
     rank, size = 0, 1
 
     def __init__(self) -> None:
+        self.numbers: tuple[int, ...] = (0,)
         self.host = socket.gethostname()
         self.board: Board = _Notes()
         self.pulse = Pulse()
@@ -167,7 +179,12 @@ class Alone:
         """Its own, as it would arrive."""
         return [mine]
 
-    def gather(self, tensors: Sequence[torch.Tensor], cuts: Sequence[Sequence[int]]) -> None:
+    def gather(
+        self,
+        tensors: Sequence[torch.Tensor],
+        cuts: Sequence[Sequence[int]],
+        places: Sequence[int] | None = None,
+    ) -> None:
         """They are complete."""
 
     def exchange(
@@ -192,6 +209,10 @@ class Alone:
         return device
 
     def part(self, cuts: Sequence[int]) -> World:
+        """It has none but itself."""
+        return self
+
+    def among(self, groups: Sequence[Sequence[int]]) -> World:
         """It has none but itself."""
         return self
 
@@ -235,6 +256,7 @@ class Processes:
 
     def __init__(self, store: Store, rank: int, size: int, local_rank: int) -> None:
         self.rank, self.size, self.local_rank = rank, size, local_rank
+        self.numbers: tuple[int, ...] = tuple(range(size))
         self.host = socket.gethostname()
         self.pulse = Pulse()
         self._store = store
@@ -260,14 +282,20 @@ class Processes:
 
     def part(self, cuts: Sequence[int]) -> World:
         """See ``World``."""
-        mine: World | None = None
-        for first, last in pairwise(cuts):
-            group = dist.new_group(list(range(first, last)), timeout=_FOR_EVER)
-            if first <= self.rank < last:
-                assert isinstance(group, dist.ProcessGroup)
-                mine = _Part(self, group, first, last) if last - first > 1 else _Single(self)
-        assert mine is not None, "every rank is in a part"
-        return mine
+        return self.among([range(first, last) for first, last in pairwise(cuts)])
+
+    def among(self, groups: Sequence[Sequence[int]]) -> World:
+        """See ``World``."""
+        mine = next(group for group in groups if self.rank in group)
+        # Only its own, since ranks outside this world do not come here.  Even of one: torch names
+        # a group by how many its ranks are in.
+        group = dist.new_group(
+            [self.numbers[rank] for rank in mine],
+            timeout=_FOR_EVER,
+            use_local_synchronization=True,
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        return _Part(self, group, mine) if len(mine) > 1 else _Single(self)
 
     def own_device(self, device: torch.device) -> torch.device:
         """See ``World``."""
@@ -297,10 +325,15 @@ class Processes:
             decode(bytes(one[: int(size)].numpy())) for one, size in zip(found, sizes, strict=True)
         ]
 
-    def gather(self, tensors: Sequence[torch.Tensor], cuts: Sequence[Sequence[int]]) -> None:
+    def gather(
+        self,
+        tensors: Sequence[torch.Tensor],
+        cuts: Sequence[Sequence[int]],
+        places: Sequence[int] | None = None,
+    ) -> None:
         """See ``World``."""
         with self.pulse.waiting("gather"), _peers():
-            complete(tensors, cuts, self.rank, self._swap)
+            complete(tensors, cuts, places or range(self.size), self.rank, self._swap)
 
     def exchange(
         self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
@@ -405,13 +438,16 @@ class Processes:
 class _Part(Processes):
     """Some of the processes of another world."""
 
-    def __init__(self, whole: Processes, group: dist.ProcessGroup, first: int, last: int) -> None:
-        self.rank, self.size, self.local_rank = whole.rank - first, last - first, whole.local_rank
+    def __init__(self, whole: Processes, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        self.rank, self.size = ranks.index(whole.rank), len(ranks)
+        self.local_rank = whole.local_rank
+        self.numbers = tuple(whole.numbers[rank] for rank in ranks)
         self.host, self.pulse, self._group = whole.host, whole.pulse, group
-        self._store = PrefixStore(f"ranks {first} to {last}", whole._store)
+        name = f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+        self._store = PrefixStore(name, whole._store)
         self.board: Board = _StoreBoard(PrefixStore("isobit", self._store))
         self._shared: list[Any] = []
-        self._gpus = whole._gpus[first:last]
+        self._gpus = [whole._gpus[rank] for rank in ranks]
 
 
 class _Single(Alone):
@@ -419,6 +455,7 @@ class _Single(Alone):
 
     def __init__(self, whole: Processes) -> None:
         super().__init__()
+        self.numbers = (whole.numbers[whole.rank],)
         self.pulse = whole.pulse
         self._whole = whole
 

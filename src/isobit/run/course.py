@@ -32,6 +32,7 @@ from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats, Grading
 from isobit.rewards.grading import Graders, ModelScores
+from isobit.run.alike import check_machines, check_recipes
 from isobit.run.evaluate import Evaluation, OnProgress
 from isobit.run.grading import RecordedGrading
 from isobit.run.interruption import Interruption
@@ -114,7 +115,7 @@ class Course(Sampling[Run], Generic[Run, Log]):
 
         Raises Interrupted before anything is learnt, where a signal has come.
         """
-        together(self.world, self.interruption.check)
+        self.interruption.agree()
         turn = self.run.turns.training(self.clock, engine_is_next)
         with self.clock("training"), self.console.busy("training"), turn:
             yield
@@ -127,7 +128,7 @@ class Course(Sampling[Run], Generic[Run, Log]):
         """Evaluate and save, as far as either is due.  Raises Interrupted where a signal has
         come.
         """
-        together(self.world, self.interruption.check)
+        self.interruption.agree()
         if self.evaluates_after(step):
             self.log.evaluation(
                 step,
@@ -136,7 +137,7 @@ class Course(Sampling[Run], Generic[Run, Log]):
                 ),
             )
         self.checkpoints.save_if_due(step)
-        together(self.world, self.interruption.check)
+        self.interruption.agree()
 
     def save_model(self) -> None:
         """The policy as a model folder in the run's directory."""
@@ -163,6 +164,7 @@ def course(
     """
     console = console or (Console() if world.rank == 0 else silent())
     clock = Clock(world.pulse.beat)
+    check_recipes(world, config)
     with (
         begin(config, shape, resume, console.line, extra_bytes, world) as start,
         open_graders(config) as graders,
@@ -172,6 +174,7 @@ def course(
             with run.turns.training(clock):
                 start.restore(run)
             rewards = graders.describe() if graders is not None else []
+        check_machines(world, run.model.policy.device)
         console.lines([*run.describe(), *rewards])
         with (
             Interruption(world) as interruption,

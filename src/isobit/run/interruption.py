@@ -4,8 +4,8 @@ The first signal only raises a flag.  The run looks at it after every forward of
 grading and training, and after every step, so that a step is either finished or abandoned before it
 has changed a weight.  Signals that the caller of the process has switched off (``nohup``) stay so.
 
-Of several ranks, one that has a signal tells the others, who look now and then; all raise it in the
-same place where they are asked together (``isobit.parallel.agreement``).
+Of several ranks, one that has a signal tells the others, who look now and then: so all engines stop
+soon.  Where all ranks come by they agree, and all raise it or none.
 """
 
 import os
@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from isobit.errors import Interrupted
+from isobit.parallel.agreement import together
 from isobit.parallel.world import ALONE, World
 from isobit.rollout.progress import Progress
 
@@ -62,6 +63,10 @@ class Interruption:
             self._hear_others()
         if self._received is not None:
             raise Interrupted(self._received.name, self._received)
+
+    def agree(self) -> None:
+        """Raise Interrupted on all ranks if a signal has come to any; all ask at the same time."""
+        together(self._world, self.check)
 
     def watched(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
         """``progress`` for the engine, which then also stops generating when a signal has come."""

@@ -28,6 +28,7 @@ from isobit.models.folder import (
 )
 from isobit.models.loaded import DescribedModel, LoadedModel, model_folder
 from isobit.models.policy import Policy, random_policy
+from isobit.parallel.slots import ONE_SLOT, Slots
 from isobit.parallel.world import ALONE, World
 from isobit.precision.formats import BLOCK
 
@@ -58,20 +59,22 @@ class ModelSource:
         device: torch.device,
         world: World = ALONE,
         trainable: bool = True,
+        slots: Slots = ONE_SLOT,
     ) -> LoadedModel:
         """The model with its weights, published in the given flow on a device of each rank of a
-        world, which share its masters, or keep none; ``seed`` draws random ones.
+        world, which share its masters, or keep none; ``seed`` draws random ones, and ``slots`` are
+        those of an update.
         """
         described = self.described
         config = described.config
         if self.from_scratch:
-            policy = random_policy(config, precision, seed, device, trainable, world)
+            policy = random_policy(config, precision, seed, device, trainable, world, slots)
         elif config.score_head:
             masters = read_reward_masters(described.folder, config, seed, device)
-            policy = Policy(config, precision, masters, device, trainable, world)
+            policy = Policy(config, precision, masters, device, trainable, world, slots)
         else:
             policy = load_policy(
-                described.folder, precision, device, trainable, config.value_head, world
+                described.folder, precision, device, trainable, config.value_head, world, slots
             )
         return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
 

@@ -16,6 +16,7 @@ from isobit.data.sampler import PromptSampler
 from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns, NoTurns, Turns, allocate_in_pages
 from isobit.models.loaded import LoadedModel
+from isobit.parallel.slots import Slots
 from isobit.parallel.world import ALONE, World
 from isobit.rewards.grading import ModelScores
 from isobit.rollout.native.engine import NativeEngine
@@ -49,13 +50,13 @@ def build_parts(outline: Outline, world: World = ALONE, learns: bool = True) -> 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = world.own_device(outline.choose_device())
-    plan = None
+    slots, plan = Slots.of(outline.training.slots, world), None
     if support(device.type).has_own_memory:
         here = world.messages(world.host).count(world.host)
-        plan = plan_device_memory(outline, device, world.size, here, learns)
+        plan = plan_device_memory(outline, device, world.size, here, learns, slots.hosts)
         allocate_in_pages(device)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
-    model = outline.source.load(config.precision, config.seed, device, world, learns)
+    model = outline.source.load(config.precision, config.seed, device, world, learns, slots)
     engine = None
     if outline.generates:
         engine = NativeEngine(model.policy, rollout, model.tokenizer, config.seed)

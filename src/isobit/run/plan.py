@@ -144,12 +144,15 @@ def describe_rounds(outline: Outline, processes: int) -> Sequence[str]:
     prompts = -(-training.prompts_per_step // training.updates_per_batch)
     sequences = prompts * training.samples_per_prompt
     batches = -(-sequences // max(1, microbatch_tokens(training, longest) // longest))
-    rounds = -(-batches // processes)
+    slots = training.slots
+    rounds = sum(-(-len(range(slot, batches, slots)) // processes) for slot in range(slots))
+    last = "the last" if slots == 1 else f"the last of {slots} slots each"
     idle = rounds * processes - batches
     return (
         f"processes: {processes}, each with its rows of every master, moment and gradient",
         f"  micro-batches of an update, of {sequences:,} sequences of {longest:,} tokens: "
-        f"{batches:,}; rounds: {rounds:,}; idle in the last: {idle} of {processes} processes, "
+        f"{batches:,}; rounds: {rounds:,}; "
+        f"idle in {last}: {idle} of {slots * processes} processes, "
         f"{idle / (rounds * processes):.1%} of the time of all",
     )
 
@@ -160,9 +163,11 @@ def plan_device_memory(
     processes: int = 1,
     here: int = 1,
     learns: bool = True,
+    hosts: int = 1,
 ) -> DevicePlan:
     """The plan of the memory that a device has for itself, of each of so many processes that train
-    together; ``here`` are on this machine.  One that never ``learns`` only samples.
+    together; ``here`` are on this machine.  One that never ``learns`` only samples; ``hosts``
+    compute slots side by side.
 
     Raises ConfigError where the plan does not fit, and where the main memory does not hold what is
     to go there.
@@ -172,7 +177,7 @@ def plan_device_memory(
     rollout = config.rollout if outline.generates else None
     sizes, total = support(device.type).sizes, available_memory(device)
     frozen = outline.frozen if learns else tuple(one for one in outline.frozen if one.grades)
-    planner = DevicePlanner(shape, flow, sizes, total, frozen, processes, learns)
+    planner = DevicePlanner(shape, flow, sizes, total, frozen, processes, learns, hosts)
     plan = planner.plan(rollout, training, outline.longest)
     host = {name: here * size for name, size in plan.host.items()}
     if memory is not None and sum(host.values()) > memory.available:

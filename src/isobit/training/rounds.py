@@ -4,8 +4,15 @@ backward, in each round.
 The forward may fail on one rank alone, and the ranks agree on that right after it.  What fails in a
 backward is kept until they next agree: the others wait for this rank's gradients, so it sends them
 what it has, which then counts for nothing.
+
+With several slots (``isobit.parallel.slots``) the ranks of a host compute the rounds of a slot, and
+agree with the other hosts at its end.  Then every micro-batch is computed, even after a loss that
+is not finite: which ones had been by then would depend on the number of ranks and hosts.
 """
 
+import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +23,15 @@ from isobit.config.training import Recompute
 from isobit.models.policy import Policy
 from isobit.models.routes import RouterCoefficients
 from isobit.models.scorer import ScoredPass
+from isobit.parallel.agreement import gathered
+from isobit.parallel.slots import SlotSum
+from isobit.parallel.world import World
 from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
 from isobit.training.figures import microbatch_figures
+
+Member = tuple[PackedBatch, Shares]
+"""A micro-batch, and its shares of the update."""
 
 
 class Rounds:
@@ -41,7 +54,50 @@ class Rounds:
         self._leaves: list[torch.Tensor] = []
         self._failure: Exception | None = None
 
-    def forward(self, own: tuple[PackedBatch, Shares] | None, active: int) -> dict[str, Any] | None:
+    def figures(self, members: Sequence[Member]) -> list[dict[str, Any]]:
+        """Of all micro-batches of the update, in their order, whose gradients are added up; with
+        one slot, of those up to the first round with a loss that is not finite.
+        """
+        gradient = self._policy.gradient
+        if isinstance(gradient, SlotSum):
+            return self._slot_by_slot(members, gradient)
+        return self._fold(members, self._policy.world, stops=True)
+
+    def _slot_by_slot(self, members: Sequence[Member], gradient: SlotSum) -> list[dict[str, Any]]:
+        slots, world = gradient.slots, self._policy.world
+        figures: list[dict[str, Any]] = [{} for _ in members]
+        for first in range(0, slots.count, slots.hosts):
+            own = members[first + gradient.host :: slots.count]
+            found = gathered(world, partial(self._slot, own, gradient))
+            for host in range(slots.hosts):
+                made = found[host * gradient.group.size]
+                figures[first + host :: slots.count] = made
+            gradient.add_slots()
+        return figures
+
+    def _slot(self, members: Sequence[Member], gradient: SlotSum) -> list[dict[str, Any]]:
+        """The figures of a slot, on the first rank that computes it."""
+        gradient.begin_slot()
+        figures = self._fold(members, gradient.group, stops=False)
+        self.check()
+        return figures if gradient.group.rank == 0 else []
+
+    def _fold(self, members: Sequence[Member], group: World, stops: bool) -> list[dict[str, Any]]:
+        """The figures of micro-batches that some ranks compute in rounds; if it ``stops``, to the
+        first round with a loss that is not finite.
+        """
+        figures: list[dict[str, Any]] = []
+        for begin in range(0, len(members), group.size):
+            active = min(group.size, len(members) - begin)
+            own = members[begin + group.rank] if group.rank < active else None
+            made = gathered(group, partial(self.forward, own, active))[:active]
+            figures += made
+            if stops and not all(math.isfinite(one["loss"]) for one in made):
+                break
+            self.backward()
+        return figures
+
+    def forward(self, own: Member | None, active: int) -> dict[str, Any] | None:
         """The figures of this rank's micro-batch in a round of so many; None where it has none.
         Raises what failed in the backward of the round before.
         """

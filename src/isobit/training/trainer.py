@@ -19,7 +19,6 @@ is wanted there.
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -70,6 +69,7 @@ class Trainer:
         the loss, and interrupted by each forward), optimiser, and publish within it.  A value head
         learns ``head_rate`` times as fast as the rest.
         """
+        assert policy.slots.count == config.slots, "the policy adds up in other slots"
         self.timing = timing
         self.policy = policy
         self.scorer = Scorer(policy)
@@ -167,16 +167,11 @@ class Trainer:
         rounds = Rounds(
             policy, objective, self.config.recompute, router, totals.compare, self.timing
         )
-        for begin in range(0, len(batches), world.size):
-            members = batches[begin : begin + world.size]
-            mine = begin + world.rank
-            own = None if mine >= len(batches) else (batches[mine], shares[mine])
-            figures = gathered(world, partial(rounds.forward, own, len(members)))
-            for batch, made in zip(members, figures, strict=False):
-                totals.add(batch, made)
-                if not math.isfinite(made["loss"]):
-                    return math.nan, f"the loss is {made['loss']}"
-            rounds.backward()
+        figures = rounds.figures(list(zip(batches, shares, strict=True)))
+        for batch, made in zip(batches, figures, strict=False):
+            totals.add(batch, made)
+            if not math.isfinite(made["loss"]):
+                return math.nan, f"the loss is {made['loss']}"
         squares = gathered(world, rounds.squares)
         norm = gradient_norm(square for of_rank in squares for square in of_rank)
         return norm, None if norm <= _LARGEST_NORM else self._what_is_not_finite(norm)

@@ -92,9 +92,9 @@ def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
     """Runs in which a rank fails in the third step, and each run's end; -> what was raised."""
     found: dict[str, list[str]] = {}
     for name, rank, place in (
-        ("reward", 1, (Graders, "collect")),
+        ("reward", 1, (Graders, "fill")),
         ("learning", 0, (RlRun, "learn")),
-        ("signal", 1, (Graders, "collect")),
+        ("signal", 1, (Graders, "fill")),
         ("weights", 1, (Published, "gather")),
     ):
         config, raised = config_of({**case, "output": name}), "nothing"

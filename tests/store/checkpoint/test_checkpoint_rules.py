@@ -57,6 +57,13 @@ def test_steps_may_change_with_a_constant_schedule_and_not_below_what_is_done() 
             check_compatible(saved, now, step)
 
 
+def test_slots_and_the_sizes_of_microbatches_may_not_change() -> None:
+    for key in ("slots", "tokens_per_microbatch"):
+        saved, now = ({"training": {"steps": 2, key: number}} for number in (1, 2))
+        with pytest.raises(ConfigError, match=rf"training\.{key}: 1 in the run, 2 now"):
+            check_compatible(saved, now, step=1)
+
+
 def test_the_refusal_names_what_may_change() -> None:
     with pytest.raises(ConfigError) as error:
         check_compatible(config(seed=1), config(seed=2), step=0)

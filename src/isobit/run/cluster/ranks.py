@@ -140,7 +140,7 @@ class Ranks:
             now = time.monotonic()
             failed = [rank for rank in self._ranks if rank.exit_code]
             if failed and ask_at is None:
-                ask_at = now + (orderly_s if failed[0].has_said_why else 0)
+                ask_at = now + (orderly_s if self._in_order(failed[0]) else 0)
             if ask_at is not None and now >= ask_at and not asked:
                 asked = True
                 for rank in running:
@@ -151,6 +151,11 @@ class Ranks:
             if self._kill_at is not None and now >= self._kill_at:
                 for rank in running:
                     rank.end(signal.SIGKILL)
+
+    def _in_order(self, rank: Rank) -> bool:
+        """Whether the others, who may still be writing, will end by themselves."""
+        stopped = self._signal is not None and rank.stopped_by(self._signal)
+        return stopped or rank.has_said_why
 
     def _check(self) -> None:
         """Raise for what went wrong, if anything did."""

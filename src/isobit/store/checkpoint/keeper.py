@@ -113,8 +113,8 @@ class CheckpointKeeper:
         if self._world.size == 1 or is_agreed(error):
             return True
         self._console.line(
-            f"rank {self._world.rank} failed by itself; checkpoint: {self._where()}; once the "
-            "cause is gone, go on with --resume"
+            f"not all ranks can save; checkpoint: {self._where()}; once the cause is gone, go on "
+            "with --resume"
         )
         return False
 

@@ -1,0 +1,70 @@
+"""Whether all ranks of a run are one program on machines of one kind: where they are not, they part
+without a word, or the bits depend on who computed what.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from isobit.config.recipe import Recipe
+from isobit.errors import ConfigError
+from isobit.parallel.agreement import agreed
+from isobit.parallel.world import World
+from isobit.store.manifest import environment
+
+
+def check_recipes(world: World, config: Recipe) -> None:
+    """Refuse ranks that were started with other recipes, naming the first key that differs."""
+    differs = _first_difference(world.messages(config.model_dump(mode="json")))
+    if differs is not None:
+        rank, key, theirs, firsts = differs
+        raise agreed(
+            ConfigError(
+                f"rank {rank} was started with {key} = {theirs!r}, rank 0 with {firsts!r}; start "
+                "all with the same recipe and overrides"
+            )
+        )
+
+
+def check_machines(world: World, device: torch.device) -> None:
+    """Refuse ranks with other versions, other GPUs or instruction sets, or on CPUs another number
+    of threads.
+    """
+    found = environment(device)
+    if device.type != "cpu":
+        del found["device"]["threads"]
+    every = world.messages({"host": world.host, **found})
+    hosts = [one.pop("host") for one in every]
+    differs = _first_difference(every)
+    if differs is not None:
+        rank, key, theirs, firsts = differs
+        raise agreed(
+            ConfigError(
+                f"rank {rank} on {hosts[rank]} has {key} {theirs!r}, rank 0 on {hosts[0]} "
+                f"{firsts!r}, and the bits of a run would depend on which rank computes what; make "
+                "them alike"
+                + (" (the key threads of the recipe)" if key == "device.threads" else "")
+            )
+        )
+
+
+def _first_difference(
+    every: list[Mapping[str, Any]],
+) -> tuple[int, str, Any, Any] | None:
+    """Rank, key, its value there, and on rank 0."""
+    firsts = dict(_flat(every[0]))
+    for rank, one in enumerate(every):
+        values = dict(_flat(one))
+        for key in sorted(firsts.keys() | values.keys()):
+            if values.get(key) != firsts.get(key):
+                return rank, key, values.get(key), firsts.get(key)
+    return None
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

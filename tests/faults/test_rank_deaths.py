@@ -1,0 +1,95 @@
+"""A rank of two dies in a phase (in that of a checkpoint: test_ranks.py), hangs, or is asked to
+stop: the other ends with it, the reason is said, and what is resumed, on however many processes,
+leaves the files of a run that nothing happened to.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from isobit.config.run import RunConfig
+from isobit.run.cluster.deaths import RankError
+from isobit.run.cluster.launcher import launch
+from isobit.run.rl.loop import train
+
+PROGRAM = str(Path(__file__).with_name("rank.py"))
+OF_THE_MACHINE = ("memory/", "rollout/", "waiting/")
+"""Figures that depend on how many processes there are."""
+
+
+@pytest.fixture
+def recipe(values: dict[str, Any], tmp_path: Path, place: Path) -> Path:
+    (place / "hook.py").unlink(missing_ok=True)
+    path = tmp_path / "recipe.toml"
+    run = {**values, "output": str(tmp_path / "run"), "checkpoint": {"every": 1}}
+    path.write_text(tomli_w.dumps(run), encoding="utf-8")
+    return path
+
+
+def interrupted(recipe: Path, where: str, call: int, number: signal.Signals) -> str:
+    """What is said of a run, begun or resumed, whose rank 1 meets its end there."""
+    words = [PROGRAM, where, str(call), str(int(number)), "train", str(recipe), "--resume"]
+    with pytest.raises(RankError) as ended:
+        launch(words, 2, threads=1)
+    assert ended.value.exit_code == 137
+    return str(ended.value)
+
+
+def without_the_machine(outcome: dict[str, Any]) -> dict[str, Any]:
+    lines = [
+        {name: value for name, value in line.items() if not name.startswith(OF_THE_MACHINE)}
+        for line in outcome["metrics"]
+    ]
+    return {**outcome, "metrics": lines}
+
+
+def test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run(
+    recipe: Path,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = recipe.parent / "run"
+    for where, call in {"rollout": 15, "grading": 1, "training": 3}.items():
+        said = interrupted(recipe, where, call, signal.SIGKILL)
+        assert f"was killed by SIGKILL in {where} after" in said
+    assert len(list((run / "checkpoints").glob("step_??????"))) > 0
+    monkeypatch.setenv("ISOBIT_SILENCE_S", "8")
+    said = interrupted(recipe, "training", 2, signal.SIGSTOP)
+    assert said.startswith("rank 1 (")
+    assert "has been silent in" in said
+    train(RunConfig.model_validate(_values(recipe)), resume=True)
+    assert without_the_machine(outcome(run)) == without_the_machine(expected)
+
+
+def test_a_signal_to_the_launcher_leaves_a_checkpoint_of_both(
+    recipe: Path, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]]
+) -> None:
+    command = [sys.executable, "-m", "isobit.cli.main", "train", str(recipe), "--resume"]
+    command += ["--cluster.processes", "2"]
+    run = recipe.parent / "run"
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (run / "checkpoints" / "step_000002").exists():
+        assert first.poll() is None, "\n".join(map(str, first.communicate()))
+        time.sleep(0.01)
+    first.send_signal(signal.SIGTERM)
+    shown, errors = first.communicate()
+    assert first.returncode == 143
+    assert errors.count("SIGTERM: stopping where it is safe") == 1
+    assert errors.count("stopped by SIGTERM") == 1
+    assert "go on with --resume" in shown
+    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "after step 6" in done
+    assert without_the_machine(outcome(run)) == without_the_machine(expected)
+
+
+def _values(recipe: Path) -> dict[str, Any]:
+    return tomllib.loads(recipe.read_text(encoding="utf-8"))
