@@ -38,6 +38,7 @@ from isobit.models.loaded import model_folder
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.observe.console import Console
+from isobit.parallel.world import World
 from isobit.records.sequence import TokenSequence
 from isobit.run.course import course
 from isobit.run.rl.collect import collect
@@ -120,8 +121,8 @@ def run(config: RunConfig, say: Callable[[Row], None]) -> Row:
     """
     witnesses: list[Witness] = []
 
-    def prepare(config: RunConfig) -> RlRun:
-        made, tokens = prepare_rl(config), config.training.tokens_per_microbatch
+    def prepare(config: RunConfig, world: World) -> RlRun:
+        made, tokens = prepare_rl(config, world), config.training.tokens_per_microbatch
         witnesses.append(Witness(config.replay, config.seed, made.model.policy, tokens))
         return replace(made, replay=witnesses[0])
 
