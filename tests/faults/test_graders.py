@@ -105,7 +105,7 @@ def test_a_run_leaves_no_process_however_it_ends(
     config = make_config(reward={"in_process": False, "workers": 2}, training={"steps": 2})
     hook(write)
     train(config)
-    hook(write + "if call > 12: raise KeyError('answer')")
+    hook(write + "if call > 3: raise KeyError('answer')")
     with pytest.raises(RewardError, match="KeyError: 'answer'"):
         train(config.model_copy(update={"output": config.output.with_name("failed")}))
     graders = {int(pid) for pid in pids.read_text().split()}
