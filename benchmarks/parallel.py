@@ -27,13 +27,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from benchmarks.comparison.command import run_command
 from benchmarks.passes.cases import Case, parse_case
 from benchmarks.rl_steps import cases
 from isobit.config.training import Recompute
-from isobit.parallel.world import World, joined
+from isobit.parallel.processes import joined
+from isobit.parallel.world import World
+
+if TYPE_CHECKING:
+    from benchmarks.ranks.writing import Sitting
 
 PRECISIONS = ("bf16", "fp8-linear", "fp8")
 PROOF = cases.Case(8, 8, 128, 512)
@@ -89,7 +93,7 @@ def in_world(
 def links(world: World, arguments: argparse.Namespace) -> None:
     from benchmarks.ranks.links import run_links
 
-    run_links(world, arguments.precision, arguments.shape, arguments.out)
+    run_links(_sitting(world, arguments))
 
 
 def train(world: World, arguments: argparse.Namespace) -> None:
@@ -114,29 +118,32 @@ def step(world: World, arguments: argparse.Namespace) -> None:
 
     prompts = arguments.prompts * (world.size if arguments.weak else 1)
     case = replace(cases.CASES["2k"], prompts=prompts)
-    settings = _settings(arguments)
-    run_timed(world, arguments.precision, arguments.shape, case, settings, arguments.out)
+    run_timed(_sitting(world, arguments), case, _settings(arguments))
 
 
 def split(world: World, arguments: argparse.Namespace) -> None:
     from benchmarks.ranks.split import run_split
 
     case = replace(cases.CASES["2k"], prompts=arguments.prompts)
-    settings = _settings(arguments)
-    run_split(world, arguments.precision, arguments.shape, case, settings, arguments.out)
+    run_split(_sitting(world, arguments), case, _settings(arguments))
 
 
 def proof(world: World, arguments: argparse.Namespace) -> None:
     from benchmarks.ranks.steps import run_proof
 
-    settings = _settings(arguments)
-    run_proof(world, arguments.precision, arguments.shape, PROOF, settings, arguments.out)
+    run_proof(_sitting(world, arguments), PROOF, _settings(arguments))
 
 
 def table(arguments: argparse.Namespace) -> None:
     from benchmarks.ranks.table import run_table
 
     run_table(arguments.directory)
+
+
+def _sitting(world: World, arguments: argparse.Namespace) -> "Sitting":
+    from benchmarks.ranks.writing import Sitting
+
+    return Sitting(world, arguments.precision, arguments.shape, arguments.out)
 
 
 def _case(arguments: argparse.Namespace) -> Case:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from isobit.parallel.message import decode, encode
-from isobit.parallel.world import joined
+from isobit.parallel.processes import joined
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,7 +1,7 @@
 """Gradients by NCCL's own kernels, as between hosts: to see what copy engines are worth."""
 
 from isobit.parallel.exchanges import Exchanges
-from isobit.parallel.world import Processes
+from isobit.parallel.processes import Processes
 
 
 def without_copy_engines() -> None:

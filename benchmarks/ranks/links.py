@@ -8,14 +8,12 @@ Seconds by CUDA events on rank 0, medians over repeats behind a barrier.
 """
 
 from collections.abc import Callable
-from math import prod
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from benchmarks.passes.phases import Phases
-from benchmarks.ranks.writing import RankRows
+from benchmarks.ranks.writing import Sitting
 from isobit.config.precision import PrecisionConfig
 from isobit.memory.published import published_bytes
 from isobit.models.policy import Policy, random_policy
@@ -25,12 +23,12 @@ from isobit.parallel.world import World
 REPEATS = 7
 
 
-def run_links(world: World, mode: str, shape: str, out: Path, device: str = "cuda") -> None:
+def run_links(sitting: Sitting) -> None:
     """Rows ``exchange``, ``add`` and ``gather``."""
-    rows = RankRows(world, out, mode, shape)
-    own = world.own_device(torch.device(device))
-    precision = PrecisionConfig.model_validate(mode)
-    policy = random_policy(model_shape(shape), precision, 0, own, trainable=False, world=world)
+    rows, world = sitting.rows(), sitting.world
+    own, shape = world.own_device(torch.device(sitting.device)), model_shape(sitting.shape)
+    precision = PrecisionConfig.model_validate(sitting.mode)
+    policy = random_policy(shape, precision, 0, own, trainable=False, world=world)
     for kind, numbers, work in (
         ("exchange", *layer_exchange(policy, world)),
         ("add", *ordered_add(policy, world)),
@@ -55,10 +53,8 @@ def layer_exchange(policy: Policy, world: World) -> tuple[int, Callable[[], None
     names = policy.decoder.backward_groups()[1]
     owned = [[policy.ownership.rows(name, rank) for name in names] for rank in range(world.size)]
     made = {name: torch.randn(policy.shapes[name], device=policy.device) for name in names}
-    sizes = [
-        [(rows.stop - rows.start) * prod(policy.shapes[name][1:]) for name, rows in pairs]
-        for pairs in (list(zip(names, rows, strict=True)) for rows in owned)
-    ]
+    by_name = [policy.ownership.numbers(policy.shapes, [name]) for name in names]
+    sizes = [list(of_rank) for of_rank in zip(*by_name, strict=True)]
     series = world.exchanges(max(map(sum, sizes)), policy.device)
     send = [
         [made[name][rows] for name, rows in zip(names, owned[rank], strict=True)]

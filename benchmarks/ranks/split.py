@@ -7,7 +7,6 @@ rewards are random and nobody compares a few samples of each batch with the trai
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from random import Random
 from statistics import median
 from time import perf_counter
@@ -18,14 +17,13 @@ import torch
 from benchmarks.comparison.device import allocate_in_pages
 from benchmarks.comparison.rows import Row
 from benchmarks.ranks.digests import published_digest
-from benchmarks.ranks.writing import RankRows
+from benchmarks.ranks.writing import Sitting
 from benchmarks.rl_steps.cases import WARM_UP_TOKENS, Case
 from benchmarks.rl_steps.native import ROLLOUT, Loop, requests_of
 from isobit.config.precision import PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.shapes import model_shape
-from isobit.parallel.world import World
 from isobit.records.kept_groups import groups_of, groups_value
 from isobit.records.text import Group
 from isobit.rollout.engine import generate
@@ -36,18 +34,11 @@ from isobit.run.rl.apart import Apart
 STEPS = 3
 
 
-def run_split(
-    world: World,
-    mode: str,
-    shape: str,
-    case: Case,
-    settings: dict[str, Any],
-    out: Path,
-    device: str = "cuda",
-) -> None:
+def run_split(sitting: Sitting, case: Case, settings: dict[str, Any]) -> None:
     """A row: the median of three steps, and each one's seconds."""
-    assert world.size == 2, "one rank trains and one samples"
-    apart, config = Apart(world, rollouters=1), model_shape(shape)
+    assert sitting.world.size == 2, "one rank trains and one samples"
+    apart, config = Apart(sitting.world, rollouters=1), model_shape(sitting.shape)
+    mode, device = sitting.mode, sitting.device
     row: Row = {}
     with apart.attended():
         if apart.is_rollouter:
@@ -56,7 +47,7 @@ def run_split(
             row = train(
                 apart, Loop(mode, config, settings, case.length, device, world=apart.mine), case
             )
-    RankRows(world, out, mode, shape).write(
+    sitting.rows().write(
         kind="split", sequences=case.sequences, new_tokens=case.new_tokens, **settings, **row
     )
 

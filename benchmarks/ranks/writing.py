@@ -1,6 +1,7 @@
 """Rows of results, written by rank 0."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,21 @@ def measure_first_card() -> None:
     """On rank 0, before it has anything on a card: a fork measures."""
     if os.environ.get("RANK", "0") == "0":
         _cards.append(measure_card())
+
+
+@dataclass(frozen=True, slots=True)
+class Sitting:
+    """What the measurements of one command have in common."""
+
+    world: World
+    mode: str
+    shape: str
+    out: Path
+    device: str = "cuda"
+
+    def rows(self) -> "RankRows":
+        """Where they are written."""
+        return RankRows(self.world, self.out, self.mode, self.shape)
 
 
 class RankRows:

@@ -20,7 +20,8 @@ from isobit.errors import ConfigError
 from isobit.models.loaded import model_folder
 from isobit.observe.eval_result import EvalResult
 from isobit.parallel.launched import is_launched
-from isobit.parallel.world import World, joined
+from isobit.parallel.processes import joined
+from isobit.parallel.world import World
 from isobit.proof import verify as verification
 from isobit.proof.verify import VerifyOptions, VerifyResult
 from isobit.records.text import Group

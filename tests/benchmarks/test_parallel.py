@@ -3,6 +3,7 @@ one process.
 """
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,15 @@ def measure(world: World, folder: str) -> None:
     vars(writing)["native_versions"] = dict  # DeepGEMM's is not there
     out = Path(folder) / str(world.size)
     case = passes.Case("fp8", 20, 2, "none", "tiny")
-    links.run_links(world, "fp8", "tiny", out, "cpu")
+    sitting = writing.Sitting(world, "fp8", "tiny", out, "cpu")
+    links.run_links(sitting)
     training.run_training(world, case, 3, out, "gloo", "cpu")
     training.run_digests(world, case, 3, out, "cpu")
     small = cases.Case(2, 2, 5, 20)
-    steps.run_proof(world, "fp8", "tiny", small, SETTINGS, out, "cpu")
-    steps.run_timed(world, "fp8", "tiny", small, SETTINGS, out, "cpu")
+    steps.run_proof(sitting, small, SETTINGS)
+    steps.run_timed(sitting, small, SETTINGS)
     if world.size == 2:
-        split.run_split(world, "fp8", "tiny", small, SETTINGS, out / "split", "cpu")
+        split.run_split(replace(sitting, out=out / "split"), small, SETTINGS)
 
 
 def test_two_ranks_have_the_digests_of_one(

@@ -10,6 +10,7 @@ import torch
 from isobit.kernels.backend import backend_of
 from isobit.parallel.exchanges import Exchanges, PostedExchanges
 from isobit.parallel.peer_copies import PeerCopies
+from isobit.parallel.processes import Processes
 from isobit.parallel.world import World
 from tests.parallel.test_world import _tables
 from tests.worlds import in_world
@@ -29,6 +30,7 @@ def travel(world: World, _: Any) -> dict[str, Any]:
     memory.allocate_in_pages()
     copies = world.exchanges(NUMBERS, device)
     more = world.exchanges(1000, device, buffers=1)  # beside it, and of another size
+    assert isinstance(world, Processes)
     posted = PostedExchanges(world.exchange, world.rank, world.size, NUMBERS, device, 2)
     sums = {
         name: run(world, one, more, device)

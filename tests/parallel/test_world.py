@@ -14,6 +14,14 @@ from isobit.parallel.world import World
 from tests.worlds import in_world
 
 
+def exchanged(world: World, send: list[list[torch.Tensor]], numbers: int) -> list[torch.Tensor]:
+    """What came from each rank, so many numbers; zeros from this one."""
+    series = world.exchanges(max(one.numel() for (one,) in send), torch.device("cpu"))
+    comes = [[] if rank == world.rank else [numbers] for rank in range(world.size)]
+    found = series.start(send, comes).wait()
+    return [one[0].clone() if one else torch.zeros(numbers) for one in found]
+
+
 def travel(world: World, _: Any) -> dict[str, Any]:
     """Every kind of transport once, with parts of different sizes, some empty."""
     values = world.messages({"rank": world.rank, "x": torch.full((world.rank,), 0.1)})
@@ -33,8 +41,7 @@ def travel(world: World, _: Any) -> dict[str, Any]:
             for one in slices:
                 sums = sums * 7 + one
     send = [[torch.full((to + 1,), 10.0 * world.rank + to)] for to in range(world.size)]
-    receive = [[torch.zeros(world.rank + 1)] for _ in range(world.size)]
-    world.exchange(send, receive).wait()
+    receive = exchanged(world, send, world.rank + 1)
     counted = world.board.add("tickets", 1)
     world.barrier("all have counted")
     world.board.post(f"note {world.rank}", b"\x00\xff")
@@ -60,7 +67,7 @@ def travel(world: World, _: Any) -> dict[str, Any]:
             for one, whole in zip(tables, _tables(None)[0], strict=True)
         ),
         "sums": sums,
-        "received": [one[0] for one in receive],
+        "received": receive,
         "counted": counted,
         "notes": [note is not None and note.hex() for note in notes],
         "absent": world.board.read("nobody's"),
@@ -142,8 +149,7 @@ def in_parts(world: World, _: Any) -> dict[str, Any]:
     mine.gather([table], [[0, 4] if mine.size == 1 else [0, 1, 4]])
     mine.board.add("here", 1)
     send = [[torch.full((2,), float(world.rank))] for _ in range(mine.size)]
-    receive = [[torch.zeros(2)] for _ in range(mine.size)]
-    mine.exchange(send, receive).wait()
+    receive = exchanged(mine, send, 2)
     world.barrier("all have counted")
     strided = world.among([[0, 2], [1]])
     inner = mine.among([[rank] for rank in range(mine.size)])
@@ -153,7 +159,7 @@ def in_parts(world: World, _: Any) -> dict[str, Any]:
         "place": [mine.rank, mine.size],
         "messages": mine.messages(world.rank),
         "table": table,
-        "received": [float(one[0].sum()) for one in receive],
+        "received": [float(one.sum()) for one in receive],
         "all": world.messages(world.rank),
         "here": mine.board.add("here", 0),
     }

@@ -234,30 +234,37 @@ class Spoilt:
         return replace(made, loss=made.loss * float("nan")) if is_spoilt else made
 
 
+def starved_update(trainer: Trainer, world: World, at_call: int) -> list[Any]:
+    """An update in which the last rank runs out of memory in one of its layers' backwards: its
+    figures, and the budgets that it led to.
+    """
+    original, calls = PackedPass._layer_backward, [0]
+
+    def once(self: PackedPass, layer: Layer, d: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == at_call and world.rank == world.size - 1:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0 has ..")
+        return original(self, layer, d)
+
+    def attempt(tokens: int) -> Any:
+        algorithm = build_algorithm(GrpoConfig())
+        return trainer.update(pack(sequences(9, 0), tokens), algorithm).scalars()
+
+    PackedPass._layer_backward = once
+    try:
+        figures = within_memory(trainer, [one.length for one in sequences(9, 0)], attempt)
+    finally:
+        PackedPass._layer_backward = original
+    return [figures, [change.new for change in trainer.budget.changes]]
+
+
 def fail(world: World, _: Any) -> list[Any]:
     """Rank 1 runs out of memory in its second backward, then in a forward; and a loss that is not
     finite there.
     """
     torch.set_num_threads(1)
-    algorithm, log = build_algorithm(GrpoConfig()), []
     trainer = make_trainer(CASES[0], world)
-    lengths = [one.length for one in sequences(9, 0)]
-    original, calls = PackedPass._layer_backward, [0]
-
-    def once(self: PackedPass, layer: Layer, d: torch.Tensor) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] == 4 and world.rank == world.size - 1:
-            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0 has ..")
-        return original(self, layer, d)
-
-    PackedPass._layer_backward = once
-
-    def attempt(tokens: int) -> Any:
-        return trainer.update(pack(sequences(9, 0), tokens), algorithm).scalars()
-
-    log.append(within_memory(trainer, lengths, attempt))
-    log.append([change.new for change in trainer.budget.changes])
-
+    log = starved_update(trainer, world, at_call=4)
     log.append(trainer.update(pack(sequences(9, 1), 32), Spoilt()).skipped)
     log.append(state(trainer))
     return log

@@ -11,14 +11,19 @@ import torch
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.training import TrainingConfig
-from isobit.models.decoder import Layer
-from isobit.models.packed_pass import PackedPass
 from isobit.parallel.slots import Slots
 from isobit.parallel.world import ALONE, World
-from isobit.training.out_of_memory import within_memory
 from isobit.training.packing import pack
 from isobit.training.trainer import Trainer
-from tests.training.test_ranks import CASES, Spoilt, make_trainer, sequences, state, train
+from tests.training.test_ranks import (
+    CASES,
+    Spoilt,
+    make_trainer,
+    sequences,
+    starved_update,
+    state,
+    train,
+)
 from tests.worlds import in_world
 
 ALL = [
@@ -110,28 +115,11 @@ def test_hosts_compute_side_by_side_where_they_are_equal(hosts: str, count: int,
 def fail(world: World, hosts: int) -> list[Any]:
     """The last rank runs out of memory in a backward; then a loss is not finite."""
     torch.set_num_threads(1)
-    algorithm, log = build_algorithm(GrpoConfig()), []
     trainer = make_trainer({**CASES[0], "slots": 2, "hosts": hosts}, world)
-    lengths = [one.length for one in sequences(9, 0)]
-    original, calls = PackedPass._layer_backward, [0]
-
-    def once(self: PackedPass, layer: Layer, d: torch.Tensor) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] == 2 and world.rank == world.size - 1:
-            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0 has ..")
-        return original(self, layer, d)
-
-    PackedPass._layer_backward = once
-
-    def attempt(tokens: int) -> Any:
-        return trainer.update(pack(sequences(9, 0), tokens), algorithm).scalars()
-
-    log.append(within_memory(trainer, lengths, attempt))
-    log.append([change.new for change in trainer.budget.changes])
+    log = starved_update(trainer, world, at_call=2)
     skipped = trainer.update(pack(sequences(9, 1), 32), Spoilt())
     log.append([skipped.skipped, skipped.tokens, skipped.entropy])
     log.append(state(trainer))
-    PackedPass._layer_backward = original
     return log
 
 

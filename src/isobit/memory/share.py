@@ -16,7 +16,7 @@ from functools import cache
 from math import prod
 
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder
+from isobit.models.decoder import build_decoder, master_shapes
 from isobit.parallel.exchanges import buffer_bytes
 from isobit.parallel.gradient_sum import SumSizes
 from isobit.parallel.ownership import Ownership
@@ -50,11 +50,8 @@ class Share:
 def share_of(shape: ModelConfig, processes: int, slots: Slots = ONE_SLOT) -> Share:
     """Of a model that is trained by so many processes."""
     decoder = build_decoder(shape)
-    masters, in_parts = decoder.masters(), decoder.added_in_parts
-    shapes = {name: master.shape for name, master in masters.items()}
-    groups = decoder.backward_groups()
-    parts = {name: tuple(master.parts.values()) for name, master in masters.items()}
-    ownership = Ownership.of(shapes, parts, processes, slots.hosts)
+    shapes, in_parts = master_shapes(shape), decoder.added_in_parts
+    groups, ownership = decoder.backward_groups(), decoder.ownership(processes, slots.hosts)
     of_host, owned = ownership.of_host(), _of_largest(ownership, shapes)
     of_a_slot = _FP32 * sum(_of_largest(of_host, shapes)) if slots.count > 1 else 0
     across = 0

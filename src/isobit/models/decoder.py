@@ -30,6 +30,7 @@ from isobit.models.layers.scalar_head import ScalarHead
 from isobit.models.layers.unit import Master, MlpUnit
 from isobit.models.routes import Routes
 from isobit.models.weights import Weights
+from isobit.parallel.ownership import Ownership
 from isobit.precision.flow import DecoderShape, SiteShape
 
 VALUE_HEAD = "value_head"
@@ -93,6 +94,15 @@ class Decoder:
         heads = [head for head in (self.head, self.value) if head is not None]
         units = (self.embedding, *halves, self.norm, *heads)
         return {name: master for unit in units for name, master in unit.masters().items()}
+
+    def ownership(self, processes: int, hosts: int = 1) -> Ownership:
+        """Who owns which rows of the masters, of so many processes that train it, as many on each
+        of the hosts that compute slots side by side.
+        """
+        described = self.masters()
+        shapes = {name: master.shape for name, master in described.items()}
+        parts = {name: tuple(master.parts.values()) for name, master in described.items()}
+        return Ownership.of(shapes, parts, processes, hosts)
 
     def backward_groups(self) -> tuple[tuple[str, ...], ...]:
         """The masters in the order in which a backward has added all to them: those of heads and

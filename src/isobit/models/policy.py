@@ -13,7 +13,6 @@ gate_up_proj, down_proj}.weight`` (q, k, v and gate, up are fused along their ou
 ``value_head.weight`` or ``score.weight``.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -21,9 +20,8 @@ import torch
 from isobit.config.precision import PrecisionConfig
 from isobit.errors import MismatchError
 from isobit.kernels.backend import backend_of
-from isobit.kernels.rope import RopeTable
-from isobit.models.config import ModelConfig, inverse_frequencies
-from isobit.models.decoder import build_decoder
+from isobit.models.config import ModelConfig
+from isobit.models.decoder import build_decoder, master_shapes
 from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion
 from isobit.models.pieces import is_equal_in_pieces
 from isobit.models.published import Published
@@ -37,12 +35,10 @@ from isobit.parallel.gradient_sum import (
     fold_of,
     gradients_of,
 )
-from isobit.parallel.ownership import Ownership
 from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.formats import Side
-from isobit.precision.quant_tensor import QuantTensor
 
 
 class Policy:
@@ -83,14 +79,10 @@ class Policy:
         """The rows that this rank owns, perhaps none."""
         self.change = PublishedChange(self.world)
         """What the last publication changed."""
-        described = self.decoder.masters()
-        self.shapes = {name: master.shape for name, master in described.items()}
+        self.shapes = master_shapes(config)
         """Of the whole masters."""
-        parts = {name: tuple(master.parts.values()) for name, master in described.items()}
-        self.ownership = Ownership.of(self.shapes, parts, world.size, slots.hosts)
-        frequencies = inverse_frequencies(config)
-        rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
-        self._published = Published(self.decoder, self.flow, self.backend, rope.to(self.device))
+        self.ownership = self.decoder.ownership(world.size, slots.hosts)
+        self._published = Published(config, self.flow, self.backend)
         self._take(masters, trainable)
         self.gradient = self._gradient_sum()
         """Where a backward adds up the gradients of the masters."""
@@ -160,8 +152,7 @@ class Policy:
 
         Raises MismatchError, on all, where one has other bytes afterwards.
         """
-        parts = {name: tuple(m.parts.values()) for name, m in self.decoder.masters().items()}
-        owned = Ownership.of(self.shapes, parts, owners).cuts
+        owned = self.decoder.ownership(owners).cuts
         without = world.size - owners
         cuts = {name: (*at, *(at[-1:] * without)) for name, at in owned.items()}
         self._published.gather(world, cuts)
@@ -182,21 +173,10 @@ class Policy:
         self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool
     ) -> None:
         """Publish whole masters, and keep the rows that this rank owns."""
-        pairs = masters.items() if isinstance(masters, Mapping) else masters
-        names: list[str] = []
-        for name, values in pairs:
-            names.append(name)
-            if isinstance(values, QuantTensor):
-                master = self._published.take(name, values, keep)
-            else:
-                master = values.to(self.device, torch.float32, copy=isinstance(masters, Mapping))
-                self._published.publish(name, master.detach())
+        for name, master in self._published.take_all(masters, keep):
             if keep and master is not None:
                 own = master if self.world.size == 1 else master[self.rows(name)].clone()
                 self.masters[name] = torch.nn.Parameter(own)
-        if len(self.conversion):
-            print(f"isobit: {self.conversion}", file=sys.stderr)
-        assert names == list(self.shapes), "masters do not fit the configuration"
 
     def _gradient_sum(self) -> GradientSum | ExchangedSum | SlotSum:
         decoder, gradients = self.decoder, gradients_of(self.masters)

@@ -6,7 +6,6 @@ are rows of the whole policy's, and no rank ever holds more than its share and o
 samples: there are no masters to train and no backward.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,8 +13,7 @@ import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import backend_of
-from isobit.kernels.rope import RopeTable
-from isobit.models.config import ModelConfig, inverse_frequencies
+from isobit.models.config import ModelConfig
 from isobit.models.cut import TensorCut
 from isobit.models.decoder import build_decoder
 from isobit.models.fp8_checkpoint import MasterValues
@@ -27,7 +25,6 @@ from isobit.models.weights import Weights
 from isobit.parallel.world import World
 from isobit.precision.flow import build_flow
 from isobit.precision.formats import Side
-from isobit.precision.quant_tensor import QuantTensor
 
 SIDE: Side = "rollout"
 """The side that samples."""
@@ -55,23 +52,12 @@ class PolicyShare:
         self.backend = backend_of(self.device)
         self.flow = build_flow(precision, self.decoder.shape).one_sided(SIDE)
         self.cut = TensorCut.of(config, world)
-        frequencies = inverse_frequencies(config)
-        rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
-        published = Published(self.decoder, self.flow, self.backend, rope.to(self.device))
+        published = Published(config, self.flow, self.backend)
         self._weights = published.sides["training"] = published.sides[SIDE]
         self._weights.cut = self.cut
         described = self.decoder.masters()
-        names: list[str] = []
-        for name, values in masters:
-            names.append(name)
-            if isinstance(values, QuantTensor):
-                published.take(name, values, keep_master=False)
-            else:
-                published.publish(name, values.to(self.device, torch.float32))
+        for name, _ in published.take_all(masters, keep=False):
             self._keep_share(name, described[name])
-        if len(published.conversion):
-            print(f"isobit: {published.conversion}", file=sys.stderr)
-        assert names == list(described), "masters do not fit the configuration"
         # what connections between GPUs take is there before a cache takes what is left
         world.stack(torch.zeros(1, device=self.device))
 

@@ -8,6 +8,7 @@ tensor sees the new weights.
 Where rollout and training have the same formats at a site, its weight exists once.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -17,8 +18,9 @@ import torch
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable
-from isobit.models.decoder import Decoder
-from isobit.models.fp8_checkpoint import ScaleConversion, is_taken, master_of
+from isobit.models.config import ModelConfig, inverse_frequencies
+from isobit.models.decoder import build_decoder
+from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.layers.head import PUBLISHED
 from isobit.models.published_change import PublishedChange
 from isobit.models.weights import Weights
@@ -33,9 +35,10 @@ SIDES: tuple[Side, Side] = ("rollout", "training")
 class Published:
     """The weights of a decoder in a flow, on one device."""
 
-    def __init__(
-        self, decoder: Decoder, flow: PrecisionFlow, backend: Backend, rope: RopeTable
-    ) -> None:
+    def __init__(self, config: ModelConfig, flow: PrecisionFlow, backend: Backend) -> None:
+        frequencies = inverse_frequencies(config)
+        rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
+        rope, decoder = rope.to(backend.device), build_decoder(config)
         self.sides: dict[Side, Weights] = {side: Weights(backend, rope) for side in SIDES}
         self.conversion = ScaleConversion()
         """Of a folder's FP8 whose scales the flow does not have."""
@@ -43,6 +46,30 @@ class Published:
         """Whether matrices are a folder's FP8 as it is."""
         self._decoder, self._flow, self._backend = decoder, flow, backend
         self._described = decoder.masters()
+
+    def take_all(
+        self,
+        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
+        keep: bool,
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Publish whole masters, in the order of the forward pass; -> each by name as FP32 numbers
+        on the device, once it is published, or None of a folder's FP8 that stays as it is and is
+        not to ``keep``.  Those of a mapping are copied, pairs are handed over.
+        """
+        pairs = masters.items() if isinstance(masters, Mapping) else masters
+        names: list[str] = []
+        for name, values in pairs:
+            names.append(name)
+            if isinstance(values, QuantTensor):
+                master = self.take(name, values, keep)
+            else:
+                copy, device = isinstance(masters, Mapping), self._backend.device
+                master = values.to(device, torch.float32, copy=copy)
+                self.publish(name, master.detach())
+            yield name, master
+        if len(self.conversion):
+            print(f"isobit: {self.conversion}", file=sys.stderr)
+        assert names == list(self._described), "masters do not fit the configuration"
 
     @torch.no_grad()
     def publish(self, name: str, master: torch.Tensor) -> None:

@@ -40,7 +40,7 @@ def together(world: World, attempt: Callable[[], T]) -> T:
     that names the first rank with one (out of memory and a signal keep their kind).
     """
     made: list[T] = []
-    _agree(world, lambda: made.append(attempt()))
+    gathered(world, lambda: made.append(attempt()))
     return made[0]
 
 
@@ -48,18 +48,6 @@ def gathered(world: World, attempt: Callable[[], Any]) -> list[Any]:
     """``attempt`` on every rank, and what each made of it (``isobit.parallel.message``); raises as
     ``together`` does.
     """
-    return _agree(world, attempt)
-
-
-def shared_out(world: World, items: Sequence[T], compute: Callable[[T], Any]) -> list[Any]:
-    """``compute`` of every item, in their order: rank r takes the items r, r + W, ..; raises as
-    ``together`` does.
-    """
-    made = gathered(world, lambda: [compute(item) for item in items[world.rank :: world.size]])
-    return [made[place % world.size][place // world.size] for place in range(len(items))]
-
-
-def _agree(world: World, attempt: Callable[[], Any]) -> list[Any]:
     error: BaseException | None = None
     value = None
     try:
@@ -77,6 +65,22 @@ def _agree(world: World, attempt: Callable[[], Any]) -> list[Any]:
             setattr(raised, _AGREED, True)
             raise raised
     return [one["value"] for one in found]
+
+
+def shared_out(world: World, items: Sequence[T], compute: Callable[[T], Any]) -> list[Any]:
+    """``compute`` of every item, in their order: rank r takes the items r, r + W, ..; raises as
+    ``together`` does.
+    """
+    made = gathered(world, lambda: [compute(item) for item in items[world.rank :: world.size]])
+    return in_turn(made)
+
+
+def in_turn(made: Sequence[Sequence[T]]) -> list[T]:
+    """The results of all items in their order, from those that each rank made of its own: rank r of
+    the items r, r + W, ..
+    """
+    count = sum(map(len, made))
+    return [made[place % len(made)][place // len(made)] for place in range(count)]
 
 
 def _described(error: BaseException | None) -> dict[str, Any] | None:

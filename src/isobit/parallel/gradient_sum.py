@@ -192,17 +192,14 @@ class ExchangedSum:
         self._places = _places(groups, targets.in_parts)
         self._group_of = {name: place for place, names in enumerate(groups) for name in names}
         self._whole = [_Layout({name: shapes[name] for name in names}) for names in groups]
-        self._own = {
-            name: (rows.stop - rows.start) * prod(shape[1:])
-            for name, shape in shapes.items()
-            for rows in [ownership.rows(name, world.rank)]
-        }
+        self._own = {name: ownership.numbers(shapes, [name])[world.rank] for name in shapes}
         """Numbers of its own of each master."""
         self._made: dict[str, torch.Tensor] = {}
         """By place."""
         self._open: set[int] = set()
         """Groups that something was added to in this round."""
-        self._travelling: list[_Travelling] = []
+        self._travelling: _Travelling | None = None
+        """The group that was sent last in this round."""
         self._last: _Travelling | None = None
         """Of the round before, which travels on beside the next forward."""
         self._active = self._next = 0
@@ -221,7 +218,7 @@ class ExchangedSum:
         """A micro-batch begins on the ranks below ``active``, on this one too if it is among them;
         all that the round needs is allocated.
         """
-        assert not self._travelling, "a round ends before the next"
+        assert self._travelling is None, "a round ends before the next"
         self._active, self._next = active, 0
         self._open.clear()
         for group in range(len(self._groups)):
@@ -235,8 +232,6 @@ class ExchangedSum:
         if self._is_active and group not in self._open:
             self._begin(group)  # nothing was added to it: zeros
         self._send(group)
-        while len(self._travelling) > 1:
-            self._settle(self._travelling.pop(0))
 
     def end_round(self) -> None:
         """Take part in what is left of the round, and add up all that has arrived but for the last
@@ -245,9 +240,7 @@ class ExchangedSum:
         """
         while self._next < len(self._groups):
             self._send(self._next)
-            while len(self._travelling) > 1:
-                self._settle(self._travelling.pop(0))
-        self._last = self._travelling.pop()
+        self._last, self._travelling = self._travelling, None
 
     def finish(self) -> None:
         """All rounds are over: add up what still travels."""
@@ -273,7 +266,7 @@ class ExchangedSum:
         self._open.add(group)
 
     def _send(self, group: int) -> None:
-        """Each slice to its owner."""
+        """Each slice to its owner; what has arrived of the group before is added up."""
         self.finish()
         made, rank, size = self._buffer(group), self._world.rank, self._world.size
         names = self._groups[group]
@@ -287,8 +280,11 @@ class ExchangedSum:
         comes = [own if one < self._active and one != rank else [] for one in range(size)]
         is_end = group in (0, len(self._groups) - 1)
         series = self._of_ends if is_end else self._of_layers
-        self._travelling.append(_Travelling(group, self._active, made, series.start(send, comes)))
+        before = self._travelling
+        self._travelling = _Travelling(group, self._active, made, series.start(send, comes))
         self._next = group + 1
+        if before is not None:
+            self._settle(before)
 
     def _settle(self, travelling: _Travelling) -> None:
         """Add the slices of all micro-batches of the round, in their order."""

@@ -34,8 +34,8 @@ from pathlib import Path
 
 from isobit.errors import PeerError
 from isobit.parallel.black_box import BlackBox
+from isobit.parallel.processes import Processes
 from isobit.parallel.pulse import Pulse
-from isobit.parallel.world import Processes
 
 _VARIABLE = "ISOBIT_SILENCE_S"
 """For tests: the shortest silence, instead of a minute; all other times in proportion."""

@@ -1,4 +1,4 @@
-"""The processes of a run, and what moves between them: the one file that imports torch.distributed.
+"""The processes of a run, and what moves between them, as those see it who compute.
 
 Every process runs the same program on the same data and decides the same; a *rank* computes its
 share, and the results are gathered.  All methods but ``board``'s are collective: every rank calls
@@ -7,42 +7,22 @@ algorithm and the number of ranks.
 
     messages    a small value of every rank, on every rank
     gather      slices of a tensor, each written by one rank, complete on all
-    exchange    slices from every rank to every other
+    exchanges   a series of slices from every rank to every other, through buffers made once
     stack       equal tensors of all ranks, one upon the other
-    exchanges   a series of them, through buffers that are made once
     board       notes that any rank leaves and any other finds, without waiting
 
-A run alone is a world of one (``Alone``): the same calls, and nothing travels.
+A run alone is a world of one (``Alone``): the same calls, and nothing travels.  Several are
+``isobit.parallel.processes``.
 """
 
-import os
 import socket
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from itertools import count, pairwise
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
-from isobit.errors import ConfigError, PeerError
-from isobit.parallel.exchanges import Exchanges, NoExchanges, PostedExchanges, Work
-from isobit.parallel.gather import complete
-from isobit.parallel.launched import is_launched, rank_of_host, take_place
-from isobit.parallel.message import decode, encode
-from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
+from isobit.parallel.exchanges import Exchanges, NoExchanges
 from isobit.parallel.pulse import Pulse
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Of one tensor; torch 2.13 calls it otherwise than those before."""
-_FOR_EVER = timedelta(days=7)
-"""Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
-_worlds = count()
-"""One after the other in a process, each with names of its own in the store."""
 
 
 class Board(Protocol):
@@ -89,15 +69,6 @@ class World(Protocol):
     ) -> None:
         """Complete tensors in place.  Rows ``cuts[i][p]`` to ``cuts[i][p + 1]`` of ``tensors[i]``,
         contiguous and on any device, are of the rank r whose place is p: ``places[r]``, or r.
-        """
-        ...
-
-    def exchange(
-        self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
-    ) -> Work:
-        """``send[r]`` goes to rank r, ``receive[r]`` comes from it: FP32, contiguous, of the same
-        sizes on both ends; empty for nothing.  ``send[rank]`` and ``receive[rank]`` are not looked
-        at.  Both are in use until the work is waited for.
         """
         ...
 
@@ -159,11 +130,6 @@ class _Notes:
         self._notes.pop(name, None)
 
 
-class _Done:
-    def wait(self) -> None:
-        """Nothing is on its way."""
-
-
 class Alone:
     """One process."""
 
@@ -186,12 +152,6 @@ class Alone:
         places: Sequence[int] | None = None,
     ) -> None:
         """They are complete."""
-
-    def exchange(
-        self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
-    ) -> Work:
-        """Nobody to exchange with."""
-        return _Done()
 
     def stack(self, mine: torch.Tensor) -> torch.Tensor:
         """Its own alone."""
@@ -219,310 +179,3 @@ class Alone:
 
 ALONE = Alone()
 """For everything that is not told of a world."""
-
-
-class _StoreBoard:
-    """The board on torch's store, which rank 0 (or the launcher) keeps."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def add(self, name: str, number: int) -> int:
-        """See ``Board``."""
-        with _peers():
-            return self._store.add(f"counter/{name}", number)
-
-    def post(self, name: str, note: bytes) -> None:
-        """See ``Board``."""
-        with _peers():
-            self._store.set(f"note/{name}", note)  # pyright: ignore[reportArgumentType] (takes bytes)
-
-    def read(self, name: str) -> bytes | None:
-        """See ``Board``."""
-        key = f"note/{name}"
-        with _peers():
-            return self._store.get(key) if self._store.check([key]) else None
-
-    def remove(self, name: str) -> None:
-        """See ``Board``."""
-        with _peers():
-            self._store.delete_key(f"note/{name}")
-
-
-class Processes:
-    """Processes joined by torch.distributed: gloo for tensors of the host, NCCL for those of
-    GPUs.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int, local_rank: int) -> None:
-        self.rank, self.size, self.local_rank = rank, size, local_rank
-        self.numbers: tuple[int, ...] = tuple(range(size))
-        self.host = socket.gethostname()
-        self.pulse = Pulse()
-        self._store = store
-        self.board: Board = _StoreBoard(PrefixStore("isobit", store))
-        self._shared: list[Any] = []
-        """Memory that other ranks write to."""
-        backend, gpu = "gloo", None
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            # some launchers show each process its own GPU alone
-            number = local_rank % torch.cuda.device_count()
-            torch.cuda.set_device(number)
-            gpu = str(torch.cuda.get_device_properties(number).uuid)
-            backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("torch", store),
-            rank=rank,
-            world_size=size,
-            timeout=_FOR_EVER,
-        )
-        self._group: dist.ProcessGroup | None = dist.group.WORLD
-        self._gpus: list[str | None] = self.messages(gpu)
-
-    def part(self, cuts: Sequence[int]) -> World:
-        """See ``World``."""
-        return self.among([range(first, last) for first, last in pairwise(cuts)])
-
-    def among(self, groups: Sequence[Sequence[int]]) -> World:
-        """See ``World``."""
-        mine = next(group for group in groups if self.rank in group)
-        # Only its own, since ranks outside this world do not come here.  Even of one: torch names
-        # a group by how many its ranks are in.
-        group = dist.new_group(
-            [self.numbers[rank] for rank in mine],
-            timeout=_FOR_EVER,
-            use_local_synchronization=True,
-        )
-        assert isinstance(group, dist.ProcessGroup)
-        return _Part(self, group, mine) if len(mine) > 1 else _Single(self)
-
-    def own_device(self, device: torch.device) -> torch.device:
-        """See ``World``."""
-        if device.type != "cuda":
-            return device
-        sharing = [rank for rank, gpu in enumerate(self._gpus) if gpu == self._gpus[self.rank]]
-        if len(sharing) > 1:
-            raise ConfigError(
-                f"ranks {' and '.join(map(str, sharing))} would compute on one GPU of "
-                f"{self.host}, which has {torch.cuda.device_count()}; start at most one process a "
-                "GPU (cluster.processes), or set device = 'cpu'"
-            )
-        return torch.device(device.type, torch.cuda.current_device())
-
-    def messages(self, mine: Any) -> list[Any]:
-        """See ``World``."""
-        with self.pulse.waiting("messages"), _peers():
-            data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(sizes, torch.tensor([data.numel()]), group=self._group)
-            longest = max(int(size) for size in sizes)
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: data.numel()] = data
-            found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(found, padded, group=self._group)
-        return [
-            decode(bytes(one[: int(size)].numpy())) for one, size in zip(found, sizes, strict=True)
-        ]
-
-    def gather(
-        self,
-        tensors: Sequence[torch.Tensor],
-        cuts: Sequence[Sequence[int]],
-        places: Sequence[int] | None = None,
-    ) -> None:
-        """See ``World``."""
-        with self.pulse.waiting("gather"), _peers():
-            complete(tensors, cuts, places or range(self.size), self.rank, self._swap)
-
-    def exchange(
-        self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
-    ) -> Work:
-        """See ``World``."""
-        with _peers():
-            return _Watched(self._swap(send, receive), self.pulse)
-
-    def stack(self, mine: torch.Tensor) -> torch.Tensor:
-        """See ``World``."""
-        made = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
-        with self.pulse.waiting("stack"), _peers():
-            found, sent = (x.view(-1).view(torch.uint8) for x in (made, mine))
-            _all_gather(found, sent, group=self._group)
-        return made
-
-    def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
-        """See ``World``."""
-        asked = self.messages([numbers, self.host])
-        numbers, hosts = max(one[0] for one in asked), {one[1] for one in asked}
-        if device.type == "cuda" and len(hosts) == 1:
-            copies, problem = self._peer_copies(numbers, device, buffers)
-            if copies is not None:
-                return copies
-            if self.rank == 0:
-                print(
-                    f"isobit: gradients travel by NCCL's kernels instead of copy engines, because "
-                    f"{problem}",
-                    file=sys.stderr,
-                )
-        return PostedExchanges(self.exchange, self.rank, self.size, numbers, device, buffers)
-
-    def _peer_copies(
-        self, numbers: int, device: torch.device, buffers: int
-    ) -> tuple[PeerCopies | None, str]:
-        """On every rank a series that was tried, or on none, and what was wrong."""
-        try:
-            size = shared_numbers(self.size, numbers, buffers)
-            memory, problem = self._shared_memory(size, device), ""
-        except (ImportError, AttributeError, RuntimeError) as error:
-            memory, problem = None, str(error).splitlines()[0]
-        problem = self._first_problem(problem)
-        if memory is None or problem:
-            return None, problem
-        copies, problem = try_copies(memory, self.rank, numbers, buffers)
-        problem = self._first_problem(problem)
-        return (None, problem) if problem else (copies, "")
-
-    def _shared_memory(self, numbers: int, device: torch.device) -> list[torch.Tensor]:
-        """Zeros of every rank that each can write to, by rank; kept for as long as the world."""
-        # one device each is visible where the launcher says so, and then all have one name
-        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        # no multicast: nothing here adds, and it is the part that drivers fail at
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        from torch.distributed import _symmetric_memory as symmetric
-
-        mine = symmetric.empty(numbers, dtype=torch.float32, device=device).zero_()
-        torch.cuda.synchronize(device)
-        assert self._group is not None
-        shared = symmetric.rendezvous(mine, self._group)
-        self._shared.append((mine, shared))
-        return [
-            mine if rank == self.rank else shared.get_buffer(rank, (numbers,), torch.float32)
-            for rank in range(self.size)
-        ]
-
-    def _first_problem(self, mine: str) -> str:
-        """Of any rank; empty where all are well."""
-        return next((one for one in self.messages(mine) if one), "")
-
-    def _swap(
-        self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
-    ) -> "_Joint":
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        operations = [
-            dist.P2POp(call, tensor, group=self._group, tag=number, group_peer=other)
-            for call, side in ((dist.isend, send), (dist.irecv, receive))
-            for other in others
-            for number, tensor in enumerate(side[other])
-            if tensor.numel()
-        ]
-        return _Joint(dist.batch_isend_irecv(operations) if operations else [])
-
-    def barrier(self, what: str) -> None:
-        """See ``World``."""
-        with self.pulse.waiting(what):
-            self.messages(None)
-
-    def watch_board(self, longest_s: float) -> Board:
-        """One for a thread beside the run, with a connection of its own; a call that has no answer
-        after so many seconds fails.
-        """
-        store: Store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue] (is there)
-        store.set_timeout(timedelta(seconds=longest_s))
-        return _StoreBoard(PrefixStore("watch", store))
-
-    def leave(self) -> None:
-        """Nothing is asked of the others any more."""
-        dist.destroy_process_group()
-
-
-class _Part(Processes):
-    """Some of the processes of another world."""
-
-    def __init__(self, whole: Processes, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        self.rank, self.size = ranks.index(whole.rank), len(ranks)
-        self.local_rank = whole.local_rank
-        self.numbers = tuple(whole.numbers[rank] for rank in ranks)
-        self.host, self.pulse, self._group = whole.host, whole.pulse, group
-        name = f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
-        self._store = PrefixStore(name, whole._store)
-        self.board: Board = _StoreBoard(PrefixStore("isobit", self._store))
-        self._shared: list[Any] = []
-        self._gpus = [whole._gpus[rank] for rank in ranks]
-
-
-class _Single(Alone):
-    """One process of another world, by itself."""
-
-    def __init__(self, whole: Processes) -> None:
-        super().__init__()
-        self.numbers = (whole.numbers[whole.rank],)
-        self.pulse = whole.pulse
-        self._whole = whole
-
-    def own_device(self, device: torch.device) -> torch.device:
-        """See ``World``: the others may compute on the same GPU."""
-        return self._whole.own_device(device)
-
-
-class _Joint:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Until all are there."""
-        for work in self._works:
-            work.wait()
-
-
-class _Watched:
-    """A work that is seen to be waited for."""
-
-    def __init__(self, work: Work, pulse: Pulse) -> None:
-        self._work, self._pulse = work, pulse
-
-    def wait(self) -> None:
-        """Until it is there."""
-        with self._pulse.waiting("exchange"), _peers():
-            self._work.wait()
-
-
-@contextmanager
-def _peers() -> Iterator[None]:
-    """A collective, which fails where the connection to another rank is lost."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ConnectionError) as error:
-        raise PeerError(None, _first_line(error)) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-@contextmanager
-def joined() -> Iterator[World]:
-    """The world that a launcher has made (``isobit.parallel.launched``); one process alone without
-    one.
-    """
-    if not is_launched():
-        yield Alone()
-        return
-    take_place()
-    try:
-        store, rank, size = next(iter(rendezvous("env://")))
-    except dist.DistError as error:
-        raise ConfigError(
-            f"the processes of the run have not found each other ({_first_line(error)}); were as "
-            f"many started as WORLD_SIZE says ({os.environ['WORLD_SIZE']}), and can each reach "
-            f"MASTER_ADDR ({os.environ['MASTER_ADDR']}) at MASTER_PORT "
-            f"({os.environ['MASTER_PORT']})?"
-        ) from None
-    world = Processes(PrefixStore(f"world {next(_worlds)}", store), rank, size, rank_of_host())
-    yield world
-    # Not where an error has come: the others may be elsewhere, and NCCL would wait for them.
-    world.barrier("the end")
-    world.leave()

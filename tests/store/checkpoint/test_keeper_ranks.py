@@ -4,7 +4,6 @@ several: one decides, all are told, and a refusal or a failed write ends all ali
 
 import hashlib
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.config.run import RunConfig
-from isobit.errors import CheckpointError, IsobitError, StorageError
+from isobit.errors import CheckpointError, StorageError
 from isobit.models import saving
 from isobit.models.config import ModelConfig
 from isobit.models.loaded import LoadedModel, write_model
@@ -33,6 +32,7 @@ from isobit.store.checkpoint.keeper import CheckpointKeeper
 from isobit.store.checkpoint.start import begin
 from isobit.store.checkpoint.state import Boundary, take_boundary
 from isobit.training.trainer import Trainer
+from tests.store.checkpoint.test_ranks import raised
 from tests.worlds import in_world
 
 CONFIG = ModelConfig("qwen3", 300, 128, 256, 1, 4, 2, 64, 128, 1e-6, 1e4, True)
@@ -98,15 +98,6 @@ class Log:
 
     def evaluation_figures(self) -> dict[int, dict[str, float]]:
         return {}
-
-
-def raised(attempt: Callable[[], object]) -> str:
-    """The kind and the text of what an attempt raises."""
-    try:
-        attempt()
-    except IsobitError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def saved(world: World, root: Path, error: Exception) -> list[str]:

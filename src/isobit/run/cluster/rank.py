@@ -17,8 +17,9 @@ from contextlib import contextmanager
 
 from isobit.errors import Interrupted, IsobitError, PeerError
 from isobit.parallel.black_box import BlackBox
+from isobit.parallel.processes import Processes, joined
 from isobit.parallel.watch import Watch
-from isobit.parallel.world import Processes, World, joined
+from isobit.parallel.world import World
 
 
 @contextmanager

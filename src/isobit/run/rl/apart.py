@@ -31,14 +31,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import torch
-
 from isobit.config.run import RunConfig
 from isobit.errors import ConfigError, Interrupted
 from isobit.models.policy import Policy
 from isobit.observe.eval_result import EvalResult, result_of
 from isobit.parallel.agreement import gathered, is_agreed
-from isobit.parallel.message import decode, encode
+from isobit.parallel.broadcast import spread
 from isobit.parallel.world import World
 from isobit.records.kept_groups import groups_of
 from isobit.records.text import Group
@@ -102,22 +100,8 @@ class Apart:
             self.tell({"do": "end"})
 
     def _travel(self, make: Callable[[], Any] | None) -> Any:
-        """What the first rollouter makes, on all ranks: its size, then its bytes."""
-        made: list[bytes] = []
-
-        def attempt() -> int:
-            if make is None:
-                return 0
-            made.append(encode(make()))
-            return len(made[0])
-
-        size = self._meet(attempt)[self.trainers]
-        data = torch.zeros(size, dtype=torch.uint8)
-        if self.whole.rank == self.trainers:
-            data = torch.frombuffer(bytearray(made[0]), dtype=torch.uint8)
-        bounds = [0] * (self.trainers + 1) + [size] * (self.whole.size - self.trainers)
-        self.whole.gather([data], [bounds])
-        return decode(bytes(data.numpy()))
+        """What the first rollouter makes, on all ranks."""
+        return spread(self.whole, self.trainers, make, self._meet)
 
     def _meet(self, attempt: Callable[[], Any]) -> list[Any]:
         """Every collective of the whole but the weights' is this one, so that an error of either

@@ -49,12 +49,6 @@ def own_digests(world: World, folder: Path, chunks: Sequence[Chunk]) -> list[str
         return list(threads.map(digest, chunks[world.rank :: world.size]))
 
 
-def in_order(made: Sequence[Sequence[str]]) -> list[str]:
-    """The digests of all chunks, from those that each rank made."""
-    count = sum(map(len, made))
-    return [made[place % len(made)][place // len(made)] for place in range(count)]
-
-
 def first_damage(
     world: World, folder: Path, chunks: Sequence[Chunk], expected: Sequence[str]
 ) -> str | None:

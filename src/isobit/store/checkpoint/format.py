@@ -38,6 +38,7 @@ from isobit.errors import CheckpointError
 from isobit.files import check_free, commit_folder, disk_errors, sync
 from isobit.models.tensor_file import FilePlan, TensorFile
 from isobit.models.tensor_slices import Slice, create_file, plan_slices, write_slices
+from isobit.parallel.agreement import in_turn
 from isobit.parallel.broadcast import told
 from isobit.parallel.world import ALONE, World
 from isobit.parallel.writing import write_by_first, write_together
@@ -46,7 +47,6 @@ from isobit.store.checkpoint.digests import (
     Chunk,
     chunks_of,
     first_damage,
-    in_order,
     own_digests,
 )
 
@@ -172,7 +172,7 @@ def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> 
 
     def commit() -> None:
         with disk_errors(parent, what, num_bytes):
-            _write_manifest(partial, snapshot, sizes, chunks, in_order(made))
+            _write_manifest(partial, snapshot, sizes, chunks, in_turn(made))
             commit_folder(partial, folder)
 
     try:
