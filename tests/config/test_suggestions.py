@@ -13,7 +13,7 @@ from isobit.config.json_schema import RECIPES
 from isobit.config.keys import all_keys, fields_by_key
 
 CHOICES = {
-    "data": ("type", ("reasoning_gym", "jsonl", "hf")),
+    "data": ("type", ("reasoning_gym", "jsonl", "csv", "parquet", "hf", "hub", "rows")),
     "algorithm": ("name", (*ALGORITHMS, "custom")),
     "corrections[]": ("type", ("tis", "mis", "icepop", "k3", "normalise")),
 }
