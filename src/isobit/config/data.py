@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from isobit.config.base import Strict
+from isobit.config.base import Seed, Strict
+from isobit.config.limits import MAX_COUNT
+from isobit.config.shape import MAX_POSITIONS
 
 
 class Source(Strict):
@@ -21,8 +23,8 @@ class ReasoningGymData(Source):
     type: Literal["reasoning_gym"] = "reasoning_gym"
     task: str
     """Name of the task, for example ``chain_sum``."""
-    size: int = Field(default=1000, gt=0)
-    seed: int = 0
+    size: int = Field(default=1000, gt=0, le=MAX_COUNT)
+    seed: Seed = 0
     options: dict[str, Any] = Field(default={})
     """The task's own configuration."""
 
@@ -34,7 +36,7 @@ class ColumnsData(Source):
 
     prompt: str = "prompt"
     """Column that holds the prompt."""
-    limit: int | None = Field(default=None, gt=0)
+    limit: int | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Use that many rows from the start."""
 
 
@@ -93,7 +95,7 @@ class RowsData(ColumnsData):
     """
 
     type: Literal["rows"] = "rows"
-    count: int = Field(ge=0)
+    count: int = Field(ge=0, le=MAX_COUNT)
     """How many there are."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Of all of them in their order."""
@@ -119,7 +121,7 @@ class DataConfig(Strict):
     """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
     used as it stands.
     """
-    max_prompt_tokens: int = Field(default=1024, gt=0)
+    max_prompt_tokens: int = Field(default=1024, gt=0, le=MAX_POSITIONS)
     """Of a prompt as it is rendered."""
     too_long: TooLong = "refuse"
     """What becomes of longer prompts, in every set: ``refuse`` ends the run before it begins and

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from isobit.config.base import Strict
 from isobit.config.data import CsvData, HfData, HubData, JsonlData, ParquetData, RowsData
+from isobit.config.shape import MAX_POSITIONS
 
 
 class AnswerColumns(Strict):
@@ -69,7 +70,7 @@ class SftDataConfig(Strict):
     """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
     used as it stands.
     """
-    max_tokens: int = Field(default=2048, gt=0)
+    max_tokens: int = Field(default=2048, gt=0, le=MAX_POSITIONS)
     """Of an example, prompt and completion together; of a pair, either conversation."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """What becomes of longer ones, in every set: ``refuse`` ends the run before it begins and names
