@@ -79,6 +79,11 @@ class TrainingConfig(OptimisationConfig):
     """Cut a step's batch by prompt into that many parts, one update each."""
     epochs: int = Field(default=1, gt=0, le=1000)
     """Go over a step's batch that often."""
+    without_signal: Literal["skip", "take"] = "skip"
+    """An update that has nothing to learn from, since all rewards of each of its prompts are equal:
+    left out, so that weights and moments stay as they are; or taken, by AdamW's momentum and weight
+    decay alone.
+    """
     old_log_probs: OldLogProbs = "auto"
     """Which log-probabilities the loss's ratio is taken to: those recorded while sampling; those of
     the trainer's forward before its first update of a step, with ``corrections`` for the distance
