@@ -40,6 +40,8 @@ class Start:
 
     rewards: Mapping[str, tuple[str, Mapping[str, Any]]]
     """By part: the function's name and its options."""
+    given: Mapping[str, bytes]
+    """Functions that were given from Python, by name (``isobit.rewards.given``)."""
     memory_bytes: int
     """Of its address space."""
 
@@ -96,8 +98,10 @@ class Grader:
         resource.setrlimit(resource.RLIMIT_AS, (start.memory_bytes, start.memory_bytes))
         from isobit.errors import RewardError
         from isobit.rewards.function import load_reward
+        from isobit.rewards.given import unpack_reward
 
         try:
+            self._given = [unpack_reward(name, packed) for name, packed in start.given.items()]
             rewards = {
                 part: load_reward(name, options) for part, (name, options) in start.rewards.items()
             }
