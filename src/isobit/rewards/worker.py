@@ -3,7 +3,7 @@
 It splits in two before it has loaded anything: one half grades, the other (``keeper``) watches over
 it.  The half that grades has
 
-    limits       of its address space (``reward.memory_mib``); no core files
+    limits       of its memory (``memory_limit``, ``reward.memory_mib``); no core files
     its output   as a pipe of its own, so that a reward that prints reaches nobody's standard output
     a pid guard  what a reward forked and let return is no second grader: it ends there
 
@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from isobit.rewards.counts import take
 from isobit.rewards.keeper import adopt_orphans, die_with_parent, keep
+from isobit.rewards.memory_limit import limit_memory
 from isobit.rewards.wire import line, read_frame, write_all
 
 ENDS_AFTER = frozenset({"MemoryError", "SystemExit"})
@@ -41,7 +42,7 @@ class Start:
     rewards: Mapping[str, tuple[str, Mapping[str, Any]]]
     """By part: the function's name and its options."""
     memory_bytes: int
-    """Of its address space."""
+    """That it may take (``memory_limit``)."""
 
 
 def main() -> None:
@@ -93,7 +94,7 @@ class Grader:
 
         faulthandler.enable()  # where a segmentation fault was
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (start.memory_bytes, start.memory_bytes))
+        limit_memory(start.memory_bytes)
         from isobit.errors import RewardError
         from isobit.rewards.function import load_reward
 
