@@ -67,6 +67,11 @@ ANSWERS = [
     "lambda: 1",
     "%s%s%n",
     "{0.__class__}",
+    '{"a":' * 1500,
+    "0 1 2 3 4 5 6 7 8 9",
+    "True False Yes No",
+    "\u202e42",
+    "\x1b[31m1\x1b[0m",
 ]
 
 
@@ -77,6 +82,11 @@ def outcome(prompt: Prompt, answer: str) -> float | str:
         return float(grader.score(prompt, completion, seconds=2.0))
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:200]
+
+
+def share_held(answer: str, own: str) -> float | None:
+    """What the library's own scorer gives for text that holds the task's answer."""
+    return len(own) / len(answer) if answer and own in answer else None
 
 
 def sweep(task: str) -> dict[str, Any]:
@@ -90,7 +100,7 @@ def sweep(task: str) -> dict[str, Any]:
         own = row.columns["answer"]
         for answer in ANSWERS:
             given = outcome(prompt, answer)
-            if given != 0.0 and answer != str(own):
+            if given != 0.0 and given != share_held(answer, str(own)):
                 paid.append((index, answer[:40], given))
         counted.update(counts.take())
         if own is not None and outcome(prompt, str(own)) != 1.0:

@@ -166,6 +166,8 @@ def test_the_tasks_own_answers_have_its_form(task: str) -> None:
         ("complex_arithmetic", "nan", "form"),
         ("complex_arithmetic", "NaN+1i", "form"),
         ("complex_arithmetic", "inf-infj", "form"),
+        ("gsm_symbolic", "9**9**9**9", "form"),
+        ("gsm_symbolic", "-28080", "form"),
         ("polynomial_equations", "banana", "form"),
         ("polynomial_equations", ",", "form"),
         ("polynomial_equations", "nan", "form"),
@@ -260,11 +262,11 @@ def test_no_hostile_answer_hangs_breaks_or_wins_a_task() -> None:
     refused = EXECUTES_ANSWERS | EXPANDS_ANSWERS | PAYS_FOR_ANY_ANSWER
     assert {result["task"] for result in results} == set(DATASETS) - refused - {"composite"}
     assert [
-        (result["task"], answer, given)
+        (result["task"], entry, answer, given)
         for result in results
-        for answer, given in result["paid"]
+        for entry, answer, given in result["paid"]
         if not isinstance(given, float) or given > PARTIAL.get(result["task"], 0.05)
     ] == []
     assert [result["task"] for result in results if "time limit" in str(result["counts"])] == []
-    assert len([result for result in results if result["own"] == 1.0]) > 80
+    assert [result["task"] for result in results if result["own answers not 1"]] == []
     assert not Path("/tmp/isobit-executed").exists()
