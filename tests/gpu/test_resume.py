@@ -36,8 +36,8 @@ from isobit.store.checkpoint.format import MASTERS, OPTIMISER, read_checkpoint
 DEVICE = "cuda"
 SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
 SHAPE = os.environ.get("ISOBIT_GPU_SHAPE")
-REWARD = '''"""Rewards with spread, and kills of the process that grades, which has to be the trainer's,
-each where a file of its name lies here.
+REWARD = '''"""Rewards with spread, and kills of the process that grades, so the trainer has to.
+Each kills where a file of its name lies here.
 
 between    at the fifth reward of step 3
 writing    while the checkpoint of step 4 is written, with its masters whole and its moments begun

@@ -283,6 +283,31 @@ def test_children_end_with_a_deadline(make_graders: MakeGraders, tmp_path: Path)
         assert not any(exists(pid) for pid in family(tmp_path / "family"))
 
 
+def test_signals_to_all_processes_of_a_run_are_left_to_the_trainer(
+    make_graders: MakeGraders,
+) -> None:
+    """As Slurm and systemd send them: no completion fails of them.  A child of a reward ends by
+    them as it always does.
+    """
+    graders = make_graders(
+        """
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU):
+            os.kill(os.getppid(), number)
+            os.kill(os.getpid(), number)
+            children = os.fork(), subprocess.Popen(["sleep", "3600"]).pid
+            if children[0] == 0: time.sleep(3600)
+            for child in children: os.kill(child, number)
+            ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+            assert ends == [-number, -number], ends
+        """,
+        head="import subprocess",
+        deadline_s=HANG_S,
+    )
+    graded = group("a", "bb")
+    graders.collect([graded])
+    assert graded.rewards == [1.0, 2.0]
+
+
 def test_a_reward_that_makes_processes_without_end_is_ended(
     make_graders: MakeGraders, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from isobit.rewards.function import load_reward
 from isobit.rewards.grade import GradeStats, Tally
 from isobit.rewards.outcome import Outcome, outcome_of
 from isobit.rewards.pool import Inside, Pool, Scoring, Task, Watch
+from isobit.rewards.repetition import Repetition
 
 ModelScores: TypeAlias = Mapping[str, Callable[[Sequence[tuple[Prompt, Completion]]], list[float]]]
 """Of each part that is a model: what scores pairs of prompts and completions, in this process."""
@@ -52,6 +53,7 @@ class Graders:
         else:
             self._scoring = Pool(functions, config.workers, config.deadline_s, config.memory_mib)
         self._submitted: dict[int, tuple[Group, dict[str, Task]]] = {}
+        self._repetition = Repetition()
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +136,11 @@ class Graders:
                 self.submit(group)
         tasks = [self._submitted[id(group)][1] for group in groups]
         all_tasks = [task for parts in tasks for task in parts.values()]
-        self._scoring.wait(all_tasks, watch or (lambda: None), inside)
+        watch = watch or (lambda: None)
+        self._scoring.wait(all_tasks, watch, inside)
+        differing = self._repetition.differing(
+            tasks[0] if tasks else {}, self._scoring, watch, inside
+        )
         of_models = self._model_outcomes(groups, models or {})
         weights = {name: part.weight for name, part in self._parts.items()}
         tallies: list[Tally] = []
@@ -146,6 +152,8 @@ class Graders:
             for task in tasks[index].values():
                 tally.counts.update(task.counts)
             tallies.append(tally)
+        if tallies:
+            tallies[0].counts.update(differing)
         return tallies
 
     def stats(self, tallies: Sequence[Tally]) -> GradeStats:

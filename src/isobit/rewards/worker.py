@@ -6,6 +6,8 @@ it.  The half that grades has
     limits       of its memory (``memory_limit``, ``reward.memory_mib``); no core files
     its output   as a pipe of its own, so that a reward that prints reaches nobody's standard output
     a pid guard  what a reward forked and let return is no second grader: it ends there
+    deaf ears    signals to the run that reach all of its processes, as Slurm and systemd send them,
+                 are the trainer's to answer
 
 Messages (``wire``), to here: first ``Start``, then (part, prompt, completions) at a time.  From
 here:
@@ -19,9 +21,11 @@ here:
 
 import os
 import resource
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 from isobit.rewards.counts import take
@@ -33,6 +37,8 @@ ENDS_AFTER = frozenset({"MemoryError", "SystemExit"})
 """Kinds of failures after which a process is replaced: what is left of its memory may be too little
 for all that follow, and what wanted to exit is not asked to go on.
 """
+
+FOR_THE_TRAINER = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +58,13 @@ def main() -> None:
     output, printed = os.pipe()
     adopt_orphans()
     keeper = os.getpid()
+    _leave_to_trainer()
     grader = os.fork()
     if grader:
         os.close(printed)
         keep(grader, trainer, requests, replies, output)
     die_with_parent(keeper)
+    _leave_to_trainer()
     os.close(output)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, standard in ((nothing, 0), (printed, 1), (printed, 2)):
@@ -64,6 +72,21 @@ def main() -> None:
     os.close(nothing)
     os.close(printed)
     Grader(requests, replies).run()
+
+
+def _leave_to_trainer() -> None:
+    """Do nothing on signals to the run.  What a reward starts ends by them as anything does: they
+    are not ignored, which programs inherit, and a fork of this process passes them on to itself.
+    """
+    own = os.getpid()
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in FOR_THE_TRAINER:
+        signal.signal(number, hear)
 
 
 class Grader:

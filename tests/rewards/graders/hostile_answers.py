@@ -86,7 +86,9 @@ def outcome(prompt: Prompt, answer: str) -> float | str:
 
 def share_held(answer: str, own: str) -> float | None:
     """What the library's own scorer gives for text that holds the task's answer."""
-    return len(own) / len(answer) if answer and own in answer else None
+    if answer == own:
+        return 1.0
+    return len(own) / len(answer) if own in answer else None
 
 
 def sweep(task: str) -> dict[str, Any]:
