@@ -240,9 +240,9 @@ PARTIAL = {
     "time_intervals": 0.97,  # by the distance to the right number of days
     "tsumego": 0.23,  # by the share of the text that is the answer, in capitals
 }
-"""What some scorers give for a part of the answer, or for an answer near it, in 20 entries each; the
-rest give at most 0.05 for anything that they can read, and the share of the text that is the answer
-where a text holds it.
+"""What some scorers give for a part of the answer, or for an answer near it, in 20 entries each.
+The rest give at most 0.05 for anything that they can read, and the share of the text that is the
+answer where a text holds it.
 """
 
 
