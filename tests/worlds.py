@@ -5,9 +5,9 @@ gives what each returned.
 
 import os
 import socket
-import subprocess
-import sys
+from functools import cache
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,40 +48,46 @@ def in_world(
         folder, port = Path(name), free_port()
         (folder / "argument").write_bytes(encode(argument))
         running = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.worlds", target, str(folder)],
-                env=environment(rank, size, port, gpus),
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+            _context(gpus).Process(
+                target=_be_a_rank, args=(target, folder, environment(rank, size, port, gpus))
             )
             for rank in range(size)
         ]
-        try:
-            said = [process.communicate(timeout=timeout)[0] for process in running]
-        finally:
-            for process in running:
-                process.kill()
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(timeout)
+        for process in running:
+            process.kill()  # one that has ended stays as it is
+            process.join()
         failed = [
-            f"rank {rank} (exit {process.returncode}):\n{text}"
-            for rank, (process, text) in enumerate(zip(running, said, strict=True))
-            if process.returncode
+            f"rank {rank} (exit {process.exitcode}):\n{(folder / f'{rank}.txt').read_text()}"
+            for rank, process in enumerate(running)
+            if process.exitcode
         ]
         assert not failed, "\n".join(failed)
         return [decode((folder / str(rank)).read_bytes()) for rank in range(size)]
 
 
-def main() -> None:
-    """One process of a world."""
-    target, folder = sys.argv[1], Path(sys.argv[2])
+@cache
+def _context(gpus: bool) -> Any:
+    """Processes are forked by one that has imported what takes seconds; not those with a GPU."""
+    context = get_context("spawn" if gpus else "forkserver")
+    context.set_forkserver_preload(["isobit.run.rl.loop", "isobit.run.sft.loop", "pytest"])
+    return context
+
+
+def _be_a_rank(target: str, folder: Path, environ: dict[str, str]) -> None:
+    """One process of a world; it ends as a program does, and its output goes to a file."""
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(ROOT)
+    with (folder / f"{environ['RANK']}.txt").open("w") as said:
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
     module, _, function = target.partition(":")
     with joined() as world:
         made = getattr(import_module(module), function)(
             world, decode((folder / "argument").read_bytes())
         )
     (folder / str(world.rank)).write_bytes(encode(made))
-
-
-if __name__ == "__main__":
-    main()
