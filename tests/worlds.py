@@ -5,7 +5,6 @@ gives what each returned.
 
 import os
 import socket
-from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from isobit.parallel.message import decode, encode
 from isobit.parallel.processes import joined
+from tests.forked import become, warm
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,7 +48,7 @@ def in_world(
         folder, port = Path(name), free_port()
         (folder / "argument").write_bytes(encode(argument))
         running = [
-            _context(gpus).Process(
+            (get_context("spawn") if gpus else warm()).Process(
                 target=_be_a_rank, args=(target, folder, environment(rank, size, port, gpus))
             )
             for rank in range(size)
@@ -69,22 +69,9 @@ def in_world(
         return [decode((folder / str(rank)).read_bytes()) for rank in range(size)]
 
 
-@cache
-def _context(gpus: bool) -> Any:
-    """Processes are forked by one that has imported what takes seconds; not those with a GPU."""
-    context = get_context("spawn" if gpus else "forkserver")
-    context.set_forkserver_preload(["isobit.run.rl.loop", "isobit.run.sft.loop", "pytest"])
-    return context
-
-
 def _be_a_rank(target: str, folder: Path, environ: dict[str, str]) -> None:
     """One process of a world; it ends as a program does, and its output goes to a file."""
-    os.environ.clear()
-    os.environ.update(environ)
-    os.chdir(ROOT)
-    with (folder / f"{environ['RANK']}.txt").open("w") as said:
-        for stream in (1, 2):
-            os.dup2(said.fileno(), stream)
+    become(environ, ROOT, folder / f"{environ['RANK']}.txt")
     module, _, function = target.partition(":")
     with joined() as world:
         made = getattr(import_module(module), function)(
