@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from isobit.config.base import Strict
+from isobit.config.limits import MAX_FACTOR
 
 
 class CheckConfig(Strict):
@@ -16,7 +17,7 @@ class CheckConfig(Strict):
     """warn: a line on the console, once a step; stop: end the run; the metrics count differing
     tokens in any case.
     """
-    max_mean_diff: float | None = Field(default=None, gt=0)
+    max_mean_diff: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Nats.  In an exact flow one differing token is a mismatch; in the others a mean absolute
     difference above this, if it is set.
     """

@@ -20,6 +20,7 @@ from isobit.algorithms.ppo import explained_variance
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
+from isobit.store.journal import EVENTS_SUFFIX
 from isobit.training.comparison import Comparison, Mismatch
 from isobit.training.step import StepMetrics
 
@@ -223,4 +224,4 @@ def _open_events(folder: Path, say: Callable[[str], None]) -> "SummaryWriter | N
             "has every figure"
         )
         return None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), filename_suffix=EVENTS_SUFFIX)
