@@ -12,13 +12,14 @@ import tempfile
 from pathlib import Path
 
 import triton
+from triton import knobs
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def disassembled(cubin: bytes) -> tuple[str, str]:
     """-> a cubin's SASS, and its use of resources."""
-    folder = Path(triton.knobs.cache.dir) / "sass"
+    folder = Path(knobs.cache.dir) / "sass"
     digest = hashlib.sha256(triton.__version__.encode() + cubin).hexdigest()
     kept = folder / f"{digest}.json"
     if not kept.exists():
