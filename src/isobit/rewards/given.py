@@ -74,8 +74,8 @@ def packed_reward(name: str) -> bytes:
     except Exception as error:  # whatever an object raises that is no value
         raise RewardError(
             f"the reward {name} cannot be handed to the processes that grade: "
-            f"{type(error).__name__}: {error}; make what it holds (a client, a generator, an open file) "
-            "inside the function, put it into a module and name it 'module:function', or set "
+            f"{type(error).__name__}: {error}; make what it holds (a client, a generator, an open "
+            "file) inside the function, put it into a module and name it 'module:function', or set "
             "reward.in_process = true"
         ) from error
 
