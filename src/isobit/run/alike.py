@@ -28,10 +28,11 @@ def check_recipes(world: World, config: Recipe) -> None:
 
 
 def check_machines(world: World, device: torch.device) -> None:
-    """Refuse ranks with other versions, other GPUs or instruction sets, or on CPUs another number
-    of threads.
+    """Refuse ranks with other versions, other GPUs or classes of bits, or on CPUs another number of
+    threads.
     """
     found = environment(device)
+    del found["device"]["instructions"]  # those of one class compute the same (isobit.store.bits)
     if device.type != "cpu":
         del found["device"]["threads"]
     every = world.messages({"host": world.host, **found})

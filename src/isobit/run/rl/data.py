@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.config.data import DataConfig, DataSource
+from isobit.data.digest import prompts_sha256
 from isobit.data.prompts import build_prompts, drop_evaluated
 from isobit.models.loaded import DescribedModel
 from isobit.records.text import Prompt
@@ -29,6 +30,13 @@ class RlData:
             "training_prompts": len(self.prompts),
             "dropped_prompts": self.dropped,
             "evaluation_problems": {name: len(prompts) for name, prompts in self.sets.items()},
+        }
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each set."""
+        return {
+            "train": prompts_sha256(self.prompts),
+            **{f"eval.{name}": prompts_sha256(prompts) for name, prompts in self.sets.items()},
         }
 
     def describe(self) -> str:
