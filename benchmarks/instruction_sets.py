@@ -3,8 +3,9 @@ process of its own that is kept from newer instructions.
 
     python benchmarks/instruction_sets.py
 
-prints a digest of the trained weights and completions by instruction set and flow.  It shows which
-sets ``isobit.store.bits`` may call one class.  Run it on a machine with AVX-512.
+prints the class of bits (``isobit.store.bits``) and a digest of the trained weights and completions
+by instruction set and flow: where the first differs, the second may.  Run it on a machine with
+AVX-512.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 SETS = {
+    "again": {},
     "AVX-512": {"ATEN_CPU_CAPABILITY": "avx512"},
     "AVX2": {
         "ATEN_CPU_CAPABILITY": "avx2",
@@ -54,10 +56,10 @@ def outcome(preset: str, environment: dict[str, str]) -> str:
             raise SystemExit(shown.stderr)
         digest = hashlib.sha256((output / "model" / "model.safetensors").read_bytes())
         digest.update((output / "completions.jsonl").read_bytes())
-        found = json.loads((output / "run.json").read_text())["device"]["instructions"]
-        return f"{found:8} {digest.hexdigest()[:16]}"
+        arithmetic = json.loads((output / "run.json").read_text())["bits"]["arithmetic"]
+        return f"class {arithmetic[:12]}  outcome {digest.hexdigest()[:12]}"
 
 
 for preset in PRESETS:
     for name, environment in SETS.items():
-        print(f"{preset:5} {name:8} torch says {outcome(preset, environment)}", flush=True)
+        print(f"{preset:5} {name:8} {outcome(preset, environment)}", flush=True)

@@ -16,24 +16,34 @@ CONFIG = RunConfig.model_validate(
 )
 
 
-def at(capability: str, monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    return Recorded({}, environment(CPU))
-
-
-def test_avx2_and_avx512_are_one_class_and_older_sets_another(
+def test_the_arithmetic_of_another_instruction_set_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Found at 12131fc: the oldest instruction set gave other bits, AVX2 and AVX-512 the same."""
-    old, oldest = at("AVX2", monkeypatch), at("DEFAULT", monkeypatch)
-    now = at("AVX512", monkeypatch).environment
-    assert compare(old, CONFIG, {}, now, ()) == {}
+    """Found at 12131fc: the oldest instruction set gave other bits, and resume did not notice."""
+    old = Recorded({}, environment(CPU))
+    assert compare(old, CONFIG, {}, environment(CPU), ()) == {}
+    softmax = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: softmax(x, dim).nextafter(x))
+    bits.arithmetic_sha256.cache_clear()
+    now = environment(CPU)
+    bits.arithmetic_sha256.cache_clear()
     with pytest.raises(ConfigError) as refused:
-        compare(oldest, CONFIG, {}, now, ())
-    assert "bits.instructions: 'x86_64 DEFAULT' in the run, 'x86_64 AVX2 or " in str(refused.value)
-    assert "--allow-change bits.instructions" in str(refused.value)
-    for name in ("bits", "bits.instructions"):
-        assert list(compare(oldest, CONFIG, {}, now, [name])) == ["bits.instructions"]
+        compare(old, CONFIG, {}, now, ())
+    assert "bits.arithmetic: SHA-256 " in str(refused.value)
+    assert "--allow-change bits.arithmetic" in str(refused.value)
+    for name in ("bits", "bits.arithmetic"):
+        assert list(compare(old, CONFIG, {}, now, [name])) == ["bits.arithmetic"]
+
+
+def test_the_arithmetic_does_not_depend_on_the_threads() -> None:
+    threads, found = torch.get_num_threads(), set()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        bits.arithmetic_sha256.cache_clear()
+        found.add(bits.arithmetic_sha256())
+        assert torch.get_num_threads() == count
+    torch.set_num_threads(threads)
+    assert len(found) == 1
 
 
 def test_another_torch_and_other_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +63,7 @@ def test_a_record_from_before_the_class_says_what_it_can() -> None:
     assert recorded_class(full) == full["bits"]
     old = {name: full[name] for name in ("versions", "device")}
     known = recorded_class(old)
-    assert known.keys() == {"device", "instructions", "torch"}
+    assert known.keys() == {"device", "torch"}
     assert known.items() <= full["bits"].items()
     assert recorded_class({}) == {}
 

@@ -482,7 +482,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Versions and GPUs that are not those of the checkpoint, and of which the class of bits says
     nothing.
     """
-    compared = {"threads", "type", "machine", "instructions", *new["bits"]}
+    compared = {"threads", "type", *new["bits"]}
     parts = [
         (part, name)
         for part in ("versions", "device")
