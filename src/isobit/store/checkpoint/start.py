@@ -479,19 +479,18 @@ def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Versions and GPUs that are not those of the checkpoint, and of which the class of bits says
+    """Versions and machines that are not those recorded, and of which the class of bits says
     nothing.
     """
     compared = {"threads", "type", *new["bits"]}
-    parts = [
-        (part, name)
+    pairs = {
+        name: (old.get(part, {}).get(name), value)
         for part in ("versions", "device")
-        for name in new[part]
+        for name, value in new[part].items()
         if name not in compared
-    ]
+    }
     return [
-        f"{name} is {new[part][name]}, the checkpoint was written with "
-        f"{old.get(part, {}).get(name)}"
-        for part, name in parts
-        if old.get(part, {}).get(name) != new[part][name]
+        f"{name} is {now}, the checkpoint was written with {before}"
+        for name, (before, now) in pairs.items()
+        if before not in (None, now)
     ]
