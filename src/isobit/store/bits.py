@@ -68,7 +68,7 @@ def arithmetic_sha256() -> str:
     torch.set_num_threads(1)
     try:
         for result in _results():
-            digest.update(result.contiguous().view(torch.uint8).numpy())
+            digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
     finally:
         torch.set_num_threads(threads)
     return digest.hexdigest()
