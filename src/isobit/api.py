@@ -44,7 +44,11 @@ Recipe: TypeAlias = str | Path | Mapping[str, Any]
 
 
 def train(
-    recipe: Recipe | RunConfig = MappingProxyType({}), *, resume: bool = False, **changes: Any
+    recipe: Recipe | RunConfig = MappingProxyType({}),
+    *,
+    resume: bool = False,
+    allow_change: Sequence[str] = (),
+    **changes: Any,
 ) -> RlSummary:
     """Train a policy with reinforcement learning: ``train("recipes/quickstart.toml",
     output="runs/x", training={"steps": 5})``, or from Python alone: ``train(model="starter",
@@ -55,7 +59,8 @@ def train(
     run in processes of their own, each with a copy.
 
     With ``resume`` the run in the output directory goes on from its newest checkpoint, where there
-    is one. Raises an ``IsobitError``, before anything is written, for what cannot be used; see
+    is one; ``allow_change`` names keys and inputs that may be other than they were. Raises an
+    ``IsobitError``, before anything is written, for what cannot be used; see
     ``isobit.run.rl.loop.train``.  A script that torchrun or srun has started several times joins
     the others.
     """
@@ -63,11 +68,15 @@ def train(
         _configured(RunConfig, recipe, changes) as config,
         _world_of(config, "train") as world,
     ):
-        return rl_loop.train(config, resume=resume, world=world)
+        return rl_loop.train(config, resume=resume, world=world, allowed=allow_change)
 
 
 def sft(
-    recipe: Recipe | SftConfig = MappingProxyType({}), *, resume: bool = False, **changes: Any
+    recipe: Recipe | SftConfig = MappingProxyType({}),
+    *,
+    resume: bool = False,
+    allow_change: Sequence[str] = (),
+    **changes: Any,
 ) -> SftSummary:
     """Fine-tune a model on prompts and completions; takes rows and rewards, resumes and raises as
     ``train`` does.
@@ -76,7 +85,7 @@ def sft(
         _configured(SftConfig, recipe, changes) as config,
         _world_of(config, "sft") as world,
     ):
-        return sft_loop.sft(config, resume=resume, world=world)
+        return sft_loop.sft(config, resume=resume, world=world, allowed=allow_change)
 
 
 def evaluate(
