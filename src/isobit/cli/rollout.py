@@ -73,7 +73,7 @@ def _generate(
 
     from rich.console import Console as Terminal
 
-    from isobit.config.data import JsonlData
+    from isobit.config.data import file_rows
 
     with starting():
         from isobit.observe.console import Console
@@ -83,7 +83,7 @@ def _generate(
     with Console(Terminal(stderr=True)).generating("rollout") as progress:
         return rollout_folder(
             Path(options.folder),
-            prompts=[options.prompt] if options.data is None else JsonlData(path=options.data),
+            prompts=[options.prompt] if options.data is None else file_rows(options.data),
             settings=settings,
             samples=options.samples,
             seed=options.seed,
@@ -114,7 +114,10 @@ def _parser() -> ArgumentParser:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="the text to complete")
     prompts.add_argument(
-        "--data", metavar="FILE.jsonl", type=Path, help="a JSONL file with a column `prompt`"
+        "--data",
+        metavar="FILE",
+        type=Path,
+        help="a JSONL, CSV or Parquet file with a column `prompt`",
     )
     parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
     parser.add_argument(
