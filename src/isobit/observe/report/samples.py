@@ -184,8 +184,9 @@ def _above(reward: Any, of_group: Any) -> str:
     if len(valid) < 2:
         return ""
     above = reward - fmean(valid)
-    text = number_text(above)
-    return f"{'+' if above > 0 else ''}{text} to its group's mean"
+    if above == 0:
+        return "level with its group's mean"
+    return f"{'+' if above > 0 else ''}{number_text(above)} to its group's mean"
 
 
 def _tokens(pairs: Iterable[tuple[Any, Any]], most: int) -> Iterable[Token]:
