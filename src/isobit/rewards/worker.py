@@ -47,6 +47,8 @@ class Start:
 
     rewards: Mapping[str, tuple[str, Mapping[str, Any]]]
     """By part: the function's name and its options."""
+    given: Mapping[str, bytes]
+    """Functions that were given from Python, by name (``isobit.rewards.given``)."""
     memory_bytes: int
     """That it may take (``memory_limit``)."""
 
@@ -120,8 +122,10 @@ class Grader:
         limit_memory(start.memory_bytes)
         from isobit.errors import RewardError
         from isobit.rewards.function import load_reward
+        from isobit.rewards.given import unpack_reward
 
         try:
+            self._given = [unpack_reward(name, packed) for name, packed in start.given.items()]
             rewards = {
                 part: load_reward(name, options) for part, (name, options) in start.rewards.items()
             }
