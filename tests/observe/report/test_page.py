@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_no_part_of_a_page(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ConfigError, match="cannot be written.*No space left on device"):
+    with pytest.raises(ConfigError, match=r"cannot be written.*No space left on device"):
         write_report(root)
     assert not list(root.glob(".*"))
 
