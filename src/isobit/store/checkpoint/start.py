@@ -122,7 +122,11 @@ class Start:
         if self.old_manifest is not None:
             world, device = run.model.policy.world, run.model.policy.device
             old, now = recorded(self.old_manifest, self.checkpoint), environment(device)
-            more = together(world, lambda: compare(old, run.config, run.inputs, now, self.allowed))
+            settings = tuple(self.changed)
+            more = together(
+                world,
+                lambda: compare(old, run.config, run.inputs, now, self.allowed, settings),
+            )
             self.changed.update(more)
             self._say_changes(old, now)
             _same_threads(run.config, self.old_manifest, self._say)
@@ -308,7 +312,7 @@ def preview(
     old, step = _read_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
     changed = _check_settings(old, config, step, allowed)
     before = recorded(old, checkpoint)
-    more = compare(before, config, inputs, environment(device), allowed)
+    more = compare(before, config, inputs, environment(device), allowed, changed)
     for name in (*changed, *more):
         say(f"changed since the run began, and may: {name}")
     for line in _differences(before.environment, environment(device)):
