@@ -31,7 +31,10 @@ class OptimisationConfig(Strict):
     More than one take 4 more bytes a parameter, shared out among the processes of a host.
     """
     learning_rate: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate behind the warmup: it stays, falls along a line, or as half a cosine;
+    the last two would reach 0 right after the last update.
+    """
     warmup_updates: int = Field(default=0, ge=0, le=MAX_COUNT)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -76,6 +79,11 @@ class TrainingConfig(OptimisationConfig):
     """Cut a step's batch by prompt into that many parts, one update each."""
     epochs: int = Field(default=1, gt=0, le=1000)
     """Go over a step's batch that often."""
+    without_signal: Literal["skip", "take"] = "skip"
+    """An update that has nothing to learn from, since all rewards of each of its prompts are equal:
+    left out, so that weights and moments stay as they are; or taken, by AdamW's momentum and weight
+    decay alone.
+    """
     old_log_probs: OldLogProbs = "auto"
     """Which log-probabilities the loss's ratio is taken to: those recorded while sampling; those of
     the trainer's forward before its first update of a step, with ``corrections`` for the distance
