@@ -126,6 +126,10 @@ ROWS: dict[int, Row] = {
             "faults/test_resume.py::test_other_training_prompts_are_refused",
             "faults/test_resume.py::test_what_may_change_may_and_more_steps_are_those_of_a_longer_run",
             "faults/test_sft.py::test_another_configuration_and_other_data_are_refused",
+            "faults/test_inputs.py::test_an_edited_input_is_refused_with_a_table",
+            "faults/test_inputs.py::"
+            "test_a_change_that_is_allowed_is_journalled_and_in_force_at_once",
+            "store/test_bits.py::test_the_arithmetic_of_another_instruction_set_is_refused",
             "run/test_reference.py::test_a_resumed_run_whose_reference_has_changed_is_refused",
             "run/test_ranks.py::test_the_bytes_of_a_run_do_not_depend_on_its_processes",
         ),
@@ -149,6 +153,11 @@ ROWS: dict[int, Row] = {
             "store/test_journal.py::test_a_directory_is_held_by_one_and_free_afterwards",
             "store/test_journal.py::test_a_forked_child_does_not_hold_the_directory",
         ),
+    ),
+    13: Row(
+        "the clock jumps back; a slow disk",
+        "",
+        absent="a test: 16 (intervals are of a monotonic clock, and a large save says its seconds)",
     ),
     14: Row(
         "one checkpoint is kept, and writing the next fails",
@@ -236,6 +245,11 @@ ROWS: dict[int, Row] = {
             "faults/test_resume.py::test_a_run_that_failed_goes_on_once_its_reward_is_mended",
         ),
     ),
+    23: Row(
+        "two runs on one host",
+        "each takes a free port of its own; the end of one is none of the other",
+        ("run/cluster/test_launcher.py::test_two_runs_on_one_host_do_not_meet",),
+    ),
     24: Row(
         "NaN or infinity in a loss, a gradient, a master, a logit, a published weight",
         "the update is skipped on all ranks and the layer named, or the run ends; nothing is moved",
@@ -257,7 +271,7 @@ ROWS: dict[int, Row] = {
         (
             "rewards/test_grade.py::test_what_is_no_finite_number_is_excluded_and_counted",
             "rewards/test_grade.py::test_failures_are_counted_by_kind_with_the_first_message",
-            "rewards/test_grading.py::test_a_sum_beyond_all_numbers_is_a_failure",
+            "rewards/test_grading.py::test_a_sum_that_is_too_large_is_a_failure",
         ),
     ),
     26: Row(
@@ -367,6 +381,8 @@ ROWS: dict[int, Row] = {
             "data/test_sources.py::test_an_empty_or_missing_file_is_an_error",
             "data/test_prompts.py::test_an_unusable_prompt_is_named",
             "data/test_prompts.py::test_long_prompts_are_dropped_and_counted",
+            "data/test_prompts.py::"
+            "test_a_text_of_megabytes_is_refused_dropped_or_cut_before_it_is_tokenised",
             "data/test_tables.py::test_csv_that_is_wrong",
             "data/test_tables.py::test_parquet_that_is_wrong",
             "run/rl/test_setup.py::test_a_prompt_longer_than_the_context",
@@ -376,6 +392,7 @@ ROWS: dict[int, Row] = {
         "messages of unknown roles, no chat template, a template that raises or never ends",
         "an error that names the row; templates run in a sandbox",
         (
+            "data/test_chat_template.py::test_a_hostile_template_is_refused_by_row",
             "data/test_examples.py::test_an_unusable_conversation_is_named",
             "data/test_conversations.py::"
             "test_messages_without_a_template_and_no_token_at_all_are_refused",
@@ -467,6 +484,14 @@ ROWS: dict[int, Row] = {
             "rewards/confined/test_judge.py::test_forged_replies_neither_pass_nor_exclude",
         ),
     ),
+    44: Row(
+        "a poisoned answer, then an honest wrong one in the same process",
+        "the honest wrong one scores 0",
+        (
+            "rewards/graders/test_poison.py::test_a_poisoned_sample_does_not_help_the_next",
+            "rewards/graders/test_poison.py::test_hostile_text_scores_zero_and_its_process_goes_on",
+        ),
+    ),
     45: Row(
         "completions with terminal escapes, scripts, markup, megabytes",
         "console and report show text, cut",
@@ -478,6 +503,32 @@ ROWS: dict[int, Row] = {
             "test_errors.py::test_the_command_line_prints_them_so",
         ),
     ),
+    46: Row(
+        "tokens of control and marks of a chat template in the text of a prompt or an answer",
+        "text, spelt letter by letter",
+        (
+            "data/test_encoding.py::test_a_prompt_spells_control_tokens_letter_by_letter",
+            "data/test_encoding.py::test_a_completion_is_learnt_as_text_and_ends_once",
+            "data/test_encoding.py::test_an_answer_adds_no_turn_for_a_reward_model",
+        ),
+    ),
     47: Row("requests that attack a server", "", absent=NO_SERVER),
     48: Row("a server's routes for administrators", "", absent=NO_SERVER),
+    49: Row(
+        "secrets in the environment",
+        "in no file of the run, no line and no figure (what a recipe says is written, as it says)",
+        ("faults/test_secrets.py::test_the_environment_is_written_nowhere",),
+    ),
+    50: Row(
+        "paths that lead out: shards, links, lists and READMEs of datasets, links in a run's place",
+        "refused by name (output and reward are the user's own words; no archive is read)",
+        (
+            "models/test_checkpoint_files.py::test_index_and_files_that_disagree",
+            "models/test_hub.py::test_an_index_of_the_hub_that_names_a_file_outside",
+            "data/test_hugging_face.py::test_a_readme_that_names_other_places_is_refused",
+            "data/test_hugging_face.py::test_a_link_that_leads_outside_is_refused",
+            "data/test_hugging_face.py::test_a_saved_dataset_that_names_other_places_is_refused",
+            "store/test_directory.py::test_links_in_the_place_of_a_run_s_files_are_refused",
+        ),
+    ),
 }
