@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from time import perf_counter
+from typing import Literal, TextIO, cast
 
 import rich.console
 from rich.progress import (
@@ -24,17 +25,18 @@ from isobit.files import LARGE
 from isobit.models.policy import Policy
 from isobit.observe.eval_result import EvalResult
 from isobit.rollout.progress import Progress
+from isobit.terminal import Standard
 from isobit.units import gib
 
 
 class Console:
     """Prints what a command does: lines anywhere, progress and spinners on a terminal alone.
 
-    ``terminal`` is where it prints, by default standard output.
+    ``terminal`` is where it prints, by default standard output (``terminal_on``).
     """
 
     def __init__(self, terminal: rich.console.Console | None = None) -> None:
-        self._terminal = terminal or rich.console.Console()
+        self._terminal = terminal or terminal_on("stdout")
 
     def line(self, text: str = "") -> None:
         """One line as it stands: no markup, no wrapping, no control characters that a model or a
@@ -112,6 +114,13 @@ class Console:
         """What went wrong in a step without ending the run."""
         for note in notes:
             self.line(f"  note: {note}")
+
+
+def terminal_on(name: Literal["stdout", "stderr"]) -> rich.console.Console:
+    """A standard stream.  Printing there never raises: neither a reader who has gone nor a closed
+    terminal ends what is being done.
+    """
+    return rich.console.Console(file=cast(TextIO, Standard(name)))
 
 
 def silent() -> Console:

@@ -11,6 +11,7 @@
                         (``isobit.store.checkpoint``)
     model/              the trained policy as a Hugging Face folder, with its tokenizer
     summary.json        the figures at the end
+    ending.json         why the run has ended before its time, until it goes on
 
 A run writes into a directory that holds anything only to go on in it (``--resume``): two runs would
 mix their metrics.
@@ -78,6 +79,11 @@ class RunDirectory:
     def summary(self) -> Path:
         """``summary.json``: the figures at the end, written last."""
         return self.root / "summary.json"
+
+    @property
+    def ending(self) -> Path:
+        """``ending.json``: why the run has ended before its time; only then, until it goes on."""
+        return self.root / "ending.json"
 
 
 def check_unused(root: Path) -> None:

@@ -49,9 +49,9 @@ class RlLog(TrainingLog[EvalResult]):
         self._totals["tokens"] += engine.generated_tokens
         self._totals["failed"] += grades.failed
         self._totals["skipped"] += trained.skipped_updates
+        self.boundary = self._take_boundary(step)
         self._console.line(describe_step(step, self._run.config.training.steps, metrics))
         self._console.notes(_notes(grades, trained))
-        self.boundary = self._take_boundary(step)
         self._console.notes(
             check_step(
                 self._run.config.check,

@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from isobit.store.directory import RunDirectory, check_unused, is_empty, write_j
 from isobit.store.journal import check_positions, rewind, whole_lines
 from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
+from isobit.store.place import Place
 from isobit.store.reward_record import RewardRecord
 from isobit.store.shared_disk import check_shared
 from isobit.store.training_run import TrainingRun
@@ -73,6 +74,8 @@ class Start:
     """Settings changed since, with both values."""
     budget_changes: Sequence[BudgetChange] = ()
     """Those recorded after the checkpoint."""
+    place: Place = field(default_factory=Place)
+    """Where the directory is; of the rank that writes."""
 
     @property
     def writes(self) -> bool:
@@ -125,8 +128,10 @@ class Start:
                 root.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(locked(root))
                 check_unused(root)  # another process may have been and gone since
+                self._hold(root)
                 write_json(self.directory.manifest, manifest(run, self.hosts))
             else:
+                self._hold(root)
                 _tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
                 drop_torn_line(self.directory.budget)
@@ -148,6 +153,11 @@ class Start:
                 )
             if run.config.reward is not None:
                 self.rewards.open(self.directory.rewards)
+                self._lock.callback(self.rewards.close)
+
+    def _hold(self, root: Path) -> None:
+        self.place.hold(root)
+        self._lock.callback(self.place.release)
 
 
 @contextmanager
@@ -239,8 +249,9 @@ def _decide(
 
 
 def _position(checkpoint: Checkpoint | None, path: Path) -> int:
-    """Bytes of a file of the run at a checkpoint."""
-    return checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
+    """Bytes of a file of the run at a checkpoint, of one that has lost some all that it has."""
+    recorded = checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
+    return min(recorded, path.stat().st_size) if path.is_file() else 0
 
 
 def _plan_disk(
@@ -374,6 +385,7 @@ def _tidy(directory: RunDirectory, step: int, say: Say) -> None:
     for name in (".model.partial", ".model.old"):
         shutil.rmtree(directory.root / name, ignore_errors=True)
     directory.summary.unlink(missing_ok=True)
+    directory.ending.unlink(missing_ok=True)
 
 
 def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
