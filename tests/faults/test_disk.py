@@ -169,6 +169,5 @@ def test_a_directory_that_vanishes_stops_the_run(
 ) -> None:
     config = make_config()
     hook(f"import shutil\nif call == 60: hook.unlink(); shutil.rmtree({str(config.output)!r})")
-    with pytest.raises(StorageError, match="could not be written"):
+    with pytest.raises(StorageError, match="was removed while the run went on"):
         train(config)
-    shutil.rmtree(config.output, ignore_errors=True)

@@ -1,9 +1,11 @@
 """Several rewards, models among them, and grading in the process of the run."""
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,49 @@ def test_in_the_process_of_the_run_a_watch_is_asked_between_completions(rewards:
     with Graders(config) as graders:
         graders.collect([group("a", "b", "c")], watch=lambda: asked.append(1))
     assert len(asked) == 3
+
+
+def test_a_signal_ends_a_call_in_the_process_of_the_run_and_nothing_between_two(
+    rewards: str,
+) -> None:
+    """What the block around a call lets through comes out of the middle of it, and no reward is
+    filled.
+    """
+    Path(rewards).write_text(
+        "import os, signal, time\ndef reward(prompt, completion):\n"
+        "    if completion.text == '!': os.kill(os.getpid(), signal.SIGUSR2); time.sleep(3600)\n"
+        "    return 1.0\n"
+    )
+
+    class StoppedError(KeyboardInterrupt):
+        pass
+
+    within: list[bool] = []
+
+    def stop(*_: Any) -> None:
+        assert within == [True]
+        raise StoppedError
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        within.append(True)
+        try:
+            yield
+        finally:
+            within.pop()
+
+    def watch() -> None:
+        assert within == []
+
+    before = signal.signal(signal.SIGUSR2, stop)
+    graded = group("a", "!", "b")
+    try:
+        config = RewardConfig(function=f"{rewards}:reward", in_process=True)
+        with Graders(config) as graders, pytest.raises(StoppedError):
+            graders.collect([graded], watch=watch, inside=inside)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert graded.rewards == []
 
 
 def test_a_fork_in_the_process_of_the_run_is_no_second_run(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tensorboard.compat.proto.summary_pb2 import (
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from isobit.files import LineFile
+from isobit.store.journal import EVENTS_SUFFIX
 
 _NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
@@ -34,7 +35,8 @@ class Events:
         """Raises OSError and StorageError where it cannot be written."""
         folder.mkdir(parents=True, exist_ok=True)
         began = max(int(time.time()), _newest(folder) + 1)
-        name = f"events.out.tfevents.{began:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        process = f"{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{began:010d}.{process}.0{EVENTS_SUFFIX}"
         self._file = LineFile(folder / name)
         self._latest = float(began)
         self._write(Event(file_version="brain.Event:2"))
