@@ -14,6 +14,7 @@ import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 import isobit
@@ -46,8 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _obey(words)
     except OSError as error:
+        with suppress(OSError, ValueError):
+            print()  # was it the output?  What failed is no longer in the buffer
         if settle() is None and not isinstance(error, BrokenPipeError):
-            raise  # it was not of the output
+            raise
         return _unread(error)
     finally:
         lost = settle()

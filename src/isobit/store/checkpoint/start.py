@@ -292,15 +292,22 @@ def _with_defaults(saved: Mapping[str, Any], config: Recipe) -> Mapping[str, Any
 def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Checkpoint | None:
     """The newest checkpoint whose bytes are right, None where there never was one; all ranks
     together.  Raises CheckpointError if there are only others.
+
+    One whose files that grow (figures, completions) have lost lines since is used where no older
+    one has all of its own: what was learnt is worth more.
     """
     problems: list[str] = []
+    whole: Checkpoint | None = None
     for step, size in told(world, lambda: _candidates(directory, say)):
         folder = directory.checkpoints / folder_name(step)
         if size >= LARGE:
             say(f"checking the checkpoint of step {step}: {gib(size)}")
         try:
             checkpoint = read_checkpoint(folder, world)
-            _check_journals(directory, checkpoint, world)
+            lost = _lost_lines(directory, checkpoint, world)
+            whole = whole or (checkpoint if lost else None)
+            if lost:
+                raise CheckpointError(lost)
         except CheckpointError as error:
             problems.append(str(error))
             say(f"checkpoint {folder.name} cannot be used: {error}")
@@ -308,6 +315,12 @@ def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Ch
         if problems:
             say(f"using the one before it: {folder.name}")
         return checkpoint
+    if whole is not None:
+        say(
+            f"none has all of its lines; using {whole.folder.name}, which is whole: the lines that "
+            "are lost stay lost, and the policy is what it was"
+        )
+        return whole
     if problems:
         raise agreed(
             CheckpointError(
@@ -348,8 +361,8 @@ def _size(folder: Path) -> int:
         return 0
 
 
-def _check_journals(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> None:
-    """Raise CheckpointError, on all ranks, for files that are gone or shorter than they were."""
+def _lost_lines(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> str | None:
+    """Which file is gone or shorter than it was, on all ranks; None where all are there."""
 
     def problem() -> str | None:
         try:
@@ -358,9 +371,7 @@ def _check_journals(directory: RunDirectory, checkpoint: Checkpoint, world: Worl
             return str(error)
         return None
 
-    found = told(world, problem)
-    if found is not None:
-        raise CheckpointError(found)
+    return told(world, problem)
 
 
 def _is_ours(folder: Path) -> bool:
