@@ -3,7 +3,6 @@ bytes, and keeps what it had.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable

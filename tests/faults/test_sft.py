@@ -18,7 +18,7 @@ import torch
 
 from isobit.cli.main import main
 from isobit.config.sft import SftConfig
-from isobit.errors import CheckpointError, ConfigError, DataError, Interrupted, StorageError
+from isobit.errors import CheckpointError, ConfigError, Interrupted, StorageError
 from isobit.records.batch import PackedBatch
 from isobit.run.sft.loop import sft
 from isobit.starter.tasks import problems, question, worked_out
@@ -290,7 +290,7 @@ def test_another_configuration_and_other_data_are_refused(
         sft(changed, resume=True)
     rows[1]["chat"][1]["content"] = "7"  # the prompts stay as they are
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match="the training prompts are not those"):
+    with pytest.raises(ConfigError, match=r"data\.train\.content: SHA-256"):
         sft(config, resume=True)
 
 

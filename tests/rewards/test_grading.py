@@ -32,7 +32,7 @@ def vowels(completions, **columns):
     return [None if text == "?" else sum(map(text.count, "aeiou")) for text in completions]
 
 def huge(prompt, completion):
-    return 1.7e308
+    return 0.9e18
 """
 
 
@@ -126,13 +126,13 @@ def test_a_model_alone_needs_no_process_and_somebody_who_scores() -> None:
             graders.collect([graded])
 
 
-def test_a_sum_beyond_all_numbers_is_a_failure(rewards: str) -> None:
+def test_a_sum_that_is_too_large_is_a_failure(rewards: str) -> None:
     huge = {"function": f"{rewards}:huge"}
     graded = group("a")
     config = RewardConfig.model_validate({"parts": {"a": huge, "b": huge}, "in_process": True})
     with Graders(config) as graders, pytest.raises(RewardError, match="1 of 1 rewards failed"):
         graders.collect([graded])
-    assert graded.rewards == [None] and graded.reward_parts["a"] == [1.7e308]
+    assert graded.rewards == [None] and graded.reward_parts["a"] == [0.9e18]
 
 
 @pytest.mark.parametrize("in_process", [False, True])

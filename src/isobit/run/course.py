@@ -156,10 +156,12 @@ def course(
     model_when_interrupted: bool = False,
     extra_bytes: int = 0,
     world: World = ALONE,
+    allowed: Sequence[str] = (),
 ) -> Iterator[Course[Run, Log]]:
     """Begin, or with ``resume`` go on with, the training of a model of ``shape`` that ``prepare``
     makes from ``config`` on each rank of ``world``; entered for all of its steps.  A checkpoint
-    holds at most ``extra_bytes`` beside policy and optimiser.
+    holds at most ``extra_bytes`` beside policy and optimiser.  What is ``allowed`` by name may be
+    other than in the run that is resumed.
 
     A signal to stop leaves a checkpoint, and with ``model_when_interrupted`` the model folder too;
     SIGUSR1 a checkpoint, and the run goes on.
@@ -170,7 +172,7 @@ def course(
     interruption = Interruption(world)
     with (
         interruption.open_to_requests(),
-        begin(config, shape, resume, console.line, extra_bytes, world) as start,
+        begin(config, shape, resume, console.line, extra_bytes, world, allowed) as start,
         open_graders(config) as graders,
     ):
         with console.busy("loading"):
