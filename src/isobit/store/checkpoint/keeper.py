@@ -83,6 +83,8 @@ class CheckpointKeeper:
         self._config = run.config.checkpoint
         self._model_when_interrupted = model_when_interrupted
         self._directory, self._world, self._place = start.directory, start.world, start.place
+        self._is_ours = True
+        """Whether what is called as the run's directory was is that still."""
         self._on_disk = (
             start.step
         )  # step 0 needs no checkpoint: it is a function of the configuration
@@ -134,13 +136,14 @@ class CheckpointKeeper:
         place, root = self._place.now(), self._directory.root
         if place is None:
             if root.exists():
+                self._is_ours = False
                 raise StorageError(f"{root} is another directory now, and not this run's")
             self._console.line(f"{root} was removed: it is made again for what can still be saved")
         return str(place or root)
 
     def _note_ending(self, error: BaseException) -> None:
         """For the report."""
-        if self._world.rank > 0:
+        if self._world.rank > 0 or not self._is_ours:
             return
         reason = (
             f"{error}"
