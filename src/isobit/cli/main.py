@@ -14,7 +14,6 @@ import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 
 import isobit
@@ -47,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _obey(words)
     except OSError as error:
-        with suppress(OSError, ValueError):
-            print()  # was it the output?  What failed is no longer in the buffer
-        if settle() is None and not isinstance(error, BrokenPipeError):
-            raise
-        return _unread(error)
+        try:
+            print(flush=True)  # was it the output?
+        except OSError:
+            return _unread(error)
+        raise
     finally:
         lost = settle()
     if lost is not None and code == 0 and words[0] not in _TRAININGS:
