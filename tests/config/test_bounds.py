@@ -102,12 +102,12 @@ def test_a_number_or_a_nesting_beyond_all_runs_is_refused_in_a_line(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--training.steps", '"20"'), "should be a valid integer, but it is '20'"),
-        (("--training.steps", "true"), "should be a valid integer, but it is True"),
-        (("--training.learning_rate", '"1e-4"'), "should be a valid number, but it is '1e-4'"),
-        (("--data.shuffle", "1"), "should be a valid boolean, but it is 1"),
-        (("--data.shuffle", "yes"), "should be a valid boolean, but it is 'yes'"),
-        (("--reward.function", "5"), "should be a valid string, but it is 5"),
+        (("--training.steps", '"20"'), "should be a whole number, but it is '20'"),
+        (("--training.steps", "true"), "should be a whole number, but it is True"),
+        (("--training.learning_rate", '"1e-4"'), "should be a number, but it is '1e-4'"),
+        (("--data.shuffle", "1"), "should be true or false, but it is 1"),
+        (("--data.shuffle", "yes"), "should be true or false, but it is 'yes'"),
+        (("--reward.function", "5"), "should be text, but it is 5"),
     ],
 )
 def test_a_value_of_another_type_is_refused(
