@@ -18,6 +18,7 @@ from isobit.kernels.spec.e4m3 import decode_e4m3
 from isobit.kernels.spec.gemm import fp8_gemm_nt, grid_gemm_nt
 from isobit.kernels.spec.grid import snap_rows
 from isobit.kernels.spec.quantise import quantise_rows, quantise_tokens
+from isobit.kernels.trace import rounded
 from isobit.precision.flow import Site
 from isobit.precision.formats import BLOCK
 from isobit.precision.quant_tensor import QuantTensor, block_sizes
@@ -43,10 +44,10 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
     """[T, K] -> [T, N]; the bits of a row depend on that row alone."""
     if isinstance(weight.matrix, QuantTensor):
         assert isinstance(x, QuantTensor)
-        return fp8_gemm_nt(x, weight.matrix).bfloat16()
+        return rounded(fp8_gemm_nt(x, weight.matrix), torch.bfloat16)
     assert isinstance(x, torch.Tensor)
     assert isinstance(weight.matrix, torch.Tensor)
-    return grid_gemm_nt(x, weight.matrix).to(x.dtype)
+    return rounded(grid_gemm_nt(x, weight.matrix), x.dtype)
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
