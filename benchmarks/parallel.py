@@ -17,7 +17,7 @@ step       one step of 8 samples a prompt, 2,048 new tokens; ``--weak`` multipli
            the ranks
 split      the same step with one rank that trains and one that samples the next batch beside it
 proof      three steps of 64 samples of 512 tokens, and the SHA-256 of the weights after each
-table      ratios of several ranks to one
+table      ratios of several ranks to one, and of a split to ranks that do both
 
 Weights, prompts and rewards are random.  Rows are appended to DIR as they come.
 """

@@ -1,22 +1,33 @@
-"""Several ranks beside one, as ratios of one sitting."""
+"""Several ranks beside one, as ratios of one sitting: a row is compared with rows of its card."""
 
 from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.rows import Row, read_rows
 
+NAMES = {
+    "training": ("tokens_per_s", "round_s"),
+    "step": ("rollout_tokens_per_s", "seconds"),
+    "digests": ("published", "masters"),
+    "proof": ("published", "completions"),
+    "split": ("seconds",),
+}
+
 
 def run_table(directory: Path) -> None:
-    """Print a line for everything that was measured with one rank and with several."""
-    rows = read_rows(directory)
-    alone = {_key(row): row for row in rows if row["ranks"] == 1 and "error" not in row}
-    print("| what | ranks | one | several | ratio |")
+    """Print a line for everything that was measured with one rank and with several, and for a
+    split beside the same step of ranks that do both.
+    """
+    rows = [row for row in read_rows(directory) if "error" not in row]
+    bases = {_key(row): row for row in rows if row["ranks"] == 1}
+    together = {_key(row): row for row in rows if row["ranks"] > 1 and row["kind"] == "step"}
+    print("| what | ranks | base | ours | ratio |")
     print("|---|---:|---:|---:|---:|")
     for row in rows:
-        one = alone.get(_key(row))
-        if row["ranks"] == 1 or "error" in row or one is None:
+        base = together.get(_key(row)) if row["kind"] == "split" else bases.get(_key(row))
+        if row["ranks"] == 1 or base is None:
             continue
-        for name, ours, theirs in _compared(row, one):
+        for name, ours, theirs in _compared(row, base):
             if isinstance(ours, str):
                 same = "equal" if ours == theirs else "DIFFERENT"
                 print(f"| {name} | {row['ranks']} | {theirs[:12]} | {ours[:12]} | {same} |")
@@ -29,23 +40,30 @@ def run_table(directory: Path) -> None:
 
 def _key(row: Row) -> tuple[object, ...]:
     """What must agree for a comparison; a weak-scaled step has more sequences a rank."""
-    sequences = row.get("sequences")
-    if row["kind"] == "step" and sequences is not None:
+    kind, sequences = row["kind"], row.get("sequences")
+    if kind in ("step", "split") and sequences is not None:
         sequences //= row["ranks"]
-    return row["kind"], row["mode"], row["shape"], row.get("case"), row.get("step"), sequences
+    kind = "step" if kind == "split" else kind
+    sitting = row["card"].get("uuid")
+    return sitting, kind, row["mode"], row["shape"], row.get("case"), row.get("step"), sequences
 
 
-def _compared(row: Row, one: Row) -> list[tuple[str, Any, Any]]:
-    """Name, several, one."""
-    names = {
-        "training": ("tokens_per_s", "round_s"),
-        "step": ("rollout_tokens_per_s", "seconds"),
-        "digests": ("published", "masters"),
-        "proof": ("published", "completions"),
-    }.get(row["kind"], ())
-    note = f" ({row['note']})" if row.get("note") else ""
-    found = [(f"{row['kind']} {name}{note}", row[name], one[name]) for name in names]
-    if row["kind"] == "step":
+def _compared(row: Row, base: Row) -> list[tuple[str, Any, Any]]:
+    """Name, ours, base's."""
+    kind = row["kind"]
+    notes = (row.get("note"), f"recompute {row['recompute']}" if kind == "step" else None)
+    note = "".join(f" ({one})" for one in notes if one)
+    found = [(f"{kind} {name}{note}", row[name], base[name]) for name in NAMES.get(kind, ())]
+    if kind == "step":
         ours = row["sequences"] / row["seconds"]
-        found.append(("step sequences a second", ours, one["sequences"] / one["seconds"]))
+        theirs = base["sequences"] / base["seconds"]
+        found.append((f"step sequences a second{note}", ours, theirs))
+        if "phases_s" in row:  # on a GPU
+            found.append((f"step training_s a sequence{note}", *map(_training_s, (row, base))))
     return found
+
+
+def _training_s(row: Row) -> float:
+    """Seconds a sample in forwards, backwards, optimiser and publication."""
+    names = ("forward", "backward", "optimiser", "publish")
+    return sum(row["phases_s"][name] for name in names) / row["sequences"]

@@ -1,12 +1,20 @@
 """A run's directory is its own."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from isobit.config.run import RunConfig
 from isobit.errors import ConfigError
-from isobit.store.directory import check_unused, write_json
+from isobit.models.folder import read_config
+from isobit.starter import starter_folder
+from isobit.store.checkpoint.start import begin
+from isobit.store.directory import check_no_links, check_unused, write_json
+
+MakeConfig = Callable[..., RunConfig]
+SHAPE = read_config(starter_folder())
 
 
 def test_a_new_and_an_empty_directory_are_taken(tmp_path: Path) -> None:
@@ -22,6 +30,73 @@ def test_a_used_directory_is_refused_with_the_ways_out(tmp_path: Path) -> None:
         check_unused(tmp_path)
     for part in (str(tmp_path), "files of a run", "--output", f"rm -r {tmp_path}"):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("with_run", [False, True], ids=["no run", "a run"])
+@pytest.mark.parametrize("place", ["home", "here", "above both"])
+def test_nobody_is_advised_to_remove_more_than_a_run(
+    place: str, with_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found at 12131fc: ``--output ~`` was answered with ``rm -r`` of the home directory."""
+    home, here = tmp_path / "above" / "home", tmp_path / "above" / "here"
+    for folder in (home, here):
+        folder.mkdir(parents=True)
+        (folder / "thesis.tex").touch()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    root = {"home": home, "here": Path(), "above both": tmp_path / "above"}[place]
+    if with_run:
+        (root / "run.json").touch()
+    with pytest.raises(ConfigError, match="already holds files") as error:
+        check_unused(root)
+    assert "rm " not in str(error.value)
+
+
+def test_files_that_are_no_run_are_not_advised_to_be_removed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="files that are no run") as error:
+        check_unused(tmp_path)
+    assert "rm " not in str(error.value)
+
+
+NAMES = ("run.json", ".run.json.partial", ".lock", "metrics.jsonl", "completions.jsonl")
+MORE_NAMES = ("rewards.jsonl", "budget.jsonl", "tensorboard", "checkpoints", "model")
+
+
+@pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES, "summary.json"])
+def test_links_in_the_place_of_a_run_s_files_are_refused(
+    name: str, tmp_path: Path, make_config: MakeConfig
+) -> None:
+    """Found at 12131fc: the target of a link was overwritten, or emptied."""
+    target, root = tmp_path / "target", tmp_path / "run"
+    target.mkdir()
+    root.mkdir()
+    (root / name).symlink_to(target)
+    with pytest.raises(ConfigError, match=f"{name} is a link to {target}"):
+        check_no_links(root)
+    config = make_config(output=root)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match="is a link"), begin(config, SHAPE, resume, print):
+            raise AssertionError
+    assert [path.name for path in root.iterdir()] == [name]
+
+
+def test_a_link_beside_a_file_that_is_replaced_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("kept")
+    (tmp_path / ".summary.json.partial").symlink_to(target)
+    write_json(tmp_path / "summary.json", {"a": 1})
+    assert target.read_text() == "kept"
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"a": 1}
+
+
+def test_a_directory_that_is_no_run_keeps_no_lock(tmp_path: Path, make_config: MakeConfig) -> None:
+    """Found at 12131fc: ``train --resume --output d`` left ``d/.lock``."""
+    (tmp_path / "thesis.tex").touch()
+    config = make_config(output=tmp_path)
+    with pytest.raises(ConfigError, match="no run that"), begin(config, SHAPE, True, print):
+        raise AssertionError
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_file_and_a_place_below_a_file_are_refused(tmp_path: Path) -> None:

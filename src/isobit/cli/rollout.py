@@ -11,12 +11,13 @@ from isobit.cli.arguments import (
     check_new,
     folder_parser,
     given,
-    positive,
     set_threads,
     settings_from,
+    whole,
 )
 from isobit.cli.ranks import obey_as_rank, start_ranks
 from isobit.cli.waiting import starting
+from isobit.config.limits import MAX_BATCH
 
 if TYPE_CHECKING:
     from isobit.config.commands import GenerationConfig
@@ -115,7 +116,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--temperature", metavar="T", help="0 is greedy; by default 1")
     parser.add_argument(
         "--samples",
-        type=positive,
+        type=whole(1, MAX_BATCH),
         default=1,
         metavar="N",
         help="completions of each prompt, by default 1",

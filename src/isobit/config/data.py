@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from isobit.config.base import Strict
+from isobit.config.base import Seed, Strict
+from isobit.config.limits import MAX_COUNT
+from isobit.config.shape import MAX_POSITIONS
 
 
 class ReasoningGymData(Strict):
@@ -14,8 +16,8 @@ class ReasoningGymData(Strict):
     type: Literal["reasoning_gym"] = "reasoning_gym"
     task: str
     """Name of the task, for example ``chain_sum``."""
-    size: int = Field(default=1000, gt=0)
-    seed: int = 0
+    size: int = Field(default=1000, gt=0, le=MAX_COUNT)
+    seed: Seed = 0
     options: dict[str, Any] = Field(default={})
     """The task's own configuration."""
     system: str | None = None
@@ -34,7 +36,7 @@ class JsonlData(Strict):
     """
     prompt: str = "prompt"
     """Column that holds the prompt."""
-    limit: int | None = Field(default=None, gt=0)
+    limit: int | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Use that many rows from the start."""
 
 
@@ -47,7 +49,7 @@ class HfData(Strict):
     path: Path
     split: str = "train"
     prompt: str = "prompt"
-    limit: int | None = Field(default=None, gt=0)
+    limit: int | None = Field(default=None, gt=0, le=MAX_COUNT)
 
 
 DataSource = Annotated[ReasoningGymData | JsonlData | HfData, Field(discriminator="type")]
@@ -65,6 +67,6 @@ class DataConfig(Strict):
     """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
     used as it stands.
     """
-    max_prompt_tokens: int = Field(default=1024, gt=0)
+    max_prompt_tokens: int = Field(default=1024, gt=0, le=MAX_POSITIONS)
     """Longer prompts are refused, by id."""
     shuffle: bool = True

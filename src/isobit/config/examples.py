@@ -8,6 +8,7 @@ from pydantic import Field
 
 from isobit.config.base import Strict
 from isobit.config.data import HfData, JsonlData
+from isobit.config.shape import MAX_POSITIONS
 
 
 class JsonlExamples(JsonlData):
@@ -51,7 +52,7 @@ class SftDataConfig(Strict):
     """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
     used as it stands.
     """
-    max_tokens: int = Field(default=2048, gt=0)
+    max_tokens: int = Field(default=2048, gt=0, le=MAX_POSITIONS)
     """Longer examples, prompt and completion together, are refused, by id; so is a pair of which
     one conversation is longer.
     """

@@ -20,6 +20,7 @@ from isobit.algorithms.ppo import explained_variance
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
+from isobit.store.journal import EVENTS_SUFFIX
 from isobit.training.comparison import Comparison, Mismatch
 from isobit.training.step import StepMetrics
 
@@ -82,6 +83,7 @@ def step_metrics(
         **clip_metrics(trained.clip),
         "updates/taken": len(trained.updates) - trained.skipped_updates,
         "updates/skipped": trained.skipped_updates,
+        "updates/without_signal": trained.without_signal,
         "log_prob_diff/mean": trained.comparison.mean_abs_diff,
         "log_prob_diff/max": trained.comparison.max_abs_diff,
         "log_prob_diff/tokens_compared": trained.comparison.tokens_compared,
@@ -95,14 +97,14 @@ def step_metrics(
         "rollout/shared_pages": engine.shared_pages,
         "rollout/chunks": engine.chunks,
         **{f"time/{name}_s": value for name, value in seconds.items()},
-        **rollout_rate(engine.generated_tokens, seconds["rollout"]),
-        "tokens_per_s/training": trained.tokens / seconds["training"],
+        **rate("rollout", engine.generated_tokens, seconds["rollout"]),
+        **rate("training", trained.tokens, seconds["training"]),
     }
 
 
-def rollout_rate(tokens: int, seconds: float) -> Metrics:
-    """Tokens sampled a second; nothing where none were."""
-    return {"tokens_per_s/rollout": tokens / seconds} if seconds else {}
+def rate(phase: str, tokens: int, seconds: float) -> Metrics:
+    """Tokens a second; nothing where there were none."""
+    return {f"tokens_per_s/{phase}": tokens / seconds} if tokens and seconds else {}
 
 
 def reward_metrics(groups: Sequence[Group]) -> Metrics:
@@ -223,4 +225,4 @@ def _open_events(folder: Path, say: Callable[[str], None]) -> "SummaryWriter | N
             "has every figure"
         )
         return None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), filename_suffix=EVENTS_SUFFIX)

@@ -13,11 +13,13 @@
     summary.json        the figures at the end
 
 A run writes into a directory that holds anything only to go on in it (``--resume``): two runs would
-mix their metrics.
+mix their metrics.  The directory itself may be a link; a file of the run that is one is refused:
+behind it lies what belongs to somebody else.
 """
 
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from isobit.errors import ConfigError
 
 LOCK_FILE = ".lock"
 _BEFORE_A_RUN = {LOCK_FILE, ".run.json.partial"}
+_ADVICE = "name another directory (--output PATH)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,11 @@ class RunDirectory:
         return self.root / "budget.jsonl"
 
     @property
+    def growing(self) -> tuple[Path, ...]:
+        """The files that grow line by line."""
+        return (self.metrics, self.completions, self.rewards, self.budget)
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints, from which the run can be resumed."""
         return self.root / "checkpoints"
@@ -90,13 +98,13 @@ def check_unused(root: Path) -> None:
         raise ConfigError(
             f"output is {str(root)!r}, which is a file; name a directory that is new or empty"
         )
+    check_no_links(root)
     if not is_empty(root):
-        is_run = (root / "run.json").exists()
         raise ConfigError(
-            f"output is {str(root)!r}, which already holds files{' of a run' if is_run else ''}; "
-            "name another directory (--output PATH), "
-            f"{'go on with that run (--resume), ' if is_run else ''}move this one away, or remove "
-            f"it (rm -r {root})"
+            f"output is {str(root)!r}, which already holds files of a run; {_ADVICE}, go on with "
+            f"that run (--resume), or move this one away{_removal(root)}"
+            if is_run(root)
+            else f"output is {str(root)!r}, which already holds files that are no run; {_ADVICE}"
         )
     above = next(path for path in (root, *root.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
@@ -104,6 +112,34 @@ def check_unused(root: Path) -> None:
             f"output is {str(root)!r}, but nothing can be written in {str(above)!r}; name another "
             "directory (--output PATH)"
         )
+
+
+def check_no_links(root: Path) -> None:
+    """Refuse a directory where a file or folder of the run is a symbolic link: writing, cutting or
+    removing it would reach what lies elsewhere.  Raises ConfigError with the link and its target.
+    """
+    directory = RunDirectory(root)
+    own = (
+        *(root / name for name in sorted(_BEFORE_A_RUN)),
+        directory.manifest,
+        *directory.growing,
+        directory.tensorboard,
+        directory.checkpoints,
+        directory.model,
+        directory.summary,
+    )
+    for path in own:
+        if path.is_symlink():
+            raise ConfigError(
+                f"{path} is a link to {os.readlink(path)}, and a run writes and removes files of "
+                f"its own only; put the file itself there, or {_ADVICE}"
+            )
+
+
+def is_run(root: Path) -> bool:
+    """Whether the directory is recognised as that of a run, by ``run.json`` or its checkpoints."""
+    directory = RunDirectory(root)
+    return directory.manifest.is_file() or any(directory.checkpoints.glob("step_*/manifest.json"))
 
 
 def is_empty(root: Path) -> bool:
@@ -115,8 +151,16 @@ def is_empty(root: Path) -> bool:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file as a whole: a reader sees the old one or the new one, never a part."""
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(
-        json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
-    )
+    partial.unlink(missing_ok=True)  # a killed process's; of a link only the link goes
+    with partial.open("x", encoding="utf-8") as file:
+        file.write(text)
     partial.replace(path)
+
+
+def _removal(root: Path) -> str:
+    """Advice to remove a run; none where the directory holds the user's home or where they are."""
+    place, home = root.resolve(), Path(os.path.expanduser("~")).resolve()
+    holds_more = any(here == place or place in here.parents for here in (home, Path.cwd()))
+    return "" if holds_more else f", or remove it (rm -r {shlex.quote(str(root))})"

@@ -14,6 +14,10 @@ from isobit.errors import CheckpointError
 from isobit.files import sync
 from isobit.store.directory import RunDirectory
 
+EVENTS_SUFFIX = ".isobit"
+"""Of the event files that a run writes: only these are cut and removed, whatever else lies in the
+folder.
+"""
 Positions = Mapping[str, int]
 """Bytes by path relative to the run's directory."""
 
@@ -38,22 +42,27 @@ def check_positions(directory: RunDirectory, recorded: Positions) -> None:
     """Raise CheckpointError for a file that is gone or shorter than a checkpoint recorded."""
     for name, size in recorded.items():
         path = directory.root / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing, which had {size:,} bytes then")
-        if path.stat().st_size < size:
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing, which had {size:,} bytes then") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+        if found < size:
             raise CheckpointError(
-                f"{path} has {path.stat().st_size:,} bytes, fewer than the {size:,} it had then"
+                f"{path} has {found:,} bytes, fewer than the {size:,} it had then"
             )
 
 
 def rewind(directory: RunDirectory, recorded: Positions) -> None:
-    """Cut every file to its recorded size and remove those that were not there.
+    """Cut every file to its recorded size and remove those of the run that were not there.
 
     ``rewards.jsonl`` and ``budget.jsonl`` stay whole: what lies beyond their positions is wanted
     for the steps that are done again.
     """
-    for path in _journals(directory):
-        size = recorded.get(str(path.relative_to(directory.root)))
+    names = {str(path.relative_to(directory.root)) for path in _journals(directory)}
+    for name in sorted(names | recorded.keys()):
+        path, size = directory.root / name, recorded.get(name)
         if path in (directory.rewards, directory.budget):
             continue
         if size is None:
@@ -81,6 +90,7 @@ def whole_lines(path: Path, position: int) -> list[bytes]:
 
 
 def _journals(directory: RunDirectory) -> list[Path]:
-    events = sorted(directory.tensorboard.iterdir()) if directory.tensorboard.is_dir() else []
-    files = (directory.metrics, directory.completions, directory.rewards, directory.budget, *events)
-    return [path for path in files if path.is_file()]
+    """The files that are there, and no link: those behind one are not the run's."""
+    events = sorted(directory.tensorboard.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}"))
+    files = (*directory.growing, *events)
+    return [path for path in files if path.is_file() and not path.is_symlink()]

@@ -2,7 +2,8 @@
 ends with the process, however it ends.
 
 The file names the holder for the message to the other one; it stays, empty of meaning, when nobody
-holds the lock.
+holds the lock.  A process that is forked from the holder (by a reward, say) gives its copy of the
+descriptor up: it must not hold the directory once the run is dead.
 """
 
 import fcntl
@@ -16,13 +17,19 @@ from pathlib import Path
 from isobit.errors import ConfigError
 from isobit.store.directory import LOCK_FILE
 
+_held: set[int] = set()
+"""Descriptors of this process's locks."""
+
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold the directory.  Raises ConfigError naming the process, and its machine, that holds it
     already.
     """
-    with (directory / LOCK_FILE).open("a+", encoding="utf-8") as file:
+    descriptor = os.open(
+        directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666
+    )
+    with open(descriptor, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -33,7 +40,22 @@ def locked(directory: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
         file.flush()
-        yield
+        _held.add(descriptor)
+        try:
+            yield
+        finally:
+            _held.discard(descriptor)
+
+
+def _let_go() -> None:
+    """In a forked child the lock is the parent's; the number stays taken, for who closes it."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in _held:
+        os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _holder(path: Path) -> str:

@@ -27,7 +27,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,10 @@ def folder_name(step: int) -> str:
 def step_of(folder: Path) -> int | None:
     """The step in a checkpoint folder's name; None for anything else, links included."""
     match = _NAME.fullmatch(folder.name)
-    return int(match[1]) if match and folder.is_dir() and not folder.is_symlink() else None
+    try:
+        return int(match[1]) if match and stat.S_ISDIR(folder.lstat().st_mode) else None
+    except OSError:  # it cannot even be looked at
+        return None
 
 
 def folders_by_step(parent: Path) -> dict[int, Path]:
@@ -237,32 +241,58 @@ def read_checkpoint(folder: Path, world: World = ALONE) -> Checkpoint:
     with the file and what is wrong with it.
     """
 
-    def described() -> dict[str, Any]:
-        try:
-            manifest = read_manifest(folder)
-            _check_sizes(folder, manifest)
-            return {"manifest": json.dumps(manifest)}
-        except CheckpointError as error:
-            return {"problem": str(error)}
+    def described() -> str:
+        manifest = read_manifest(folder)
+        _check_sizes(folder, manifest)
+        return json.dumps(manifest)
 
-    found = told(world, described)
-    if "problem" in found:
-        raise CheckpointError(found["problem"])
-    manifest = json.loads(found["manifest"])
+    manifest = json.loads(_told_or_refused(world, described))
     chunks, expected = _recorded(manifest)
     damage = first_damage(world, folder, chunks, expected)
     if damage is not None:
         raise CheckpointError(damage)
-    state = told(world, lambda: (folder / STATE).read_text(encoding="utf-8"))
+    state = _told_or_refused(world, lambda: _read_text(folder / STATE))
     return Checkpoint(folder, manifest["step"], json.loads(state), manifest)
+
+
+def _told_or_refused(world: World, make: Callable[[], str]) -> str:
+    """What rank 0 makes, on every rank.  Raises the CheckpointError of rank 0 on all."""
+
+    def attempt() -> dict[str, str]:
+        try:
+            return {"made": make()}
+        except CheckpointError as error:
+            return {"problem": str(error)}
+
+    found = told(world, attempt)
+    if "problem" in found:
+        raise CheckpointError(found["problem"])
+    return found["made"]
+
+
+def _read_text(path: Path) -> str:
+    """Raises CheckpointError, whatever the operating system answers."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
     for name, recorded in manifest["files"].items():
         path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        size = path.stat().st_size
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from None
         if size != recorded["bytes"]:
             raise CheckpointError(
                 f"{path} has {size:,} bytes, but {recorded['bytes']:,} were written: it was cut or "
@@ -288,11 +318,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     another step or of a newer format.
     """
     path = folder / MANIFEST
+    text = _read_text(path)
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error or 'it is empty'}") from None
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if not isinstance(version, int):

@@ -39,7 +39,14 @@ from isobit.store.checkpoint.format import (
     step_of,
 )
 from isobit.store.checkpoint.space import DiskPlan, plan_disk
-from isobit.store.directory import RunDirectory, check_unused, is_empty, write_json
+from isobit.store.directory import (
+    RunDirectory,
+    check_no_links,
+    check_unused,
+    is_empty,
+    is_run,
+    write_json,
+)
 from isobit.store.journal import check_positions, rewind, whole_lines
 from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
@@ -51,6 +58,7 @@ from isobit.units import gib
 
 Say = Callable[[str], None]
 """Prints a line."""
+_NO_RUN = "{} holds files, but no run that could be resumed; name another directory (--output PATH)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +188,9 @@ def begin(
                     say(f"nothing to resume in {directory.root}: this is a new run")
                 _plan_disk(config, shape, extra_bytes).check()
                 return False
+            check_no_links(directory.root)
+            if not is_run(directory.root):
+                raise ConfigError(_NO_RUN.format(directory.root))
             with disk_errors(directory.root, "the lock"):
                 lock.enter_context(locked(directory.root))
             return True
@@ -304,12 +315,26 @@ def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Ch
 
 def _candidates(directory: RunDirectory, say: Say) -> list[tuple[int, int]]:
     """Steps and bytes of the checkpoints, the newest first; what else lies there is named."""
-    folders = sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []
+    try:
+        folders = sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory.checkpoints} cannot be read: {error.strerror}; once it can, go on with "
+            "--resume"
+        ) from None
     others = [folder.name for folder in folders if step_of(folder) is None and not _is_ours(folder)]
     if others:
         say(f"ignored in {directory.checkpoints}: {', '.join(others)} (no checkpoint)")
     steps = sorted(folders_by_step(directory.checkpoints).items(), reverse=True)
-    return [(step, sum(file.stat().st_size for file in folder.iterdir())) for step, folder in steps]
+    return [(step, _size(folder)) for step, folder in steps]
+
+
+def _size(folder: Path) -> int:
+    """Bytes of its files, as far as they can be looked at: reading it says what is wrong."""
+    try:
+        return sum(file.lstat().st_size for file in folder.iterdir())
+    except OSError:
+        return 0
 
 
 def _check_journals(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> None:
@@ -346,15 +371,12 @@ def _read_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> di
         return {**content, "config": {**config.get("config", ran), **cluster}}
     except FileNotFoundError:
         if checkpoint is None:
-            raise ConfigError(
-                f"{directory.root} holds files, but no run that could be resumed; name another "
-                "directory (--output PATH)"
-            ) from None
-    except (ValueError, KeyError, TypeError):
+            raise ConfigError(_NO_RUN.format(directory.root)) from None
+    except (OSError, RecursionError, ValueError, KeyError, TypeError):
         if checkpoint is None:
             raise CheckpointError(
-                f"{directory.manifest} is damaged, and there is no checkpoint yet; remove "
-                f"{directory.root}"
+                f"{directory.manifest} is damaged, and there is no checkpoint yet; begin again in "
+                "another directory (--output PATH)"
             ) from None
     return {**config, **checkpoint.manifest["environment"]}
 

@@ -1,0 +1,80 @@
+"""Does exact FP8 learn like BF16, and what does a mismatch of rollout and training cost?  Arms by
+seeds, on a real checkpoint.
+
+    tools/smollm2.sh MODEL                                  # SmolLM2-135M-Instruct, in shared/
+    python -m benchmarks.proof problems DIR
+    python -m benchmarks.proof start DIR --model MODEL      # fine-tuned once, for all arms
+    python -m benchmarks.proof run DIR --task gsm [--seeds 4] [--jobs 4] [--seconds 540]
+    python -m benchmarks.proof table ROWS                   # DIR/rows, or benchmarks/results/proof
+
+``run`` goes on with what is not finished, and tells its runs to write a checkpoint when the seconds
+are over; exit status 3 says that something is left.  Anything behind ``--`` goes to ``isobit``:
+``-- --training.steps 2``.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.arms import figures, problems, runs
+
+FINE_TUNE = Path(__file__).parent / "arms" / "fine_tune.toml"
+LEFT = 3
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("problems", "start", "run", "table"):
+        commands.add_parser(name).add_argument("directory", type=Path)
+    start, run = commands.choices["start"], commands.choices["run"]
+    start.add_argument("--model", type=Path, required=True)
+    run.add_argument("--task", choices=problems.TASKS, required=True)
+    run.add_argument("--arms", nargs="+", choices=list(runs.ARMS), default=list(runs.ARMS))
+    run.add_argument("--seeds", type=int, default=4)
+    run.add_argument("--jobs", type=int, default=1)
+    run.add_argument("--seconds", type=float, default=float("inf"))
+    return parser
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
+    changes = words[cut + 1 :]
+    arguments = make_parser().parse_args(words[:cut])
+    directory: Path = arguments.directory
+    match arguments.command:
+        case "problems":
+            problems.write_problems(directory / "data")
+        case "start":
+            return fine_tune(directory, arguments.model, changes)
+        case "run":
+            wanted = runs.wanted(arguments.task, arguments.arms, range(arguments.seeds))
+            pairs = zip(changes[::2], changes[1::2], strict=True)
+            settings = {key.removeprefix("--"): value for key, value in pairs}
+            done = runs.run_all(wanted, directory, arguments.jobs, arguments.seconds, settings)
+            return 0 if done else LEFT
+        case _:
+            print("\n".join(figures.table(figures.read_finished(directory))))
+    return 0
+
+
+def fine_tune(directory: Path, model: Path, changes: list[str]) -> int:
+    """``isobit sft`` on the solutions of both tasks, in one file."""
+    data = directory / "data"
+    solutions = [data / f"{task}.solutions.jsonl" for task in problems.TASKS]
+    joined = data / "solutions.jsonl"
+    joined.write_bytes(b"".join(path.read_bytes() for path in solutions))
+    held_out = {task: data / f"{task}.held_out.jsonl" for task in problems.TASKS}
+    words = [
+        *("--model", model, "--output", directory / "start", "--data.train.path", joined),
+        *(part for task, path in held_out.items() for part in (f"--data.eval.{task}.path", path)),
+        *changes,
+    ]
+    command = [sys.executable, "-m", "isobit.cli.main", "sft", FINE_TUNE, "--resume", *words]
+    return subprocess.run(list(map(str, command)), check=False).returncode  # noqa: S603 (this file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

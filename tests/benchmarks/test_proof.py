@@ -1,0 +1,98 @@
+"""``benchmarks.proof``: its problems are right and apart, its runs are ordinary and resumable, its
+differences are paired.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.arms import figures, problems, runs
+from benchmarks.arms.problems import product_worked_out, rows_of
+
+TINY = {
+    "model": "starter",
+    "device": "cpu",
+    "training.steps": "1",
+    "training.prompts_per_step": "2",
+    "training.samples_per_prompt": "2",
+    "algorithm.overlong_buffer": "2",
+    "algorithm.max_refills": "0",
+    "rollout.max_new_tokens": "8",
+    "rollout.kv_memory_gib": "0.01",
+    "evaluation.max_new_tokens": "4",
+    "checkpoint.keep_last": "0",
+}
+
+
+def test_a_product_is_worked_out_rightly() -> None:
+    draw = random.Random(0)
+    for first, second in [
+        (999999, 99999),
+        (100000, 10000),
+        *((draw.randrange(10**5, 10**6), draw.randrange(10**4, 10**5)) for _ in range(20)),
+    ]:
+        partial, sums = product_worked_out(first, second).split("Sum by columns:\n")
+        parts = [int(line[2:]) for line in partial.splitlines() if line.startswith("= ")]
+        assert sum(parts) == first * second
+        for line in (*partial.splitlines(), *sums.splitlines()):
+            if ": write " in line:
+                terms, total = line.partition(":")[0].split("=")
+                assert sum(_product(term) for term in terms.split("+")) == int(total)
+                assert line.endswith(f"write {int(total) % 10}, carry {int(total) // 10}")
+        written = [line.split("write ")[1][0] for line in sums.splitlines()[:-1]]
+        assert int("".join(reversed(written))) == first * second
+        assert sums.splitlines()[-1] == f"#### {first * second}"
+
+
+def _product(term: str) -> int:
+    first, _, second = term.partition("*")
+    return int(first) * int(second or 1)
+
+
+def test_products_of_one_split_are_in_no_other() -> None:
+    splits = [
+        {row["prompt"] for row in rows_of("multiply", split, 500)} for split in problems.SIZES
+    ]
+    assert all(len(split) == 500 for split in splits)
+    assert not (splits[0] & splits[1] or splits[0] & splits[2] or splits[1] & splits[2])
+
+
+def test_solutions_earn_the_reward_and_repeat() -> None:
+    for task in problems.TASKS:
+        rows = rows_of(task, "held_out", 20)
+        assert rows == rows_of(task, "held_out", 20)
+        assert all(row["completion"].endswith(f"#### {row['answer']}") for row in rows)
+
+
+def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 4, "held_out": 3})
+    problems.write_problems(tmp_path / "data")
+    (run,) = runs.wanted("gsm", ["fp8"], [0])
+    assert not runs.run_all([run], tmp_path, 1, 0.0, TINY)  # no time: nothing begins
+    assert runs.run_all([run], tmp_path, 1, 120.0, TINY), (
+        tmp_path / "runs" / f"{run.name}.log"
+    ).read_text()
+    (row,) = figures.read_finished(tmp_path / "rows")
+    assert len(row["before"]) == len(row["after"]) == 3
+    assert row["summary"]["tokens_differing"] == 0 < row["summary"]["tokens_compared"]
+    assert "| `fp8` | 1 |" in "\n".join(figures.table([row, {**row, "arm": "bf16"}]))
+    before = json.dumps(row)
+    assert runs.run_all([run], tmp_path, 1, 0.0, TINY)  # is there
+    assert json.dumps(figures.read_finished(tmp_path / "rows")[0]) == before
+
+
+def test_differences_are_paired_by_seed_and_problem() -> None:
+    def row(arm: str, seed: int, after: list[float]) -> figures.Row:
+        return {"task": "gsm", "arm": arm, "seed": seed, "after": after}
+
+    base = [row("bf16", 0, [1, 0, 1, 0]), row("bf16", 1, [1, 1, 0, 0])]
+    ours = [row("fp8", 1, [1, 1, 0, 1]), row("fp8", 0, [1, 0, 1, 1]), row("fp8", 2, [1, 1, 1, 1])]
+    difference = figures.paired(ours, base)
+    assert difference is not None
+    assert difference.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]  # seed 2 has no pair
+    low, high = figures.interval(difference.repeat(1, 50))
+    assert 0.19 < low < 0.25 < high < 0.31
+    assert figures.interval(torch.zeros(3, 10)) == (0.0, 0.0)
