@@ -67,7 +67,7 @@ def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:
 
 def wgrad(dy: Operand, x: Operand, grad: torch.Tensor) -> None:
     """grad, FP32 [N, K], += dY^T X."""
-    grad.add_(_tokens(dy).t() @ _tokens(x))
+    grad.add_(dequantise_tokens(dy).t() @ dequantise_tokens(x))
 
 
 def dequantised(weight: LinearWeight) -> torch.Tensor:
@@ -93,7 +93,7 @@ def _by_column(values: torch.Tensor, scales: torch.Tensor, parts: tuple[int, ...
     return values
 
 
-def _tokens(x: Operand) -> torch.Tensor:
+def dequantise_tokens(x: Operand) -> torch.Tensor:
     """FP32 [T, C] of an operand of WGrad."""
     if isinstance(x, torch.Tensor):
         return x.float()

@@ -12,6 +12,7 @@ import torch
 
 from isobit.precision.formats import BLOCK, DTYPES, E8M0_BIAS
 from isobit.proof.bisect.checksums import row_checksums
+from isobit.proof.bisect.observer import HEAD
 
 _FORMATS = {dtype: name.upper() for name, dtype in DTYPES.items()} | {torch.int32: "INT32"}
 _NONE = torch.empty(0, dtype=torch.int64)
@@ -111,6 +112,8 @@ def _difference(
         "rollout": tokens[~has["training"]],
         "training": without_rollout[~torch.isin(without_rollout, last_tokens)],
     }
+    if site == HEAD:  # its rows are known by bits, which two tokens may share
+        alone = dict.fromkeys(alone, _NONE)
     return SiteDifference(
         site, sites_before, formats, int(shared.sum()), tokens[differing], unstable, alone
     )

@@ -26,7 +26,7 @@ from isobit.rollout.native.runner import PolicyRunner
 from isobit.rollout.native.states import States
 
 LOG_PROB = "log_prob"
-_HEAD = "lm_head"
+HEAD = "lm_head"
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
@@ -61,7 +61,7 @@ class TokenObserver:
         """An operation that works in chunks of rows is seen once a chunk, in their order."""
         first = self._seen.get(name, 0)
         self._seen[name] = last = first + values.shape[0]
-        keys = self._head_keys if name == _HEAD else self._keys
+        keys = self._head_keys if name == HEAD else self._keys
         self._keep(name, keys[first:last], values.cpu(), None if scales is None else scales.cpu())
 
 
