@@ -37,26 +37,35 @@ Schema = TypeVar("Schema", bound=Strict)
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any] | RunConfig, *, resume: bool = False, **changes: Any
+    recipe: str | Path | Mapping[str, Any] | RunConfig,
+    *,
+    resume: bool = False,
+    allow_change: Sequence[str] = (),
+    **changes: Any,
 ) -> RlSummary:
     """Train a policy with reinforcement learning: ``train("recipes/quickstart.toml",
     output="runs/x", training={"steps": 5})``.
 
     With ``resume`` the run in the output directory goes on from its newest checkpoint, where there
-    is one. Raises an ``IsobitError``, before anything is written, for what cannot be used; see
+    is one; ``allow_change`` names keys and inputs that may be other than they were. Raises an
+    ``IsobitError``, before anything is written, for what cannot be used; see
     ``isobit.run.rl.loop.train``.  A script that torchrun or srun has started several times joins
     the others.
     """
     with _world_of(config := _configuration(RunConfig, recipe, changes), "train") as world:
-        return rl_loop.train(config, resume=resume, world=world)
+        return rl_loop.train(config, resume=resume, world=world, allowed=allow_change)
 
 
 def sft(
-    recipe: str | Path | Mapping[str, Any] | SftConfig, *, resume: bool = False, **changes: Any
+    recipe: str | Path | Mapping[str, Any] | SftConfig,
+    *,
+    resume: bool = False,
+    allow_change: Sequence[str] = (),
+    **changes: Any,
 ) -> SftSummary:
     """Fine-tune a model on prompts and completions; resumes and raises as ``train`` does."""
     with _world_of(config := _configuration(SftConfig, recipe, changes), "sft") as world:
-        return sft_loop.sft(config, resume=resume, world=world)
+        return sft_loop.sft(config, resume=resume, world=world, allowed=allow_change)
 
 
 def evaluate(

@@ -20,6 +20,20 @@ LARGE = 1 << 30
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+def lies_within(path: Path, folder: Path) -> bool:
+    """Whether a path leads to a place in the folder, wherever symbolic links point.
+
+    The hub's cache keeps a snapshot's files as links to ``blobs`` beside ``snapshots``: these count
+    as the folder's own.
+    """
+    own = folder.resolve()
+    roots = [own]
+    for above in (own, *own.parents):
+        if above.parent.name == "snapshots":
+            roots.append(above.parent.parent / "blobs")
+    return any(path.resolve().is_relative_to(root) for root in roots)
+
+
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or a directory's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from isobit.cli.main import main
 from isobit.config.run import RunConfig
-from isobit.errors import ConfigError, DataError, Interrupted, RewardError
+from isobit.errors import ConfigError, Interrupted, RewardError
 from isobit.run.rl.loop import train
 
 MakeConfig = Callable[..., RunConfig]
@@ -186,7 +186,7 @@ def test_other_training_prompts_are_refused(make_config: MakeConfig, tmp_path: P
     path.write_text(
         "\n".join([*lines[:-1], json.dumps({"prompt": "5+1=", "answer": "7"})]), encoding="utf-8"
     )
-    with pytest.raises(DataError, match="training prompts are not those"):
+    with pytest.raises(ConfigError, match=r"data\.train\.content: SHA-256 .* in the run"):
         train(config, resume=True)
 
 

@@ -64,6 +64,8 @@ def test_every_kind_of_number_is_a_float(value: Any) -> None:
         (float("-inf"), "not finite"),
         (np.float32("inf"), "not finite"),
         (10**400, "not finite"),
+        (1e30, "too large"),
+        (-1.7e308, "too large"),
         (None, "not a number"),
         ("1.0", "not a number"),
         ([1.0], "not a number"),

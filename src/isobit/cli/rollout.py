@@ -40,7 +40,11 @@ def _rollout(arguments: Sequence[str], world: "World | None") -> int:
 
     from isobit.config.commands import GenerationConfig
 
-    limits = given(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    limits = given(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+    )
     settings = settings_from(
         GenerationConfig, {"precision": options.precision, "rollout": limits}, overrides
     )
@@ -114,6 +118,9 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
     parser.add_argument("--temperature", metavar="T", help="0 is greedy; by default 1")
+    parser.add_argument(
+        "--top-p", metavar="P", help="draw from the likeliest tokens of that probability together"
+    )
     parser.add_argument(
         "--samples",
         type=whole(1, MAX_BATCH),

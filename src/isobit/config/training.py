@@ -31,7 +31,10 @@ class OptimisationConfig(Strict):
     More than one take 4 more bytes a parameter, shared out among the processes of a host.
     """
     learning_rate: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate behind the warmup: it stays, falls along a line, or as half a cosine;
+    the last two would reach 0 right after the last update.
+    """
     warmup_updates: int = Field(default=0, ge=0, le=MAX_COUNT)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)

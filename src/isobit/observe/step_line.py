@@ -67,8 +67,8 @@ class TimeLeft:
 
 
 def time_left_parts(seconds: float) -> list[Part]:
-    """How long it will still take in one or two words; nothing at the end."""
-    if seconds <= 0:
+    """How long it will still take, in a few words; nothing at the end."""
+    if seconds < 0.5:
         return []
     minutes, hours = round(seconds / 60), round(seconds / 3600)
     text = (

@@ -36,11 +36,15 @@ from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
 
 SAMPLES_KEPT = 4
-"""Completions of a step, and of each set of an evaluation, written to ``completions.jsonl``."""
+"""Groups of a step, and of each set of an evaluation, that ``completions.jsonl`` has completions
+of: the best and the worst, where rewards differ.
+"""
 TOKENS_KEPT = 512
 """Tokens of a completion whose text and log-probability are written with it: the file of a run with
 long answers stays small.
 """
+REFERENCES = ("answer", "solution", "target", "ground_truth", "reference", "label")
+"""Columns of a dataset, the first that there is, that a completion is written beside."""
 
 
 class Figures(Protocol):
@@ -221,8 +225,9 @@ class TrainingLog(ABC, Generic[Result]):
             return
         file = self._writers[1]
         for group in groups[:SAMPLES_KEPT]:
-            line = completion_line(step, source, group, self._training.model.tokenizer)
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            for place in best_and_worst(group.rewards):
+                line = completion_line(step, source, group, place, self._training.model.tokenizer)
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
 
 
@@ -235,13 +240,26 @@ def describe_change(step: int, change: BudgetChange) -> str:
     )
 
 
-def completion_line(
-    step: int, source: str, group: Group, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    """The first completion of a group, with the text and the log-probability (nats, the FP32
-    number) of its first tokens, and the digests of their experts.
+def best_and_worst(rewards: Sequence[float | None]) -> list[int]:
+    """The places of the first completion with the highest reward and of the first with the lowest,
+    in their order; the first alone where no two valid rewards differ.
     """
-    completion = group.completions[0]
+    valid = {place: reward for place, reward in enumerate(rewards) if reward is not None}
+    if len(set(valid.values())) < 2:
+        return [0]
+    return sorted((max(valid, key=valid.__getitem__), min(valid, key=valid.__getitem__)))
+
+
+def completion_line(
+    step: int, source: str, group: Group, place: int, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """A completion of a group, with the text and the log-probability (nats, the FP32 number) of its
+    first tokens, and the digests of their experts; beside it the rewards of the whole group, and
+    the dataset's own answer where there is one.
+    """
+    completion = group.completions[place]
+    references = (group.prompt.row.get(name) for name in REFERENCES)
+    answer = next((one for one in references if isinstance(one, str | int | float)), None)
     shown = slice(TOKENS_KEPT)
     return {
         "step": step,
@@ -249,7 +267,9 @@ def completion_line(
         "prompt_id": group.prompt.id,
         "prompt": group.prompt.text,
         "completion": completion.text,
-        "reward": group.rewards[0],
+        "reward": group.rewards[place],
+        "group_rewards": list(group.rewards),
+        **({} if answer is None else {"answer": answer}),
         "finish_reason": completion.finish_reason,
         "tokens": len(completion.token_ids),
         "token_texts": [tokenizer.decode([token_id]) for token_id in completion.token_ids[shown]],

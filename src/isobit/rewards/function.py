@@ -20,6 +20,9 @@ from isobit.user_module import describe_missing, run_file
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float]
 
+_NO_MEMORY = ("annot allocate memory", "failed to map segment")
+"""What the system and its loader of libraries say of it."""
+
 
 def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     """The reward function called ``name``, with the keyword arguments that it is to have.
@@ -77,5 +80,5 @@ def _function(module: ModuleType, module_name: str, function_name: str) -> Calla
 
 def _in_a_line(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    short_of_memory = isinstance(error, MemoryError) or "annot allocate memory" in text
+    short_of_memory = isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY)
     return text + (" (reward.memory_mib is what it may take)" if short_of_memory else "")

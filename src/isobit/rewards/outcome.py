@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
 
+LARGEST = 1e18
+"""A reward may be: sums of squares of such numbers are still numbers of FP32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A reward that is no usable number."""
 
     kind: str
-    """The exception's name, ``not finite``, ``not a number``, ``no reward``, ``deadline`` or
-    ``crash``.
+    """The exception's name, ``not finite``, ``too large``, ``not a number``, ``no reward``,
+    ``deadline`` or ``crash``.
     """
     message: str
 
@@ -55,4 +58,8 @@ def outcome_of(value: Any) -> Outcome:
         number = math.inf
     if not math.isfinite(number):
         return Failure("not finite", f"the reward returned {number}, expected a finite number")
+    if abs(number) > LARGEST:
+        return Failure(
+            "too large", f"the reward returned {number}, expected at most {LARGEST:g} in magnitude"
+        )
     return number

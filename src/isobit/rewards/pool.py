@@ -23,6 +23,7 @@ import pickle
 import select
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
@@ -38,6 +39,8 @@ from isobit.rewards.worker import Start
 
 Watch = Callable[[], None]
 """Called some times a second while something is waited for; what it raises ends the waiting."""
+Inside = Callable[[], AbstractContextManager[None]]
+"""Entered around each call of a reward in this process: what a signal does meanwhile."""
 
 DEFAULT_WORKERS = 4
 """At most, where nobody asks for more."""
@@ -89,7 +92,7 @@ class Scoring(Protocol):
         """Look after what goes on by itself."""
         ...
 
-    def wait(self, tasks: Sequence[Task], watch: Watch) -> None:
+    def wait(self, tasks: Sequence[Task], watch: Watch, inside: Inside) -> None:
         """Return when the tasks are done."""
         ...
 
@@ -173,8 +176,10 @@ class Pool:
         """
         self._attend(0.0)
 
-    def wait(self, tasks: Sequence[Task], watch: Watch) -> None:
-        """Return when the tasks are done.  Raises as ``poll`` does, and what ``watch`` raises."""
+    def wait(self, tasks: Sequence[Task], watch: Watch, inside: Inside = nullcontext) -> None:
+        """Return when the tasks are done.  Raises as ``poll`` does, and what ``watch`` raises.  No
+        reward is called ``inside`` this process.
+        """
         while not all(task.is_done for task in tasks):
             watch()
             self._attend(TICK_S)

@@ -155,10 +155,12 @@ def course(
     model_when_interrupted: bool = False,
     extra_bytes: int = 0,
     world: World = ALONE,
+    allowed: Sequence[str] = (),
 ) -> Iterator[Course[Run, Log]]:
     """Begin, or with ``resume`` go on with, the training of a model of ``shape`` that ``prepare``
     makes from ``config`` on each rank of ``world``; entered for all of its steps.  A checkpoint
-    holds at most ``extra_bytes`` beside policy and optimiser.
+    holds at most ``extra_bytes`` beside policy and optimiser.  What is ``allowed`` by name may be
+    other than in the run that is resumed.
 
     A signal leaves a checkpoint, and with ``model_when_interrupted`` the model folder too.
     """
@@ -166,7 +168,7 @@ def course(
     clock = Clock(world.pulse.beat)
     check_recipes(world, config)
     with (
-        begin(config, shape, resume, console.line, extra_bytes, world) as start,
+        begin(config, shape, resume, console.line, extra_bytes, world, allowed) as start,
         open_graders(config) as graders,
     ):
         with console.busy("loading"):

@@ -68,6 +68,10 @@ class RewardRecord:
         """The gradings that are recorded and have not come again yet."""
         return list(self._lines)
 
+    def forget_ahead(self) -> None:
+        """Ask anew for what is recorded and has not come again: another reward grades it."""
+        self._lines.clear()
+
     def append(self, lines: Sequence[bytes]) -> None:
         """Gradings that others have made, in their order: those of the record again, or new."""
         for line in lines:

@@ -33,7 +33,10 @@ from isobit.training.reference import Reference
 from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., RunConfig]
-STEPS = {"training": {"steps": 4}, "checkpoint": {"every": 1, "keep_last": 9}}
+STEPS = {
+    "training": {"steps": 4, "without_signal": "take"},
+    "checkpoint": {"every": 1, "keep_last": 9},
+}
 
 
 class Diary:
@@ -160,7 +163,7 @@ def test_an_extra_that_moved_in_an_abandoned_step_is_not_saved_under_the_step_be
             raise Interrupted("SIGTERM", 15)
         return update(trainer, *rest, **settings)
 
-    config = make_config(training={"steps": 4}, checkpoint={"every": 0})
+    config = make_config(**STEPS | {"checkpoint": {"every": 0}})
     monkeypatch.setattr(Trainer, "update", interrupted)
     with pytest.raises(Interrupted):
         train(config)
