@@ -44,6 +44,13 @@ def step(
 
 
 @pytest.fixture
+def make_config(make_config: MakeConfig, write_reward: Callable[[str], str]) -> MakeConfig:
+    """Runs whose rewards differ within a group, so that there is something to learn."""
+    reward = write_reward("return sum(completion.token_ids) / 1000")
+    return lambda **sections: make_config(reward, **sections)
+
+
+@pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token of every forward is recorded one unit in the last place too low."""
     exact = sampling.log_softmax
