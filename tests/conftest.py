@@ -111,7 +111,7 @@ def make_config(tiny_folder: Path, tmp_path: Path) -> Callable[..., RunConfig]:
                     "held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 5}
                 },
             },
-            "reward": {"function": reward},
+            "reward": {"function": reward, "in_process": True},
             "rollout": {"max_new_tokens": 8},
             "training": {
                 "steps": 2,

@@ -117,7 +117,9 @@ def _parser() -> ArgumentParser:
         "--data", metavar="FILE.jsonl", type=Path, help="a JSONL file with a column `prompt`"
     )
     parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
-    parser.add_argument("--temperature", metavar="T", help="0 is greedy; by default 1")
+    parser.add_argument(
+        "--temperature", metavar="T", help="0 is greedy; by default 0 for one sample, 1 for several"
+    )
     parser.add_argument(
         "--top-p", metavar="P", help="draw from the likeliest tokens of that probability together"
     )

@@ -37,4 +37,4 @@ class CheckConfig(Strict):
     prompt were equal.  warn: a line on the console, and one after each further so many; stop: end
     the run with a checkpoint; the metrics count such updates in any case.
     """
-    no_signal_steps: int = Field(default=10, gt=0)
+    no_signal_steps: int = Field(default=10, gt=0, le=MAX_STEPS)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.base import Device
-from isobit.config.precision import PrecisionConfig
+from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.config.rollout import RolloutConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from isobit.files import disk_errors, new_folder
@@ -100,18 +100,19 @@ def model_folder(name: str | Path) -> Path:
 
 def load_model(
     name: str | Path,
-    precision: PrecisionConfig,
+    precision: PrecisionConfig | str,
     device: torch.device | str = "cpu",
     trainable: bool = True,
     value_head: bool = False,
 ) -> LoadedModel:
-    """Read a model folder, or ``starter``, and publish its weights in the given flow, on a device;
-    with a ``value_head`` of zeros where asked for.
+    """Read a model folder, or ``starter``, and publish its weights in the given flow, or that of a
+    preset's name, on a device; with a ``value_head`` of zeros where asked for.
 
     Raises ModelError for a folder that cannot be used, ConfigError for precision options that
     the model does not have.
     """
     folder = model_folder(name)
+    precision = named_precision(precision)
     policy = load_policy(folder, precision, device, trainable, value_head)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, policy.config.vocab_size, folder)

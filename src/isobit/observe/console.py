@@ -6,6 +6,7 @@ line of a step is as long as the terminal is wide.  Elsewhere (a pipe, a log fil
 colour, lines are whole, and a line now and then stands in the place of the bar.
 """
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -43,12 +44,13 @@ class Console:
         self._terminal = terminal or rich.console.Console()
 
     def line(self, text: str = "", style: str = "") -> None:
-        """One line as it stands: no markup, no wrapping, no control characters that a model or a
-        path might hold.
+        """One line as it stands: no markup, no control characters that a model or a path might
+        hold.  A terminal that is narrower gets it in several, broken between words alone.
         """
-        self._terminal.print(
-            printable(text), style=style, markup=False, highlight=False, soft_wrap=True
-        )
+        shown = printable(text)
+        if self._terminal.is_terminal and len(shown) > self._terminal.width:
+            shown = wrapped(shown, self._terminal.width)
+        self._terminal.print(shown, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def parts(self, parts: Sequence[Part]) -> None:
         """One line of parts, as many as a terminal has room for."""
@@ -175,6 +177,21 @@ def describe_result(name: str, result: EvalResult) -> str:
     )
     text += f", length {result.response_length:.1f}"
     return text + (f", {result.failed} rewards failed" if result.failed else "")
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most ``width`` columns, all but the first indented; a word that is longer, a path
+    for example, stays whole.
+    """
+    indent = len(text) - len(text.lstrip(" "))
+    lines = textwrap.wrap(
+        text.lstrip(" "),
+        width - indent,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(" " * indent + line for line in lines)
 
 
 def printable(text: str) -> str:

@@ -1,8 +1,9 @@
 """A reward function, by name.
 
 A reward is named as ``module:function``, as ``path/to/file.py:function``, or by the name of a
-built-in grader: ``reasoning_gym`` is the scorer of the task that the prompt came from.  Loading
-runs the user's own module and nothing else.
+built-in grader: ``reasoning_gym`` is the scorer of the task that the prompt came from.  One that
+was given from Python has a name that ``isobit.rewards.given`` made.  Loading runs the user's own
+module and nothing else.
 """
 
 import importlib
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.form import Reward, recognise
+from isobit.rewards.given import PREFIX, given_reward
 from isobit.rewards.graders import GRADERS
 from isobit.user_module import describe_missing, run_file
 
@@ -31,6 +33,8 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     import, a function that does not exist (with those that do), and one of no known form
     (``isobit.rewards.form``).
     """
+    if name.startswith(PREFIX):
+        return recognise(given_reward(name), name, options)
     place = GRADERS.get(name, name)
     module_name, separator, function_name = place.rpartition(":")
     if not (separator and module_name and function_name):

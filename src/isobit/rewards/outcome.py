@@ -29,15 +29,27 @@ Outcome: TypeAlias = float | Failure
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What a reward raised."""
-    kind = type(error).__name__
-    return Failure(kind, f"{kind}: {error}")
+    """What a reward raised, cut to a length that can be shown."""
+    kind = type(error).__name__[:100]
+    try:
+        message = f"{kind}: {error}"
+    except Exception as another:  # of the exception's own method
+        message = f"{kind}, whose text raises {type(another).__name__:.100}"
+    return Failure(kind, message[:2000])
 
 
 def outcome_of(value: Any) -> Outcome:
     """What a reward returned for one completion: Python's and numpy's integers, floats and booleans
-    are numbers, and so is a tensor of no dimension; anything else is a failure.
+    are numbers, and so is a tensor of no dimension; anything else is a failure, and so is what
+    raises when it is asked for its number.
     """
+    try:
+        return _number_or_failure(value)
+    except Exception as error:  # a tensor without data, an object with methods of its own
+        return failure_of(error)
+
+
+def _number_or_failure(value: Any) -> Outcome:
     if isinstance(value, Mapping):
         if "score" not in value:
             keys = ", ".join(map(repr, value)) or "nothing"

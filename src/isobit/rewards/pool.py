@@ -32,6 +32,7 @@ from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.counts import bounded
 from isobit.rewards.form import Mode
+from isobit.rewards.given import PREFIX, packed_reward
 from isobit.rewards.outcome import Failure, Outcome
 from isobit.rewards.process import GraderProcess
 from isobit.rewards.wire import frame
@@ -134,7 +135,9 @@ class Pool:
         """Begin to start ``workers`` processes for rewards by part: a function's name with its
         options.
         """
-        self._start = Start(dict(rewards), memory_mib << 20)
+        given = [name for name, _ in rewards.values() if name.startswith(PREFIX)]
+        packed = {name: packed_reward(name) for name in given}
+        self._start = Start(dict(rewards), packed, memory_mib << 20)
         self._size = workers or min(len(os.sched_getaffinity(0)), DEFAULT_WORKERS)
         self._deadline_s = deadline_s
         self._modes: dict[str, Mode] = {}

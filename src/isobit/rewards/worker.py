@@ -47,6 +47,8 @@ class Start:
 
     rewards: Mapping[str, tuple[str, Mapping[str, Any]]]
     """By part: the function's name and its options."""
+    given: Mapping[str, bytes]
+    """Functions that were given from Python, by name (``isobit.rewards.given``)."""
     memory_bytes: int
     """That it may take (``memory_limit``)."""
 
@@ -120,8 +122,10 @@ class Grader:
         limit_memory(start.memory_bytes)
         from isobit.errors import RewardError
         from isobit.rewards.function import load_reward
+        from isobit.rewards.given import unpack_reward
 
         try:
+            self._given = [unpack_reward(name, packed) for name, packed in start.given.items()]
             rewards = {
                 part: load_reward(name, options) for part, (name, options) in start.rewards.items()
             }
@@ -163,7 +167,7 @@ class Grader:
                 self._fail(index, failure_of(error), last=index == failed[-1])
 
     def _fail(self, index: int, failure: Any, last: bool) -> None:
-        content = {"item": index, "kind": failure.kind[:100], "message": failure.message[:2000]}
+        content = {"item": index, "kind": failure.kind, "message": failure.message}
         self._answer(content | ({"last": True} if last else {}))
         if last:
             os._exit(0)

@@ -3,15 +3,16 @@ grading.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from isobit.config.commands import GenerationConfig
-from isobit.config.data import JsonlData
+from isobit.config.data import ColumnsData, DataSource, ReasoningGymData
+from isobit.config.rollout import RolloutConfig
 from isobit.config.rules import check_greedy
 from isobit.data.prompts import prompts_of_rows
-from isobit.data.sources import Row, load_rows
+from isobit.data.sources import load_rows, row_of
 from isobit.models.cut import check_ranks
 from isobit.models.loaded import load_sampling_model
 from isobit.parallel.world import ALONE, World
@@ -24,7 +25,7 @@ from isobit.rollout.request import Request
 
 def rollout_folder(
     folder: Path,
-    prompts: Sequence[str] | JsonlData,
+    prompts: Sequence[str | Sequence[Mapping[str, str]]] | DataSource,
     settings: GenerationConfig,
     samples: int = 1,
     seed: int = 0,
@@ -33,21 +34,22 @@ def rollout_folder(
     world: World = ALONE,
 ) -> list[Group]:
     """Complete each prompt ``samples`` times; a completion that would outgrow the model's context
-    ends there ("length").
+    ends there ("length").  Where the settings say nothing of the temperature, one sample is greedy,
+    which shows what a model has learnt.
 
-    ``prompts`` are texts, or a JSONL file whose prompt column holds texts or chat messages.  Raises
-    ModelError, DataError or RequestError, before anything is generated, for what cannot be
+    ``prompts`` are texts or lists of chat messages, or a dataset whose prompt column holds them.
+    Raises ModelError, DataError or RequestError, before anything is generated, for what cannot be
     used, and ConfigError for several samples of greedy decoding.  Ranks of ``world`` share the
     model, and each has all completions.
     """
     check_ranks(settings.cluster.rollout_tp, world)
-    rollout = settings.rollout
+    rollout = _with_temperature(settings.rollout, samples)
     check_greedy(samples, rollout.temperature, "samples", "rollout.temperature")
     model = load_sampling_model(folder, settings.precision, settings.device, world)
     rows = (
         load_rows(prompts)
-        if isinstance(prompts, JsonlData)
-        else [Row(text, {}, f"prompt {i}") for i, text in enumerate(prompts)]
+        if isinstance(prompts, ColumnsData | ReasoningGymData)
+        else [row_of(prompt, {}, f"prompt {i}") for i, prompt in enumerate(prompts)]
     )
     made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
     requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]
@@ -55,6 +57,12 @@ def rollout_folder(
         NativeEngine(model.policy, rollout, model.tokenizer, seed), requests, progress
     )
     return [Group(prompt, 0, group) for prompt, group in zip(made, completions, strict=True)]
+
+
+def _with_temperature(rollout: RolloutConfig, samples: int) -> RolloutConfig:
+    """Greedy for one sample, unless something is said of how it is drawn."""
+    said = {"temperature", "top_k", "top_p", "min_p"} & rollout.model_fields_set
+    return rollout if said or samples > 1 else rollout.model_copy(update={"temperature": 0.0})
 
 
 def completion_lines(groups: Sequence[Group]) -> Iterator[str]:

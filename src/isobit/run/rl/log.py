@@ -10,7 +10,7 @@ from isobit.clock import Clock
 from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.metrics import Metrics, step_metrics
-from isobit.observe.step_line import BAD, GOOD, WARNING, Part, time_left_parts
+from isobit.observe.step_line import BAD, GOOD, WARNING, Part, time_left
 from isobit.observe.training_log import TrainingLog
 from isobit.proof.check import check_step
 from isobit.rewards.grade import GradeStats
@@ -157,7 +157,7 @@ def describe_step(
         *_routings(metrics, exact),
         *_rates(metrics),
         Part(f"{seconds:.1f} s"),
-        *time_left_parts(seconds_left),
+        time_left(seconds_left),
     ]
 
 

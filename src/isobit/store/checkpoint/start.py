@@ -122,7 +122,11 @@ class Start:
         if self.old_manifest is not None:
             world, device = run.model.policy.world, run.model.policy.device
             old, now = recorded(self.old_manifest, self.checkpoint), environment(device)
-            more = together(world, lambda: compare(old, run.config, run.inputs, now, self.allowed))
+            settings = tuple(self.changed)
+            more = together(
+                world,
+                lambda: compare(old, run.config, run.inputs, now, self.allowed, settings),
+            )
             self.changed.update(more)
             self._say_changes(old, now)
             _same_threads(run.config, self.old_manifest, self._say)
@@ -132,16 +136,9 @@ class Start:
 
     def _say_changes(self, old: Recorded, now: Mapping[str, Any]) -> None:
         """Lines on what is not as it was; recorded rewards of others are dropped."""
-        if old.is_partial:
-            self._say(
-                "note: this run was begun by an Isobit that recorded no digests of its data, its "
-                "reward or its tokenizer: they are not compared"
-            )
         differs = [f"{name} has changed" for name in self.changed if is_allowed(name, self.allowed)]
-        for line in (*differs, *_differences(old.environment, now)):
-            self._say(
-                f"note: {line}: the bits may not be those of a run that was never interrupted"
-            )
+        for line in _notes(old, differs, now):
+            self._say(line)
         if any(is_allowed(name, ["reward"]) and name not in MAY_CHANGE for name in self.changed):
             self.rewards.forget_ahead()
 
@@ -308,11 +305,11 @@ def preview(
     old, step = _read_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
     changed = _check_settings(old, config, step, allowed)
     before = recorded(old, checkpoint)
-    more = compare(before, config, inputs, environment(device), allowed)
+    more = compare(before, config, inputs, environment(device), allowed, changed)
     for name in (*changed, *more):
         say(f"changed since the run began, and may: {name}")
-    for line in _differences(before.environment, environment(device)):
-        say(f"note: {line}")
+    for line in _notes(before, (), environment(device)):
+        say(line)
     say(f"--resume would go on after step {step} of {config.training.steps}")
 
 
@@ -476,6 +473,21 @@ def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
             "gradients repeat at a fixed number"
         )
         torch.set_num_threads(threads)
+
+
+def _notes(old: Recorded, differs: Sequence[str], now: Mapping[str, Any]) -> list[str]:
+    """Lines on what ``differs``, on other versions, and on what cannot be compared."""
+    partial = (
+        "note: this run was begun by an Isobit that recorded no digests of its data, its reward or "
+        "its tokenizer: they are not compared"
+    )
+    return [
+        *([partial] if old.is_partial else []),
+        *(
+            f"note: {line}: the bits may not be those of a run that was never interrupted"
+            for line in (*differs, *_differences(old.environment, now))
+        ),
+    ]
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
