@@ -158,10 +158,16 @@ count_of_threads = whole(1, MAX_THREADS)
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """The values that are not None: what the command line leaves open keeps the schema's
-    default.
+    """The values that are not None, read as those of overrides are: what the command line leaves
+    open keeps the schema's default.
     """
-    return {name: value for name, value in values.items() if value is not None}
+    from isobit.config.overrides import read_value
+
+    return {
+        name: read_value(name, value) if isinstance(value, str) else value
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def settings_from(

@@ -116,7 +116,9 @@ def load_model(
     policy = load_policy(folder, precision, device, trainable, value_head)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, policy.config.vocab_size, folder)
-    return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
+    return LoadedModel(
+        folder, policy, tokenizer, stop_token_ids(tokenizer, folder, policy.config.vocab_size)
+    )
 
 
 def load_sampling_model(
@@ -137,7 +139,9 @@ def load_sampling_model(
     policy = PolicyShare(config, precision, masters, world, device)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    return SamplingModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
+    return SamplingModel(
+        folder, policy, tokenizer, stop_token_ids(tokenizer, folder, policy.config.vocab_size)
+    )
 
 
 def describe_model(name: str | Path) -> DescribedModel:
@@ -147,7 +151,9 @@ def describe_model(name: str | Path) -> DescribedModel:
     folder = model_folder(name)
     config, tokenizer = read_config(folder), load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    return DescribedModel(folder, config, tokenizer, stop_token_ids(tokenizer, folder))
+    return DescribedModel(
+        folder, config, tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
+    )
 
 
 def _sampling(rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
