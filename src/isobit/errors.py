@@ -80,9 +80,13 @@ class StorageError(IsobitError):
     """
 
 
+class StoppedAtOnce(KeyboardInterrupt):
+    """A second Ctrl-C: the process may be in the middle of anything, and nothing more is saved."""
+
+
 class Interrupted(KeyboardInterrupt):
-    """A run that stopped on SIGINT or SIGTERM at a moment of its own choice.  Code that survives
-    any ``Exception`` does not catch it.
+    """A run that stopped on a signal at a moment of its own choice.  Code that survives any
+    ``Exception`` does not catch it.
     """
 
     def __init__(self, signal_name: str, signal_number: int) -> None:

@@ -96,6 +96,7 @@ ROWS: dict[int, Row] = {
             "store/checkpoint/test_ranks.py::test_every_chunk_is_looked_at",
             "store/checkpoint/test_extras.py::"
             "test_a_damaged_file_of_an_extra_rules_the_checkpoint_out",
+            "faults/test_mutations.py::test_checkpoint",
         ),
     ),
     8: Row(
@@ -105,6 +106,7 @@ ROWS: dict[int, Row] = {
             "faults/test_damage.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
             "faults/test_damage.py::"
             "test_none_usable_is_an_error_that_lists_them_and_changes_nothing",
+            "store/checkpoint/test_start.py::test_a_manifest_of_another_run_is_not_believed",
             "store/checkpoint/test_start.py::test_any_answer_of_the_disk",
             "store/checkpoint/test_start.py::test_one_that_cannot_be_read_is_passed_over",
         ),
@@ -371,6 +373,7 @@ ROWS: dict[int, Row] = {
             "config/test_bounds.py::test_every_number_has_both_bounds",
             "config/test_bounds.py::test_a_number_or_a_nesting_beyond_all_runs_is_refused_in_a_line",
             "config/test_rules.py::test_a_run_that_contradicts_itself_is_refused",
+            "faults/test_mutations.py::test_recipe",
         ),
     ),
     36: Row(
@@ -384,6 +387,7 @@ ROWS: dict[int, Row] = {
             "data/test_prompts.py::"
             "test_a_text_of_megabytes_is_refused_dropped_or_cut_before_it_is_tokenised",
             "data/test_tables.py::test_csv_that_is_wrong",
+            "faults/test_mutations.py::test_dataset",
             "data/test_tables.py::test_parquet_that_is_wrong",
             "run/rl/test_setup.py::test_a_prompt_longer_than_the_context",
         ),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from time import perf_counter
+from typing import Literal, TextIO, cast
 
 import rich.console
 from rich.progress import (
@@ -28,6 +29,7 @@ from isobit.models.policy import Policy
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.step_line import GAP, WARNING, Part, fit
 from isobit.rollout.progress import Progress
+from isobit.terminal import Standard
 from isobit.units import gib
 
 LINE_EVERY_S = 30.0
@@ -37,11 +39,11 @@ LINE_EVERY_S = 30.0
 class Console:
     """Prints what a command does: lines anywhere, progress and spinners on a terminal alone.
 
-    ``terminal`` is where it prints, by default standard output.
+    ``terminal`` is where it prints, by default standard output (``terminal_on``).
     """
 
     def __init__(self, terminal: rich.console.Console | None = None) -> None:
-        self._terminal = terminal or rich.console.Console()
+        self._terminal = terminal or terminal_on("stdout")
 
     def line(self, text: str = "", style: str = "") -> None:
         """One line as it stands: no markup, no control characters that a model or a path might
@@ -142,6 +144,13 @@ class Console:
                 )
 
         return say
+
+
+def terminal_on(name: Literal["stdout", "stderr"]) -> rich.console.Console:
+    """A standard stream.  Printing there never raises: neither a reader who has gone nor a closed
+    terminal ends what is being done.
+    """
+    return rich.console.Console(file=cast(TextIO, Standard(name)))
 
 
 def silent() -> Console:

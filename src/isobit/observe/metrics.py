@@ -7,7 +7,6 @@ A line of ``metrics.jsonl`` is one object with ``step`` and the figures of that 
 evaluation after it; a figure that is not finite is null.  Every line is flushed when written.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,15 +16,16 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.ppo import explained_variance
+from isobit.files import LineFile
+from isobit.records.json_line import json_line
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
-from isobit.store.journal import EVENTS_SUFFIX
 from isobit.training.comparison import Comparison, Mismatch
 from isobit.training.step import StepMetrics
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from isobit.observe.events import Events
 
 Metrics = dict[str, float]
 
@@ -185,7 +185,7 @@ class MetricsWriter:
         say: Callable[[str], None] = print,
     ) -> None:
         self._tracker = tracker
-        self._lines = jsonl.open("a", encoding="utf-8")
+        self._lines = LineFile(jsonl)
         self._events = _open_events(tensorboard, say)
 
     def __enter__(self) -> Self:
@@ -206,23 +206,20 @@ class MetricsWriter:
     def write(self, step: int, metrics: Metrics) -> None:
         """One line and one event a figure, flushed."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._lines.flush()
+        self._lines.write(json_line({"step": step, **finite}))
         if self._events is not None:
-            for name, value in metrics.items():
-                self._events.add_scalar(name, value, step)
-            self._events.flush()
+            self._events.write(step, metrics)
         if self._tracker is not None:
             self._tracker.write(step, metrics)
 
 
-def _open_events(folder: Path, say: Callable[[str], None]) -> "SummaryWriter | None":
+def _open_events(folder: Path, say: Callable[[str], None]) -> "Events | None":
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        from isobit.observe.events import Events
     except ImportError:
         say(
             "note: the package tensorboard is not installed: no events are written; metrics.jsonl "
             "has every figure"
         )
         return None
-    return SummaryWriter(str(folder), filename_suffix=EVENTS_SUFFIX)
+    return Events(folder)

@@ -55,10 +55,10 @@ class RlLog(TrainingLog[EvalResult]):
         self._totals["without_signal"] += trained.without_signal
         self._totals["steps_without_signal"] += not trained.has_signal
         steps, left = self._run.config.training.steps, self._time_left.after(step)
-        self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
         self._watch.count(trained.has_signal)
-        self._console.notes(_notes(grades, trained, self._watch.steps))
         self.boundary = self._take_boundary(step)
+        self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
+        self._console.notes(_notes(grades, trained, self._watch.steps))
         self._console.notes(self._watch.notes(metrics))
         self._console.notes(
             check_step(

@@ -43,10 +43,10 @@ class SftLog(TrainingLog[HeldOut]):
         self._write_metrics(step, metrics)
         self._totals["tokens"] += self._run.lesson.tokens(examples, update)
         self._totals["skipped"] += update.skipped is not None
+        self.boundary = self._take_boundary(step)
         self._console.parts(describe_step(step, self._run, metrics, self._time_left.after(step)))
         if update.skipped is not None:
             self._console.notes([f"the update was skipped: {update.skipped}"])
-        self.boundary = self._take_boundary(step)
 
     def finish(self) -> SftSummary:
         """Write ``summary.json``, print the last lines, and return what the run achieved."""
