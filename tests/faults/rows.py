@@ -344,6 +344,7 @@ ROWS: dict[int, Row] = {
             "algorithms/test_corrections.py::test_a_log_ratio_counts_for_no_more_than_its_bound",
             "algorithms/test_losses.py::test_dual_clip_bounds_what_a_bad_token_can_do",
             "training/test_replay.py::test_the_stale_are_dropped",
+            "proof/test_check.py::test_a_ratio_that_is_far_out_is_told_of_in_any_flow",
         ),
     ),
     32: Row(
@@ -366,8 +367,9 @@ ROWS: dict[int, Row] = {
     ),
     34: Row(
         "a back end that computes something else",
-        "isobit doctor fails by the operation's name",
+        "isobit doctor and isobit verify --bisect fail by the operation's name",
         (
+            "proof/test_planted_faults.py::test_a_planted_fault_is_seen_and_named",
             "cli/test_doctor.py::test_a_wrong_gemm_fails_by_name_with_a_fix",
             "proof/doctor/test_mutants.py::test_wrong_quantisers",
             "proof/doctor/test_mutants.py::test_a_wrong_decoder_and_a_wrong_grid",
