@@ -22,6 +22,7 @@ from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
 from isobit.training.comparison import Comparison, Mismatch
+from isobit.training.repeat import FORWARD, Repeat
 from isobit.training.step import StepMetrics
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def step_metrics(
         "log_prob_diff/tokens_differing": trained.comparison.tokens_differing,
         **routing_metrics(trained.comparison),
         **mismatch_metrics(trained.mismatch),
+        **repeat_metrics(trained.repeat),
         **{f"correction/{name}": value for name, value in trained.corrections.items()},
         "replay/samples": trained.replayed_samples,
         "staleness/mean": trained.staleness,
@@ -152,6 +154,19 @@ def mismatch_metrics(mismatch: Mismatch | None) -> Metrics:
     return {
         "log_prob_diff/p99": figures.pop("p99_abs_diff"),
         **{f"mismatch/{name}": value for name, value in figures.items()},
+    }
+
+
+def repeat_metrics(repeat: Repeat | None) -> Metrics:
+    """How many gradients of the micro-batch that was computed twice had other bits; nothing where
+    none was.
+    """
+    if repeat is None:
+        return {}
+    return {
+        "check/gradients_repeated": repeat.gradients,
+        "check/gradients_differing": len(set(repeat.differing) - {FORWARD}),
+        "check/forwards_differing": int(FORWARD in repeat.differing),
     }
 
 

@@ -64,7 +64,7 @@ class RlLog(TrainingLog[EvalResult]):
             check_step(
                 self._run.config.check,
                 self._run.model.policy.flow,
-                trained.comparison,
+                trained,
                 self.directory.model,
             )
         )

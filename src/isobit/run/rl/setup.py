@@ -150,7 +150,7 @@ class RlRun(PreparedRun):
             config.corrections,
             None if self.reference is None else self.reference.frozen,
         )
-        return Learner(judge, self.replay, self.calibration)
+        return Learner(judge, self.replay, self.calibration, config.check.repeat_every)
 
     def refresh_reference(self, step: int) -> None:
         """Let the reference model catch up with the policy, where it is time."""
