@@ -60,6 +60,18 @@ def test_several_samples_as_json(tmp_path, capsys):
     assert set(result["pass_at"]) == {"1", "2"}
 
 
+def test_what_is_too_long_is_left_out_and_said(tmp_path, capsys):
+    data = tmp_path / "sums.jsonl"
+    data.write_text(
+        f'{{"prompt": "1+2+3+4=", "answer": "10"}}\n{{"prompt": "{"1+" * 40}1=", "answer": "41"}}\n'
+    )
+    words = ["--data.max_prompt_tokens", "30", "--data.too_long", "drop", *REWARD, *SMALL]
+    assert main(["eval", "starter", "--data", str(data), *words]) == 0
+    shown = capsys.readouterr()
+    assert " on 1 problems" in shown.out
+    assert "isobit: sums: 1 too long: dropped" in shown.err
+
+
 def test_a_task_of_reasoning_gym_is_scored_by_itself(capsys):
     assert main(["eval", "starter", "--data", "task:chain_sum", *SMALL, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chain_sum"]["problems"] == 3

@@ -5,6 +5,7 @@ differ by the weights and by nothing else.  The figures are described in
 ``isobit.observe.eval_result``.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from isobit.config.evaluation import EvaluationConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
 from isobit.config.run import RunConfig
-from isobit.data.prompts import build_prompts
+from isobit.data.prompts import TooLong, build_prompts, describe_too_long
 from isobit.models.cut import check_ranks
 from isobit.models.loaded import DescribedModel, SamplingModel, load_sampling_model
 from isobit.observe.eval_result import EvalResult, result_of
@@ -117,10 +118,14 @@ def _evaluate_folder(
 ) -> dict[str, EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
+    data = config.data
+    too_long = {name: TooLong(data.too_long) for name in data.eval}
     sets = {
-        name: build_prompts(name, source, model.tokenizer, config.data, model.context)
-        for name, source in config.data.eval.items()
+        name: build_prompts(name, source, model.tokenizer, data, model.context, too_long[name])
+        for name, source in data.eval.items()
     }
+    if world.rank == 0 and (said := describe_too_long(too_long)):
+        print(f"isobit: {said.removeprefix('; ')}", file=sys.stderr)
     requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
     if world.rank > 0:
         for asked in requests.values():
