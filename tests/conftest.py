@@ -29,6 +29,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.saving import save_policy
 from isobit.models.policy import random_policy
 from isobit.starter import starter_folder
+from tests.death import lie_still
 
 settings.register_profile(
     "isobit", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -43,6 +44,12 @@ def one_thread_and_seed():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def the_dead_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See ``tests.death``."""
+    lie_still(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +118,7 @@ def make_config(tiny_folder: Path, tmp_path: Path) -> Callable[..., RunConfig]:
                     "held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 5}
                 },
             },
-            "reward": {"function": reward},
+            "reward": {"function": reward, "in_process": True},
             "rollout": {"max_new_tokens": 8},
             "training": {
                 "steps": 2,

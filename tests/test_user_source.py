@@ -10,25 +10,33 @@ REWARD = (
     "import json\nimport torch\nfrom helpers_of_mine import double\ndef f(p, c):\n    return 1.0\n"
 )
 
+DEEPER = [f"deeper/{name}.py" for name in ("at/__init__", "at/inner", "at/beside", "above")]
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine.py").write_text(REWARD)
-    (tmp_path / "helpers_of_mine.py").write_text("def double(x):\n    import deeper\n")
-    (tmp_path / "deeper").mkdir()
-    (tmp_path / "deeper" / "inner.py").write_text("x = 1\n")
-    (tmp_path / "unrelated.py").write_text("")
+    (tmp_path / "helpers_of_mine.py").write_text(
+        "def double(x):\n    from deeper.at import inner\n"
+    )
+    package = tmp_path / "deeper" / "at"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from .. import above\n")
+    (package / "inner.py").write_text("from .beside import *\n")
+    (package / "beside.py").write_text("x = 1\n")
+    (tmp_path / "deeper" / "above.py").write_text("y = 1\n")
+    (tmp_path / "deeper" / "unrelated.py").write_text("")
     return tmp_path
 
 
 @pytest.mark.parametrize("named", ["file", "module"])
-@pytest.mark.parametrize("edited", ["mine.py", "helpers_of_mine.py", "deeper/inner.py"])
+@pytest.mark.parametrize("edited", ["mine.py", "helpers_of_mine.py", *DEEPER])
 def test_every_file_of_the_user_s_counts(named: str, edited: str, folder: Path) -> None:
     place = {"file": f"{folder / 'mine.py'}:f", "module": "mine:f"}[named]
     before = source_sha256(place)
     assert before == source_sha256(place) is not None
-    (folder / "unrelated.py").write_text("x = 2")
+    (folder / "deeper" / "unrelated.py").write_text("x = 2")
     assert source_sha256(place) == before
     (folder / edited).write_text((folder / edited).read_text() + "# edited\n")
     assert source_sha256(place) != before

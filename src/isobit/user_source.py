@@ -30,7 +30,7 @@ def source_sha256(place: str) -> str | None:
     if module.endswith(".py"):
         first = [Path(module)] if Path(module).is_file() else []
     else:
-        first = list(_files_of(module.partition(".")[0]))
+        first = list(_files_of(module.split(".")))
     found = _with_imports(first)
     if not found:
         return None
@@ -48,40 +48,61 @@ def _with_imports(first: list[Path]) -> dict[Path, bytes]:
         path = left.pop().resolve()
         if path not in found:
             found[path] = path.read_bytes()
-            left += [file for name in _imported(found[path]) for file in _files_of(name)]
+            left += _imported(path, found[path])
     return found
 
 
-def _imported(source: bytes) -> set[str]:
-    """The first names of the modules that a source imports, wherever in it."""
+def _imported(path: Path, source: bytes) -> Iterator[Path]:
+    """The files of the user's own that a file imports, wherever in it."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()  # importing it will say what is wrong
-    names: set[str] = set()
+        return  # importing it will say what is wrong
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.partition(".")[0])
-    return names
+            for alias in node.names:
+                yield from _files_of(alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module.split(".") if node.module else []
+            for alias in node.names:  # a module, or a name in one
+                if node.level:
+                    yield from _below(path.parents[node.level - 1], [*module, alias.name])
+                else:
+                    yield from _files_of([*module, alias.name])
 
 
-def _files_of(name: str) -> Iterator[Path]:
-    """The source of a module of the user's own, all files of it where it is a package; none of one
-    that is installed, built in or missing.
+def _files_of(parts: list[str]) -> Iterator[Path]:
+    """The source of a module of the user's own, by its dotted name, with the packages above it;
+    none of one that is installed, built in or missing.
     """
-    if name in sys.builtin_module_names or name in sys.stdlib_module_names:
+    first = parts[0]
+    if first in sys.builtin_module_names or first in sys.stdlib_module_names:
         return
     try:
-        spec = find_spec(name)
+        spec = find_spec(first)
     except (ImportError, ValueError):  # a module of this process that came from nowhere
         return
     if spec is None:
         return
-    for place in spec.submodule_search_locations or [spec.origin or ""]:
-        path = Path(place).resolve()
-        if path.suffix != ".py" and not path.is_dir():
-            continue
-        if not any(folder == path or folder in path.parents for folder in _INSTALLED):
-            yield from sorted(path.rglob("*.py")) if path.is_dir() else (path,)
+    places = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
+    for folder in {Path(place).parent for place in places}:
+        if not _is_installed(folder) and not _is_installed(folder / first):
+            yield from _below(folder, parts)
+
+
+def _below(folder: Path, parts: list[str]) -> Iterator[Path]:
+    """The files of packages and of the module at the end, as far as there are any."""
+    for part in parts:
+        package, module = folder / part, folder / f"{part}.py"
+        if not package.is_dir():
+            if module.is_file():
+                yield module
+            return
+        if (package / "__init__.py").is_file():
+            yield package / "__init__.py"
+        folder = package
+
+
+def _is_installed(folder: Path) -> bool:
+    place = folder.resolve()
+    return any(one == place or one in place.parents for one in _INSTALLED)

@@ -16,6 +16,7 @@ from isobit.cli.main import main
 from isobit.config.run import RunConfig
 from isobit.errors import ConfigError, Interrupted, RewardError
 from isobit.run.rl.loop import train
+from tests.death import Death
 
 MakeConfig = Callable[..., RunConfig]
 Hook = Callable[[str], None]
@@ -60,9 +61,9 @@ def test_a_stopped_and_resumed_run_leaves_the_same_files(
 def test_no_step_appears_twice_in_tensorboard(make_config: MakeConfig, hook: Hook) -> None:
     config = make_config(checkpoint={"every": 4})
     hook(
-        "if call == 3 + 5 * 16 + 3: hook.unlink(); raise KeyboardInterrupt"
+        "from tests.death import Death\nif call == 3 + 5 * 16 + 3: hook.unlink(); raise Death"
     )  # in step 6, with no checkpoint of step 5
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Death):
         train(config)
     assert "step_000004" in {path.name for path in (config.output / "checkpoints").iterdir()}
     train(config, resume=True)

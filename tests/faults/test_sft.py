@@ -26,6 +26,7 @@ from isobit.store.checkpoint import space
 from isobit.store.lock import locked
 from isobit.training.figures import UpdateMetrics
 from isobit.training.trainer import Trainer
+from tests.death import Death
 from tests.forked import command
 
 MakeConfig = Callable[..., SftConfig]
@@ -33,10 +34,6 @@ Hook = Callable[[str], None]
 Outcome = Callable[[Path], dict[str, Any]]
 SETS = 3
 """Rewards asked for by an evaluation."""
-
-
-class Death(BaseException):
-    """Stands for kill -9: nothing catches it, nothing is cleaned up."""
 
 
 def write_rows(path: Path, held_out: bool, count: int) -> str:

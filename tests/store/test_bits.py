@@ -72,4 +72,5 @@ def test_a_name_that_means_nothing_is_not_allowed() -> None:
     now = environment(CPU)
     with pytest.raises(ConfigError, match=r"--allow-change bits\.torhc: .* did you mean bits\.tor"):
         compare(Recorded({}, now), CONFIG, {}, now, ["bits.torhc"])
-    compare(Recorded({}, now), CONFIG, {}, now, ["training", "seed", "bits.torch"])
+    known = ["training", "seed", "bits.torch", "reward.parts.gone.weight"]
+    compare(Recorded({}, now), CONFIG, {}, now, known, ["reward.parts.gone.weight"])

@@ -45,6 +45,7 @@ def folder_parser(
     if with_folder:
         parser.add_argument(
             "folder",
+            type=_model_name,
             metavar="FOLDER",
             help="a Hugging Face model folder, a name of the hub (org/name, org/name@revision), or "
             "`starter` for the shipped model",
@@ -158,10 +159,36 @@ count_of_threads = whole(1, MAX_THREADS)
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """The values that are not None: what the command line leaves open keeps the schema's
-    default.
+    """The values that are not None, read as those of overrides are: what the command line leaves
+    open keeps the schema's default.
     """
-    return {name: value for name, value in values.items() if value is not None}
+    from isobit.config.overrides import read_value
+
+    return {
+        name: read_value(name, value) if isinstance(value, str) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _model_name(text: str) -> str:
+    """Not the empty text, which as a path would be the current directory."""
+    if not text.strip():
+        raise ArgumentTypeError("the name is empty; name a folder, org/name or starter")
+    return text
+
+
+def data_table(text: str, split: str | None = None) -> dict[str, Any]:
+    """The source of rows that a word of the command line names: a file by its ending, a folder, or
+    ``hub:ORG/NAME``.
+    """
+    if text.startswith("hub:"):
+        return {"type": "hub", "dataset": text.removeprefix("hub:"), "split": split}
+    if Path(text).is_dir():
+        return {"type": "hf", "path": text, "split": split}
+    from isobit.config.data import file_rows
+
+    return file_rows(Path(text)).model_dump(include={"type", "path"})
 
 
 def settings_from(

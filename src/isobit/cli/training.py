@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from isobit.cli.arguments import asks_for_help, flags_first, recipe_parser
-from isobit.cli.waiting import starting
+from isobit.cli.waiting import requests_wait, starting
 from isobit.errors import ConfigError
 from isobit.parallel.launched import end_with_launcher, is_launched
 
@@ -51,6 +51,10 @@ class TrainingCommand(Generic[Config]):
         """Do what the command line says.  Raises IsobitError for anything that cannot be used,
         before anything is written; one of several ranks ends with it (``as_rank``).
         """
+        with requests_wait():
+            return self._run(arguments)
+
+    def _run(self, arguments: Sequence[str]) -> int:
         box = end_with_launcher()
         if not is_launched():
             return self._obey(arguments, may_launch=box is None)

@@ -12,7 +12,7 @@ answer is a model's text: what it spells is never a control token (``isobit.data
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.data.encoding import quoted, quoted_answer, token_ids
+from isobit.data.encoding import quoted_answer, token_ids
 from isobit.data.prompts import chat_messages, encodable, render_chat
 from isobit.data.sources import Row
 from isobit.errors import DataError
@@ -30,8 +30,8 @@ def conversation_ids(
     """
     messages = chat_messages(row, tokenizer, chat)
     if messages is None:
-        prompt = quoted(str(row.prompt), tokenizer) if chat else str(row.prompt)
-        text = encodable(prompt + quoted_answer(answer, tokenizer), row)
+        # the prompt may be what another template rendered (row_of), with control tokens in it
+        text = encodable(f"{row.prompt}{quoted_answer(answer, tokenizer)}", row)
         ids = token_ids(text, tokenizer, add_special_tokens=True)
         end = tokenizer.eos_token_id
         if isinstance(end, int) and ids[-1:] != [end]:

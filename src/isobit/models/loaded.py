@@ -15,6 +15,7 @@ from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.config.rollout import RolloutConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
+from isobit.errors import ModelError
 from isobit.files import disk_errors, new_folder
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
@@ -95,6 +96,10 @@ def model_folder(name: str | Path) -> Path:
     """
     if str(name) == "starter":
         return starter_folder()
+    if not str(name).strip():
+        raise ModelError(
+            "the model's name is empty; name a folder, a model of the hub (org/name) or starter"
+        )
     return hub_folder(str(name)) if is_hub_name(str(name)) else Path(name)
 
 
@@ -116,7 +121,9 @@ def load_model(
     policy = load_policy(folder, precision, device, trainable, value_head)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, policy.config.vocab_size, folder)
-    return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
+    return LoadedModel(
+        folder, policy, tokenizer, stop_token_ids(tokenizer, folder, policy.config.vocab_size)
+    )
 
 
 def load_sampling_model(
@@ -137,7 +144,9 @@ def load_sampling_model(
     policy = PolicyShare(config, precision, masters, world, device)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    return SamplingModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
+    return SamplingModel(
+        folder, policy, tokenizer, stop_token_ids(tokenizer, folder, policy.config.vocab_size)
+    )
 
 
 def describe_model(name: str | Path) -> DescribedModel:
@@ -147,7 +156,9 @@ def describe_model(name: str | Path) -> DescribedModel:
     folder = model_folder(name)
     config, tokenizer = read_config(folder), load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    return DescribedModel(folder, config, tokenizer, stop_token_ids(tokenizer, folder))
+    return DescribedModel(
+        folder, config, tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
+    )
 
 
 def _sampling(rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -8,7 +8,6 @@ log takes one after every step and every evaluation: its own totals and the size
 part of it.
 """
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,16 +15,18 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from statistics import fmean
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Protocol, Self, TextIO, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from isobit.clock import Clock
+from isobit.files import LineFile
 from isobit.observe.console import Console
 from isobit.observe.metrics import Metrics, MetricsWriter
 from isobit.observe.step_line import TimeLeft
 from isobit.observe.summary import RunSummary
 from isobit.observe.wandb_tracker import open_tracker
+from isobit.records.json_line import json_line
 from isobit.records.text import Group
 from isobit.store.budget_record import write_change
 from isobit.store.checkpoint.start import Start
@@ -72,7 +73,7 @@ class TrainingLog(ABC, Generic[Result]):
 
     def __init__(self, run: TrainingRun, start: Start, console: Console, clock: Clock) -> None:
         self._training, self._console, self._clock = run, console, clock
-        self._world = start.world
+        self._world, self._place = start.world, start.place
         start.open(run)
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
@@ -113,8 +114,8 @@ class TrainingLog(ABC, Generic[Result]):
         for name, (_, groups) in evaluation.items():
             self._write_completions(step, name, groups)
         self._evaluations[step] = results
-        self._say_evaluation(step, results)
         self.boundary = self._take_boundary(step)
+        self._say_evaluation(step, results)
 
     def budget_changed(self, change: BudgetChange) -> None:
         """Journal and print a change of the tokens a micro-batch in the step after the last
@@ -178,9 +179,14 @@ class TrainingLog(ABC, Generic[Result]):
             step,
             self._training,
             self._state(),
-            positions(self.directory) if self._writers is not None else {},
+            self._positions(),
             self.evaluation_figures().get(step, {}),
         )
+
+    def _positions(self) -> Mapping[str, int]:
+        """Of the files that grow, where the directory is now: these are open, and go with it."""
+        place = self._place.now()
+        return positions(RunDirectory(place)) if self._writers is not None and place else {}
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()
@@ -202,15 +208,16 @@ class TrainingLog(ABC, Generic[Result]):
             "waiting/min_rank": waited.index(min(waited)),
         }
 
-    def _open_writers(self) -> tuple[MetricsWriter, TextIO]:
+    def _open_writers(self) -> tuple[MetricsWriter, LineFile]:
         """Of figures and of completions."""
         config, directory = self._training.config, self.directory
         tracker = open_tracker(config.tracking, directory.root, config.model_dump(mode="json"))
         metrics = MetricsWriter(
             directory.metrics, directory.tensorboard, tracker, self._console.line
         )
-        completions = directory.completions.open("a", encoding="utf-8")
-        return self._files.enter_context(metrics), self._files.enter_context(completions)
+        completions = LineFile(directory.completions)
+        self._files.callback(completions.close)
+        return self._files.enter_context(metrics), completions
 
     def _write_metrics(self, step: int, metrics: Metrics) -> None:
         if self._writers is not None:
@@ -227,8 +234,7 @@ class TrainingLog(ABC, Generic[Result]):
         for group in groups[:SAMPLES_KEPT]:
             for place in best_and_worst(group.rewards):
                 line = completion_line(step, source, group, place, self._training.model.tokenizer)
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        file.flush()
+                file.write(json_line(line))
 
 
 def describe_change(step: int, change: BudgetChange) -> str:

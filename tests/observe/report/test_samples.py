@@ -29,6 +29,18 @@ def test_training_samples_are_spread_and_evaluated_problems_come_first_and_last(
     ] * MOST_PROMPTS
 
 
+def test_the_best_and_the_worst_answer_to_a_prompt_stand_together() -> None:
+    lines = [
+        completion_line(step, tokens=1) | {"reward": reward}
+        for step in range(1, 30)
+        for reward in (1.0, 0.0)
+    ]
+    problems = choose_samples(lines)[0].problems
+    assert [[answer.reward for answer in problem.answers] for problem in problems] == [
+        ["1", "0"]
+    ] * MOST_PROMPTS
+
+
 def test_shades_follow_the_log_probability() -> None:
     line = completion_line(1) | {
         "token_texts": list("abcd\n"),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from isobit.config.run import RunConfig
-from isobit.errors import CheckpointError, Interrupted
+from isobit.errors import CheckpointError, Interrupted, StoppedAtOnce
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import random_policy
 from isobit.models.tensor_slices import Slice
@@ -138,13 +138,13 @@ def test_a_resumed_run_has_them_as_they_were(
 
     def break_off(_: RunConfig, step: int) -> bool:
         if step == broken_after + 1:
-            raise KeyboardInterrupt  # not an Exception: nothing more is saved
+            raise StoppedAtOnce  # nothing more is saved
         return step == 0
 
     broken = make_config(output=tmp_path / "broken", **STEPS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(course, "evaluation_is_due", break_off)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StoppedAtOnce):
             train(broken)
     assert max(folders_by_step(broken.output / "checkpoints")) == broken_after
     train(broken, resume=True)

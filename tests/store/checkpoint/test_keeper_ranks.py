@@ -202,7 +202,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     found = in_world(2, f"{__name__}:everything", argument)
     host = os.uname().nodename
     for rank, by in enumerate(found):
-        assert by["by one alone"] == [".lock", "rewards.jsonl", "run.json"]
+        assert by["by one alone"] == [".lock", "ending.json", "rewards.jsonl", "run.json"]
         assert by["by all"] == files
         assert by["restored"]
         assert by["from one process"]

@@ -228,11 +228,17 @@ def panels_of(record: RunRecord) -> dict[str, Sequence[Panel]]:
     last = (_LOSS,) if learns_by_reward else ()
     return {
         "Results": (*first, *losses, *evaluation, *_reward_panels(record), *_RESULTS),
-        "Rollout against training": _EXACTNESS,
+        "Rollout against training": _EXACTNESS if _compares(record) else (),
         "Learning": (*_LEARNING, *last),
         "Speed": _SPEED,
         "Replay": _REPLAY if "replay/size" in record.names else (),
     }
+
+
+def _compares(record: RunRecord) -> bool:
+    """Whether any log-probability was compared: the figures of none are zeros that say nothing."""
+    rows = record.figures.values()
+    return any(row.get("log_prob_diff/tokens_compared") or "mismatch/k1" in row for row in rows)
 
 
 def section_of(

@@ -8,9 +8,11 @@ to one problem stand together; of training, steps spread over the run are taken.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from isobit.observe.report.axis import MINUS, number_text
+
+T = TypeVar("T")
 
 MOST_PROMPTS = 8
 """Prompts shown of each source."""
@@ -93,7 +95,7 @@ def choose_samples(lines: Sequence[Mapping[str, Any]]) -> list[Source]:
 
 def _source(name: str, logged: Sequence[Mapping[str, Any]], budget: int) -> Source:
     is_training = name == "train"
-    chosen = _spread(logged, MOST_PROMPTS) if is_training else _first_and_last(logged)
+    chosen = _spread_groups(logged) if is_training else _first_and_last(logged)
     share = budget // max(1, len(chosen))
     problems: dict[str, list[Mapping[str, Any]]] = {}
     for line in chosen:
@@ -130,7 +132,15 @@ def _reward(reward: Any) -> str:
     return number_text(reward) if isinstance(reward, int | float) else "failed"
 
 
-def _spread(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+def _spread_groups(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """All logged completions of prompts and steps that are evenly spread over the run."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault((str(line["step"]), str(line.get("prompt_id"))), []).append(line)
+    return [line for group in _spread(list(groups.values()), MOST_PROMPTS) for line in group]
+
+
+def _spread(lines: Sequence[T], most: int) -> list[T]:
     """Evenly spread over the lines, the first and the last included."""
     if len(lines) <= most:
         return list(lines)
@@ -184,8 +194,9 @@ def _above(reward: Any, of_group: Any) -> str:
     if len(valid) < 2:
         return ""
     above = reward - fmean(valid)
-    text = number_text(above)
-    return f"{'+' if above > 0 else ''}{text} to its group's mean"
+    if above == 0:
+        return "level with its group's mean"
+    return f"{'+' if above > 0 else ''}{number_text(above)} to its group's mean"
 
 
 def _tokens(pairs: Iterable[tuple[Any, Any]], most: int) -> Iterable[Token]:

@@ -106,7 +106,8 @@ def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
 def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """The objects of a JSONL file; lines that are none are counted and left out."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = text.removesuffix("\n").split("\n") if text else []  # U+2028 is within a line
     except OSError:
         problems.append(f"{path.name} is missing: the page lacks what it holds")
         return []

@@ -35,6 +35,10 @@ MAY_CHANGE = {
 Changes = Mapping[str, tuple[Any, Any]]
 """By name: the value in the run, and now."""
 _ABSENT = "nothing"
+_BITS = (
+    "  (bits: this processor, torch or Isobit computes other bits than the run was begun with; see "
+    "docs/checkpoints.md)"
+)
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -100,6 +104,7 @@ def check_inputs(
                 [
                     "this run cannot be resumed: not all that its steps depend on is what it was",
                     *_table(refused),
+                    *([_BITS] if any(is_allowed(name, ["bits"]) for name in refused) else []),
                     "put it back, or start a new run (--output PATH), or go on as another run than "
                     f"the one begun: --allow-change {','.join(refused)}",
                 ]

@@ -2,7 +2,7 @@
 there now.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +42,14 @@ def compare(
     inputs: Mapping[str, str],
     environment: Mapping[str, Any],
     allowed: Sequence[str],
+    settings: Collection[str] = (),
 ) -> Changes:
-    """Inputs and class of bits that differ and are ``allowed``.  Raises ConfigError for others, and
-    for an allowed name that means nothing.
+    """Inputs and class of bits that differ and are ``allowed``, as are the ``settings`` that do.
+    Raises ConfigError for others, and for an allowed name that means nothing.
     """
     before, now = recorded_class(old.environment), environment["bits"]
     saved = {**old.inputs, **{f"bits.{name}": value for name, value in before.items()}}
     found = {**inputs, **{f"bits.{name}": value for name, value in now.items()}}
-    check_names(allowed, {*flat(config.model_dump(mode="json")), *saved, *found})
+    keys = {*flat(config.model_dump(mode="json")), *settings}
+    check_names(allowed, {*keys, *saved, *found})
     return check_inputs(saved, found, allowed)

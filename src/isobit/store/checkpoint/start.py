@@ -56,6 +56,7 @@ from isobit.store.directory import (
 from isobit.store.journal import check_positions, rewind, whole_lines
 from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
+from isobit.store.place import Place
 from isobit.store.reward_record import RewardRecord
 from isobit.store.shared_disk import check_shared
 from isobit.store.training_run import TrainingRun
@@ -91,6 +92,8 @@ class Start:
     """Those recorded after the checkpoint."""
     allowed: Sequence[str] = ()
     """Names of what the user lets change."""
+    place: Place = field(default_factory=Place)
+    """Where the directory is; of the rank that writes."""
 
     @property
     def writes(self) -> bool:
@@ -122,7 +125,11 @@ class Start:
         if self.old_manifest is not None:
             world, device = run.model.policy.world, run.model.policy.device
             old, now = recorded(self.old_manifest, self.checkpoint), environment(device)
-            more = together(world, lambda: compare(old, run.config, run.inputs, now, self.allowed))
+            settings = tuple(self.changed)
+            more = together(
+                world,
+                lambda: compare(old, run.config, run.inputs, now, self.allowed, settings),
+            )
             self.changed.update(more)
             self._say_changes(old, now)
             _same_threads(run.config, self.old_manifest, self._say)
@@ -132,16 +139,9 @@ class Start:
 
     def _say_changes(self, old: Recorded, now: Mapping[str, Any]) -> None:
         """Lines on what is not as it was; recorded rewards of others are dropped."""
-        if old.is_partial:
-            self._say(
-                "note: this run was begun by an Isobit that recorded no digests of its data, its "
-                "reward or its tokenizer: they are not compared"
-            )
         differs = [f"{name} has changed" for name in self.changed if is_allowed(name, self.allowed)]
-        for line in (*differs, *_differences(old.environment, now)):
-            self._say(
-                f"note: {line}: the bits may not be those of a run that was never interrupted"
-            )
+        for line in _notes(old, differs, now):
+            self._say(line)
         if any(is_allowed(name, ["reward"]) and name not in MAY_CHANGE for name in self.changed):
             self.rewards.forget_ahead()
 
@@ -160,8 +160,10 @@ class Start:
                 root.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(locked(root))
                 check_unused(root)  # another process may have been and gone since
+                self._hold(root)
                 write_json(self.directory.manifest, manifest(run, self.hosts))
             else:
+                self._hold(root)
                 _tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
                 drop_torn_line(self.directory.budget)
@@ -185,6 +187,11 @@ class Start:
                 )
             if run.config.reward is not None:
                 self.rewards.open(self.directory.rewards)
+                self._lock.callback(self.rewards.close)
+
+    def _hold(self, root: Path) -> None:
+        self.place.hold(root)
+        self._lock.callback(self.place.release)
 
 
 @contextmanager
@@ -308,17 +315,18 @@ def preview(
     old, step = _read_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
     changed = _check_settings(old, config, step, allowed)
     before = recorded(old, checkpoint)
-    more = compare(before, config, inputs, environment(device), allowed)
+    more = compare(before, config, inputs, environment(device), allowed, changed)
     for name in (*changed, *more):
         say(f"changed since the run began, and may: {name}")
-    for line in _differences(before.environment, environment(device)):
-        say(f"note: {line}")
+    for line in _notes(before, (), environment(device)):
+        say(line)
     say(f"--resume would go on after step {step} of {config.training.steps}")
 
 
 def _position(checkpoint: Checkpoint | None, path: Path) -> int:
-    """Bytes of a file of the run at a checkpoint."""
-    return checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
+    """Bytes of a file of the run at a checkpoint, of one that has lost some all that it has."""
+    recorded = checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
+    return min(recorded, path.stat().st_size) if path.is_file() else 0
 
 
 def _plan_disk(
@@ -348,15 +356,22 @@ def _with_defaults(saved: Mapping[str, Any], config: Recipe) -> Mapping[str, Any
 def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Checkpoint | None:
     """The newest checkpoint whose bytes are right, None where there never was one; all ranks
     together.  Raises CheckpointError if there are only others.
+
+    One whose files that grow (figures, completions) have lost lines since is used where no older
+    one has all of its own: what was learnt is worth more.
     """
     problems: list[str] = []
+    whole: Checkpoint | None = None
     for step, size in told(world, lambda: _candidates(directory, say)):
         folder = directory.checkpoints / folder_name(step)
         if size >= LARGE:
             say(f"checking the checkpoint of step {step}: {gib(size)}")
         try:
             checkpoint = read_checkpoint(folder, world)
-            _check_journals(directory, checkpoint, world)
+            lost = _lost_lines(directory, checkpoint, world)
+            whole = whole or (checkpoint if lost else None)
+            if lost:
+                raise CheckpointError(lost)
         except CheckpointError as error:
             problems.append(str(error))
             say(f"checkpoint {folder.name} cannot be used: {error}")
@@ -364,6 +379,12 @@ def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Ch
         if problems:
             say(f"using the one before it: {folder.name}")
         return checkpoint
+    if whole is not None:
+        say(
+            f"none has all of its lines; using {whole.folder.name}, which is whole: the lines that "
+            "are lost stay lost, and the policy is what it was"
+        )
+        return whole
     if problems:
         raise agreed(
             CheckpointError(
@@ -404,8 +425,8 @@ def _size(folder: Path) -> int:
         return 0
 
 
-def _check_journals(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> None:
-    """Raise CheckpointError, on all ranks, for files that are gone or shorter than they were."""
+def _lost_lines(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> str | None:
+    """Which file is gone or shorter than it was, on all ranks; None where all are there."""
 
     def problem() -> str | None:
         try:
@@ -414,9 +435,7 @@ def _check_journals(directory: RunDirectory, checkpoint: Checkpoint, world: Worl
             return str(error)
         return None
 
-    found = told(world, problem)
-    if found is not None:
-        raise CheckpointError(found)
+    return told(world, problem)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -463,6 +482,7 @@ def _tidy(directory: RunDirectory, step: int, say: Say) -> None:
     for name in (".model.partial", ".model.old"):
         shutil.rmtree(directory.root / name, ignore_errors=True)
     directory.summary.unlink(missing_ok=True)
+    directory.ending.unlink(missing_ok=True)
 
 
 def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
@@ -476,6 +496,21 @@ def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
             "gradients repeat at a fixed number"
         )
         torch.set_num_threads(threads)
+
+
+def _notes(old: Recorded, differs: Sequence[str], now: Mapping[str, Any]) -> list[str]:
+    """Lines on what ``differs``, on other versions, and on what cannot be compared."""
+    partial = (
+        "note: this run was begun by an Isobit that recorded no digests of its data, its reward or "
+        "its tokenizer: they are not compared"
+    )
+    return [
+        *([partial] if old.is_partial else []),
+        *(
+            f"note: {line}: the bits may not be those of a run that was never interrupted"
+            for line in (*differs, *_differences(old.environment, now))
+        ),
+    ]
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
