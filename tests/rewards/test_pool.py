@@ -247,7 +247,8 @@ if orphan == 0:
     os.setsid()
     lost = os.fork()
     if lost: os._exit(0)
-    Path(text).with_suffix(".lost").write_text(str(os.getpid()))
+    Path(text).with_suffix(".pid").write_text(str(os.getpid()))
+    Path(text).with_suffix(".pid").rename(Path(text).with_suffix(".lost"))
     time.sleep(3600)
 os.waitpid(orphan, 0)
 threading.Thread(target=time.sleep, args=(3600,)).start()
@@ -295,12 +296,15 @@ def test_signals_to_all_processes_of_a_run_are_left_to_the_trainer(
             os.kill(os.getppid(), number)
             os.kill(os.getpid(), number)
             children = os.fork(), subprocess.Popen(["sleep", "3600"]).pid
-            if children[0] == 0: time.sleep(3600)
+            if children[0] == 0:
+                os.write(told, b"!")  # a signal before Python is up again after a fork is lost
+                time.sleep(3600)
+            os.read(told_to, 1)
             for child in children: os.kill(child, number)
             ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
             assert ends == [-number, -number], ends
         """,
-        head="import subprocess",
+        head="import subprocess\ntold_to, told = os.pipe()",
         deadline_s=HANG_S,
     )
     graded = group("a", "bb")

@@ -61,6 +61,7 @@ def main() -> None:
     adopt_orphans()
     keeper = os.getpid()
     _leave_to_trainer()
+    os.register_at_fork(after_in_child=_end_by_them)
     grader = os.fork()
     if grader:
         os.close(printed)
@@ -77,18 +78,20 @@ def main() -> None:
 
 
 def _leave_to_trainer() -> None:
-    """Do nothing on signals to the run.  What a reward starts ends by them as anything does: they
-    are not ignored, which programs inherit, and a fork of this process passes them on to itself.
-    """
-    own = os.getpid()
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != own:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
+    """Do nothing on signals to the run.  They are not ignored, which programs would inherit."""
     for number in FOR_THE_TRAINER:
-        signal.signal(number, hear)
+        signal.signal(number, _do_nothing)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Stands for the trainer's answer."""
+
+
+def _end_by_them() -> None:
+    """What a reward forks ends by signals as any process does, but for those it has taken over."""
+    for number in FOR_THE_TRAINER:
+        if signal.getsignal(number) is _do_nothing:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class Grader:
