@@ -7,6 +7,7 @@ the order of the groups, so that it does not matter who graded which.
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,14 +71,12 @@ def grade_together(
     """
     homes = homes or [place % world.size for place in range(len(groups))]
     mine = [place for place, home in enumerate(homes) if home == world.rank]
+    watch = interruption.check if interruption else None
+    # a reward in this process may sleep for an hour
+    inside = interruption.answered_at_once if interruption else nullcontext
 
     def graded() -> list[list[Any]]:
-        own = [groups[place] for place in mine]
-        if interruption is None:
-            tallies = graders.fill(own, models)
-        else:
-            with interruption.answered_at_once():  # a reward in this process may sleep for an hour
-                tallies = graders.fill(own, models, interruption.check)
+        tallies = graders.fill([groups[place] for place in mine], models, watch, inside)
         return [
             [place, *_value(groups[place], tally)]
             for place, tally in zip(mine, tallies, strict=True)
