@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from isobit.config.base import Strict
 from isobit.config.commands import GenerationConfig, VerifyConfig
-from isobit.config.load import build, read_toml
+from isobit.config.load import build
 from isobit.config.overrides import apply_overrides, nested_overrides
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
+from isobit.config.toml import read_toml
 from isobit.errors import ConfigError
 from isobit.models.loaded import model_folder
 from isobit.observe.eval_result import EvalResult

@@ -91,6 +91,14 @@ class MismatchError(IsobitError):
     exit_code = 3
 
 
+class NoSignalError(IsobitError):
+    """Rewards that had nothing to teach for too many steps, in a run that was told to stop at
+    that.
+    """
+
+    exit_code = 3
+
+
 class PeerError(IsobitError):
     """Another rank has failed, and this one stops with it: it is the other that says why."""
 

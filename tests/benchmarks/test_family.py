@@ -7,9 +7,10 @@ from typing import Any, get_args
 import pytest
 
 from benchmarks import family
-from isobit.config.load import build, read_toml
+from isobit.config.load import build
 from isobit.config.overrides import apply_overrides, parse_overrides
 from isobit.config.run import RunConfig
+from isobit.config.toml import read_toml
 
 
 def row(suite: str, name: str, seed: int) -> dict[str, Any]:

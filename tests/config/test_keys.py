@@ -17,14 +17,14 @@ def test_every_setting_is_listed_once_with_what_it_takes():
 
 def test_a_choice_of_models_is_merged_under_one_path_and_free_names_show_as_name():
     keys = {key.path: key for key in all_keys(RunConfig)}
-    assert keys["data.train.type"].kind == "reasoning_gym | jsonl | hf"
+    assert keys["data.train.type"].kind == "reasoning_gym | jsonl | csv | parquet | hf | hub | rows"
     assert {"data.eval.NAME.task", "data.eval.NAME.path", "data.eval.NAME.split"} <= set(keys)
 
 
 def test_a_location_leaves_out_the_type_and_knows_the_keys_of_its_table():
     path, siblings = locate(RunConfig, ("data", "eval", "held", "jsonl", "limt"))
     assert path == "data.eval.held.limt"
-    assert siblings == ["limit", "path", "prompt", "type"]
+    assert siblings == ["limit", "path", "prompt", "system", "type"]
 
 
 def test_a_location_inside_a_free_table_or_a_list_has_no_known_keys():

@@ -73,11 +73,13 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
     [
         (
             "[data.eval.b]\npath = 'x'",
-            "data.eval.b.type: missing; it says which kind this is (reasoning_gym, jsonl or hf)",
+            "data.eval.b.type: missing; it says which kind this is (reasoning_gym, jsonl, csv, "
+            "parquet, hf, hub or rows)",
         ),
         (
-            "[data.eval.b]\ntype = 'csv'",
-            "data.eval.b.type: should be 'reasoning_gym' or 'jsonl' or 'hf', but it is 'csv'",
+            "[data.eval.b]\ntype = 'cvs'",
+            "data.eval.b.type: should be 'reasoning_gym' or 'jsonl' or 'csv' or 'parquet' or 'hf' "
+            "or 'hub' or 'rows', but it is 'cvs'; did you mean csv?",
         ),
         (
             "[data.eval.b]\ntype = 'jsonl'",

@@ -13,7 +13,7 @@ from isobit.config.json_schema import RECIPES
 from isobit.config.keys import all_keys, fields_by_key
 
 CHOICES = {
-    "data": ("type", ("reasoning_gym", "jsonl", "hf")),
+    "data": ("type", ("reasoning_gym", "jsonl", "csv", "parquet", "hf", "hub", "rows")),
     "algorithm": ("name", (*ALGORITHMS, "custom")),
     "corrections[]": ("type", ("tis", "mis", "icepop", "k3", "normalise")),
 }
@@ -65,3 +65,5 @@ def test_a_key_of_another_choice_is_answered_with_those_that_have_it() -> None:
     assert "algorithm.gamma: unknown key; only reinforce_pp and ppo have it" in message
     message = refusal(RECIPES["train"], ["corrections[]", "level"])
     assert "corrections.0.level: unknown key; only tis and mis and k3 have it" in message
+    message = refusal(RECIPES["train"], ["data", "train", "path"])
+    assert "data.train.path: unknown key; only jsonl, csv, parquet and hf have it" in message

@@ -155,3 +155,21 @@ def test_an_unusable_row_is_named(
 def test_an_unusable_conversation_is_named(tmp_path: Path, talk: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         examples(tmp_path, [{"talk": talk}], CHAT, messages="talk")
+
+
+def test_too_long_examples_are_dropped_where_the_recipe_says_so(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "completion": "2" * n} for n in (9, 1, 90)]
+    made = examples(tmp_path, rows, max_tokens=12, too_long="drop")
+    assert [example.prompt.id for example in made] == ["train/1"]
+    with pytest.raises(DataError, match=r"all 2 rows of train are too long"):
+        examples(tmp_path, rows[::2], max_tokens=12, too_long="drop")
+
+
+def test_parts_of_text_are_learnt_as_their_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "2"}]
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": parts}]
+    row = {"prompt": [talk[0]], "completion": talk}
+    (one,) = examples(tmp_path, [row], CHAT)
+    assert text(one) == "2"
+    (whole,) = examples(tmp_path, [{"talk": talk}], CHAT, messages="talk")
+    assert (whole.prompt.token_ids, whole.learnt) == (one.prompt.token_ids, one.learnt)

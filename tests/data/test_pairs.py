@@ -97,3 +97,10 @@ def test_an_unusable_row_is_named(
     good = {"prompt": "1=", "chosen": "1", "rejected": "2"}
     with pytest.raises(DataError, match=message):
         pairs(tmp_path, [good, row], **changes)
+
+
+def test_too_long_pairs_are_dropped_where_the_recipe_says_so(tmp_path: Path) -> None:
+    good = {"prompt": "1=", "chosen": "1", "rejected": "2"}
+    long = {"prompt": "1=", "chosen": "2", "rejected": "3" * 9}
+    made = pairs(tmp_path, [long, good], max_tokens=12, too_long="drop")
+    assert [pair.prompt.id for pair in made] == ["train/1"]

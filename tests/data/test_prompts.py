@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from isobit.config.data import DataConfig, JsonlData
-from isobit.data.prompts import build_prompts, drop_evaluated, prompts_of_rows
+from isobit.data.prompts import TooLong, build_prompts, drop_evaluated, prompts_of_rows
 from isobit.data.sources import Row
 from isobit.errors import DataError
 from isobit.records.text import Prompt
@@ -124,3 +124,45 @@ def test_evaluated_prompts_are_dropped_and_counted() -> None:
     assert dropped == 2
     with pytest.raises(DataError, match="all 4 training prompts also stand in an evaluation set"):
         drop_evaluated(train, [train])
+
+
+LONG = "1+2+3+4+5+6+7+8+9="
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
+    config = data(tmp_path, "1+1=", LONG, "2+2=", max_prompt_tokens=8, too_long="drop")
+    counts = TooLong(config.too_long)
+    prompts = build_prompts("train", config.train, tokenizer(), config, too_long=counts)
+    assert [prompt.id for prompt in prompts] == ["train/0", "train/2"], "ids are those of the rows"
+    assert counts.describe() == "1 too long: dropped"
+    only = data(tmp_path, LONG, max_prompt_tokens=8, too_long="drop")
+    with pytest.raises(DataError, match="all 1 rows of train are too long"):
+        build_prompts("train", only.train, tokenizer(), only)
+
+
+@pytest.mark.parametrize(
+    ("limits", "context"),
+    [({"max_prompt_tokens": 8}, None), ({}, 9), ({"max_prompt_tokens": 9}, 9)],
+)
+def test_long_prompts_are_cut_and_counted(
+    tmp_path: Path, limits: dict[str, int], context: int | None
+) -> None:
+    config = data(tmp_path, "1+1=", LONG, too_long="cut", **limits)
+    counts = TooLong(config.too_long)
+    short, cut = build_prompts("train", config.train, tokenizer(), config, context, counts)
+    assert short.text == "1+1="
+    assert len(cut.token_ids) == 8 and cut.token_ids[0] == BOS_ID
+    assert cut.text == LONG[-len(cut.text) :] and tokenizer().decode(list(cut.token_ids[1:])) == (
+        cut.text
+    )
+    assert cut.content == LONG
+    assert counts.describe() == "1 too long: cut"
+
+
+def test_a_cut_prompt_of_a_template_ends_with_the_beginning_of_the_answer(tmp_path: Path) -> None:
+    config = data(tmp_path, LONG, too_long="cut", max_prompt_tokens=15)
+    made = tokenizer(TEMPLATE)
+    (prompt,) = build_prompts("train", config.train, made, config)
+    whole = f"<user>{LONG};<assistant>"
+    assert len(prompt.token_ids) == 15
+    assert prompt.text and whole.endswith(prompt.text) and prompt.text.endswith("<assistant>")

@@ -208,3 +208,35 @@ def test_a_mix_of_tasks_draws_from_each() -> None:
 def test_a_part_of_a_mix_that_cannot_be_used_is_named(part: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         load_rows(mix(part))
+
+
+SYSTEM = {"role": "system", "content": "Add."}
+USER = {"role": "user", "content": "1+1="}
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", [USER]])
+def test_a_system_message_of_the_source_stands_before_each_prompt(
+    tmp_path: Path, prompt: Any
+) -> None:
+    row = json.dumps({"prompt": prompt}).encode()
+    source = write_jsonl(tmp_path / "rows.jsonl", [row]).model_copy(update={"system": "Add."})
+    assert load_rows(source)[0].prompt == (SYSTEM, USER)
+
+
+def test_two_system_messages_are_refused(tmp_path: Path) -> None:
+    row = json.dumps({"prompt": [SYSTEM, USER]}).encode()
+    source = write_jsonl(tmp_path / "rows.jsonl", [row]).model_copy(update={"system": "Add."})
+    with pytest.raises(DataError, match=r"line 1: the prompt begins with a system message, and"):
+        load_rows(source)
+
+
+def test_parts_of_text_are_one_text_and_other_parts_are_refused(tmp_path: Path) -> None:
+    def source(*parts: dict[str, Any]) -> JsonlData:
+        message = {"role": "user", "content": parts}
+        row = json.dumps({"prompt": [message]}).encode()
+        return write_jsonl(tmp_path / "rows.jsonl", [row])
+
+    text = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+    assert load_rows(source(*text))[0].prompt == (USER,)
+    with pytest.raises(DataError, match="a part of type 'image'; only parts of text"):
+        load_rows(source(*text, {"type": "image", "image": "x.png"}))

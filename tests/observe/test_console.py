@@ -4,20 +4,46 @@ from io import StringIO
 
 from rich.console import Console as Terminal
 
-from isobit.observe.console import Console, describe_result, printable
+from isobit.observe.console import Console, describe_result, printable, silent
 from isobit.observe.eval_result import EvalResult
+from isobit.observe.step_line import GOOD, Part
 from isobit.rollout.progress import Progress
 
 
 def test_lines_are_plain_and_there_is_no_bar_without_a_terminal() -> None:
     out = StringIO()
     console = Console(Terminal(file=out, width=40))
-    with console.generating("rollout") as progress:
-        assert progress is None
+    with console.busy("training"), console.counting("matrices") as on_matrix:
+        assert on_matrix is None
     console.lines(["a line that is longer than the width of the terminal", "[bold]b[/bold]"])
     assert out.getvalue() == (
         "a line that is longer than the width of the terminal\n[bold]b[/bold]\n"
     )
+
+
+def test_without_a_terminal_a_line_now_and_then_stands_in_the_place_of_the_bar() -> None:
+    out = StringIO()
+    with Console(Terminal(file=out)).generating("rollout") as progress:
+        assert progress is not None
+        for seconds in (10.0, 31.0, 59.0, 62.0):
+            progress(Progress(3, 5, 1000, generated_tokens=2480, seconds=seconds))
+    assert out.getvalue() == (
+        "  rollout: 3 of 1,000 completions, 80 tokens/s, 31 s\n"
+        "  rollout: 3 of 1,000 completions, 40 tokens/s, 62 s\n"
+    )
+    with silent().generating("rollout") as progress:
+        assert progress is None
+
+
+def test_a_line_of_parts_has_colours_and_a_width_on_a_terminal_alone() -> None:
+    parts = [Part("step 1"), Part("differing 0 of 3", GOOD, ((1, "0 differ"),))]
+    terminal, pipe = StringIO(), StringIO()
+    Console(Terminal(file=terminal, force_terminal=True, width=20, color_system="standard")).parts(
+        parts
+    )
+    Console(Terminal(file=pipe, width=20)).parts(parts)
+    assert terminal.getvalue() == "step 1  \x1b[32m0 differ\x1b[0m\n"
+    assert pipe.getvalue() == "step 1  differing 0 of 3\n"
 
 
 def test_a_terminal_shows_tokens_per_second_while_generating() -> None:

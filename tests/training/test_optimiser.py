@@ -52,6 +52,12 @@ def test_cosine_schedule_after_warmup() -> None:
     assert all(rate > 0 for rate in rates)
 
 
+def test_linear_schedule_after_warmup() -> None:
+    settings = config(schedule="linear", warmup_updates=2)
+    rates = [learning_rate(update, settings, 6) for update in range(7)]
+    assert rates == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.075, 0.05, 0.025, 0.0])
+
+
 def test_a_warmup_as_long_as_the_run_is_defined() -> None:
     assert learning_rate(4, config(schedule="cosine", warmup_updates=4), 4) == pytest.approx(0.1)
 

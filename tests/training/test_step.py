@@ -169,16 +169,71 @@ def test_a_step_without_a_trainable_sample_makes_no_update(
     assert all(torch.equal(before[name], master) for name, master in trainer.policy.masters.items())
 
 
-def test_level_groups_are_counted_and_carry_no_gradient(
+def level(groups: list[Group]) -> list[Group]:
+    """All rewards of each group equal, so that nothing is learnt from them."""
+    for group in groups:
+        group.rewards = [0.1] * len(group.rewards)
+    return groups
+
+
+def learnt(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of masters and moments."""
+    found = dict(trainer.policy.masters) | trainer.moments()
+    return {name: one.detach().clone() for name, one in found.items()}
+
+
+def test_an_update_of_level_groups_is_left_out_whatever_momentum_there_is(
     make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:
     trainer = make_trainer()
-    groups = make_groups(trainer, num_groups=2)
-    for group in groups:
-        group.rewards = [0.1] * 4
-    metrics = train_on_groups(trainer, groups, GRPO, exact=True)
-    assert metrics.level_groups == 2
+    train_on_groups(trainer, make_groups(trainer), GRPO, exact=True)
+    before = learnt(trainer)
+    metrics = train_on_groups(trainer, level(make_groups(trainer, 2)), GRPO, exact=True)
+    assert (metrics.updates, metrics.tokens, metrics.has_signal) == ((), 0, False)
+    assert (metrics.without_signal, metrics.level_groups) == (1, 2)
+    assert trainer.updates == 2, "the schedule goes on"
+    after = learnt(trainer)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_update_of_level_groups_moves_weights_by_momentum_where_it_is_taken(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
+    trainer = make_trainer(without_signal="take")
+    train_on_groups(trainer, make_groups(trainer), GRPO, exact=True)
+    before = learnt(trainer)
+    metrics = train_on_groups(trainer, level(make_groups(trainer, 2)), GRPO, exact=True)
     assert metrics.updates[0].grad_norm == 0.0
+    assert (metrics.without_signal, metrics.has_signal) == (1, False)
+    after = learnt(trainer)
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_part_without_a_signal_alone_is_left_out(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
+    trainer = make_trainer(updates_per_batch=2, epochs=2)
+    groups = make_groups(trainer)
+    level(groups[:2])
+    metrics = train_on_groups(trainer, groups, GRPO, exact=True)
+    assert (len(metrics.updates), metrics.without_signal, metrics.has_signal) == (2, 2, True)
+    assert trainer.updates == 4
+    assert metrics.comparison.tokens_compared == response_tokens(groups[2:])
+    assert metrics.comparison.tokens_differing == 0, "no weight had changed before it"
+    assert metrics.tokens == 2 * sum(
+        one.sequence.length for group in groups[2:] for one in group.completions
+    )
+
+
+def test_what_learns_without_advantages_is_learnt(
+    make_trainer: MakeTrainer, make_groups: MakeGroups
+) -> None:
+    """An entropy bonus has a gradient where all advantages are 0."""
+    trainer = make_trainer()
+    algorithm = build_algorithm(GrpoConfig(entropy_coefficient=0.1))
+    metrics = train_on_groups(trainer, level(make_groups(trainer, 2)), algorithm, exact=True)
+    assert metrics.has_signal and metrics.updates[0].grad_norm > 0.0
 
 
 def test_skipped_updates_are_counted_with_their_reason(

@@ -45,6 +45,12 @@ class PolicyGradient(ABC):
     needs_values = False
     needs_greedy = False
 
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether there is something to learn from where every advantage is 0."""
+        penalty = self.config.kl_coefficient > 0 and self.config.kl_in == "loss"
+        return self.needs_values or penalty or self.config.entropy_coefficient > 0
+
     @abstractmethod
     def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
         """The groups of a step -> what is learnt from each completion; None leaves it out."""

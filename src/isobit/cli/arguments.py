@@ -9,10 +9,11 @@ from argparse import (
     Namespace,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from isobit.config.limits import MAX_SEED, MAX_STEPS, MAX_THREADS
 from isobit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,13 +58,16 @@ def folder_parser(
     if with_seed:
         parser.add_argument(
             "--seed",
-            type=int,
+            type=whole(0, MAX_SEED),
             default=0,
             metavar="N",
             help="of everything that is drawn; by default 0",
         )
     parser.add_argument(
-        "--threads", type=positive, metavar="N", help="CPU threads; by default torch's choice"
+        "--threads",
+        type=count_of_threads,
+        metavar="N",
+        help="CPU threads; by default torch's choice",
     )
     return parser
 
@@ -121,12 +125,22 @@ def _describe_keys(schema: "type[Strict]") -> str:
     return "\n".join(lines)
 
 
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return number
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """What reads a whole number within bounds."""
+
+    def read(text: str) -> int:
+        short = len(text) <= len(str(most))  # Python converts no text of thousands of digits
+        number = int(text) if short and text.isdecimal() else -1
+        if not least <= number <= most:
+            shown = text if len(text) <= 40 else f"{text[:37]}..."
+            raise ArgumentTypeError(f"{shown!r} is not a whole number from {least} to {most:,}")
+        return number
+
+    return read
+
+
+positive = whole(1, MAX_STEPS)
+count_of_threads = whole(1, MAX_THREADS)
 
 
 def given(**values: Any) -> dict[str, Any]:

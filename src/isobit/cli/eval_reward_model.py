@@ -9,7 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import check_new, given, positive, set_threads, settings_from
+from isobit.cli.arguments import (
+    check_new,
+    count_of_threads,
+    given,
+    positive,
+    set_threads,
+    settings_from,
+)
 from isobit.cli.waiting import starting
 
 if TYPE_CHECKING:
@@ -92,7 +99,10 @@ def _parser() -> ArgumentParser:
         "--precision", metavar="NAME", default="fp8", help="fp32, bf16, or fp8 (default)"
     )
     parser.add_argument(
-        "--threads", type=positive, metavar="N", help="CPU threads; by default torch's choice"
+        "--threads",
+        type=count_of_threads,
+        metavar="N",
+        help="CPU threads; by default torch's choice",
     )
     parser.add_argument(
         "--problems", type=positive, metavar="N", help="use the first N rows; by default all"

@@ -11,12 +11,13 @@ from isobit.cli.arguments import (
     check_new,
     folder_parser,
     given,
-    positive,
     set_threads,
     settings_from,
+    whole,
 )
 from isobit.cli.ranks import obey_as_rank, start_ranks
 from isobit.cli.waiting import starting
+from isobit.config.limits import MAX_BATCH
 
 if TYPE_CHECKING:
     from isobit.config.commands import GenerationConfig
@@ -39,7 +40,11 @@ def _rollout(arguments: Sequence[str], world: "World | None") -> int:
 
     from isobit.config.commands import GenerationConfig
 
-    limits = given(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    limits = given(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+    )
     settings = settings_from(
         GenerationConfig, {"precision": options.precision, "rollout": limits}, overrides
     )
@@ -114,8 +119,11 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
     parser.add_argument("--temperature", metavar="T", help="0 is greedy; by default 1")
     parser.add_argument(
+        "--top-p", metavar="P", help="draw from the likeliest tokens of that probability together"
+    )
+    parser.add_argument(
         "--samples",
-        type=positive,
+        type=whole(1, MAX_BATCH),
         default=1,
         metavar="N",
         help="completions of each prompt, by default 1",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
+from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from, whole
 from isobit.cli.ranks import obey_as_rank, start_ranks
 from isobit.cli.waiting import starting
 from isobit.errors import ConfigError, IsobitError
@@ -194,8 +194,10 @@ def _parser(with_folder: bool) -> ArgumentParser:
         "precision and device",
         with_folder,
     )
-    parser.add_argument("--prompts", type=positive, metavar="N", help="random prompts")
-    parser.add_argument("--samples", type=positive, metavar="N", help="completions of each prompt")
+    parser.add_argument("--prompts", type=whole(1, 10_000), metavar="N", help="random prompts")
+    parser.add_argument(
+        "--samples", type=whole(1, 10_000), metavar="N", help="completions of each prompt"
+    )
     parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="longest completion")
     parser.add_argument(
         "--shape",

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from isobit.config.base import Strict
+from isobit.config.limits import MAX_COUNT, MAX_FACTOR, MAX_STEPS
+from isobit.config.shape import MAX_POSITIONS
 
 LossMean = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -26,17 +28,17 @@ class StepConfig(Strict):
     """Replace groups whose rewards are all equal, which teach nothing, by groups of further prompts
     (DAPO).
     """
-    max_refills: int = Field(default=10, ge=0)
+    max_refills: int = Field(default=10, ge=0, le=MAX_COUNT)
     """With ``dynamic_sampling``, how often a step samples further prompts before it makes do with
     the groups it has.
     """
-    overlong_buffer: int | None = Field(default=None, gt=0)
+    overlong_buffer: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
     """DAPO's soft punishment: over the last so many tokens before ``rollout.max_new_tokens`` a
     penalty grows from 0 to ``overlong_penalty``.  Off by default.
     """
-    overlong_penalty: float = Field(default=1.0, gt=0)
+    overlong_penalty: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
     """Taken from the reward of a completion of full length, with ``overlong_buffer``."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
+    kl_coefficient: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Weight of the divergence from the reference model; 0 needs none."""
     kl_estimator: KlEstimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
@@ -50,24 +52,24 @@ class LossConfig(StepConfig):
     """Mean over all response tokens of an update; over sequences of each one's mean; or over
     sequences of each one's sum divided by ``loss_constant`` (Dr. GRPO).
     """
-    loss_constant: int | None = Field(default=None, gt=0)
+    loss_constant: int | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Tokens; by default ``rollout.max_new_tokens``."""
-    entropy_coefficient: float = Field(default=0.0, ge=0)
+    entropy_coefficient: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Weight of the entropy bonus."""
 
 
 class ClipConfig(LossConfig):
     """A loss that clips the ratio."""
 
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.2, ge=0)
+    clip_low: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
+    clip_high: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
     """Above ``clip_low`` is DAPO's clip-higher."""
 
 
 class TokenClipConfig(ClipConfig):
     """PPO's clipped surrogate, token by token."""
 
-    dual_clip: float | None = Field(default=None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1, le=MAX_FACTOR)
     """Where the advantage is negative, the ratio counts for no more than this (arXiv 1912.09729,
     which takes 3).  Off by default.
     """
@@ -78,12 +80,12 @@ class TokenClipConfig(ClipConfig):
     """
     covariance_fraction: float = Field(default=2e-4, gt=0, le=1)
     """Share of an update's tokens that are picked."""
-    covariance_low: float = Field(default=1.0, ge=0)
+    covariance_low: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
     """clip_cov picks among the covariances between this one and ``covariance_high``."""
-    covariance_high: float = Field(default=5.0, gt=0)
-    covariance_kl: float = Field(default=1.0, ge=0)
+    covariance_high: float = Field(default=5.0, gt=0, le=MAX_FACTOR)
+    covariance_kl: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
     """kl_cov's penalty on abs(log ratio) of the tokens picked."""
-    calibrate_every: int = Field(default=0, ge=0)
+    calibrate_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps after which the clip's bounds are set anew, so that they cut off as much as they would
     in BF16 (arXiv 2609.22870, which takes 20); 0 is off.
     """
@@ -93,7 +95,7 @@ class GrpoConfig(TokenClipConfig):
     """Group relative policy optimisation (arXiv 2402.03300), with DAPO's mean and clip-higher."""
 
     name: Literal["grpo"] = "grpo"
-    clip_high: float = Field(default=0.28, ge=0)
+    clip_high: float = Field(default=0.28, ge=0, le=MAX_FACTOR)
     """Above ``clip_low`` is DAPO's clip-higher."""
     normalise_by_std: bool = True
     """Divide a group's centred rewards by their standard deviation."""
@@ -110,7 +112,7 @@ class DapoConfig(TokenClipConfig):
     """Decoupled clip and dynamic sampling (arXiv 2503.14476)."""
 
     name: Literal["dapo"] = "dapo"
-    clip_high: float = Field(default=0.28, ge=0)
+    clip_high: float = Field(default=0.28, ge=0, le=MAX_FACTOR)
     """Above ``clip_low`` is DAPO's clip-higher."""
     dynamic_sampling: bool = True
 
@@ -144,8 +146,8 @@ class GspoConfig(ClipConfig):
     """Ratios and clips of whole sequences (arXiv 2507.18071)."""
 
     name: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, ge=0)
-    clip_high: float = Field(default=4e-4, ge=0)
+    clip_low: float = Field(default=3e-4, ge=0, le=MAX_FACTOR)
+    clip_high: float = Field(default=4e-4, ge=0, le=MAX_FACTOR)
     """Above ``clip_low`` is DAPO's clip-higher."""
     loss_mean: LossMean = "sequence"
 
@@ -154,8 +156,8 @@ class CispoConfig(ClipConfig):
     """The ratio as a clipped weight of log pi (arXiv 2506.13585)."""
 
     name: Literal["cispo"] = "cispo"
-    clip_low: float = Field(default=1.0, ge=0)
-    clip_high: float = Field(default=4.0, ge=0)
+    clip_low: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
+    clip_high: float = Field(default=4.0, ge=0, le=MAX_FACTOR)
     """Above ``clip_low`` is DAPO's clip-higher."""
 
 
@@ -177,13 +179,13 @@ class PpoConfig(TokenClipConfig):
     """Of generalised advantage estimation (arXiv 1506.02438): 0 trusts the next value, 1 the
     rewards.
     """
-    value_coefficient: float = Field(default=0.1, ge=0)
+    value_coefficient: float = Field(default=0.1, ge=0, le=MAX_FACTOR)
     """Weight of the value loss beside the policy's."""
-    value_learning_rate: float | None = Field(default=None, gt=0)
+    value_learning_rate: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Of the value head, under the same schedule; by default ten times ``training.learning_rate``:
     it starts from nothing.
     """
-    value_clip: float = Field(default=0.2, gt=0)
+    value_clip: float = Field(default=0.2, gt=0, le=MAX_FACTOR)
     """How far a value may move from the one of before the step and still be taught."""
     kl_estimator: KlEstimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"

@@ -2,14 +2,20 @@
 table; every number has a range; rules across fields are in ``isobit.config.rules``.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+from isobit.config.limits import MAX_SEED
 
 Device = Literal["auto", "cpu", "cuda"]
 """Where a command computes; ``auto`` takes a Hopper GPU where one is there that computes the
 model.
 """
+
+
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+"""What torch's and numpy's generators both take, and TOML can hold."""
 
 
 class Strict(BaseModel):

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from isobit.config.base import Strict
+from isobit.config.limits import MAX_STEPS
 
 
 class CheckpointConfig(Strict):
@@ -13,13 +14,13 @@ class CheckpointConfig(Strict):
     the run.
     """
 
-    every: int = Field(default=10, ge=0)
+    every: int = Field(default=10, ge=0, le=MAX_STEPS)
     """Steps between checkpoints; 0 is only at the end or when the run is interrupted."""
-    keep_last: int = Field(default=2, ge=0)
+    keep_last: int = Field(default=2, ge=0, le=MAX_STEPS)
     """Keep that many of the newest; 0 writes none at all, for a disk that has no room: a run that
     ends early then begins anew.
     """
-    keep_every: int = Field(default=0, ge=0)
+    keep_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Also keep those of every that many steps (a multiple of ``every``); 0 keeps none for this
     reason.
     """

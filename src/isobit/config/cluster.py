@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from isobit.config.base import Strict
+from isobit.config.limits import MAX_COUNT, MAX_PROCESSES
 
 Launcher = Literal["local", "ray"]
 
@@ -23,7 +24,7 @@ class EngineConfig(Strict):
 class ClusterConfig(Strict):
     """Who computes."""
 
-    processes: int = Field(default=1, gt=0, le=4096)
+    processes: int = Field(default=1, gt=0, le=MAX_PROCESSES)
     """One a GPU, or on CPUs as many as there are cores for.  Under ``torchrun`` or SLURM the
     processes that are there are taken, whatever this says.
     """
@@ -31,7 +32,7 @@ class ClusterConfig(Strict):
     """Who starts them: this command, on this machine, or a Ray cluster (``pip install
     isobit[ray]``).
     """
-    restarts: int = Field(default=0, ge=0)
+    restarts: int = Field(default=0, ge=0, le=MAX_COUNT)
     """After the death of a process all are started again with ``--resume``, at most so often; on a
     Ray cluster on the nodes that are left, and in fewer processes where these have no room for all.
     """
@@ -40,7 +41,7 @@ class ClusterConfig(Strict):
     every linear's outputs, and the bits are those of one.  ``isobit eval`` takes it; in a run
     published weights are whole on every GPU.
     """
-    rollouters: int = Field(default=0, ge=0)
+    rollouters: int = Field(default=0, ge=0, le=MAX_PROCESSES)
     """Processes, the last of them, that only sample, while the others train; 0 lets all do both in
     turn.  It takes ``async.lag`` of at least 1 to keep both busy.
     """

@@ -5,6 +5,7 @@ from pydantic import Field
 from isobit.config.base import Device, Strict
 from isobit.config.cluster import EngineConfig
 from isobit.config.examples import ExampleSource
+from isobit.config.limits import MAX_COUNT
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 
@@ -46,5 +47,5 @@ class ScoringConfig(Strict):
     device: Device = "auto"
     data: ExampleSource
     chat: bool = True
-    tokens_per_batch: int = Field(default=16384, gt=0)
+    tokens_per_batch: int = Field(default=16384, gt=0, le=MAX_COUNT)
     """Tokens of a forward; a longer conversation is one of its own.  No score depends on it."""

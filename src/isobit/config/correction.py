@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from isobit.config.base import Strict
+from isobit.config.limits import MAX_FACTOR
 
 
 class TisCorrection(Strict):
@@ -21,7 +22,7 @@ class TisCorrection(Strict):
     type: Literal["tis"] = "tis"
     level: Literal["token", "sequence"] = "token"
     """Each token's rho, or the product over its sequence."""
-    max: float = Field(default=2.0, ge=1)
+    max: float = Field(default=2.0, ge=1, le=MAX_FACTOR)
     min: float = Field(default=0.0, ge=0, le=1)
     """Smaller ratios count as this."""
 
@@ -36,7 +37,7 @@ class MisCorrection(Strict):
     type: Literal["mis"] = "mis"
     level: Literal["token", "sequence", "geometric"] = "token"
     """Each token's rho, the product over its sequence, or the geometric mean over it."""
-    max: float | None = Field(default=None, ge=1)
+    max: float | None = Field(default=None, ge=1, le=MAX_FACTOR)
     """By default 2, and 1.001 for the geometric mean."""
     min: float | None = Field(default=None, ge=0, le=1)
     """By default 0, and 0.99 for the geometric mean."""
@@ -52,7 +53,7 @@ class IcePopCorrection(Strict):
     """IcePop: rho of a token where it lies in [min, max], else 0."""
 
     type: Literal["icepop"] = "icepop"
-    max: float = Field(default=5.0, ge=1)
+    max: float = Field(default=5.0, ge=1, le=MAX_FACTOR)
     min: float = Field(default=0.5, ge=0, le=1)
 
 
@@ -63,7 +64,7 @@ class K3Correction(Strict):
 
     type: Literal["k3"] = "k3"
     level: Literal["token", "sequence"] = "sequence"
-    max: float = Field(default=0.01, gt=0)
+    max: float = Field(default=0.01, gt=0, le=MAX_FACTOR)
     """Nats."""
 
 

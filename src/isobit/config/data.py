@@ -5,40 +5,66 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from isobit.config.base import Strict
+from isobit.config.base import Seed, Strict
+from isobit.config.limits import MAX_COUNT
+from isobit.config.shape import MAX_POSITIONS
 
 
-class ReasoningGymData(Strict):
+class Source(Strict):
+    """What every source of prompts has."""
+
+    system: str | None = None
+    """A system message put before each prompt (needs a chat template)."""
+
+
+class ReasoningGymData(Source):
     """A procedural task of reasoning-gym, by name."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     task: str
     """Name of the task, for example ``chain_sum``."""
-    size: int = Field(default=1000, gt=0)
-    seed: int = 0
+    size: int = Field(default=1000, gt=0, le=MAX_COUNT)
+    seed: Seed = 0
     options: dict[str, Any] = Field(default={})
     """The task's own configuration."""
-    system: str | None = None
-    """A system message put before each question (needs a chat template)."""
 
 
-class JsonlData(Strict):
-    """A JSONL file; ``prompt`` holds text or a list of chat messages, the other columns go to the
-    reward.
+class ColumnsData(Source):
+    """Rows with columns: one holds the prompt, text or a list of chat messages; the others go to
+    the reward.
     """
 
-    type: Literal["jsonl"] = "jsonl"
-    path: Path
-    """``starter:train.jsonl`` and ``starter:held_out.jsonl`` are the problems shipped with the
-    starter model.
-    """
     prompt: str = "prompt"
     """Column that holds the prompt."""
-    limit: int | None = Field(default=None, gt=0)
+    limit: int | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Use that many rows from the start."""
 
 
-class HfData(Strict):
+class JsonlData(ColumnsData):
+    """A JSONL file."""
+
+    type: Literal["jsonl"] = "jsonl"
+    path: Path
+    """The file, or the folder (hf).  ``starter:train.jsonl`` and ``starter:held_out.jsonl`` are the
+    problems shipped with the starter model.
+    """
+
+
+class CsvData(ColumnsData):
+    """A CSV file in UTF-8 whose first line names the columns; every value is text."""
+
+    type: Literal["csv"] = "csv"
+    path: Path
+
+
+class ParquetData(ColumnsData):
+    """A Parquet file."""
+
+    type: Literal["parquet"] = "parquet"
+    path: Path
+
+
+class HfData(ColumnsData):
     """A Hugging Face dataset on disk: a ``save_to_disk`` folder, or a folder of parquet, JSON or
     CSV files.
     """
@@ -46,11 +72,41 @@ class HfData(Strict):
     type: Literal["hf"] = "hf"
     path: Path
     split: str = "train"
-    prompt: str = "prompt"
-    limit: int | None = Field(default=None, gt=0)
 
 
-DataSource = Annotated[ReasoningGymData | JsonlData | HfData, Field(discriminator="type")]
+class HubData(ColumnsData):
+    """A dataset of the Hugging Face hub.  What is in the hub's cache is taken from there without a
+    request; the rest is fetched, unless ``HF_HUB_OFFLINE`` forbids it.
+    """
+
+    type: Literal["hub"] = "hub"
+    dataset: str = Field(pattern=r"^\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?$")
+    """Its name: ``org/name``, or ``org/name@revision`` with a branch, tag or commit."""
+    subset: str | None = Field(default=None, pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")
+    """The folder of the dataset that has the files, such as ``main`` of ``openai/gsm8k``; needed
+    where there are several.
+    """
+    split: str = "train"
+
+
+class RowsData(ColumnsData):
+    """Rows that were given from Python, as ``isobit.train(data=[{..}, ..])``, by their digest; no
+    file can give them.
+    """
+
+    type: Literal["rows"] = "rows"
+    count: int = Field(ge=0, le=MAX_COUNT)
+    """How many there are."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of all of them in their order."""
+
+
+DataSource = Annotated[
+    ReasoningGymData | JsonlData | CsvData | ParquetData | HfData | HubData | RowsData,
+    Field(discriminator="type"),
+]
+
+TooLong = Literal["refuse", "drop", "cut"]
 
 
 class DataConfig(Strict):
@@ -65,6 +121,11 @@ class DataConfig(Strict):
     """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
     used as it stands.
     """
-    max_prompt_tokens: int = Field(default=1024, gt=0)
-    """Longer prompts are refused, by id."""
+    max_prompt_tokens: int = Field(default=1024, gt=0, le=MAX_POSITIONS)
+    """Of a prompt as it is rendered."""
+    too_long: TooLong = "refuse"
+    """What becomes of longer prompts, in every set: ``refuse`` ends the run before it begins and
+    names the first, ``drop`` leaves them out, ``cut`` keeps their last ``max_prompt_tokens`` tokens
+    (and a token in front that begins every sequence).  How many were dropped or cut is said.
+    """
     shuffle: bool = True

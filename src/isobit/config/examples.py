@@ -2,16 +2,17 @@
 learnt, or with pairs of answers of which one is preferred.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from isobit.config.base import Strict
-from isobit.config.data import HfData, JsonlData
+from isobit.config.data import CsvData, HfData, HubData, JsonlData, ParquetData, RowsData
+from isobit.config.shape import MAX_POSITIONS
 
 
-class JsonlExamples(JsonlData):
-    """A JSONL file of prompts and the completions to be learnt, or of whole conversations."""
+class AnswerColumns(Strict):
+    """Which columns hold what is learnt."""
 
     completion: str = "completion"
     """Column that holds the text to be learnt, or it as chat messages."""
@@ -27,16 +28,34 @@ class JsonlExamples(JsonlData):
     """Column that holds the worse one."""
 
 
-class HfExamples(HfData):
+class JsonlExamples(JsonlData, AnswerColumns):
+    """A JSONL file of prompts and the completions to be learnt, or of whole conversations."""
+
+
+class CsvExamples(CsvData, AnswerColumns):
+    """The same columns in a CSV file."""
+
+
+class ParquetExamples(ParquetData, AnswerColumns):
+    """The same columns in a Parquet file."""
+
+
+class HfExamples(HfData, AnswerColumns):
     """The same columns in a Hugging Face dataset on disk."""
 
-    completion: str = "completion"
-    messages: str | None = None
-    chosen: str = "chosen"
-    rejected: str = "rejected"
+
+class HubExamples(HubData, AnswerColumns):
+    """The same columns in a dataset of the hub."""
 
 
-ExampleSource = Annotated[JsonlExamples | HfExamples, Field(discriminator="type")]
+class RowsExamples(RowsData, AnswerColumns):
+    """The same columns in rows given from Python."""
+
+
+ExampleSource = Annotated[
+    JsonlExamples | CsvExamples | ParquetExamples | HfExamples | HubExamples | RowsExamples,
+    Field(discriminator="type"),
+]
 
 
 class SftDataConfig(Strict):
@@ -51,8 +70,10 @@ class SftDataConfig(Strict):
     """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
     used as it stands.
     """
-    max_tokens: int = Field(default=2048, gt=0)
-    """Longer examples, prompt and completion together, are refused, by id; so is a pair of which
-    one conversation is longer.
+    max_tokens: int = Field(default=2048, gt=0, le=MAX_POSITIONS)
+    """Of an example, prompt and completion together; of a pair, either conversation."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of longer ones, in every set: ``refuse`` ends the run before it begins and names
+    the first, ``drop`` leaves them out and says how many.
     """
     shuffle: bool = True

@@ -89,7 +89,7 @@ def _merge(members: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
             kind=" | ".join(kinds),
             default="" if path.rpartition(".")[2] in TAGS else _defaults(found),
             description=f"{first.description} {_users(list(found), list(members))}".strip(),
-            users=tuple(found) if len(found) < len(members) else (),
+            users=tuple(found) if len(found) < len(members) else first.users,
         )
 
 

@@ -5,7 +5,6 @@ in an override, is relative to the directory in which the command runs, not to t
 recipe then means the same files as the same command line.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from isobit.config.base import Strict
 from isobit.config.explain import config_error
 from isobit.config.overrides import apply_overrides, parse_overrides
 from isobit.config.run import RunConfig
-from isobit.errors import ConfigError
+from isobit.config.toml import read_toml
 
 Model = TypeVar("Model", bound=Strict)
 
@@ -57,23 +56,3 @@ def dump_config(config: Strict) -> str:
     A key without a value (None) is left out, as TOML has no such thing.
     """
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a recipe, unchecked.  Raises ConfigError for a file that cannot be read as
-    TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such file; name a TOML file, for example recipes/quickstart.toml"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: not a text file in UTF-8 (byte {error.start}); a configuration is a TOML file"
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None

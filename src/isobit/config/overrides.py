@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from isobit.config.algorithm import algorithm_table
+from isobit.config.toml import MAX_NESTING, parse_toml
 from isobit.errors import ConfigError
 
 Override: TypeAlias = tuple[tuple[str, ...], Any]
@@ -44,7 +45,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         parts = tuple(key.split("."))
         if not all(parts):
             raise ConfigError(f"{word!r} is not a dotted key; write for example --training.steps 5")
-        overrides.append((parts, _read_value(text)))
+        if len(parts) > MAX_NESTING:
+            raise ConfigError(
+                f"{word[:60]!r}... has {len(parts)} parts; no key is nested so deeply"
+            )
+        overrides.append((parts, _read_value(key, text)))
     return overrides
 
 
@@ -93,9 +98,9 @@ def _set(table: dict[str, Any], parts: tuple[str, ...], value: Any) -> None:
     table[parts[-1]] = value
 
 
-def _read_value(text: str) -> Any:
+def _read_value(key: str, text: str) -> Any:
     try:
-        values = tomllib.loads(f"value = {text}")
+        values = parse_toml(f"value = {text}", f"command line: {key}")
     except tomllib.TOMLDecodeError:
         return text
     readable = len(values) == 1 and isinstance(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from isobit.config.base import Strict
+from isobit.config.shape import MAX_LAYERS
 
 Preset = Literal["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
 
@@ -18,9 +19,9 @@ class PrecisionConfig(Strict):
     """fp8: linears, KV cache and attention in FP8 on both sides; fp8-linear: linears only; bf16;
     fp32; fp8-rollout: FP8 rollout only.
     """
-    first_layers_bf16: int = Field(default=0, ge=0)
+    first_layers_bf16: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Keep that many of the first decoder layers in BF16, KV cache and attention included."""
-    last_layers_bf16: int = Field(default=0, ge=0)
+    last_layers_bf16: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Keep that many of the last decoder layers in BF16, KV cache and attention included."""
     modules_bf16: tuple[str, ...] = ()
     """Linears kept in BF16, by full path (``layers.3.down_proj``) or by name in every layer

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from isobit.config.base import Strict
+from isobit.config.limits import MAX_STEPS
 
 
 class ReferenceConfig(Strict):
@@ -14,7 +15,7 @@ class ReferenceConfig(Strict):
     """A Hugging Face folder or a name of the hub, with the policy's vocabulary, or ``starter``; by
     default what ``model`` names.
     """
-    refresh_every: int = Field(default=0, ge=0)
+    refresh_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps after which it takes the policy's weights of that moment; 0 is never."""
     offload: bool = False
     """Keep it in host memory except while it scores, which leaves a GPU more memory for the KV

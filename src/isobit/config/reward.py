@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from isobit.config.base import Strict
+from isobit.config.limits import MAX_FACTOR
 
 WHOLE = "reward"
 """What the one reward is called where there are no parts."""
@@ -33,7 +34,7 @@ class RewardPart(Strict):
     """As ``reward.model``."""
     model_precision: Literal["fp8", "bf16"] = "fp8"
     """Of its decoder; the scalar head is BF16 with FP32 sums."""
-    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
+    weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """Of this reward in the sum; negative for a penalty, 0 for a figure that teaches nothing."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the function."""
@@ -52,7 +53,7 @@ class RewardConfig(Strict):
     """A reward model's folder or name of the hub, in place of a function."""
     model_precision: Literal["fp8", "bf16"] = "fp8"
     """Of its decoder; the scalar head is BF16 with FP32 sums."""
-    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
+    weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """What the reward is multiplied by."""
     parts: dict[PartName, RewardPart] = Field(default={})
     """Several rewards by name, added up by their weights; then none stands in this table itself."""

@@ -16,6 +16,7 @@ from isobit.config.correction import (
     TisCorrection,
 )
 from isobit.config.evaluation import EvaluationConfig
+from isobit.config.limits import MAX_BATCH
 from isobit.config.reward import CODE_SECONDS, RewardConfig, RewardPart
 from isobit.config.rollout import RolloutConfig
 from isobit.config.run import RunConfig
@@ -164,6 +165,13 @@ def check_batch(training: TrainingConfig, rollout: RolloutConfig) -> None:
             f"training.updates_per_batch is {training.updates_per_batch}, but a step has "
             f"{training.prompts_per_step} prompts (training.prompts_per_step), and each update "
             "needs at least one"
+        )
+    completions = training.prompts_per_step * training.samples_per_prompt
+    if completions > MAX_BATCH:
+        raise ConfigError(
+            f"training.prompts_per_step is {training.prompts_per_step:,} and samples_per_prompt "
+            f"{training.samples_per_prompt:,}, which is {completions:,} completions a step; a step "
+            f"has at most {MAX_BATCH:,}"
         )
     if rollout.temperature == 0:
         raise ConfigError(

@@ -6,13 +6,14 @@ from pydantic import Field
 
 from isobit.config.algorithm import AlgorithmConfig, GrpoConfig
 from isobit.config.asynchrony import AsyncConfig
-from isobit.config.base import Device, Strict
+from isobit.config.base import Device, Seed, Strict
 from isobit.config.check import CheckConfig
 from isobit.config.checkpoint import CheckpointConfig
 from isobit.config.cluster import ClusterConfig
 from isobit.config.correction import Correction
 from isobit.config.data import DataConfig
 from isobit.config.evaluation import EvaluationConfig
+from isobit.config.limits import MAX_THREADS
 from isobit.config.precision import PrecisionConfig
 from isobit.config.reference import ReferenceConfig
 from isobit.config.replay import ReplayConfig
@@ -34,8 +35,8 @@ class RunConfig(Strict):
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where there is one that computes the model."""
-    seed: int = 0
-    threads: int | None = Field(default=None, gt=0)
+    seed: Seed = 0
+    threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
     """CPU threads; by default torch's choice.  Gradients repeat bit for bit at a fixed number."""
     data: DataConfig
     reward: RewardConfig = RewardConfig()

@@ -7,11 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from isobit.config.base import Device, Strict
+from isobit.config.base import Device, Seed, Strict
 from isobit.config.checkpoint import CheckpointConfig
 from isobit.config.cluster import ClusterConfig
 from isobit.config.evaluation import EvaluationConfig
 from isobit.config.examples import SftDataConfig
+from isobit.config.limits import MAX_THREADS
 from isobit.config.precision import PrecisionConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.rollout import RolloutConfig
@@ -43,8 +44,8 @@ class SftConfig(Strict):
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where there is one that computes the model."""
-    seed: int = 0
-    threads: int | None = Field(default=None, gt=0)
+    seed: Seed = 0
+    threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
     """CPU threads; by default torch's choice.  Gradients repeat bit for bit at a fixed number."""
     data: SftDataConfig
     training: OptimisationConfig = OptimisationConfig()

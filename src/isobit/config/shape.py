@@ -43,8 +43,8 @@ class ModelShape(Strict):
     """By default the tokenizer's, rounded up to a multiple of 128."""
     max_positions: int = Field(default=512, gt=1, le=MAX_POSITIONS)
     """Tokens of the context."""
-    rms_epsilon: float = Field(default=1e-6, gt=0)
-    rope_theta: float = Field(default=10000.0, gt=0)
+    rms_epsilon: float = Field(default=1e-6, ge=1e-30, le=1)
+    rope_theta: float = Field(default=10000.0, ge=1.01, le=1e15)
     tied_embeddings: bool = True
     sliding_window: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
     """Keys that a query sees, in the families mistral and mixtral; by default all before it."""

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.examples import ExampleSource, SftDataConfig
-from isobit.data.prompts import chat_messages, prompts_of_rows, render_chat
-from isobit.data.sources import Row, load_rows
+from isobit.data.prompts import TooLong, chat_messages, prompts_of_rows, render_chat
+from isobit.data.sources import Row, load_rows, message_text
 from isobit.data.tokenizer import decode
 from isobit.errors import DataError
 from isobit.records.text import Prompt
@@ -50,25 +50,26 @@ def build_examples(
     stop_token_ids: Sequence[int],
     config: SftDataConfig,
     context_tokens: int,
+    too_long: TooLong | None = None,
 ) -> list[Example]:
     """The examples of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows and
     of the turns in them.
 
     Raises ``DataError`` as ``load_rows`` does, and for a completion that is missing or no text, a
-    conversation without a turn of the assistant, and an example that is longer than
-    ``config.max_tokens`` or the model's context.
+    conversation without a turn of the assistant, and, as ``too_long`` says, for an example that is
+    longer than ``config.max_tokens`` or the model's context.
     """
+    too_long = too_long or TooLong(config.too_long)
     rows, completions = zip(*_turns(source), strict=True)
-    prompts = prompts_of_rows(name, rows, tokenizer, config.chat, context_tokens=context_tokens)
+    prompts = prompts_of_rows(name, rows, tokenizer, config.chat)
     examples = []
     for prompt, row, completion in zip(prompts, rows, completions, strict=True):
-        examples.append(
-            Example(
-                prompt,
-                _completion_ids(prompt, row, completion, tokenizer, stop_token_ids, config.chat),
-            )
-        )
-        _check_length(examples[-1], row, config.max_tokens, context_tokens)
+        ids = _completion_ids(prompt, row, completion, tokenizer, stop_token_ids, config.chat)
+        example = Example(prompt, ids)
+        problem = _length_problem(example, row, config.max_tokens, context_tokens)
+        if problem is None or too_long.keeps(problem):
+            examples.append(example)
+    too_long.check_left(name, examples)
     return examples
 
 
@@ -122,7 +123,7 @@ def answer_of(row: Row, column: str, advice: str) -> str:
         and _is_assistants(value[-1])
         and (len(value) == 1 or _is_prompt(value[:-1], row))
     ):
-        value = value[-1]["content"]
+        value = message_text(value[-1]["content"], f"{row.place}, column {column!r}")
     if not isinstance(value, str):
         raise DataError(
             f"{row.place}, column {column!r}: expected text or one message of the assistant, found "
@@ -132,18 +133,33 @@ def answer_of(row: Row, column: str, advice: str) -> str:
 
 
 def _is_assistants(item: Any) -> bool:
-    return isinstance(item, Mapping) and item.get("role") == _ASSISTANT
+    return (
+        isinstance(item, Mapping)
+        and item.get("role") == _ASSISTANT
+        and item.get("content") is not None
+    )
 
 
 def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
-    """Whether messages are those of the prompt, which may be text for one of the user."""
-    given = (
+    """Whether messages are those of the prompt, which may be text for one of the user; system
+    messages aside, which the source may have added.
+    """
+    prompt = (
         ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     )
-    return len(messages) == len(given) and all(
-        isinstance(message, Mapping) and all(message.get(key) == one[key] for key in one)
-        for message, one in zip(messages, given, strict=True)
-    )
+    if not all(isinstance(message, Mapping) for message in messages):
+        return False
+    found = [(one.get("role"), _text(one.get("content"), row)) for one in messages]
+    expected = [(one["role"], one["content"]) for one in prompt]
+    return _without_system(found) == _without_system(expected)
+
+
+def _text(content: Any, row: Row) -> Any:
+    return message_text(content, row.place) if isinstance(content, list) else content
+
+
+def _without_system(messages: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    return [message for message in messages if message[0] != "system"]
 
 
 def _completion_ids(
@@ -174,11 +190,13 @@ def _completion_ids(
     return (*ids, end if isinstance(end, int) else stop_token_ids[0])
 
 
-def _check_length(example: Example, row: Row, max_tokens: int, context_tokens: int) -> None:
+def _length_problem(example: Example, row: Row, max_tokens: int, context_tokens: int) -> str | None:
+    """What is to be said of an example that is too long; None of another."""
     limit, name = min((max_tokens, "data.max_tokens"), (context_tokens, "the model's context"))
-    if example.tokens > limit:
-        raise DataError(
-            f"example {example.prompt.id} ({row.place}) has {example.tokens} tokens, "
-            f"{len(example.completion_ids)} of them in its "
-            f"completion, more than {name} = {limit}: shorten or drop it"
-        )
+    if example.tokens <= limit:
+        return None
+    return (
+        f"example {example.prompt.id} ({row.place}) has {example.tokens} tokens, "
+        f"{len(example.completion_ids)} of them in its completion, more than {name} = {limit}: "
+        "shorten or drop it (data.too_long = 'drop' drops all of them)"
+    )

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.examples import ExampleSource, SftDataConfig
 from isobit.data.conversations import conversation_ids
 from isobit.data.examples import answer_of
-from isobit.data.prompts import prompts_of_rows
+from isobit.data.prompts import TooLong, prompts_of_rows
 from isobit.data.sources import Row, load_rows
 from isobit.errors import DataError
 from isobit.records.text import Prompt
@@ -42,15 +42,17 @@ def build_pairs(
     tokenizer: PreTrainedTokenizerBase,
     config: SftDataConfig,
     context_tokens: int,
+    too_long: TooLong | None = None,
 ) -> list[Pair]:
     """The pairs of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows.
 
     Raises ``DataError`` as ``load_rows`` does, and for an answer that is missing or no text, for
-    two answers that are the same, and for a conversation that is longer than ``config.max_tokens``
-    or the model's context.
+    two answers that are the same, and, as ``too_long`` says, for a conversation that is longer than
+    ``config.max_tokens`` or the model's context.
     """
+    too_long = too_long or TooLong(config.too_long)
     rows = load_rows(source)
-    prompts = prompts_of_rows(name, rows, tokenizer, config.chat, context_tokens=context_tokens)
+    prompts = prompts_of_rows(name, rows, tokenizer, config.chat)
     pairs = []
     for prompt, row in zip(prompts, rows, strict=True):
         answers = [answer_of(row, key, _ADVICE) for key in (source.chosen, source.rejected)]
@@ -62,17 +64,23 @@ def build_pairs(
         chosen, rejected = (
             conversation_ids(row, answer, tokenizer, config.chat) for answer in answers
         )
-        _check_length(max(len(chosen), len(rejected)), row, config, context_tokens)
-        pairs.append(Pair(prompt, chosen, rejected))
+        longest = max(len(chosen), len(rejected))
+        problem = _length_problem(longest, row, config, context_tokens)
+        if problem is None or too_long.keeps(problem):
+            pairs.append(Pair(prompt, chosen, rejected))
+    too_long.check_left(name, pairs)
     return pairs
 
 
-def _check_length(tokens: int, row: Row, config: SftDataConfig, context_tokens: int) -> None:
+def _length_problem(
+    tokens: int, row: Row, config: SftDataConfig, context_tokens: int
+) -> str | None:
     limit, name = min(
         (config.max_tokens, "data.max_tokens"), (context_tokens, "the model's context")
     )
-    if tokens > limit:
-        raise DataError(
-            f"{row.place}: prompt and answer have {tokens} tokens, more than {name} = {limit}: "
-            "shorten or drop the row"
-        )
+    if tokens <= limit:
+        return None
+    return (
+        f"{row.place}: prompt and answer have {tokens} tokens, more than {name} = {limit}: shorten "
+        "or drop the row (data.too_long = 'drop' drops all of them)"
+    )

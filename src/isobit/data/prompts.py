@@ -1,13 +1,60 @@
-"""Rows become prompts: rendered through the chat template, tokenised, and checked for length."""
+"""Rows become prompts: rendered through the chat template, tokenised, and checked for length.
 
-from collections.abc import Iterable, Sequence
+What is too long is refused, dropped and counted, or cut and counted (``TooLong``).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
+from isobit.config import data as tables
 from isobit.config.data import DataConfig, DataSource
 from isobit.data.sources import Row, load_rows
 from isobit.errors import DataError
 from isobit.records.text import Prompt
+
+
+@dataclass(slots=True)
+class TooLong:
+    """What becomes of what is too long, and of how much it has."""
+
+    rule: tables.TooLong = "refuse"
+    dropped: int = 0
+    cut: int = 0
+
+    def keeps(self, problem: str) -> bool:
+        """Whether one stays for which there is a ``problem``: never whole.  Raises ``DataError``
+        with it where the rule is to refuse; counts otherwise.
+        """
+        match self.rule:
+            case "drop":
+                self.dropped += 1
+                return False
+            case "cut":
+                self.cut += 1
+                return True
+            case _:
+                raise DataError(problem)
+
+    def check_left(self, name: str, kept: Sized) -> None:
+        """Raise ``DataError`` where nothing is left of the set ``name``."""
+        if self.dropped and not len(kept):
+            raise DataError(
+                f"all {self.dropped} rows of {name} are too long, and data.too_long = 'drop' drops "
+                "them; raise the limit"
+            )
+
+    def describe(self) -> str:
+        """``3 too long: dropped``; empty where there were none."""
+        count, what = (self.cut, "cut") if self.cut else (self.dropped, "dropped")
+        return f"{count} too long: {what}" if count else ""
+
+
+def describe_too_long(sets: Mapping[str, TooLong]) -> str:
+    """The end of a line on data: what was too long in each set; empty where nothing was."""
+    found = [f"{name}: {one.describe()}" for name, one in sets.items() if one.describe()]
+    return "".join(f"; {text}" for text in found)
 
 
 def build_prompts(
@@ -16,15 +63,22 @@ def build_prompts(
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     context_tokens: int | None = None,
+    too_long: TooLong | None = None,
 ) -> list[Prompt]:
-    """The prompts of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows.
+    """The prompts of ``source``, with ids ``name/0``, ``name/1``, ... by the number of their row.
 
     ``context_tokens`` is the model's context, of which a prompt must leave at least one token for
-    the answer.  Raises ``DataError`` as ``load_rows`` does, and for a prompt that cannot be
-    rendered, that is empty, or that is too long.
+    the answer; ``too_long`` counts.  Raises ``DataError`` as ``load_rows`` does, and for a prompt
+    that cannot be rendered, that is empty, or, where the rule is so, that is too long.
     """
     return prompts_of_rows(
-        name, load_rows(source), tokenizer, config.chat, config.max_prompt_tokens, context_tokens
+        name,
+        load_rows(source),
+        tokenizer,
+        config.chat,
+        config.max_prompt_tokens,
+        context_tokens,
+        too_long or TooLong(config.too_long),
     )
 
 
@@ -35,17 +89,26 @@ def prompts_of_rows(
     chat: bool,
     max_prompt_tokens: int | None = None,
     context_tokens: int | None = None,
+    too_long: TooLong | None = None,
 ) -> list[Prompt]:
     """``build_prompts`` for rows at hand; a limit of None is none.  Raises ``DataError`` as it
     does.
     """
+    too_long = too_long or TooLong()
     prompts = []
     for index, row in enumerate(rows):
         text, special_tokens = _render(row, tokenizer, chat)
         token_ids = tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
         prompt = Prompt(f"{name}/{index}", text, tuple(token_ids), row.columns, row.prompt)
-        _check_length(prompt, row, max_prompt_tokens, context_tokens)
+        if not token_ids:
+            raise DataError(f"prompt {prompt.id} ({row.place}) is empty")
+        limit, problem = _length_problem(prompt, row, max_prompt_tokens, context_tokens)
+        if problem is not None:
+            if not too_long.keeps(problem):
+                continue
+            prompt = _cut(prompt, limit, tokenizer)
         prompts.append(prompt)
+    too_long.check_left(name, prompts)
     return prompts
 
 
@@ -137,19 +200,34 @@ def encodable(text: str, row: Row) -> str:
     return text
 
 
-def _check_length(
+def _length_problem(
     prompt: Prompt, row: Row, max_prompt_tokens: int | None, context_tokens: int | None
-) -> None:
+) -> tuple[int, str | None]:
+    """The most tokens that a prompt may have, and what is to be said of one that has more."""
     tokens = len(prompt.token_ids)
-    if tokens == 0:
-        raise DataError(f"prompt {prompt.id} ({row.place}) is empty")
-    if max_prompt_tokens is not None and tokens > max_prompt_tokens:
-        raise DataError(
-            f"prompt {prompt.id} ({row.place}) has {tokens} tokens, more than "
-            f"data.max_prompt_tokens = {max_prompt_tokens}"
+    limits = []
+    if max_prompt_tokens is not None:
+        limits.append(
+            (max_prompt_tokens, f", more than data.max_prompt_tokens = {max_prompt_tokens}")
         )
-    if context_tokens is not None and tokens >= context_tokens:
-        raise DataError(
-            f"prompt {prompt.id} ({row.place}) has {tokens} tokens and leaves no room in the "
-            f"model's context of {context_tokens}"
-        )
+    if context_tokens is not None:
+        room = f" and leaves no room in the model's context of {context_tokens}"
+        limits.append((context_tokens - 1, room))
+    limit, what = min(limits, default=(tokens, ""))
+    if tokens <= limit:
+        return limit, None
+    return limit, (
+        f"prompt {prompt.id} ({row.place}) has {tokens} tokens{what}; data.too_long = 'drop' or "
+        "'cut' drops or cuts such prompts"
+    )
+
+
+def _cut(prompt: Prompt, limit: int, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """The end of a prompt, which a chat template closes with the beginning of the answer; behind
+    the token that begins every sequence, where there is one.
+    """
+    first = prompt.token_ids[:1] if prompt.token_ids[0] == tokenizer.bos_token_id else ()
+    first = first if limit > 1 else ()
+    ids = first + prompt.token_ids[len(prompt.token_ids) - limit + len(first) :]
+    text = tokenizer.decode(list(ids[len(first) :]), clean_up_tokenization_spaces=False)
+    return replace(prompt, token_ids=ids, text=str(text))

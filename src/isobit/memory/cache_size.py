@@ -16,10 +16,12 @@ from isobit.config.rollout import RolloutConfig
 from isobit.errors import ConfigError, OutOfMemoryError
 from isobit.kernels.backend import DeviceMemory
 from isobit.kernels.sizes import Sizes
+from isobit.memory.machine import read_memory
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.policy_share import SampledPolicy
 from isobit.precision.flow import PrecisionFlow
+from isobit.units import gib
 
 _GIB = 1 << 30
 _HOST_GIB = 2.0
@@ -41,7 +43,7 @@ def batched_tokens(config: RolloutConfig, sizes: Sizes) -> int:
 
 def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
     """The pages of a policy's cache on its device: ``kv_pages`` if it is set.  Raises ConfigError
-    if the memory does not hold one page.
+    if the memory does not hold one page, or main memory not as many as were asked for.
 
     Ranks that share a policy have as many pages as the one with the least room; what they join
     passes beside less than a whole forward makes.
@@ -50,12 +52,26 @@ def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
     cut = policy.weights("rollout").cut
     shape = cut.share(policy.config)
     if device is None or config.kv_pages is not None or config.kv_memory_gib is not None:
-        return num_pages_for(shape, policy.flow, config, sizes)
+        pages = num_pages_for(shape, policy.flow, config, sizes)
+        if device is None:
+            _check_host(pages * sizes.page_bytes(shape, policy.flow), config)
+        return pages
     device.release_cached()
     room = device.free() - forward_bytes(policy.config, policy.flow, config, sizes) - RESERVE
     page = sizes.page_bytes(shape, policy.flow)
     rooms = cut.world.messages(room)
     return num_pages_within(shape, config, sizes.page_tokens, page, min(rooms))
+
+
+def _check_host(cache_bytes: int, config: RolloutConfig) -> None:
+    """Refuse a cache that main memory can never hold.  Raises ConfigError."""
+    memory = read_memory()
+    if memory is not None and cache_bytes > memory.total:
+        key = "kv_memory_gib" if config.kv_pages is None else "kv_pages"
+        raise ConfigError(
+            f"rollout.{key} = {getattr(config, key)} asks for a KV cache of {gib(cache_bytes)}, "
+            f"and this machine has {gib(memory.total)}; lower it, or leave it out"
+        )
 
 
 def num_pages_for(

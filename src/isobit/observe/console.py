@@ -1,8 +1,9 @@
 """What a command prints: lines, a progress bar while it generates, and what it has to say of models
 and evaluations.
 
-On a terminal the bar shows tokens per second and goes away when the generation is over.  Elsewhere
-(a pipe, a log file) there is no bar and no colour: the lines are the same.
+On a terminal the bar shows tokens per second and goes away when the generation is over, and the
+line of a step is as long as the terminal is wide.  Elsewhere (a pipe, a log file) there is no
+colour, lines are whole, and a line now and then stands in the place of the bar.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,12 +20,17 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.progress import Progress as ProgressBar
+from rich.text import Text
 
 from isobit.files import LARGE
 from isobit.models.policy import Policy
 from isobit.observe.eval_result import EvalResult
+from isobit.observe.step_line import GAP, WARNING, Part, fit
 from isobit.rollout.progress import Progress
 from isobit.units import gib
+
+LINE_EVERY_S = 30.0
+"""Between two lines in the place of a progress bar."""
 
 
 class Console:
@@ -36,11 +42,19 @@ class Console:
     def __init__(self, terminal: rich.console.Console | None = None) -> None:
         self._terminal = terminal or rich.console.Console()
 
-    def line(self, text: str = "") -> None:
+    def line(self, text: str = "", style: str = "") -> None:
         """One line as it stands: no markup, no wrapping, no control characters that a model or a
         path might hold.
         """
-        self._terminal.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        self._terminal.print(
+            printable(text), style=style, markup=False, highlight=False, soft_wrap=True
+        )
+
+    def parts(self, parts: Sequence[Part]) -> None:
+        """One line of parts, as many as a terminal has room for."""
+        width = self._terminal.width if self._terminal.is_terminal else None
+        line = Text(GAP).join(Text(printable(p.text), p.style) for p in fit(parts, width))
+        self._terminal.print(line, highlight=False, soft_wrap=True)
 
     def lines(self, texts: Iterable[str]) -> None:
         """Print each text as one line, as it stands."""
@@ -49,11 +63,11 @@ class Console:
 
     @contextmanager
     def generating(self, label: str) -> Iterator[Callable[[Progress], None] | None]:
-        """A progress bar for one call of the engine; None, so that nothing is computed for it,
-        without a terminal.
+        """A progress bar for one call of the engine; without a terminal, a line every
+        ``LINE_EVERY_S`` seconds.  None where nothing is printed.
         """
         if not self._terminal.is_terminal:
-            yield None
+            yield None if self._terminal.quiet else self._lines_of(label)
             return
         with ProgressBar(
             TextColumn("{task.description}"),
@@ -111,7 +125,21 @@ class Console:
     def notes(self, notes: Sequence[str]) -> None:
         """What went wrong in a step without ending the run."""
         for note in notes:
-            self.line(f"  note: {note}")
+            self.line(f"  note: {note}", WARNING)
+
+    def _lines_of(self, label: str) -> Callable[[Progress], None]:
+        said_at = 0.0
+
+        def say(moment: Progress) -> None:
+            nonlocal said_at
+            if moment.seconds - said_at >= LINE_EVERY_S:
+                said_at = moment.seconds
+                self.line(
+                    f"  {label}: {moment.finished:,} of {moment.total:,} completions, "
+                    f"{moment.tokens_per_second:,.0f} tokens/s, {moment.seconds:.0f} s"
+                )
+
+        return say
 
 
 def silent() -> Console:

@@ -83,6 +83,7 @@ def step_metrics(
         **clip_metrics(trained.clip),
         "updates/taken": len(trained.updates) - trained.skipped_updates,
         "updates/skipped": trained.skipped_updates,
+        "updates/without_signal": trained.without_signal,
         "log_prob_diff/mean": trained.comparison.mean_abs_diff,
         "log_prob_diff/max": trained.comparison.max_abs_diff,
         "log_prob_diff/tokens_compared": trained.comparison.tokens_compared,
@@ -96,14 +97,14 @@ def step_metrics(
         "rollout/shared_pages": engine.shared_pages,
         "rollout/chunks": engine.chunks,
         **{f"time/{name}_s": value for name, value in seconds.items()},
-        **rollout_rate(engine.generated_tokens, seconds["rollout"]),
-        "tokens_per_s/training": trained.tokens / seconds["training"],
+        **rate("rollout", engine.generated_tokens, seconds["rollout"]),
+        **rate("training", trained.tokens, seconds["training"]),
     }
 
 
-def rollout_rate(tokens: int, seconds: float) -> Metrics:
-    """Tokens sampled a second; nothing where none were."""
-    return {"tokens_per_s/rollout": tokens / seconds} if seconds else {}
+def rate(phase: str, tokens: int, seconds: float) -> Metrics:
+    """Tokens a second; nothing where there were none."""
+    return {f"tokens_per_s/{phase}": tokens / seconds} if tokens and seconds else {}
 
 
 def reward_metrics(groups: Sequence[Group]) -> Metrics:

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.clock import Clock
 from isobit.observe.console import Console
 from isobit.observe.metrics import Metrics, MetricsWriter
+from isobit.observe.step_line import TimeLeft
 from isobit.observe.summary import RunSummary
 from isobit.observe.wandb_tracker import open_tracker
 from isobit.records.text import Group
@@ -74,6 +75,7 @@ class TrainingLog(ABC, Generic[Result]):
         self._writers = self._open_writers() if start.writes else None
         self._evaluations: dict[int, dict[str, Result]] = {}
         self._totals = dict.fromkeys(self.counts, 0)
+        self._time_left = TimeLeft(run.config.training.steps)
         self._seconds = dict.fromkeys((*self.phases, "evaluation", "offload"), 0.0)
         if start.log is not None:
             self._restore(start.log)

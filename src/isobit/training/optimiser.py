@@ -27,8 +27,8 @@ def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> fl
     """The learning rate of update 0, 1, .. ``total_updates`` - 1.
 
     It rises linearly over ``warmup_updates`` updates, never from 0, and has its full value at the
-    update after them.  From there it is constant, or falls as half a cosine that would reach 0 at
-    ``total_updates``.
+    update after them.  From there it is constant, or falls along a line or half a cosine that would
+    reach 0 at ``total_updates``.
     """
     warmup = config.warmup_updates
     if update < warmup:
@@ -36,6 +36,8 @@ def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> fl
     if config.schedule == "constant":
         return config.learning_rate
     progress = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
+    if config.schedule == "linear":
+        return config.learning_rate * (1.0 - progress)
     return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

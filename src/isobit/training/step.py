@@ -3,23 +3,24 @@
     judge           every column that the loss reads (``isobit.training.judge``)
     parts           the groups cut into ``updates_per_batch`` parts, so that the samples of one
                     prompt stay together; replayed samples are shared out among them
-    updates         ``epochs`` times over the parts, one update each; one that runs out of
-                    memory is packed and done again (``isobit.training.out_of_memory``); the
-                    clip of the last may be calibrated just before it
-                    (``isobit.training.calibration``)
+    updates         ``epochs`` times over the parts, one update each; a part without a signal is
+                    left out, unless ``training.without_signal`` asks for it
+                    (``isobit.training.signal``); one that runs out of memory is packed and done
+                    again (``isobit.training.out_of_memory``); the clip of the last may be
+                    calibrated just before it (``isobit.training.calibration``)
     keep            what was judged, for later steps, where there is a replay buffer
 
 Only the first update of a batch is on-policy: with more than one, every later part is learnt from
 with weights that have moved since it was sampled, which is what the ratio and its clip are for.
 For the same reason recorded and trained log-probabilities are compared before any weight has
-changed, and not for what is replayed: over the first part where they are exact, over the whole
-batch where they are recomputed.  A batch that was sampled by older weights is compared when it is
-sampled instead (``isobit.run.rl.pending``).
+changed, and not for what is replayed: over the first part that is learnt from where they are
+exact, over the whole batch where they are recomputed.  A batch that was sampled by older weights is
+compared when it is sampled instead (``isobit.run.rl.pending``).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from statistics import fmean
 
 import torch
@@ -40,6 +41,7 @@ from isobit.training.out_of_memory import within_memory
 from isobit.training.packing import pack
 from isobit.training.replay import ReplayBuffer
 from isobit.training.sample import Sample
+from isobit.training.signal import has_signal
 from isobit.training.trainer import Trainer
 
 
@@ -57,6 +59,8 @@ class StepMetrics:
     replayed_samples: int
     staleness: float  # mean over the response tokens of the batch, updates
     tokens: int  # of prompts and responses that were put through the updates
+    without_signal: int  # updates that had nothing to learn from, left out or taken
+    has_signal: bool  # whether any update had
     corrections: dict[str, float]  # of the corrections' weights, empty without any
     clip: ClipBounds | None  # of the last update, where they are calibrated
 
@@ -96,16 +100,22 @@ class Learner:
     def learn(self, groups: Sequence[Group], step: int) -> StepMetrics:
         """Learn from the groups of step number ``step``, counted from 1.
 
-        Groups that leave nothing to train on (no two valid rewards in any group of a part) make no
-        update.  Raises what ``Trainer.update`` and ``within_memory`` raise, and ConfigError if
-        there are fewer groups than parts.
+        A part that has nothing to learn from (no two rewards of any of its groups differ) makes no
+        update, or with ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
+        ``Trainer.update`` and ``within_memory`` raise, and ConfigError if there are fewer groups
+        than parts.
         """
         _check_parts(len(groups), self.trainer.config)
         version = self.trainer.policy.version
         fresh, replayed, kept = self._judged(groups)
         parts = self._parts(fresh, replayed)
         compared = self._recomputed(parts)
-        updates = self._update(parts, step)
+        signals = [has_signal(part, self.judge.algorithm) for part in parts]
+        taken = [
+            bool(part) and (signal or self.trainer.config.without_signal == "take")
+            for part, signal in zip(parts, signals, strict=True)
+        ]
+        updates = self._update(parts, taken, step)
         if self.replay is not None:
             self.replay.keep(kept, self.trainer.policy.version)
         if not self.judge.recomputes and updates:
@@ -123,7 +133,10 @@ class Learner:
             level_groups=sum(group.is_level for group in groups),
             replayed_samples=len(replayed),
             staleness=_staleness(parts, version),
-            tokens=self.trainer.config.epochs * sum(one.length for part in parts for one in part),
+            tokens=self.trainer.config.epochs
+            * sum(one.length for part in compress(parts, taken) for one in part),
+            without_signal=self.trainer.config.epochs * signals.count(False),
+            has_signal=any(signals),
             corrections=_correction_figures(parts),
             clip=None if self.calibration is None else self.calibration.bounds,
         )
@@ -159,17 +172,16 @@ class Learner:
         fresh: Sequence[Sequence[TokenSequence | None]],
         replayed: Sequence[TokenSequence],
     ) -> list[list[TokenSequence]]:
-        """The sequences of each part that has any."""
+        """The sequences of each part; none where nothing of it is learnt from."""
         count = self.trainer.config.updates_per_batch
         ours, theirs = cut_by_prompt(len(fresh), count), cut_by_prompt(len(replayed), count)
-        parts = [
+        return [
             [
                 *(one for g in part for one in fresh[g] if one is not None),
                 *(replayed[index] for index in again),
             ]
             for part, again in zip(ours, theirs, strict=True)
         ]
-        return [part for part in parts if part]
 
     def _recomputed(self, parts: Sequence[Sequence[TokenSequence]]) -> ComparedTokens:
         """Recorded beside recomputed log-probabilities of what was drawn in this step."""
@@ -180,14 +192,20 @@ class Learner:
                 compared.add_sequence(one, one.old_log_probs, one.old_routings)
         return compared
 
-    def _update(self, parts: Sequence[Sequence[TokenSequence]], step: int) -> list[UpdateMetrics]:
-        """All updates of the step."""
+    def _update(
+        self, parts: Sequence[Sequence[TokenSequence]], taken: Sequence[bool], step: int
+    ) -> list[UpdateMetrics]:
+        """All updates of the step: on the parts that are taken."""
         trainer, updates = self.trainer, list[UpdateMetrics]()
-        turns = [part for _ in range(trainer.config.epochs) for part in parts]
-        calibration = self.calibration if turns else None
-        begun = None if calibration is None else calibration.begin(step, turns[-1])
-        for sequences in turns:
-            if calibration is not None and begun is not None and len(updates) == len(turns) - 1:
+        epochs, last = trainer.config.epochs, list(compress(parts, taken))[-1:]
+        calibration = self.calibration if last else None
+        begun = None if calibration is None else calibration.begin(step, last[0])
+        for sequences, is_taken in list(zip(parts, taken, strict=True)) * epochs:
+            if not is_taken:
+                trainer.pass_over()
+                continue
+            is_last = len(updates) == epochs * sum(taken) - 1
+            if calibration is not None and begun is not None and is_last:
                 calibration.finish(begun)
             algorithm = self.judge.algorithm if calibration is None else calibration.algorithm
             compare = not self.judge.recomputes and not updates

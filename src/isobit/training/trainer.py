@@ -82,7 +82,7 @@ class Trainer:
             policy.masters, config, policy.backend, seed, head, head_rate, first_rows
         )
         self.updates = 0
-        """Updates taken or skipped so far."""
+        """Updates taken, skipped or passed over so far."""
         self.budget = MicrobatchBudget(config.tokens_per_microbatch)
         self._skipped_in_a_row = 0
         self.is_whole = True
@@ -152,6 +152,10 @@ class Trainer:
         self.updates += 1
         self._count_skip(problem)
         return totals.metrics(norm, rate, 0.0 if problem else self.policy.change.share, problem)
+
+    def pass_over(self) -> None:
+        """Leave out an update that has nothing to learn from: only the schedule goes on."""
+        self.updates += 1
 
     def _gradients(
         self,

@@ -213,3 +213,5 @@ def test_the_number_of_pages_is_as_configured_or_what_full_length_needs_within_m
     assert choose_num_pages(policy, RolloutConfig(kv_memory_gib=page_bytes * 5.5 / 2**30)) == 5
     with pytest.raises(ConfigError, match="holds no page"):
         choose_num_pages(policy, RolloutConfig(kv_memory_gib=1e-9))
+    with pytest.raises(ConfigError, match=r"kv_pages = 1000000000 asks .* this machine has"):
+        choose_num_pages(policy, RolloutConfig(kv_pages=10**9))

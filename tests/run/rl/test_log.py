@@ -1,18 +1,22 @@
 """The lines that reinforcement learning prints: a step, and the end."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from isobit.clock import Clock
 from isobit.config.run import RunConfig
 from isobit.models.folder import read_config
 from isobit.observe.console import Console
+from isobit.observe.step_line import fit
 from isobit.run.rl.log import RlLog, describe_step
 from isobit.run.rl.setup import prepare_rl
 from isobit.run.rl.summary import RlSetSummary, RlSummary, describe_summary
 from isobit.store.checkpoint.start import begin
 
-METRICS = {
+METRICS: dict[str, float] = {
     "reward/mean": 0.5,
     "response_length/mean": 12.25,
     "entropy": 0.125,
@@ -26,39 +30,69 @@ METRICS = {
 }
 
 
+def line(metrics: dict[str, float], width: int | None = None, exact: bool = True) -> str:
+    parts = fit(describe_step(3, 20, metrics, exact, seconds_left=54.0), width)
+    return "  ".join(part.text for part in parts)
+
+
+def styles(metrics: dict[str, float], exact: bool = True) -> dict[str, str]:
+    parts = describe_step(3, 20, metrics, exact, seconds_left=54.0)
+    return {part.text.split()[0]: part.style for part in parts if part.style}
+
+
 def test_a_step_is_one_line() -> None:
-    assert describe_step(3, 20, METRICS) == (
+    assert line(METRICS) == (
         "step  3/20  reward 0.500  length 12.2  entropy 0.125  differing 0 of 3136  rollout 11,000 "
-        "tok/s  training 7,400 tok/s  3.2 s"
+        "tok/s  training 7,400 tok/s  3.2 s  54 s left"
     )
 
 
-def test_a_step_without_an_update_says_so() -> None:
-    metrics = {name: value for name, value in METRICS.items() if name != "entropy"}
-    assert "no update" in describe_step(1, 1, metrics)
+def test_a_terminal_of_80_columns_has_the_line_without_what_is_worth_least() -> None:
+    assert line(METRICS, 80) == (
+        "step  3/20  reward 0.500  length 12.2  entropy 0.125  0 differ  3.2 s  54 s left"
+    )
+
+
+@pytest.mark.parametrize(("taught", "says"), [(1, "no update"), (0, "no signal")])
+def test_a_step_without_an_update_says_why(taught: int, says: str) -> None:
+    without = {"updates/without_signal": 1 - taught, "log_prob_diff/tokens_compared": 0}
+    metrics = {name: value for name, value in METRICS.items() if name != "entropy"} | without
+    assert says in line(metrics) and "differing" not in line(metrics)
+
+
+def test_tokens_that_differ_are_good_or_bad_where_none_may() -> None:
+    some = METRICS | {"log_prob_diff/tokens_differing": 3, "routing_diff/tokens_differing": 1}
+    assert styles(METRICS) == {"differing": "green"}
+    assert styles(some) == {"differing": "bold red", "routings": "bold red"}
+    assert styles(some, exact=False) == {}
+
+
+def test_a_step_whose_rewards_all_failed_has_a_line() -> None:
+    assert "no reward" in line({n: v for n, v in METRICS.items() if n != "reward/mean"})
+
+
+SUMMARY = RlSummary(
+    Path("runs/x"),
+    "fp8",
+    20,
+    0.55,
+    0.9,
+    200,
+    90123,
+    0,
+    0.0,
+    90123,
+    0,
+    0,
+    112.4,
+    60.0,
+    9.5,
+    {"held_out": RlSetSummary(200, 0.55, 0.9, None, None)},
+)
 
 
 def test_the_last_lines_hold_the_figures_and_the_places() -> None:
-    sets = {"held_out": RlSetSummary(200, 0.55, 0.9, None, None)}
-    summary = RlSummary(
-        Path("runs/x"),
-        "fp8",
-        20,
-        0.55,
-        0.9,
-        200,
-        90123,
-        0,
-        0.0,
-        90123,
-        0,
-        0,
-        112.4,
-        60.0,
-        9.5,
-        sets,
-    )
-    assert describe_summary(summary) == [
+    assert describe_summary(SUMMARY) == [
         "held_out: accuracy 55.0% -> 90.0% (+35.0 points) on 200 problems",
         "fp8: 0 of 90,123 log-probabilities differ in rollout and training",
         "time: 112.4 s for 20 steps, 9.5 s for evaluation",
@@ -66,6 +100,15 @@ def test_the_last_lines_hold_the_figures_and_the_places() -> None:
         "files: runs/x (summary.json, metrics.jsonl, completions.jsonl, tensorboard/, run.json)",
         "figures as a page: isobit report runs/x",
     ]
+
+
+def test_the_end_of_a_run_says_how_many_steps_taught_nothing() -> None:
+    def last_lines(steps: int) -> str:
+        return "\n".join(describe_summary(replace(SUMMARY, steps_without_signal=steps)))
+
+    assert "signal" not in last_lines(0)
+    assert "no signal in 3 of 20 steps" in last_lines(3)
+    assert "warning: no step had a signal" in last_lines(20)
 
 
 def test_a_log_installs_nothing_in_the_trainer(make_config: Callable[..., RunConfig]) -> None:

@@ -3,11 +3,11 @@ on.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.config.data import DataConfig, DataSource
-from isobit.data.prompts import build_prompts, drop_evaluated
+from isobit.data.prompts import TooLong, build_prompts, describe_too_long, drop_evaluated
 from isobit.models.loaded import DescribedModel
 from isobit.records.text import Prompt
 
@@ -22,6 +22,8 @@ class RlData:
     """Training prompts left out because an evaluation set holds them too."""
     sets: Mapping[str, Sequence[Prompt]]
     """The problems of each evaluation set."""
+    too_long: Mapping[str, TooLong] = field(default_factory=dict)
+    """What was too long in each set, and what became of it."""
 
     def figures(self) -> dict[str, Any]:
         """How many there are of each, for the manifest."""
@@ -29,10 +31,13 @@ class RlData:
             "training_prompts": len(self.prompts),
             "dropped_prompts": self.dropped,
             "evaluation_problems": {name: len(prompts) for name, prompts in self.sets.items()},
+            "too_long": {name: found.describe() for name, found in self.too_long.items()},
         }
 
     def describe(self) -> str:
-        """One line: how many training prompts and evaluation problems there are."""
+        """One line: how many training prompts and evaluation problems there are, and what was left
+        out or cut.
+        """
         sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in self.sets.items())
         dropped = (
             f" ({self.dropped} more also stand in an evaluation set: dropped)"
@@ -41,17 +46,20 @@ class RlData:
         )
         return (
             f"data: {len(self.prompts)} training prompts{dropped}; evaluation problems: "
-            f"{sets or 'none'}"
+            f"{sets or 'none'}{describe_too_long(self.too_long)}"
         )
 
 
 def load_prompts(data: DataConfig, model: DescribedModel) -> RlData:
     """Read and tokenise all sets.  Raises DataError for what cannot be used."""
+    too_long: dict[str, TooLong] = {}
 
     def prompts_of(name: str, source: DataSource) -> list[Prompt]:
-        return build_prompts(name, source, model.tokenizer, data, model.config.max_positions)
+        counts = too_long[name] = TooLong(data.too_long)
+        context = model.config.max_positions
+        return build_prompts(name, source, model.tokenizer, data, context, counts)
 
     train = prompts_of("train", data.train)
     sets = {name: prompts_of(name, source) for name, source in data.eval.items()}
     prompts, dropped = drop_evaluated(train, sets.values())
-    return RlData(prompts, dropped, sets)
+    return RlData(prompts, dropped, sets, {n: one for n, one in too_long.items() if one.describe()})

@@ -10,11 +10,13 @@ from isobit.clock import Clock
 from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.metrics import Metrics, step_metrics
+from isobit.observe.step_line import BAD, GOOD, WARNING, Part, time_left_parts
 from isobit.observe.training_log import TrainingLog
 from isobit.proof.check import check_step
 from isobit.rewards.grade import GradeStats
 from isobit.run.rl.collected import Collected
 from isobit.run.rl.setup import RlRun
+from isobit.run.rl.signal_watch import SignalWatch
 from isobit.run.rl.summary import RlSummary, describe_summary, summarise_set
 from isobit.store.checkpoint.start import Start
 from isobit.training.comparison import Comparison
@@ -28,11 +30,12 @@ class RlLog(TrainingLog[EvalResult]):
     """The log of reinforcement learning: figures, lines and sample completions of its steps."""
 
     phases = ("rollout", "grading", "training")
-    counts = ("tokens", "failed", "skipped")
+    counts = ("tokens", "failed", "skipped", "without_signal", "steps_without_signal")
 
     def __init__(self, run: RlRun, start: Start, console: Console, clock: Clock) -> None:
         self._run = run
         self._comparison = Comparison()
+        self._watch = SignalWatch(run.config.check)
         super().__init__(run, start, console, clock)
 
     def step(self, step: int, collected: Collected, trained: StepMetrics) -> None:
@@ -49,9 +52,14 @@ class RlLog(TrainingLog[EvalResult]):
         self._totals["tokens"] += engine.generated_tokens
         self._totals["failed"] += grades.failed
         self._totals["skipped"] += trained.skipped_updates
-        self._console.line(describe_step(step, self._run.config.training.steps, metrics))
-        self._console.notes(_notes(grades, trained))
+        self._totals["without_signal"] += trained.without_signal
+        self._totals["steps_without_signal"] += not trained.has_signal
+        steps, left = self._run.config.training.steps, self._time_left.after(step)
+        self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
+        self._watch.count(trained.has_signal)
+        self._console.notes(_notes(grades, trained, self._watch.steps))
         self.boundary = self._take_boundary(step)
+        self._console.notes(self._watch.notes(metrics))
         self._console.notes(
             check_step(
                 self._run.config.check,
@@ -96,6 +104,8 @@ class RlLog(TrainingLog[EvalResult]):
             routings_differing=self._comparison.routings_differing,
             tokens_generated=self._totals["tokens"],
             skipped_updates=self._totals["skipped"],
+            updates_without_signal=self._totals["without_signal"],
+            steps_without_signal=self._totals["steps_without_signal"],
             failed_rewards=self._totals["failed"],
             train_seconds=sum(seconds.get(phase, 0.0) for phase in self._phases_of_step),
             rollout_seconds=seconds["rollout"],
@@ -115,47 +125,79 @@ class RlLog(TrainingLog[EvalResult]):
         return EvalResult.from_json(content)
 
     def _state(self) -> dict[str, Any]:
-        return {**super()._state(), "comparison": asdict(self._comparison)}
+        return {
+            **super()._state(),
+            "comparison": asdict(self._comparison),
+            "last_steps_without_signal": self._watch.steps,
+        }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         self._comparison = Comparison(**state["comparison"])
+        self._watch.steps = state.get("last_steps_without_signal", 0)
 
 
-def describe_step(step: int, steps: int, metrics: Metrics) -> str:
-    """Reward, length, entropy, differing tokens, rates and seconds of one step in one line."""
+def describe_step(
+    step: int, steps: int, metrics: Metrics, exact: bool, seconds_left: float
+) -> list[Part]:
+    """Reward, length, entropy, differing tokens, rates and seconds of one step, and how long the
+    run will still take; ``exact`` says whether no token may differ.
+    """
     phases = BESIDE if "time/waiting_s" in metrics else RlLog.phases
     seconds = sum(metrics[f"time/{phase}_s"] for phase in phases)
-    parts = [
-        f"step {step:>{len(str(steps))}}/{steps}",
-        f"reward {metrics['reward/mean']:.3f}",
-        f"length {metrics['response_length/mean']:.1f}",
-        f"entropy {metrics['entropy']:.3f}" if "entropy" in metrics else "no update",
-        f"differing {metrics['log_prob_diff/tokens_differing']:.0f} of "
-        f"{metrics['log_prob_diff/tokens_compared']:.0f}",
-        *_routings(metrics),
-        *_sampling(metrics),
-        f"training {metrics['tokens_per_s/training']:,.0f} tok/s",
-        f"{seconds:.1f} s",
+    length = metrics["response_length/mean"]
+    return [
+        Part(f"step {step:>{len(str(steps))}}/{steps}"),
+        Part(f"reward {metrics['reward/mean']:.3f}")
+        if "reward/mean" in metrics
+        else Part("no reward", BAD),
+        Part(f"length {length:.1f}", shorter=((4, f"length {length:.0f}"), (6, ""))),
+        _learnt(metrics),
+        *_compared(metrics, exact),
+        *_routings(metrics, exact),
+        *_rates(metrics),
+        Part(f"{seconds:.1f} s"),
+        *time_left_parts(seconds_left),
     ]
-    return "  ".join(parts)
 
 
-def _sampling(metrics: Metrics) -> list[str]:
-    """Of a step that sampled anything: with a lag, the last ones learn from what is there."""
-    if "tokens_per_s/rollout" not in metrics:
+def _learnt(metrics: Metrics) -> Part:
+    if "entropy" in metrics:
+        return Part(f"entropy {metrics['entropy']:.3f}", shorter=((5, ""),))
+    return Part("no signal" if metrics["updates/without_signal"] else "no update", WARNING)
+
+
+def _compared(metrics: Metrics, exact: bool) -> list[Part]:
+    """Tokens that differ in rollout and training, of those compared; of none nothing is said."""
+    differing = metrics["log_prob_diff/tokens_differing"]
+    compared = metrics["log_prob_diff/tokens_compared"]
+    if not compared:
         return []
-    return [f"rollout {metrics['tokens_per_s/rollout']:,.0f} tok/s"]
+    style = (BAD if differing else GOOD) if exact else ""
+    short = f"{differing:.0f} differ"
+    return [Part(f"differing {differing:.0f} of {compared:.0f}", style, ((3, short),))]
 
 
-def _routings(metrics: Metrics) -> list[str]:
+def _routings(metrics: Metrics, exact: bool) -> list[Part]:
     """Of a mixture of experts."""
     if "routing_diff/tokens_differing" not in metrics:
         return []
-    return [f"routings {metrics['routing_diff/tokens_differing']:.0f}"]
+    differing = metrics["routing_diff/tokens_differing"]
+    return [Part(f"routings {differing:.0f}", (BAD if differing else GOOD) if exact else "")]
 
 
-def _notes(grades: GradeStats, trained: StepMetrics) -> list[str]:
+def _rates(metrics: Metrics) -> list[Part]:
+    """Of a step that sampled or trained anything: with a lag, the last ones learn from what is
+    there.
+    """
+    return [
+        Part(f"{name} {metrics[f'tokens_per_s/{name}']:,.0f} tok/s", shorter=((order, ""),))
+        for order, name in enumerate(("rollout", "training"), start=1)
+        if f"tokens_per_s/{name}" in metrics
+    ]
+
+
+def _notes(grades: GradeStats, trained: StepMetrics, without_signal: int) -> list[str]:
     """What a reader of the line would otherwise not know."""
     notes = [f"an update was skipped: {reason}" for reason in trained.skip_reasons]
     if grades.failed:
@@ -165,6 +207,7 @@ def _notes(grades: GradeStats, trained: StepMetrics) -> list[str]:
     if grades.counts:
         met = ", ".join(f"{number:,} {kind}" for kind, number in grades.counts.items())
         notes.append(f"graders met: {met}")
-    if not trained.updates:
-        notes.append("no group had two valid rewards: the weights did not change")
+    if without_signal == 1:  # the first of several: later ones say it in their line
+        done = "the weights moved by momentum alone" if trained.updates else "no weight changed"
+        notes.append(f"no signal: all rewards of each prompt are equal; {done}")
     return notes

@@ -50,6 +50,10 @@ class RlSummary(RunSummary):
     trainer's; 0 for another model.
     """
     routings_differing: int = 0
+    updates_without_signal: int = 0
+    """Updates that had nothing to learn from."""
+    steps_without_signal: int = 0
+    """Steps all of whose updates had nothing to learn from."""
 
 
 def summarise_set(before: EvalResult, after: EvalResult) -> RlSetSummary:
@@ -72,6 +76,7 @@ def describe_summary(summary: RlSummary) -> list[str]:
         lines.append(f"{name}: {change} on {figures.problems} problems")
     return [
         *lines,
+        *_describe_signal(summary),
         *summary.describe_memory(),
         f"{summary.preset}: {summary.tokens_differing:,} of {summary.tokens_compared:,} "
         f"log-probabilities{_routings(summary)} differ in rollout and training",
@@ -81,6 +86,19 @@ def describe_summary(summary: RlSummary) -> list[str]:
         f"files: {summary.directory} (summary.json, metrics.jsonl, completions.jsonl, "
         "tensorboard/, run.json)",
         f"figures as a page: isobit report {summary.directory}",
+    ]
+
+
+def _describe_signal(summary: RlSummary) -> list[str]:
+    """A line where steps taught nothing; one that cannot be missed where all did."""
+    without, steps = summary.steps_without_signal, summary.steps
+    if without == 0:
+        return []
+    if without < steps:
+        return [f"no signal in {without:,} of {steps:,} steps: all rewards of a prompt were equal"]
+    return [
+        "warning: no step had a signal: all rewards of each prompt were equal, and nothing was "
+        "learnt; see whether the reward reads the answers (completions.jsonl)"
     ]
 
 

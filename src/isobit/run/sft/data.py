@@ -3,7 +3,7 @@ on.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ from isobit.config.sft import Objective
 from isobit.config.training import OptimisationConfig
 from isobit.data.examples import Example, build_examples
 from isobit.data.pairs import Pair, build_pairs
-from isobit.data.prompts import drop_evaluated
+from isobit.data.prompts import TooLong, describe_too_long, drop_evaluated
 from isobit.errors import ModelError
 from isobit.models.loaded import DescribedModel
 from isobit.records.text import Prompt
@@ -32,6 +32,8 @@ class SftData:
     """Training examples left out because a held-out set holds their prompt too."""
     sets: Mapping[str, Sequence[Item]]
     """The held-out ones of each set."""
+    too_long: Mapping[str, TooLong] = field(default_factory=dict)
+    """What was too long in each set, and what became of it."""
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -56,6 +58,7 @@ class SftData:
             "training_examples": len(self.train),
             "dropped_examples": self.dropped,
             "held_out_examples": {name: len(examples) for name, examples in self.sets.items()},
+            "too_long": {name: found.describe() for name, found in self.too_long.items()},
         }
 
     def describe(self, training: OptimisationConfig) -> str:
@@ -69,7 +72,7 @@ class SftData:
         passes = training.steps * training.prompts_per_step / len(self.train)
         return (
             f"data: {len(self.train)} {self.noun}{dropped}, each seen {passes:.2g} times; held "
-            f"out: {sets or 'none'}"
+            f"out: {sets or 'none'}{describe_too_long(self.too_long)}"
         )
 
 
@@ -77,21 +80,38 @@ def load_examples(data: SftDataConfig, model: DescribedModel, objective: Objecti
     """Read and tokenise all sets.  Raises DataError for what cannot be used, ModelError for a
     tokenizer of another model.
     """
-    read = _pairs if objective == "preference" else _examples
-    sets = {name: read(name, source, model, data) for name, source in data.eval.items()}
-    train = read("train", data.train, model, data)
+    build = _pairs if objective == "preference" else _examples
+    too_long: dict[str, TooLong] = {}
+
+    def read(name: str, source: ExampleSource) -> Sequence[Item]:
+        counts = too_long[name] = TooLong(data.too_long)
+        return build(name, source, model, data, counts)
+
+    sets = {name: read(name, source) for name, source in data.eval.items()}
+    train = read("train", data.train)
     held_out = [[example.prompt for example in examples] for examples in sets.values()]
     kept, dropped = drop_evaluated([example.prompt for example in train], held_out)
     by_id = {example.prompt.id: example for example in train}
-    return SftData(objective, {prompt.id: by_id[prompt.id] for prompt in kept}, dropped, sets)
+    learnt = {prompt.id: by_id[prompt.id] for prompt in kept}
+    found = {name: one for name, one in too_long.items() if one.describe()}
+    return SftData(objective, learnt, dropped, sets, found)
 
 
 def _examples(
-    name: str, source: ExampleSource, model: DescribedModel, data: SftDataConfig
+    name: str,
+    source: ExampleSource,
+    model: DescribedModel,
+    data: SftDataConfig,
+    too_long: TooLong,
 ) -> list[Example]:
-    shape = model.config
     examples = build_examples(
-        name, source, model.tokenizer, model.stop_token_ids, data, shape.max_positions
+        name,
+        source,
+        model.tokenizer,
+        model.stop_token_ids,
+        data,
+        model.config.max_positions,
+        too_long,
     )
     _check_vocabulary(
         max(max((*example.prompt.token_ids, *example.completion_ids)) for example in examples),
@@ -101,9 +121,14 @@ def _examples(
 
 
 def _pairs(
-    name: str, source: ExampleSource, model: DescribedModel, data: SftDataConfig
+    name: str,
+    source: ExampleSource,
+    model: DescribedModel,
+    data: SftDataConfig,
+    too_long: TooLong,
 ) -> list[Pair]:
-    pairs = build_pairs(name, source, model.tokenizer, data, model.config.max_positions)
+    context = model.config.max_positions
+    pairs = build_pairs(name, source, model.tokenizer, data, context, too_long)
     _check_vocabulary(max(chain.from_iterable(chain(*pair.learnt) for pair in pairs)), model)
     return pairs
 

@@ -8,6 +8,7 @@ from typing import Any
 from isobit.clock import Clock
 from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.metrics import Metrics
+from isobit.observe.step_line import Part, time_left_parts
 from isobit.observe.training_log import TrainingLog
 from isobit.run.sft.data import Item
 from isobit.run.sft.held_out import HeldOut
@@ -42,7 +43,7 @@ class SftLog(TrainingLog[HeldOut]):
         self._write_metrics(step, metrics)
         self._totals["tokens"] += self._run.lesson.tokens(examples, update)
         self._totals["skipped"] += update.skipped is not None
-        self._console.line(describe_step(step, self._run, metrics))
+        self._console.parts(describe_step(step, self._run, metrics, self._time_left.after(step)))
         if update.skipped is not None:
             self._console.notes([f"the update was skipped: {update.skipped}"])
         self.boundary = self._take_boundary(step)
@@ -89,13 +90,15 @@ class SftLog(TrainingLog[HeldOut]):
         return HeldOut.from_json(content)
 
 
-def describe_step(step: int, run: SftRun, metrics: Metrics) -> str:
-    """What the objective shows of one step of fine-tuning, its rate and seconds in one line."""
+def describe_step(step: int, run: SftRun, metrics: Metrics, seconds_left: float) -> list[Part]:
+    """What the objective shows of one step of fine-tuning, its rate and seconds, and how long the
+    run will still take.
+    """
     steps = run.config.training.steps
-    parts = [
-        f"step {step:>{len(str(steps))}}/{steps}",
-        *(f"{name} {metrics[name]:{style}}" for name, style in run.lesson.shown.items()),
-        f"training {metrics['tokens_per_s/training']:,.0f} tok/s",
-        f"{metrics['time/training_s']:.1f} s",
+    return [
+        Part(f"step {step:>{len(str(steps))}}/{steps}"),
+        *(Part(f"{name} {metrics[name]:{style}}") for name, style in run.lesson.shown.items()),
+        Part(f"training {metrics['tokens_per_s/training']:,.0f} tok/s", shorter=((1, ""),)),
+        Part(f"{metrics['time/training_s']:.1f} s"),
+        *time_left_parts(seconds_left),
     ]
-    return "  ".join(parts)

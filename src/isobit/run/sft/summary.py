@@ -81,6 +81,7 @@ def describe_summary(summary: SftSummary, unit: str, noun: str) -> list[str]:
         f"{summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
         f"files: {summary.directory} ({', '.join(files)})",
+        f"figures as a page: isobit report {summary.directory}",
     ]
 
 

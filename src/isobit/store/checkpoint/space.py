@@ -12,7 +12,7 @@ An old checkpoint goes only once the new one is whole, so that at the last save 
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 
 from isobit.config.checkpoint import CheckpointConfig
@@ -102,15 +102,29 @@ def most_at_once(
     """
     if rules.keep_last == 0:
         return len(on_disk)
-    due = {steps, *_multiples(rules.every, steps)}
-    evaluated = _multiples(evaluated_every, steps)
-    written = sorted({*on_disk, *(step for step in due if step > max(on_disk, default=0))})
-    together = {
-        *written[-rules.keep_last - 1 :],
-        *(step for step in written if rules.keep_every and step % rules.keep_every == 0),
-    }
-    another = rules.keep_best is not None and not {*written, *evaluated} <= together
-    return max(len(together) + another, len(on_disk))
+    newest, last = max(on_disk, default=0), rules.keep_last + 1
+    # ranges, and no list of steps: there may be 10^7
+    due = _multiples(rules.every, steps)
+    due = due[newest // rules.every :] if due else due
+    end = [steps] if steps > newest else []
+    recent = {*[*sorted(on_disk)[-last:], *due[-last:], *end][-last:]}
+
+    def stays(step: int) -> bool:
+        return step in recent or (rules.keep_every > 0 and step % rules.keep_every == 0)
+
+    together = len(recent) + sum(stays(step) for step in {*on_disk, *end} - recent)
+    if rules.keep_every and due:
+        both = lcm(rules.every, rules.keep_every)
+        others = range(both * (newest // both + 1), steps, both)
+        together += len(others) - sum(step in others for step in recent)
+    another = rules.keep_best is not None and not (
+        together == len(on_disk) + len(due) + len(end)
+        and all(
+            stays(step) and (step in on_disk or step in due or step in end)
+            for step in _multiples(evaluated_every, steps)
+        )
+    )
+    return max(together + another, len(on_disk))
 
 
 def _multiples(every: int, steps: int) -> range:

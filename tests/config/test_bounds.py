@@ -1,0 +1,137 @@
+"""Every number of a recipe, and of a command line, has a least and a largest value."""
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+
+from isobit.cli.arguments import count_of_threads, folder_parser, positive
+from isobit.config import commands
+from isobit.config.base import Strict
+from isobit.config.load import load_config
+from isobit.config.rules import check_run
+from isobit.config.run import RunConfig
+from isobit.config.sft import SftConfig
+from isobit.config.toml import LARGEST_FILE, MAX_NESTING, read_toml
+from isobit.errors import ConfigError
+
+ROOTS = (
+    RunConfig,
+    SftConfig,
+    *(one for one in vars(commands).values() if isinstance(one, type) and issubclass(one, Strict)),
+)
+
+
+def tables(models: tuple[type[BaseModel], ...]) -> set[type[BaseModel]]:
+    found: set[type[BaseModel]] = set()
+    waiting = list(models)
+    while waiting:
+        model = waiting.pop()
+        if model not in found:
+            found.add(model)
+            waiting += [
+                one
+                for field in model.model_fields.values()
+                for one in leaves(field.annotation)
+                if isinstance(one, type) and issubclass(one, BaseModel)
+            ]
+    return found
+
+
+def leaves(annotation: Any) -> Iterator[Any]:
+    below = get_args(annotation)
+    if not below:
+        yield annotation
+    for one in below:
+        yield from leaves(one)
+
+
+def test_every_number_has_both_bounds() -> None:
+    checked = 0
+    for model in tables(ROOTS):
+        for name, field in model.model_fields.items():
+            if {int, float} & {one for one in leaves(field.annotation) if isinstance(one, type)}:
+                key = f"{model.__name__}.{name}"
+                assert any(isinstance(bound, Ge | Gt) for bound in field.metadata), key
+                assert any(isinstance(bound, Le | Lt) for bound in field.metadata), key
+                checked += 1
+    assert checked > 150
+
+
+def refusal(path: Any, *words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_run(load_config(path, words))
+    return str(caught.value)
+
+
+@pytest.fixture
+def recipe(tmp_path: Any) -> Any:
+    path = tmp_path / "r.toml"
+    path.write_text('output = "run"\n[data.train]\ntype = "jsonl"\npath = "x.jsonl"\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--training.steps", "100000000"),
+        ("--training.steps", str(10**22)),
+        ("--threads", "100000"),
+        ("--seed", str(2**64)),
+        ("--seed", "-1"),
+        ("--data.train.limit", str(10**30)),
+        ("--rollout.kv_pages", str(10**10)),
+        ("--rollout.max_sequences", str(10**12)),
+        ("--training.learning_rate", "1e300"),
+        ("--training.prompts_per_step", "1000000"),  # times samples_per_prompt
+        ("--seed", "1" * 5000),
+        ("--reward.options", "[" * 5000 + "]" * 5000),
+        ("--reward.options.deep", "[" * (MAX_NESTING + 1) + "]" * (MAX_NESTING + 1)),
+        ("--" + "a." * 5000 + "b", "1"),
+    ],
+)
+def test_a_number_or_a_nesting_beyond_all_runs_is_refused_in_a_line(
+    recipe: Any, words: tuple[str, str]
+) -> None:
+    message = refusal(recipe, *words)
+    assert words[0].removeprefix("--")[:20] in message and len(message) < 400
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("a = " + "[" * 5000 + "]" * 5000, "more than 32 deep"),
+        ("a = " + "[" * 33 + "]" * 33, "more than 32 deep"),
+        ("a" + ".a" * 2000 + " = 1", "more than 32 deep"),
+        ("a = " + "1" * 5000, "a number of too many digits"),
+        ("#" * (LARGEST_FILE + 1), "more than 1,048,576 bytes"),
+    ],
+)
+def test_a_file_beyond_all_recipes_is_refused_by_name(
+    tmp_path: Any, content: str, expected: str
+) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=expected) as caught:
+        read_toml(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--seed", str(2**64)), ("--seed", "-1"), ("--threads", "100000"), ("--threads", "1" * 5000)],
+)
+def test_a_command_line_has_bounds_too(
+    capsys: pytest.CaptureFixture[str], option: str, text: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        folder_parser("x", "", "").parse_args(["folder", option, text])
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {option}: " in shown and "is not a whole number from" in shown
+    assert len(shown) < 200
+
+
+def test_a_count_is_a_whole_number() -> None:
+    assert (positive("10"), count_of_threads("1024")) == (10, 1024)
