@@ -5,6 +5,7 @@ that tests start.
 """
 
 import os
+import signal
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -12,7 +13,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 import isobit  # noqa: F401, I001  sets OpenMP's spinning, which must precede torch
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.saving import save_policy
 from isobit.models.policy import random_policy
 from isobit.starter import starter_folder
+from tests.death import lie_still
 
 settings.register_profile(
     "isobit", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -42,6 +44,22 @@ def one_thread_and_seed():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def the_dead_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See ``tests.death``."""
+    lie_still(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def sigint_is_heard() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, which lets its children ignore it, as
+    a run then rightly does.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 TINY = ModelConfig(
@@ -100,13 +118,15 @@ def make_config(tiny_folder: Path, tmp_path: Path) -> Callable[..., RunConfig]:
                     "held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 5}
                 },
             },
-            "reward": {"function": reward},
+            "reward": {"function": reward, "in_process": True},
             "rollout": {"max_new_tokens": 8},
             "training": {
                 "steps": 2,
                 "prompts_per_step": 2,
                 "samples_per_prompt": 3,
                 "learning_rate": 1e-3,
+                # the tiny model earns nothing: what a step does is tested all the same
+                "without_signal": "take",
             },
         }
         for name, value in sections.items():

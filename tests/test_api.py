@@ -1,6 +1,7 @@
 """The public interface: lazy, typed as it is loaded, and strict about what it is given."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import isobit
+from isobit.api import _configured
 from isobit.config.run import RunConfig
 from isobit.errors import ConfigError
 
@@ -100,3 +102,99 @@ def test_a_function_starts_no_processes(tmp_path):
     with pytest.raises(ConfigError, match="start this script with torchrun"):
         isobit.train(recipe, output=str(tmp_path / "run"), cluster={"processes": 2})
     assert not (tmp_path / "run").exists()
+
+
+ROWS = [{"prompt": f"{a}+{b}+1+2=", "answer": str(a + b + 3)} for a in (1, 2, 3) for b in (1, 2)]
+
+
+def test_a_run_of_rows_and_functions_is_resumed_with_the_same_alone(tmp_path: Path) -> None:
+    bonus = 0.5
+
+    def run(factor: float, rows: list[dict[str, str]] = ROWS[:4], **changes: Any) -> Any:
+        return isobit.train(
+            output=tmp_path / "a",
+            data={"train": rows, "eval": {"held_out": {"rows": ROWS[4:], "limit": 1}}},
+            reward=[
+                lambda prompt, completion: factor + bonus,
+                "isobit.starter.tasks:correct_answer",
+            ],
+            **{**SMALL, **changes},
+        )
+
+    summary = run(1.0)
+    assert summary.problems == 1
+    assert summary.accuracy_after in (1.5, 2.5)
+    more = {"training": {**SMALL["training"], "steps": 2}, "resume": True}
+    with pytest.raises(ConfigError, match=r"reward\.parts\.lambda\.function: 'python:lambda@"):
+        run(2.0, **more)
+    with pytest.raises(ConfigError, match=r"data\.train\.sha256"):
+        run(1.0, ROWS[1:5], **more)
+    with pytest.raises(isobit.IsobitError, match=r"given from Python.*isobit\.train\("):
+        isobit.train(RunConfig.model_validate(recorded(tmp_path / "a")), resume=True)
+    assert run(1.0, **more).steps == 2
+
+
+def recorded(directory: Path) -> dict[str, Any]:
+    """The configuration of a run, as `isobit train RUN --resume` reads it."""
+    return json.loads((directory / "run.json").read_text())["config"]
+
+
+def test_a_reward_takes_the_place_of_the_recipes_and_rows_of_its_data(tmp_path: Path) -> None:
+    recipe = {
+        "output": tmp_path / "a",
+        "data": {"train": {"type": "reasoning_gym", "task": "chain_sum", "size": 9}},
+        "reward": {"function": "math_verify", "options": {"x": 1}, "deadline_s": 3.0},
+        **SMALL,
+    }
+    with _configured(RunConfig, recipe, {"reward": len, "data": iter(ROWS)}) as config:
+        assert config.reward.options == {} and config.reward.deadline_s == 3.0
+        assert config.reward.function.startswith("python:len@")
+        assert config.data.train.type == "rows" and config.data.train.count == len(ROWS)
+    with _configured(RunConfig, recipe, {"reward": {"options": {"y": 2}}}) as config:
+        assert config.reward.options == {"x": 1, "y": 2}, "a table changes keys, as ever"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": [lambda: 0, lambda: 1]}, "two rewards are called 'lambda'; name them"),
+        ({"reward": [3]}, "reward is int 3; expected a function"),
+        ({"data": ["1+1="]}, "data: row 0 is str '1\\+1='; expected a list of mappings"),
+        ({"data": []}, "the list of rows has no rows"),
+        ({"reward": len}, "'python:len@.* takes .*by position alone"),
+    ],
+)
+def test_what_is_no_reward_and_no_data(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(isobit.IsobitError, match=message):
+        isobit.train(**{"output": tmp_path / "a", "data": ROWS, **SMALL, **changes})
+    assert not (tmp_path / "a").exists()
+
+
+def test_one_text_is_one_prompt_and_arguments_are_flat() -> None:
+    (one,) = isobit.generate("starter", "3+8+2+9=", max_new_tokens=8)
+    (same,) = isobit.generate(
+        "starter", ["3+8+2+9="], rollout={"max_new_tokens": 8, "temperature": 0}
+    )
+    assert one.prompt.text == "3+8+2+9=" and one.completions[0].text == same.completions[0].text
+    (two,) = isobit.generate("starter", "3+8+2+9=", samples=2, max_new_tokens=4, top_p=0.9)
+    assert len({completion.text for completion in two.completions}) == 2, "drawn, not greedy"
+    with pytest.raises(ConfigError, match=r"rollout\.temperature"):
+        isobit.generate("starter", "3+8+2+9=", temperature=-1)
+
+
+def test_a_name_stands_where_a_preset_may() -> None:
+    assert isobit.load_model("starter", "fp8", trainable=False).policy.flow.exact
+    with pytest.raises(ConfigError, match=r"precision is 'fp9'; expected .* 'fp8-linear', 'fp8'"):
+        isobit.load_model("starter", "fp9")
+
+
+def test_rows_are_evaluated_with_a_function_and_nothing_else() -> None:
+    def always(prompt: Any, completion: Any) -> float:
+        return 1.0
+
+    found = isobit.evaluate(
+        "starter", data={"eval": {"sums": ROWS}}, reward=always, rollout={"max_new_tokens": 2}
+    )
+    assert found["sums"].accuracy == 1.0

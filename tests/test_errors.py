@@ -13,6 +13,12 @@ def test_control_characters_are_shown_as_escapes() -> None:
     assert str(IsobitError()) == ""
 
 
+def test_the_middle_of_a_text_of_pages_is_left_out() -> None:
+    text = str(ModelError(f"the file x: {'1' * 100_000}; write it again"))
+    assert text.startswith("the file x: 111") and text.endswith("111; write it again")
+    assert "[96,0" in text and "characters left out]" in text and len(text) < 4100
+
+
 def test_the_command_line_prints_them_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,15 +5,15 @@ gives what each returned.
 
 import os
 import socket
-import subprocess
-import sys
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from isobit.parallel.message import decode, encode
 from isobit.parallel.processes import joined
+from tests.forked import become, warm
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,40 +48,33 @@ def in_world(
         folder, port = Path(name), free_port()
         (folder / "argument").write_bytes(encode(argument))
         running = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.worlds", target, str(folder)],
-                env=environment(rank, size, port, gpus),
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+            (get_context("spawn") if gpus else warm()).Process(
+                target=_be_a_rank, args=(target, folder, environment(rank, size, port, gpus))
             )
             for rank in range(size)
         ]
-        try:
-            said = [process.communicate(timeout=timeout)[0] for process in running]
-        finally:
-            for process in running:
-                process.kill()
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(timeout)
+        for process in running:
+            process.kill()  # one that has ended stays as it is
+            process.join()
         failed = [
-            f"rank {rank} (exit {process.returncode}):\n{text}"
-            for rank, (process, text) in enumerate(zip(running, said, strict=True))
-            if process.returncode
+            f"rank {rank} (exit {process.exitcode}):\n{(folder / f'{rank}.txt').read_text()}"
+            for rank, process in enumerate(running)
+            if process.exitcode
         ]
         assert not failed, "\n".join(failed)
         return [decode((folder / str(rank)).read_bytes()) for rank in range(size)]
 
 
-def main() -> None:
-    """One process of a world."""
-    target, folder = sys.argv[1], Path(sys.argv[2])
+def _be_a_rank(target: str, folder: Path, environ: dict[str, str]) -> None:
+    """One process of a world; it ends as a program does, and its output goes to a file."""
+    become(environ, ROOT, folder / f"{environ['RANK']}.txt")
     module, _, function = target.partition(":")
     with joined() as world:
         made = getattr(import_module(module), function)(
             world, decode((folder / "argument").read_bytes())
         )
     (folder / str(world.rank)).write_bytes(encode(made))
-
-
-if __name__ == "__main__":
-    main()

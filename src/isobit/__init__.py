@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.models.policy import random_policy as random_policy
     from isobit.models.saving import save_policy as save_policy
     from isobit.models.scorer import Scorer as Scorer
+    from isobit.observe.report.written import report as report
     from isobit.precision.compare import describe_flow as describe_flow
     from isobit.precision.flow import PrecisionFlow as PrecisionFlow
     from isobit.precision.flow import build_flow as build_flow
@@ -86,6 +87,7 @@ _HOMES = {
     "models.config": ("ModelConfig",),
     "models.policy": ("Policy", "random_policy"),
     "models.scorer": ("Scorer",),
+    "observe.report.written": ("report",),
     "precision.compare": ("describe_flow",),
     "precision.flow": ("PrecisionFlow", "build_flow"),
     "records.batch": ("PackedBatch",),

@@ -2,18 +2,20 @@
 do, for Python.
 
 A recipe is a TOML file, its tables as a mapping, or a configuration; keyword arguments change keys
-of it, tables as mappings.
+of it, tables as mappings.  Rewards may be functions and data lists of rows (``isobit.run.given``).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
 
 from isobit.config.base import Strict
 from isobit.config.commands import GenerationConfig, VerifyConfig
 from isobit.config.load import build
-from isobit.config.overrides import apply_overrides, nested_overrides
+from isobit.config.overrides import apply_overrides
+from isobit.config.rollout import RolloutConfig
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
 from isobit.config.toml import read_toml
@@ -27,6 +29,7 @@ from isobit.proof import verify as verification
 from isobit.proof.verify import VerifyOptions, VerifyResult
 from isobit.records.text import Group
 from isobit.run.evaluate import evaluate_folder
+from isobit.run.given import plain_overrides, plain_tables
 from isobit.run.rl import loop as rl_loop
 from isobit.run.rl.summary import RlSummary
 from isobit.run.rollout import rollout_folder
@@ -34,59 +37,89 @@ from isobit.run.sft import loop as sft_loop
 from isobit.run.sft.summary import SftSummary
 
 Schema = TypeVar("Schema", bound=Strict)
+_SAMPLING = RolloutConfig.model_fields.keys()
+
+
+Recipe: TypeAlias = str | Path | Mapping[str, Any]
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any] | RunConfig, *, resume: bool = False, **changes: Any
+    recipe: Recipe | RunConfig = MappingProxyType({}),
+    *,
+    resume: bool = False,
+    allow_change: Sequence[str] = (),
+    **changes: Any,
 ) -> RlSummary:
     """Train a policy with reinforcement learning: ``train("recipes/quickstart.toml",
-    output="runs/x", training={"steps": 5})``.
+    output="runs/x", training={"steps": 5})``, or from Python alone: ``train(model="starter",
+    output="runs/x", data=[{"prompt": "1+2=", "answer": "3"}, ..], reward=f)``.
+
+    ``reward`` may be a function of any form of ``isobit.rewards.form``, or a list of them that are
+    added up; ``data`` may be rows, of which the column ``prompt`` is the prompt.  The functions
+    run in processes of their own, each with a copy.
 
     With ``resume`` the run in the output directory goes on from its newest checkpoint, where there
-    is one. Raises an ``IsobitError``, before anything is written, for what cannot be used; see
+    is one; ``allow_change`` names keys and inputs that may be other than they were. Raises an
+    ``IsobitError``, before anything is written, for what cannot be used; see
     ``isobit.run.rl.loop.train``.  A script that torchrun or srun has started several times joins
     the others.
     """
-    with _world_of(config := _configuration(RunConfig, recipe, changes), "train") as world:
-        return rl_loop.train(config, resume=resume, world=world)
+    with (
+        _configured(RunConfig, recipe, changes) as config,
+        _world_of(config, "train") as world,
+    ):
+        return rl_loop.train(config, resume=resume, world=world, allowed=allow_change)
 
 
 def sft(
-    recipe: str | Path | Mapping[str, Any] | SftConfig, *, resume: bool = False, **changes: Any
+    recipe: Recipe | SftConfig = MappingProxyType({}),
+    *,
+    resume: bool = False,
+    allow_change: Sequence[str] = (),
+    **changes: Any,
 ) -> SftSummary:
-    """Fine-tune a model on prompts and completions; resumes and raises as ``train`` does."""
-    with _world_of(config := _configuration(SftConfig, recipe, changes), "sft") as world:
-        return sft_loop.sft(config, resume=resume, world=world)
+    """Fine-tune a model on prompts and completions; takes rows and rewards, resumes and raises as
+    ``train`` does.
+    """
+    with (
+        _configured(SftConfig, recipe, changes) as config,
+        _world_of(config, "sft") as world,
+    ):
+        return sft_loop.sft(config, resume=resume, world=world, allowed=allow_change)
 
 
 def evaluate(
-    model: str | Path, recipe: str | Path | Mapping[str, Any] | RunConfig, **changes: Any
+    model: str | Path, recipe: Recipe | RunConfig = MappingProxyType({}), **changes: Any
 ) -> dict[str, EvalResult]:
     """Measure a model folder on the evaluation sets of a recipe, with its reward; the figures by
-    name of the set.  Writes nothing.
+    name of the set: ``evaluate("starter", data={"eval": {"sums": rows}}, reward=f)``.  Writes
+    nothing.
     """
-    return evaluate_folder(
-        model_folder(model), _configuration(RunConfig, recipe, {"output": "nowhere", **changes})
-    )
+    changes = {"output": "nowhere", **changes}
+    with _configured(RunConfig, recipe, changes, fill=_training_data) as config:
+        return evaluate_folder(model_folder(model), config)
 
 
 def generate(
     model: str | Path,
-    prompts: Sequence[str],
+    prompts: str | Sequence[str | Sequence[Mapping[str, str]]],
     *,
     samples: int = 1,
     seed: int = 0,
     chat: bool = True,
     **settings: Any,
 ) -> list[Group]:
-    """Complete each prompt ``samples`` times: ``generate("starter", ["3+8+2+9="], precision="fp8",
-    rollout={"max_new_tokens": 24})``.
+    """Complete a prompt, or each of several, ``samples`` times: ``generate("starter", "3+8+2+9=",
+    precision="fp8", max_new_tokens=24)``.  A prompt is text or a list of chat messages.
 
-    ``settings`` are the key device and keys of the tables precision and rollout.  Raises what
-    ``isobit.run.rollout.rollout_folder`` raises.
+    ``settings`` are the key device, keys of the tables precision and rollout, and those of rollout
+    by themselves.  One sample is greedy and several are drawn at temperature 1, unless they say
+    otherwise.  Raises what ``isobit.run.rollout.rollout_folder`` raises.
     """
-    config = _configuration(GenerationConfig, {}, settings)
-    return rollout_folder(model_folder(model), prompts, config, samples, seed, chat)
+    flat = {f"rollout.{key}": settings.pop(key) for key in _SAMPLING & settings.keys()}
+    with _configured(GenerationConfig, {}, settings | flat) as config:
+        asked = [prompts] if isinstance(prompts, str) else prompts
+        return rollout_folder(model_folder(model), asked, config, samples, seed, chat)
 
 
 def verify(
@@ -98,8 +131,9 @@ def verify(
     ``settings`` are the key device and keys of the table precision.  Raises what
     ``isobit.proof.verify.verify`` raises.
     """
-    config = _configuration(VerifyConfig, {}, settings)
-    return verification.verify(model_folder(model), config.precision, options, device=config.device)
+    with _configured(VerifyConfig, {}, settings) as config:
+        precision, device = config.precision, config.device
+        return verification.verify(model_folder(model), precision, options, device=device)
 
 
 @contextmanager
@@ -117,21 +151,32 @@ def _world_of(config: RunConfig | SftConfig, command: str) -> Iterator[World]:
         yield world
 
 
-def _configuration(
+@contextmanager
+def _configured(
     schema: type[Schema],
-    recipe: str | Path | Mapping[str, Any] | Schema,
+    recipe: Recipe | Strict,
     changes: Mapping[str, Any],
-) -> Schema:
-    """A recipe with its changes, checked as ``isobit.config.load.build`` does."""
+    fill: Callable[[dict[str, Any]], None] | None = None,
+) -> Iterator[Schema]:
+    """A recipe with its changes, checked as ``isobit.config.load.build`` does, after ``fill`` has
+    filled in what a command does without; functions and rows in it are found while this is open.
+    """
+    held: list[Any] = []
     match recipe:
         case Strict():
             values, source = recipe.model_dump(exclude_unset=True), "the configuration"
         case Mapping():
-            values, source = recipe, "the recipe"
+            values, source = plain_tables(recipe, held), "the recipe"
         case _:
             values, source = read_toml(Path(recipe)), str(recipe)
-    return build(
-        schema,
-        apply_overrides(values, nested_overrides(changes)),
-        f"{source} with its changes" if changes else source,
-    )
+    values = apply_overrides(values, plain_overrides(changes, held))
+    if fill is not None:
+        fill(values)
+    yield build(schema, values, f"{source} with its changes" if changes else source)
+
+
+def _training_data(values: dict[str, Any]) -> None:
+    """An evaluation reads none; the schema wants some."""
+    data = values.get("data")
+    if isinstance(data, dict) and "train" not in data and data.get("eval"):
+        data["train"] = next(iter(data["eval"].values()))

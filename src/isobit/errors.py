@@ -8,21 +8,29 @@ import re
 
 from isobit.units import gib
 
+_LONGEST = 4000
+"""Characters of a message: some ten problems of a recipe, each on its line."""
+
 
 class IsobitError(Exception):
     """Base of every error caused by input, configuration or data rather than by a fault in
     Isobit.
 
     Its text quotes what strangers wrote, names of tensors or a template's own error: characters
-    that could drive a terminal are shown as escapes.
+    that could drive a terminal are shown as escapes, and the middle of what would fill pages is
+    left out.
     """
 
     exit_code = 2
 
     def __str__(self) -> str:
-        return "".join(
+        text = "".join(
             c if c in "\t\n" or c.isprintable() else ascii(c)[1:-1] for c in super().__str__()
         )
+        more = len(text) - _LONGEST
+        if more <= 0:
+            return text
+        return f"{text[: _LONGEST // 2]} [{more:,} characters left out] {text[-_LONGEST // 2 :]}"
 
 
 class OutOfMemoryError(IsobitError):
@@ -72,9 +80,13 @@ class StorageError(IsobitError):
     """
 
 
+class StoppedAtOnce(KeyboardInterrupt):
+    """A second Ctrl-C: the process may be in the middle of anything, and nothing more is saved."""
+
+
 class Interrupted(KeyboardInterrupt):
-    """A run that stopped on SIGINT or SIGTERM at a moment of its own choice.  Code that survives
-    any ``Exception`` does not catch it.
+    """A run that stopped on a signal at a moment of its own choice.  Code that survives any
+    ``Exception`` does not catch it.
     """
 
     def __init__(self, signal_name: str, signal_number: int) -> None:

@@ -10,14 +10,29 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from isobit.errors import StorageError
 
 LARGE = 1 << 30
 """Bytes from which on writing or checking takes so long that it is announced."""
+_RESUME = "go on with --resume"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def lies_within(path: Path, folder: Path) -> bool:
+    """Whether a path leads to a place in the folder, wherever symbolic links point.
+
+    The hub's cache keeps a snapshot's files as links to ``blobs`` beside ``snapshots``: these count
+    as the folder's own.
+    """
+    own = folder.resolve()
+    roots = [own]
+    for above in (own, *own.parents):
+        if above.parent.name == "snapshots":
+            roots.append(above.parent.parent / "blobs")
+    return any(path.resolve().is_relative_to(root) for root in roots)
 
 
 def sync(path: Path) -> None:
@@ -94,7 +109,7 @@ def check_free(path: Path, needed: int, what: str) -> None:
 
 @contextmanager
 def disk_errors(
-    path: Path, what: str, needed: int | None = None, again: str = "go on with --resume"
+    path: Path, what: str, needed: int | None = None, again: str = _RESUME
 ) -> Iterator[None]:
     """Turn a failed write below ``path`` into a StorageError with what was being written, the bytes
     needed, those free, and what to do ``again``.
@@ -112,6 +127,39 @@ def disk_errors(
             f"{what} could not be written in {path}: {reason}{need}, free: {_free_text(path)}; "
             f"{advice}"
         ) from error
+
+
+class LineFile:
+    """A file that grows by whole lines, each of which has left this process when ``write`` returns;
+    of one that could not be written nothing stays.
+    """
+
+    def __init__(self, path: Path, again: str = _RESUME) -> None:
+        """Go on at the end of the file; ``again`` is what to do after an error.  Raises OSError."""
+        self._path, self._again = path, again
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, line: bytes) -> None:
+        """Add a line.  Raises StorageError."""
+        what = f"a line of {self._path.name}"
+        with disk_errors(self._path.parent, what, len(line), self._again):
+            size = self._file.seek(0, os.SEEK_END)
+            try:
+                written = 0
+                while written < len(line):
+                    written += self._file.write(line[written:])
+            except OSError:
+                with suppress(OSError):
+                    self.cut(size)
+                raise
+
+    def cut(self, size: int) -> None:
+        """Forget what lies behind so many bytes.  Raises OSError."""
+        self._file.truncate(size)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
 
 
 def _free_text(path: Path) -> str:

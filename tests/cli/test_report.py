@@ -23,6 +23,19 @@ def test_it_writes_the_page_and_says_where(
     assert (tmp_path / "other.html").read_bytes() == (tmp_path / "report.html").read_bytes()
 
 
+def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [tmp_path / name for name in ("one", "two")]
+    for run in runs:
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n', encoding="utf-8")
+    out = tmp_path / "both.html"
+    assert main(["report", *map(str, runs), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith(str(out))
+    assert "one against two" in out.read_text(encoding="utf-8")
+    assert main(["report", *map(str, runs), "--watch"]) == 2
+    assert "--watch shows one run" in capsys.readouterr().err
+
+
 def test_what_is_no_run_is_an_error_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

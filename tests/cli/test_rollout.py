@@ -3,6 +3,8 @@ import json
 import pytest
 
 from isobit.cli.main import main
+from isobit.errors import StorageError
+from isobit.files import LineFile
 
 SMALL = [
     "--max-new-tokens",
@@ -104,3 +106,43 @@ def test_a_wrong_command_line_exits_2_with_the_usage(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["rollout", *words])
     assert "usage: isobit rollout" in capsys.readouterr().err
+
+
+def test_completions_are_written_as_they_come_and_a_full_disk_keeps_them(
+    tmp_path, capsys, monkeypatch
+):
+    """Half of a surrogate pair in a column is an escape; an error after two lines keeps those."""
+    data, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    rows = ['{"prompt": "1+2+3+4=", "note": "\\ud800"}', '{"prompt": "5+5="}', '{"prompt": "1+1="}']
+    data.write_text("\n".join(rows) + "\n")
+    words = ["rollout", "starter", "--data", str(data), "--out", str(out), *SMALL]
+    seen, write = [], LineFile.write
+
+    def watched(self, line):
+        seen.append(out.read_bytes())
+        if len(seen) == 3:
+            raise StorageError("no space")
+        write(self, line)
+
+    monkeypatch.setattr(LineFile, "write", watched)
+    assert main(words) == 2
+    lines = out.read_bytes().splitlines(keepends=True)
+    assert seen == [b"", lines[0], lines[0] + lines[1]]
+    assert [json.loads(line)["prompt"] for line in lines] == ["1+2+3+4=", "5+5="]
+    assert b'"\\ud800"' in lines[0] and json.loads(lines[0])["columns"] == {"note": "\ud800"}
+    said = capsys.readouterr().err
+    assert f"the completions of the first prompts are in {out}" in said and "no space" in said
+
+
+def test_a_file_that_cannot_be_made_is_refused_before_anything_is_generated(
+    tmp_path, capsys, monkeypatch
+):
+    out = tmp_path / "out.jsonl"
+
+    def refuse(self, *arguments, **words):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(type(out), "open", refuse)
+    assert main(["rollout", "no-such-model", "--prompt", "1", "--out", str(out), *SMALL]) == 2
+    assert "out.jsonl could not be written" in capsys.readouterr().err
+    assert not out.exists()

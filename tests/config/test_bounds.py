@@ -100,6 +100,27 @@ def test_a_number_or_a_nesting_beyond_all_runs_is_refused_in_a_line(
 
 
 @pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--training.steps", '"20"'), "should be a valid integer, but it is '20'"),
+        (("--training.steps", "true"), "should be a valid integer, but it is True"),
+        (("--training.learning_rate", '"1e-4"'), "should be a valid number, but it is '1e-4'"),
+        (("--data.shuffle", "1"), "should be a valid boolean, but it is 1"),
+        (("--data.shuffle", "yes"), "should be a valid boolean, but it is 'yes'"),
+        (("--reward.function", "5"), "should be a valid string, but it is 5"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(
+    recipe: Any, words: tuple[str, str], expected: str
+) -> None:
+    assert refusal(recipe, *words).endswith(f"{words[0].removeprefix('--')}: {expected}")
+
+
+def test_a_whole_number_may_be_written_as_a_float(recipe: Any) -> None:
+    assert load_config(recipe, ["--training.steps", "1e3"]).training.steps == 1000
+
+
+@pytest.mark.parametrize(
     ("content", "expected"),
     [
         ("a = " + "[" * 5000 + "]" * 5000, "more than 32 deep"),

@@ -64,6 +64,6 @@ def test_a_key_of_another_choice_is_answered_with_those_that_have_it() -> None:
     message = refusal(RECIPES["train"], ["algorithm", "gamma"])
     assert "algorithm.gamma: unknown key; only reinforce_pp and ppo have it" in message
     message = refusal(RECIPES["train"], ["corrections[]", "level"])
-    assert "corrections.0.level: unknown key; only tis and mis and k3 have it" in message
+    assert "corrections.0.level: unknown key; only tis, mis and k3 have it" in message
     message = refusal(RECIPES["train"], ["data", "train", "path"])
     assert "data.train.path: unknown key; only jsonl, csv, parquet and hf have it" in message

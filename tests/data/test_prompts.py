@@ -166,3 +166,27 @@ def test_a_cut_prompt_of_a_template_ends_with_the_beginning_of_the_answer(tmp_pa
     whole = f"<user>{LONG};<assistant>"
     assert len(prompt.token_ids) == 15
     assert prompt.text and whole.endswith(prompt.text) and prompt.text.endswith("<assistant>")
+
+
+def test_a_text_of_megabytes_is_refused_dropped_or_cut_before_it_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = data(tmp_path, "1+1=", "1" * (1 << 20), max_prompt_tokens=20)
+    made = tokenizer()
+    longest: list[int] = []
+
+    call = type(made).__call__
+
+    def measured(self: Any, text: str, **options: Any) -> Any:
+        longest.append(len(text))
+        return call(self, text, **options)
+
+    monkeypatch.setattr(type(made), "__call__", measured)
+    with pytest.raises(DataError, match=r"prompt train/1 .* has 1,048,576 characters, more than"):
+        build_prompts("train", config.train, made, config)
+    dropping = config.model_copy(update={"too_long": "drop"})
+    assert len(build_prompts("train", config.train, made, dropping)) == 1
+    cutting = config.model_copy(update={"too_long": "cut"})
+    (_, cut) = build_prompts("train", config.train, made, cutting)
+    assert len(cut.token_ids) == 20 and cut.token_ids[0] == BOS_ID
+    assert max(longest) < 1000

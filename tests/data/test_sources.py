@@ -69,12 +69,24 @@ def test_messages_are_a_prompt(tmp_path: Path) -> None:
         ),
         (b'{"prompt": []}', "line 2, column 'prompt': expected text or a list of messages"),
         (b"[" * 100_000, "line 2: nested too deeply"),
+        (b'{"prompt": "a", "prompt": "b"}', "line 2: the key 'prompt' is there twice"),
+        (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "line 2: a number has too many digits"),
     ],
 )
 def test_a_faulty_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", [*lines(ROWS[:1]), line])
     with pytest.raises(DataError, match=message):
         load_rows(source)
+
+
+def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", [*lines(ROWS[:1]), b"x" * 200])
+    monkeypatch.setattr("isobit.data.jsonl.LONGEST_LINE", 100)
+    with pytest.raises(DataError, match="line 2: longer than 100 bytes"):
+        load_rows(source)
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"line 1: longer than 67,108,864 bytes"):
+        load_rows(JsonlData(path=Path("/dev/zero")))
 
 
 def test_the_starters_problems_go_by_name() -> None:

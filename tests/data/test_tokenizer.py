@@ -48,6 +48,14 @@ def test_a_damaged_tokenizer_is_named(folder: Path) -> None:
         load_tokenizer(folder)
 
 
+def test_a_tokenizer_that_loads_and_reads_no_text_is_named(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"model_max_length": "64"}))
+    with pytest.raises(ModelError, match="cannot be loaded: TypeError"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize(
     ("value", "expected"), [(None, (EOS_ID,)), (7, (EOS_ID, 7)), ([9, EOS_ID, 7], (EOS_ID, 7, 9))]
 )
@@ -68,10 +76,12 @@ def test_unusable_stop_tokens_are_errors(folder: Path) -> None:
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ('{"eos_token_id": "x"}', "must be a token id or a list of them, found 'x'"),
+        ('{"eos_token_id": [2, 128]}', "eos_token_id 128 is no token .* has 128 rows"),
+        ('{"eos_token_id": -1}', "eos_token_id -1 is no token of the model"),
     ):
         (folder / "generation_config.json").write_text(content)
         with pytest.raises(ModelError, match=message):
-            stop_token_ids(tokenizer, folder)
+            stop_token_ids(tokenizer, folder, 128)
     (folder / "generation_config.json").unlink()
     with pytest.raises(ModelError, match="names no end-of-sequence token"):
         stop_token_ids(byte_level_tokenizer(), folder)

@@ -65,6 +65,7 @@ def with_all_there_is(make_config: Callable[..., RunConfig], output: Path) -> Ru
         algorithm=algorithm,
         replay={"fraction": 0.5},
         corrections=[{"type": "tis"}],
+        check={"repeat_every": 1},
     )
     part = {"function": f"{__file__}:first_token"}
     parts = {"first": part, "second": part}

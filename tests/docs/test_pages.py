@@ -61,6 +61,17 @@ def test_the_examples_of_the_python_page_run(
     assert (small_checkout / "runs" / "api-saved" / "model.safetensors").exists()
 
 
+def test_the_cells_of_the_notebook_page_run(
+    small_checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    for text in blocks(ROOT / "docs" / "notebook.md", "python"):
+        exec(compile(text, "a cell", "exec"), names)  # the page's own text
+    printed = capsys.readouterr().out
+    assert re.search(r"^0 of [1-9]\d* log-probabilities differ$", printed, re.MULTILINE)
+    assert len(names["steps"]) >= 2  # pyright: ignore[reportArgumentType]
+
+
 def test_the_runs_of_the_tutorial_work(small_checkout: Path) -> None:
     """Each block whose first line is a comment with a file's name is that file."""
     page = ROOT / "docs" / "tutorial.md"

@@ -1,8 +1,7 @@
 """Small runs with checkpoints, and what must come out of them whatever happened on the way."""
 
 import json
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +55,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.timeout(HANG_S))
-
-
-@pytest.fixture(autouse=True)
-def sigint_is_heard() -> Iterator[None]:
-    """Also where the tests run in the background of a shell, which lets its children ignore it, as
-    a run then rightly does.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from isobit.models import loaded as model
 from isobit.run.rl.loop import train
 from isobit.store.checkpoint import format as checkpoint_format
 from isobit.store.checkpoint import keeper
+from tests.death import Death
 
 MakeConfig = Callable[..., RunConfig]
 PLACES = [
@@ -33,10 +34,6 @@ PLACES = [
     (Path, "rename"),
 ]
 """Whatever touches the disk on the way; some are seen from two modules."""
-
-
-class Death(BaseException):
-    """Stands for kill -9: nothing catches it, nothing is cleaned up."""
 
 
 def die_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:

@@ -139,12 +139,14 @@ def test_leftovers_go_with_a_line_and_other_names_are_ignored_with_one(
     (checkpoints / "step_abc").mkdir()
     (checkpoints / "step_10.tmp").mkdir()
     (checkpoints / "step_000099").symlink_to(checkpoints)
+    (checkpoints / "step_000098").symlink_to("step_000098")
     train(config, resume=True)
     shown = capsys.readouterr().out
     assert shown.count("removed what an interrupted write left") == 2
     assert shown.count("(no checkpoint)") == 1
-    assert "step_000099, step_10.tmp, step_abc" in shown
+    assert "step_000098, step_000099, step_10.tmp, step_abc" in shown
     shutil.rmtree(checkpoints / "step_abc")
+    (checkpoints / "step_000098").unlink()
     (checkpoints / "step_000099").unlink()
     shutil.rmtree(checkpoints / "step_10.tmp")
     assert outcome(config.output) == expected

@@ -3,7 +3,6 @@ bytes, and keeps what it had.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -169,6 +168,5 @@ def test_a_directory_that_vanishes_stops_the_run(
 ) -> None:
     config = make_config()
     hook(f"import shutil\nif call == 60: hook.unlink(); shutil.rmtree({str(config.output)!r})")
-    with pytest.raises(StorageError, match="could not be written"):
+    with pytest.raises(StorageError, match="was removed while the run went on"):
         train(config)
-    shutil.rmtree(config.output, ignore_errors=True)

@@ -110,3 +110,19 @@ def test_a_run_leaves_no_process_however_it_ends(
         train(config.model_copy(update={"output": config.output.with_name("failed")}))
     graders = {int(pid) for pid in pids.read_text().split()}
     assert graders and not any(exists(pid) for pid in graders)
+
+
+def test_random_numbers_of_a_reward_are_its_own(
+    make_config: MakeConfig,
+    hook: Hook,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
+) -> None:
+    """Even in the process of the run, which draws from no generator of the process."""
+    config = make_config()
+    hook(
+        "import random, numpy, torch\n"
+        "for seed in (random.seed, numpy.random.seed, torch.manual_seed): seed(call)\n"
+    )
+    train(config)
+    assert outcome(config.output) == expected

@@ -14,12 +14,9 @@ from isobit.config.run import RunConfig
 from isobit.run.rl.loop import train
 from isobit.store.checkpoint.keeper import CheckpointKeeper
 from isobit.training.trainer import Trainer
+from tests.death import Death
 
 PLANTED = "layers.0.o_proj.weight"
-
-
-class Death(BaseException):
-    """Stands for kill -9: nothing catches it, nothing is cleaned up."""
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from isobit.records.batch import PackedBatch
 from isobit.run.rl.loop import train
 from isobit.store.checkpoint import keeper
 from isobit.training.trainer import Trainer
+from tests.death import Death
 
 MakeConfig = Callable[..., RunConfig]
 Outcome = Callable[[Path], dict[str, Any]]
@@ -25,10 +26,6 @@ UPDATE, STEP = 5, 3
 follow steps 2, 4 and 6.
 """
 BUDGET = {"tokens_per_microbatch": 64}
-
-
-class Death(BaseException):
-    """Stands for kill -9: nothing catches it, nothing is cleaned up."""
 
 
 @contextmanager

@@ -4,8 +4,6 @@ nothing happened to.
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ from isobit.cli.main import main
 from isobit.config.sft import SftConfig
 from isobit.run.sft.loop import sft
 from isobit.starter.tasks import guess, problems, question, worked_out
+from tests.forked import command
 
 Outcome = Callable[[Path], dict[str, Any]]
 
@@ -35,14 +34,14 @@ def write_pairs(path: Path, held_out: bool, count: int) -> str:
 def kill_at(recipe: Path, output: Path, line: str) -> None:
     """Start the run, and kill its process as soon as it has printed that."""
     printed = output.with_suffix(".log")
-    with printed.open("w") as file:
-        command = [sys.executable, "-m", "isobit.cli.main", "sft", str(recipe), "--resume"]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    printed.touch()
+    process = command(["sft", str(recipe), "--resume"], printed)
     while line not in printed.read_text():
-        assert process.poll() is None, printed.read_text()
+        assert process.is_alive(), printed.read_text()
         time.sleep(0.0005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def finished(output: Path, outcome: Outcome) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def test_killed_and_resumed_it_leaves_the_same_files(
                 "held_out": {"type": "jsonl", "path": write_pairs(tmp_path / "b.jsonl", True, 6)}
             },
         },
-        "training": {"steps": 40, "prompts_per_step": 4, "learning_rate": 1e-3},
+        "training": {"steps": 26, "prompts_per_step": 4, "learning_rate": 1e-3},
         "evaluation": {"every": 8},
         "checkpoint": {"every": 7},
     }
@@ -71,7 +70,7 @@ def test_killed_and_resumed_it_leaves_the_same_files(
     sft(SftConfig.model_validate(config | {"output": whole}))
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps(config | {"output": str(broken)}), encoding="utf-8")
-    kill_at(recipe, broken, "step 11/40")
-    kill_at(recipe, broken, "step 24/40")
+    kill_at(recipe, broken, "step 11/26")
+    kill_at(recipe, broken, "step 20/26")
     assert main(["sft", str(broken), "--resume"]) == 0
     assert finished(broken, outcome) == finished(whole, outcome)

@@ -14,8 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from isobit.cli.main import main
 from isobit.config.run import RunConfig
-from isobit.errors import ConfigError, DataError, Interrupted, RewardError
+from isobit.errors import ConfigError, Interrupted, RewardError
 from isobit.run.rl.loop import train
+from tests.death import Death
 
 MakeConfig = Callable[..., RunConfig]
 Hook = Callable[[str], None]
@@ -60,9 +61,9 @@ def test_a_stopped_and_resumed_run_leaves_the_same_files(
 def test_no_step_appears_twice_in_tensorboard(make_config: MakeConfig, hook: Hook) -> None:
     config = make_config(checkpoint={"every": 4})
     hook(
-        "if call == 3 + 5 * 16 + 3: hook.unlink(); raise KeyboardInterrupt"
+        "from tests.death import Death\nif call == 3 + 5 * 16 + 3: hook.unlink(); raise Death"
     )  # in step 6, with no checkpoint of step 5
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Death):
         train(config)
     assert "step_000004" in {path.name for path in (config.output / "checkpoints").iterdir()}
     train(config, resume=True)
@@ -186,7 +187,7 @@ def test_other_training_prompts_are_refused(make_config: MakeConfig, tmp_path: P
     path.write_text(
         "\n".join([*lines[:-1], json.dumps({"prompt": "5+1=", "answer": "7"})]), encoding="utf-8"
     )
-    with pytest.raises(DataError, match="training prompts are not those"):
+    with pytest.raises(ConfigError, match=r"data\.train\.content: SHA-256 .* in the run"):
         train(config, resume=True)
 
 

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ import torch
 
 from isobit.cli.main import main
 from isobit.config.sft import SftConfig
-from isobit.errors import CheckpointError, ConfigError, DataError, Interrupted, StorageError
+from isobit.errors import CheckpointError, ConfigError, Interrupted, StorageError
 from isobit.records.batch import PackedBatch
 from isobit.run.sft.loop import sft
 from isobit.starter.tasks import problems, question, worked_out
@@ -28,16 +26,14 @@ from isobit.store.checkpoint import space
 from isobit.store.lock import locked
 from isobit.training.figures import UpdateMetrics
 from isobit.training.trainer import Trainer
+from tests.death import Death
+from tests.forked import command
 
 MakeConfig = Callable[..., SftConfig]
 Hook = Callable[[str], None]
 Outcome = Callable[[Path], dict[str, Any]]
 SETS = 3
 """Rewards asked for by an evaluation."""
-
-
-class Death(BaseException):
-    """Stands for kill -9: nothing catches it, nothing is cleaned up."""
 
 
 def write_rows(path: Path, held_out: bool, count: int) -> str:
@@ -140,23 +136,23 @@ class Attempt:
 
     def __init__(self, recipe: Path, output: Path) -> None:
         self.printed = output.with_suffix(".log")
-        with self.printed.open("w") as file:
-            command = [sys.executable, "-m", "isobit.cli.main", "sft", str(recipe), "--resume"]
-            self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        self.printed.touch()
+        self._process = command(["sft", str(recipe), "--resume"], self.printed)
 
     def kill_when(self, happened: Callable[[], bool]) -> None:
         while not happened():
-            assert self._process.poll() is None, self.printed.read_text()
-            time.sleep(0.0002)
-        self._process.send_signal(signal.SIGKILL)
-        assert self._process.wait() == -signal.SIGKILL
+            assert self._process.is_alive(), self.printed.read_text()
+            time.sleep(0.0005)
+        self._process.kill()
+        self._process.join()
+        assert self._process.exitcode == -signal.SIGKILL
 
 
 def test_killed_in_training_and_while_a_checkpoint_is_written_it_leaves_the_same_files(
     tuning: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
     longer = tuning | {
-        "training": tuning["training"] | {"steps": 60},
+        "training": tuning["training"] | {"steps": 36},
         "checkpoint": {"every": 10},
         "evaluation": {"every": 20},
     }
@@ -164,14 +160,14 @@ def test_killed_in_training_and_while_a_checkpoint_is_written_it_leaves_the_same
     recipe, output = tmp_path / "recipe.toml", tmp_path / "run"
     recipe.write_text(tomli_w.dumps(longer | {"output": str(output)}), encoding="utf-8")
     first = Attempt(recipe, output)
-    first.kill_when(lambda: "step 14/60" in first.printed.read_text())
+    first.kill_when(lambda: "step 14/36" in first.printed.read_text())
     checkpoints = output / "checkpoints"
     Attempt(recipe, output).kill_when(
         lambda: any(
             name.startswith(".step_") and name > ".step_000020" for name in names(checkpoints)
         )
     )
-    assert 10 <= int(max(name for name in names(checkpoints) if name.startswith("step_"))[5:]) < 60
+    assert 10 <= int(max(name for name in names(checkpoints) if name.startswith("step_"))[5:]) < 36
     assert main(["sft", str(output), "--resume"]) == 0
     assert outcome(output) == outcome(tmp_path / "whole")
     assert not list(checkpoints.glob(".*"))
@@ -294,7 +290,7 @@ def test_another_configuration_and_other_data_are_refused(
         sft(changed, resume=True)
     rows[1]["chat"][1]["content"] = "7"  # the prompts stay as they are
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match="the training prompts are not those"):
+    with pytest.raises(ConfigError, match=r"data\.train\.content: SHA-256"):
         sft(config, resume=True)
 
 

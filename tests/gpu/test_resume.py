@@ -36,7 +36,8 @@ from isobit.store.checkpoint.format import MASTERS, OPTIMISER, read_checkpoint
 DEVICE = "cuda"
 SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
 SHAPE = os.environ.get("ISOBIT_GPU_SHAPE")
-REWARD = '''"""Rewards with spread, and kills from within, each where a file of its name lies here.
+REWARD = '''"""Rewards with spread, and kills of the process that grades, so the trainer has to.
+Each kills where a file of its name lies here.
 
 between    at the fifth reward of step 3
 writing    while the checkpoint of step 4 is written, with its masters whole and its moments begun
@@ -87,7 +88,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         "output": str(tmp_path / "run"),
         "device": DEVICE,
         "data": {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 32}},
-        "reward": {"function": f"{tmp_path / 'reward.py'}:reward"},
+        "reward": {"function": f"{tmp_path / 'reward.py'}:reward", "in_process": True},
         "rollout": {"max_new_tokens": 64, "kv_memory_gib": 2.0},
         "training": {
             "steps": 4,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from isobit.kernels.trace import is_observed, observe, observing
+from isobit.kernels.trace import is_observed, observe, observing, rounded
 
 Seen = list[tuple[str, torch.Tensor, torch.Tensor | None]]
 
@@ -45,3 +45,19 @@ def test_the_innermost_observer_counts_and_an_error_ends_its_turn():
         observe(torch.ones(1), "b")
     assert ([name for name, *_ in outer], [name for name, *_ in inner]) == (["b"], ["a"])
     assert not is_observed()
+
+
+def test_what_a_result_was_rounded_from_is_shown_first_and_once():
+    seen: Seen = []
+    exact = torch.tensor([1.0001])
+    with observing(recorder(seen)):
+        result = observe(rounded(exact, torch.bfloat16), "norm")
+        observe(result, "again")
+        observe(rounded(exact, torch.float32), "fp32")
+    assert [(name, values is exact) for name, values, _ in seen] == [
+        ("norm.unrounded", True),
+        ("norm", False),
+        ("again", False),
+        ("fp32", True),
+    ]
+    assert torch.equal(rounded(exact, torch.bfloat16), result)

@@ -15,7 +15,7 @@ import torch
 from isobit.config.run import RunConfig
 from isobit.config.sft import SftConfig
 from isobit.config.training import TrainingConfig
-from isobit.errors import ConfigError
+from isobit.errors import ConfigError, StoppedAtOnce
 from isobit.memory.device import DevicePlan
 from isobit.memory.host import microbatch_tokens
 from isobit.memory.turns import DeviceTurns, PhaseMemory
@@ -137,12 +137,12 @@ def test_a_resumed_run_takes_turns_from_its_first_moment(
 
     def break_off(_: RunConfig, step: int) -> bool:
         if step == 2:
-            raise KeyboardInterrupt  # not an Exception: nothing more is saved
+            raise StoppedAtOnce  # nothing more is saved
         return step == 0
 
     with monkeypatch.context() as patch:
         patch.setattr(course, "evaluation_is_due", break_off)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StoppedAtOnce):
             train(make_config(output=tmp_path / "broken", **settings))
     turns.clear()
     train(make_config(output=tmp_path / "broken", **settings), resume=True)

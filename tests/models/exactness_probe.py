@@ -1,7 +1,7 @@
 """Run in a process of its own by test_exactness.py: the log-probabilities of paged decoding and of
-packed training, as one JSON line.
+packed training, as one JSON line for each number of threads.
 
-A process, because the number of threads and the instruction set are fixed before torch starts.
+A process, because the instruction set is fixed before torch starts.
 """
 
 import json
@@ -50,8 +50,8 @@ def packed(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch
 
 
 def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """One token a step for every sequence that is not finished; the longest starts with a chunk of
-    50.
+    """One token a step for every sequence that is not finished; those of more than a page start
+    with a chunk that leaves 30 tokens.
     """
     pages = -(-max(lengths) // 64)
     table = torch.arange(len(lengths) * pages).flip(0).view(len(lengths), pages)
@@ -60,7 +60,7 @@ def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.
     done = [0] * len(lengths)
     log_probs = torch.empty(ids.numel())
     while members := [s for s, n in enumerate(lengths) if done[s] < n]:
-        counts = [50 if done[s] == 0 and lengths[s] == max(lengths) else 1 for s in members]
+        counts = [lengths[s] - 30 if done[s] == 0 and lengths[s] > 64 else 1 for s in members]
         sequence = torch.tensor(members).repeat_interleave(torch.tensor(counts))
         positions = torch.cat(
             [torch.arange(done[s], done[s] + c) for s, c in zip(members, counts, strict=True)]
@@ -81,6 +81,7 @@ def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.
 
 @torch.no_grad()
 def main(threads: int, presets: list[str]) -> None:
+    """One line."""
     torch.set_num_threads(threads)
     ids = torch.randint(0, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     differing = {}
@@ -98,4 +99,5 @@ def main(threads: int, presets: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    for count in sys.argv[1].split(","):
+        main(int(count), sys.argv[2:])

@@ -46,6 +46,15 @@ def test_a_line_of_parts_has_colours_and_a_width_on_a_terminal_alone() -> None:
     assert pipe.getvalue() == "step 1  differing 0 of 3\n"
 
 
+def test_a_narrow_terminal_breaks_a_line_between_words_alone() -> None:
+    out = StringIO()
+    path = "/a/path/that-is/longer-than/the/terminal"
+    Console(Terminal(file=out, force_terminal=True, width=20)).line(
+        f"  note: written to {path} now"
+    )
+    assert out.getvalue() == f"  note: written to\n      {path}\n      now\n"
+
+
 def test_a_terminal_shows_tokens_per_second_while_generating() -> None:
     out = StringIO()
     console = Console(Terminal(file=out, force_terminal=True, width=120))

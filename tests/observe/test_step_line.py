@@ -2,7 +2,7 @@
 
 import pytest
 
-from isobit.observe.step_line import Part, TimeLeft, fit, time_left_parts
+from isobit.observe.step_line import Part, TimeLeft, fit, time_left
 
 PARTS = [
     Part("first"),
@@ -52,8 +52,8 @@ def test_the_first_step_warms_up_and_the_last_ten_set_the_pace() -> None:
         (600, "10 min left"),
         (36_000, "10 h left"),
         (864_000, "10 days left"),
+        (0.0, "done"),
     ],
 )
 def test_the_time_that_is_left_in_words(seconds: float, said: str) -> None:
-    assert time_left_parts(seconds) == [Part(said)]
-    assert time_left_parts(0.0) == []
+    assert time_left(seconds) == Part(said)

@@ -18,7 +18,9 @@ from isobit.kernels.spec import sampling
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.proof.check import check_step
 from isobit.run.rl.loop import train
-from isobit.training.comparison import Comparison
+from isobit.training.comparison import Comparison, Mismatch
+from isobit.training.repeat import Repeat
+from isobit.training.step import StepMetrics
 from tests.sites import shape_of_layers
 
 MakeConfig = Callable[..., RunConfig]
@@ -32,6 +34,20 @@ def flow(preset: Preset) -> PrecisionFlow:
         PrecisionConfig(preset=preset),
         shape_of_layers(1, {"qkv_proj": LinearShape({"qkv_proj": 128}, 128)}),
     )
+
+
+def step(
+    comparison: Comparison, mismatch: Mismatch | None = None, repeat: Repeat | None = None
+) -> StepMetrics:
+    """What a step found."""
+    return StepMetrics((), comparison, mismatch, 8, 0, 2, 0, 0, 0.0, 8, 0, True, {}, None, repeat)
+
+
+@pytest.fixture
+def make_config(make_config: MakeConfig, write_reward: Callable[[str], str]) -> MakeConfig:
+    """Runs whose rewards differ within a group, so that there is something to learn."""
+    reward = write_reward("return sum(completion.token_ids) / 1000")
+    return lambda **sections: make_config(reward, **sections)
 
 
 @pytest.fixture
@@ -49,21 +65,21 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("action", ["warn", "stop"])
 def test_nothing_is_said_of_a_step_without_a_difference(action: Action) -> None:
-    assert check_step(CheckConfig(on_mismatch=action), flow("bf16"), EQUAL, MODEL) == []
+    assert check_step(CheckConfig(on_mismatch=action), flow("bf16"), step(EQUAL), MODEL) == []
 
 
 def test_one_differing_token_of_an_exact_flow_warns_and_names_the_command() -> None:
-    (line,) = check_step(CheckConfig(), flow("bf16"), PARTED, MODEL)
+    (line,) = check_step(CheckConfig(), flow("bf16"), step(PARTED), MODEL)
     assert "3 of 8 log-probabilities differ" in line
     assert "isobit verify runs/a/model --precision bf16 --bisect" in line
-    assert check_step(CheckConfig(on_mismatch="ignore"), flow("bf16"), PARTED, MODEL) == []
+    assert check_step(CheckConfig(on_mismatch="ignore"), flow("bf16"), step(PARTED), MODEL) == []
 
 
 @pytest.mark.parametrize(("limit", "lines"), [(None, 0), (0.2, 0), (0.05, 1)])
 def test_a_flow_of_two_functions_is_held_to_its_mean_difference(
     limit: float | None, lines: int
 ) -> None:
-    found = check_step(CheckConfig(max_mean_diff=limit), flow("fp8-rollout"), PARTED, MODEL)
+    found = check_step(CheckConfig(max_mean_diff=limit), flow("fp8-rollout"), step(PARTED), MODEL)
     assert len(found) == lines
     assert all(
         "0.1 nats on average, more than check.max_mean_diff = 0.05" in line for line in found
@@ -76,7 +92,10 @@ def test_stop_raises_whatever_the_flow() -> None:
             MismatchError, match=f"isobit verify runs/a/model --precision {preset} --bisect"
         ):
             check_step(
-                CheckConfig(on_mismatch="stop", max_mean_diff=0.05), flow(preset), PARTED, MODEL
+                CheckConfig(on_mismatch="stop", max_mean_diff=0.05),
+                flow(preset),
+                step(PARTED),
+                MODEL,
             )
 
 
@@ -114,3 +133,40 @@ def test_a_run_told_to_stop_ends_after_the_step_and_keeps_its_figures_and_weight
 def test_an_exact_run_told_to_stop_runs_to_its_end(make_config: MakeConfig) -> None:
     config = make_config(data={"eval": {}}, check={"on_mismatch": "stop"})
     assert train(config).tokens_differing == 0
+
+
+def test_a_ratio_that_is_far_out_is_told_of_in_any_flow() -> None:
+    """C6 31: a ratio of 141 was a figure only."""
+    trained = torch.tensor([0.0, 4.95])
+    far = step(EQUAL, Mismatch.of(torch.zeros(2), trained))
+    for preset in ("bf16", "fp8-rollout"):
+        (line,) = check_step(CheckConfig(), flow(preset), far, MODEL)
+        assert "reach from 1 to 141, beyond check.max_ratio = 100" in line
+    below = step(EQUAL, Mismatch.of(trained, torch.zeros(2)))
+    assert len(check_step(CheckConfig(), flow("bf16"), below, MODEL)) == 1
+    assert check_step(CheckConfig(max_ratio=200), flow("bf16"), far, MODEL) == []
+    assert check_step(CheckConfig(max_ratio=None), flow("bf16"), far, MODEL) == []
+    with pytest.raises(MismatchError, match="probability ratios"):
+        check_step(CheckConfig(on_mismatch="stop"), flow("fp8-rollout"), far, MODEL)
+
+
+def test_a_micro_batch_that_did_not_repeat_is_told_of() -> None:
+    found = step(EQUAL, repeat=Repeat(26, ("forward", "embed_tokens.weight")))
+    (line,) = check_step(CheckConfig(), flow("fp8-rollout"), found, MODEL)
+    assert "its forward and 1 of 26 gradients, embed_tokens.weight first" in line
+    assert "isobit doctor" in line
+    assert check_step(CheckConfig(), flow("bf16"), step(EQUAL, repeat=Repeat(26, ())), MODEL) == []
+    with pytest.raises(MismatchError, match="computed twice"):
+        check_step(CheckConfig(on_mismatch="stop"), flow("bf16"), found, MODEL)
+
+
+def test_a_run_repeats_a_micro_batch_every_so_many_steps(make_config: MakeConfig) -> None:
+    config = make_config(data={"eval": {}}, check={"repeat_every": 2})
+    train(config)
+    lines = [
+        json.loads(text)
+        for text in (config.output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    found = [line.get("check/gradients_repeated") for line in lines]
+    assert found[0] is None and found[1] > 0
+    assert lines[1]["check/gradients_differing"] == lines[1]["check/forwards_differing"] == 0

@@ -2,8 +2,7 @@
 and routers that differ, named.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from isobit.models.policy import Policy, random_policy
 from isobit.proof.bisect.bisect import bisect_policy
 from isobit.proof.bisect.describe import describe_bisect
 from isobit.proof.verify import VerifyOptions, verify_policy
-from isobit.rollout.native.engine import NativeEngine
 
 CONFIG = ModelConfig(
     "qwen3_moe", 96, 72, 64, 2, 4, 2, 16, 192, 1e-6, 1e4, True, experts=Experts(6, 2, 40, True)
@@ -44,26 +42,6 @@ def make(preset: Preset = "fp8", same_matrices: bool = False) -> Policy:
                 master[second * rows : (second + 1) * rows] = master[first * rows : 2 * rows]
     policy.publish()
     return policy
-
-
-@pytest.fixture
-def in_rollout(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Whether the engine computes now."""
-    depth = [0]
-    exact = NativeEngine.step
-
-    @contextmanager
-    def inside() -> Iterator[None]:
-        depth[0] += 1
-        yield
-        depth[0] -= 1
-
-    def step(self: NativeEngine) -> Any:
-        with inside():
-            return exact(self)
-
-    monkeypatch.setattr(NativeEngine, "step", step)
-    return lambda: depth[0] > 0
 
 
 def replace_route(

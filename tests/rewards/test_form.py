@@ -207,6 +207,24 @@ def test_failures_stay_with_their_completion() -> None:
         assert outcomes == [1.0, Failure("SystemExit", "SystemExit: 0"), 1.0]
 
 
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, GeneratorExit, BaseException])
+def test_what_is_no_exception_is_a_failure_too(raised: type[BaseException]) -> None:
+    """Libraries that stop their own threads or tasks let such a one escape."""
+
+    def fails(prompt: Prompt, completion: Completion) -> float:
+        raise raised
+
+    async def fails_later(prompt: Prompt, completion: Completion) -> float:
+        return fails(prompt, completion)
+
+    def fails_together(completions: list[str]) -> list[float]:
+        raise raised
+
+    name = raised.__name__
+    for function in (fails, fails_later, fails_together):
+        assert grade(function, "a", "b") == [Failure(name, f"{name}: ")] * 2
+
+
 def test_a_reward_error_says_that_nothing_can_be_graded() -> None:
     def refuses(prompt: Prompt, completion: Completion) -> float:
         raise RewardError("no such scorer")

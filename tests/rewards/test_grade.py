@@ -1,10 +1,12 @@
 """Grading: numbers of every kind, and failures that are counted and never become zeros."""
 
+import re
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from isobit.errors import RewardError
 from isobit.records.sequence import TokenSequence
@@ -64,6 +66,8 @@ def test_every_kind_of_number_is_a_float(value: Any) -> None:
         (float("-inf"), "not finite"),
         (np.float32("inf"), "not finite"),
         (10**400, "not finite"),
+        (1e30, "too large"),
+        (-1.7e308, "too large"),
         (None, "not a number"),
         ("1.0", "not a number"),
         ([1.0], "not a number"),
@@ -77,6 +81,38 @@ def test_what_is_no_finite_number_is_excluded_and_counted(value: Any, kind: str)
     stats = grade(graded, lambda prompt, completion: next(values))
     assert graded[0].rewards == [None, 0.5]
     assert (stats.graded, stats.failed, stats.failures) == (1, 1, {kind: 1})
+
+
+class MischiefError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+    def __repr__(self) -> str:
+        raise MischiefError
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        (torch.zeros((), device="meta"), "RuntimeError", "RuntimeError: .*meta"),
+        (MischiefError(), "MischiefError", "MischiefError, whose text raises KeyError"),
+    ],
+)
+def test_what_raises_when_it_is_asked_is_a_failure(value: Any, kind: str, message: str) -> None:
+    graded = groups(["a", "b"])
+    stats = grade(graded, lambda prompt, one: value if one.text == "a" else 1.0)
+    assert graded[0].rewards == [None, 1.0] and stats.failures == {kind: 1}
+    assert stats.first_error is not None and re.search(message, stats.first_error)
+
+
+def test_a_message_of_a_failure_is_bounded() -> None:
+    def fails(prompt: Prompt, completion: Completion) -> float:
+        raise type("E" * 1000, (Exception,), {})("x" * 10**6)
+
+    graded = groups(["a"])
+    with pytest.raises(RewardError) as told:
+        grade(graded, fails)
+    assert len(str(told.value)) < 3000
 
 
 def test_failures_are_counted_by_kind_with_the_first_message() -> None:

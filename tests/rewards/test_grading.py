@@ -1,9 +1,11 @@
 """Several rewards, models among them, and grading in the process of the run."""
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ def vowels(completions, **columns):
     return [None if text == "?" else sum(map(text.count, "aeiou")) for text in completions]
 
 def huge(prompt, completion):
-    return 1.7e308
+    return 0.9e18
 """
 
 
@@ -124,13 +126,13 @@ def test_a_model_alone_needs_no_process_and_somebody_who_scores() -> None:
             graders.collect([graded])
 
 
-def test_a_sum_beyond_all_numbers_is_a_failure(rewards: str) -> None:
+def test_a_sum_that_is_too_large_is_a_failure(rewards: str) -> None:
     huge = {"function": f"{rewards}:huge"}
     graded = group("a")
     config = RewardConfig.model_validate({"parts": {"a": huge, "b": huge}, "in_process": True})
     with Graders(config) as graders, pytest.raises(RewardError, match="1 of 1 rewards failed"):
         graders.collect([graded])
-    assert graded.rewards == [None] and graded.reward_parts["a"] == [1.7e308]
+    assert graded.rewards == [None] and graded.reward_parts["a"] == [0.9e18]
 
 
 @pytest.mark.parametrize("in_process", [False, True])
@@ -146,6 +148,49 @@ def test_in_the_process_of_the_run_a_watch_is_asked_between_completions(rewards:
     with Graders(config) as graders:
         graders.collect([group("a", "b", "c")], watch=lambda: asked.append(1))
     assert len(asked) == 3
+
+
+def test_a_signal_ends_a_call_in_the_process_of_the_run_and_nothing_between_two(
+    rewards: str,
+) -> None:
+    """What the block around a call lets through comes out of the middle of it, and no reward is
+    filled.
+    """
+    Path(rewards).write_text(
+        "import os, signal, time\ndef reward(prompt, completion):\n"
+        "    if completion.text == '!': os.kill(os.getpid(), signal.SIGUSR2); time.sleep(3600)\n"
+        "    return 1.0\n"
+    )
+
+    class StoppedError(KeyboardInterrupt):
+        pass
+
+    within: list[bool] = []
+
+    def stop(*_: Any) -> None:
+        assert within == [True]
+        raise StoppedError
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        within.append(True)
+        try:
+            yield
+        finally:
+            within.pop()
+
+    def watch() -> None:
+        assert within == []
+
+    before = signal.signal(signal.SIGUSR2, stop)
+    graded = group("a", "!", "b")
+    try:
+        config = RewardConfig(function=f"{rewards}:reward", in_process=True)
+        with Graders(config) as graders, pytest.raises(StoppedError):
+            graders.collect([graded], watch=watch, inside=inside)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert graded.rewards == []
 
 
 def test_a_fork_in_the_process_of_the_run_is_no_second_run(tmp_path: Path) -> None:

@@ -135,6 +135,33 @@ def test_memory_is_limited_and_given_back(make_graders: MakeGraders) -> None:
     assert stats.failures == {"MemoryError": 2}
 
 
+def test_what_is_mapped_and_not_written_is_no_memory(
+    make_graders: MakeGraders, tmp_path: Path
+) -> None:
+    """As a CUDA build of torch maps its libraries and reserves addresses when it is imported; what
+    is written is limited all the same.
+    """
+    (tmp_path / "library").touch()
+    os.truncate(tmp_path / "library", 8 << 30)
+    graders = make_graders(
+        """
+        if text == '!': numpy.ones(600 << 20, numpy.uint8)
+        """,
+        head=f"""
+import mmap, numpy
+with open({str(tmp_path / "library")!r}, "rb") as file:
+    library = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+reserved = mmap.mmap(-1, 8 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+""",
+        memory_mib=512,
+        deadline_s=60,
+    )
+    graded = group("a", "!", "bb")
+    stats = graders.collect([graded])
+    assert graded.rewards == [1.0, None, 2.0]
+    assert stats.failures == {"MemoryError": 1}
+
+
 def test_what_a_reward_forks_and_lets_return_ends_there(
     make_graders: MakeGraders, tmp_path: Path
 ) -> None:
@@ -204,7 +231,6 @@ def test_what_a_reward_changes_in_its_process_stays_there(
         sys.setrecursionlimit(50000)
         """,
         head="import torch",
-        memory_mib=1 << 16,
     )
     graders.collect([group("a")])
     after = os.getcwd(), torch.get_default_dtype(), os.environ.copy(), sys.getrecursionlimit()
@@ -255,6 +281,31 @@ def test_children_end_with_a_deadline(make_graders: MakeGraders, tmp_path: Path)
         graders.collect([graded])
     if (tmp_path / "family").exists():  # a slow machine may not have come that far
         assert not any(exists(pid) for pid in family(tmp_path / "family"))
+
+
+def test_signals_to_all_processes_of_a_run_are_left_to_the_trainer(
+    make_graders: MakeGraders,
+) -> None:
+    """As Slurm and systemd send them: no completion fails of them.  A child of a reward ends by
+    them as it always does.
+    """
+    graders = make_graders(
+        """
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU):
+            os.kill(os.getppid(), number)
+            os.kill(os.getpid(), number)
+            children = os.fork(), subprocess.Popen(["sleep", "3600"]).pid
+            if children[0] == 0: time.sleep(3600)
+            for child in children: os.kill(child, number)
+            ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+            assert ends == [-number, -number], ends
+        """,
+        head="import subprocess",
+        deadline_s=HANG_S,
+    )
+    graded = group("a", "bb")
+    graders.collect([graded])
+    assert graded.rewards == [1.0, 2.0]
 
 
 def test_a_reward_that_makes_processes_without_end_is_ended(

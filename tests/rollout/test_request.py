@@ -62,6 +62,7 @@ def test_a_prompt_without_room_for_a_token_is_refused_with_the_numbers(length: i
         (a_request(max_new_tokens=0), "max_new_tokens = 0 must be at least 1"),
         (a_request(temperature=-0.5), "temperature = -0.5 must be finite and not below 0"),
         (a_request(temperature=float("nan")), "temperature = nan"),
+        (a_request(temperature=1e-39), "temperature = 1e-39 is too small"),
         (a_request(temperature=float("inf")), "temperature = inf"),
         (a_request(top_k=-1), "top_k = -1"),
         (a_request(top_p=0.0), "top_p = 0.0"),

@@ -21,6 +21,7 @@ from isobit.run.rl.loop import train
 from isobit.run.sft.loop import sft
 from isobit.training.figures import UpdateMetrics
 from isobit.training.trainer import Trainer
+from tests.death import Death
 
 SHAPE = {
     "family": "qwen3_moe",
@@ -101,10 +102,6 @@ def test_reinforcement_learning_counts_the_experts_that_differ(
     assert len(first["routings"]) == len(first["log_probs"])
     page = write_report(config.output).read_text(encoding="utf-8")
     assert "Differing routings" in page
-
-
-class Death(BaseException):
-    """Stands for kill -9."""
 
 
 def test_a_resumed_run_has_the_bytes_of_one_that_was_never_stopped(

@@ -1,5 +1,6 @@
 """A dry run says what a run would use, refuses what the run would refuse, and touches nothing."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 
 from isobit.config.run import RunConfig
 from isobit.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     IsobitError,
@@ -127,10 +129,17 @@ def test_what_a_run_refuses(
 def test_a_used_directory_is_refused_unless_a_run_goes_on_in_it(make_config: MakeConfig) -> None:
     config = make_config()
     config.output.mkdir()
-    (config.output / "run.json").touch()
+    manifest = config.output / "run.json"
+    manifest.write_text(json.dumps({"config": config.model_dump(mode="json")}))
     with pytest.raises(ConfigError, match="already holds files"):
         plan_run(config)
-    plan_run(config, resume=True)
+    shown = plan_run(config, resume=True).describe(None)
+    assert "--resume would go on after step 0 of 2" in shown
+    with pytest.raises(ConfigError, match="seed: 0 in the run, 1 now"):
+        plan_run(make_config(seed=1), resume=True)
+    manifest.write_text("")
+    with pytest.raises(CheckpointError, match=r"run\.json is damaged"):
+        plan_run(config, resume=True)
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, total: int, main_memory: int = 1 << 40) -> None:

@@ -32,7 +32,7 @@ def test_a_files_rows_keep_their_columns(tiny_folder: Path) -> None:
     groups = rollout_folder(
         tiny_folder, JsonlData(path=Path("starter:train.jsonl"), limit=2), SETTINGS
     )
-    records = [json.loads(line) for line in completion_lines(groups)]
+    records = [json.loads(line) for group in groups for line in completion_lines(group)]
     assert [record["columns"]["answer"] for record in records] == [
         str(sum(map(int, r["prompt"][:-1].split("+")))) for r in records
     ]

@@ -1,10 +1,15 @@
 """The house's figures: small trees with one of each thing, and this tree's own path of a token."""
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import isobit
+from tools.house import __main__ as house
 from tools.house import source
-from tools.house.__main__ import figures_of, measure_passes, table
+
+TREE = Path(str(isobit.__file__)).parent
 
 FILES = {
     "__init__.py": '"""The package."""\n',
@@ -77,10 +82,14 @@ def test_the_largest_file_and_function(tmp_path: Path) -> None:
     assert function == ("run/loop.py: _helper", 3)
 
 
-def test_a_token_is_followed_from_prompt_to_gradient() -> None:
+@pytest.fixture(scope="module")
+def passed() -> dict[str, Any]:
+    """This tree's step, watched once, by a process of its own."""
+    return house.measure_passes(TREE)
+
+
+def test_a_token_is_followed_from_prompt_to_gradient(passed: dict[str, Any]) -> None:
     """Grader, packing and loss are on its way; console, journals and publishing are not."""
-    tree = Path(str(isobit.__file__)).parent
-    passed = measure_passes(tree)
     rooms = {file.split("/")[0] for file in passed["token_files"]}
     assert {"data", "rollout", "models", "kernels", "rewards", "algorithms", "training"} <= rooms
     assert {"rewards/grade.py", "training/packing.py"} <= passed["token_files"].keys()
@@ -92,10 +101,12 @@ def test_a_token_is_followed_from_prompt_to_gradient() -> None:
     assert any(file.startswith("models/") for file in passed["weight_files"])
 
 
-def test_the_table_has_a_column_a_tree() -> None:
-    tree = Path(str(isobit.__file__)).parent
-    figures = figures_of(tree)
-    lines = table(["before", "after"], [figures, figures]).splitlines()
+def test_the_table_has_a_column_a_tree(
+    passed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house, "measure_passes", lambda tree: passed)
+    figures = house.figures_of(TREE)
+    lines = house.table(["before", "after"], [figures, figures]).splitlines()
     assert lines[0] == "| | before | after |"
     assert all(line.count("|") == 4 for line in lines)
     assert len(lines) == 2 + len(figures)

@@ -106,9 +106,23 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
     return bool({"-h", "--help"} & set(arguments))
 
 
-def flags_first(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Flags may also stand after the recipe, where the parser takes every word for an override."""
-    return sorted(arguments, key=lambda word: word not in flags)
+def flags_first(
+    arguments: Sequence[str], flags: Collection[str], valued: str | None = None
+) -> list[str]:
+    """Flags may also stand after the recipe, where the parser takes every word for an override; so
+    may ``valued`` with the word behind it.
+    """
+    first: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == valued:
+            first += [word, *(value for value in [next(words, None)] if value is not None)]
+        elif word in flags or (valued is not None and word.startswith(f"{valued}=")):
+            first.append(word)
+        else:
+            rest.append(word)
+    return first + rest
 
 
 def _describe_keys(schema: "type[Strict]") -> str:
@@ -144,10 +158,16 @@ count_of_threads = whole(1, MAX_THREADS)
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """The values that are not None: what the command line leaves open keeps the schema's
-    default.
+    """The values that are not None, read as those of overrides are: what the command line leaves
+    open keeps the schema's default.
     """
-    return {name: value for name, value in values.items() if value is not None}
+    from isobit.config.overrides import read_value
+
+    return {
+        name: read_value(name, value) if isinstance(value, str) else value
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def settings_from(

@@ -59,7 +59,8 @@ def _parser() -> ArgumentParser:
         description=(
             "Test this machine: versions, disk and memory, the quantisers against stored bytes, "
             "every kernel for exactness at one thread\n"
-            "and at all, and the starter model.  Takes some seconds; exits 1 where anything failed."
+            "and at all, and the starter model.  Takes half a minute to two minutes on a CPU; "
+            "exits 1 where anything failed."
         ),
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,

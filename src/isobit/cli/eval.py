@@ -3,8 +3,10 @@
 """
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,14 +47,13 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
         return 0
     set_threads(options)
 
-    from rich.console import Console as Terminal
-
     with starting():
-        from isobit.observe.console import Console, describe_result
+        from isobit.observe.console import Console, describe_result, terminal_on
         from isobit.parallel.world import ALONE
         from isobit.run.evaluate import evaluate_folder
 
-    with Console(Terminal(stderr=True)).generating("evaluation") as progress:
+    printed = redirect_stdout(sys.stderr)  # by a reward in this process: stdout may be JSON
+    with Console(terminal_on("stderr")).generating("evaluation") as progress, printed:
         results = evaluate_folder(Path(options.folder), config, progress, world or ALONE)
     if world is not None and world.rank > 0:
         return 0

@@ -4,10 +4,13 @@ code.
 Exit codes: 0 done, 1 ``verify`` found a difference or ``doctor`` a failure (or a fault in Isobit,
 with its traceback), 2 input that cannot be used, 3 a run stopped because rollout and training part
 (``check.on_mismatch``), 4 a rank that stopped since another had failed, 130 stopped by Ctrl-C, 143
-by SIGTERM. Stopped by a signal, ``train`` and ``sft`` write a checkpoint first, and ``--resume``
-goes on from there; a second Ctrl-C stops them at once, and they go on from the checkpoint before.
+by SIGTERM, 129 by a closed terminal (SIGHUP), 152 by a limit on CPU time (SIGXCPU), 141 a reader of
+the output that has gone (``| head``). Stopped by a signal, ``train`` and ``sft`` write a checkpoint
+first, and ``--resume`` goes on from there; a second Ctrl-C stops them at once, and they go on from
+the checkpoint before. What ``train`` and ``sft`` print never ends them.
 """
 
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from importlib import import_module
 
 import isobit
 from isobit.errors import Interrupted, IsobitError
+from isobit.terminal import prepare, say, settle
 
 COMMANDS = {
     "train": "train a policy with reinforcement learning, as a TOML recipe says",
@@ -31,24 +35,51 @@ COMMANDS = {
     "schema": "print the JSON schema of a recipe, for editors, or its keys as a page",
 }
 """Each command is ``isobit.cli.NAME`` with a function ``run(arguments) -> exit code``."""
+_TRAININGS = ("train", "sft")
+"""Their result is a directory, whoever reads what they print."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` by default) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    prepare()
+    try:
+        code = _obey(words)
+    except OSError as error:
+        try:
+            print(flush=True)  # was it the output?
+        except OSError:
+            return _unread(error)
+        raise
+    finally:
+        lost = settle()
+    if lost is not None and code == 0 and words[0] not in _TRAININGS:
+        return _unread(lost)
+    return code
+
+
+def _obey(words: Sequence[str]) -> int:
     if not words or words[0] not in COMMANDS:
         _parser().parse_args(words or ["--help"])
     try:
         return import_module(f"isobit.cli.{words[0]}").run(words[1:])
     except IsobitError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return error.exit_code
     except Interrupted as stop:
-        print(stop, file=sys.stderr)
+        say(str(stop))
         return stop.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         return 130
+
+
+def _unread(error: OSError) -> int:
+    """The exit code of a command whose output is its result, which could not be written."""
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    say(f"error: standard output cannot be written: {error.strerror}")
+    return IsobitError.exit_code
 
 
 def _parser() -> ArgumentParser:

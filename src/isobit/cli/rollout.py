@@ -3,7 +3,8 @@ JSON lines.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from isobit.cli.arguments import (
 from isobit.cli.ranks import obey_as_rank, start_ranks
 from isobit.cli.waiting import starting
 from isobit.config.limits import MAX_BATCH
+from isobit.files import LineFile, disk_errors
+from isobit.terminal import say
 
 if TYPE_CHECKING:
     from isobit.config.commands import GenerationConfig
@@ -51,36 +54,63 @@ def _rollout(arguments: Sequence[str], world: "World | None") -> int:
     if world is None and settings.cluster.rollout_tp > 1:
         start_ranks("rollout", arguments, settings.cluster.rollout_tp, options.threads)
         return 0
-    groups = _generate(options, settings, world)
-    if not is_first:
+    if options.out is None or not is_first:
+        groups = _generate(options, settings, world)
+        if is_first:
+            _print(groups)
         return 0
-    if options.out is None:
-        _print(groups)
-        return 0
-
-    from isobit.run.rollout import completion_lines
-
-    with options.out.open("x", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in completion_lines(groups))
+    with _writing(options.out) as take:
+        groups = _generate(options, settings, world, take)
     print(f"{sum(len(group.completions) for group in groups)} completions in {options.out}")
     return 0
 
 
+@contextmanager
+def _writing(out: Path) -> "Iterator[Callable[[Group], None]]":
+    """Writes the lines of each group that it is given.  The file is there before anything is
+    generated, keeps what was written before an error, and is removed where nothing was.
+
+    Raises StorageError where it cannot be written.
+    """
+    from isobit.run.rollout import completion_lines
+
+    again = "generate again, into another file"
+    with disk_errors(out.parent, out.name, again=again):
+        out.open("xb").close()
+        file = LineFile(out, again)
+
+    def take(group: "Group") -> None:
+        for line in completion_lines(group):
+            file.write(line)
+
+    try:
+        yield take
+    except BaseException:
+        if out.stat().st_size == 0:
+            out.unlink()
+        else:
+            say(f"the completions of the first prompts are in {out}")
+        raise
+    finally:
+        file.close()
+
+
 def _generate(
-    options: Namespace, settings: "GenerationConfig", world: "World | None"
+    options: Namespace,
+    settings: "GenerationConfig",
+    world: "World | None",
+    take: "Callable[[Group], None] | None" = None,
 ) -> "list[Group]":
     set_threads(options)
-
-    from rich.console import Console as Terminal
 
     from isobit.config.data import JsonlData
 
     with starting():
-        from isobit.observe.console import Console
+        from isobit.observe.console import Console, terminal_on
         from isobit.parallel.world import ALONE
         from isobit.run.rollout import rollout_folder
 
-    with Console(Terminal(stderr=True)).generating("rollout") as progress:
+    with Console(terminal_on("stderr")).generating("rollout") as progress:
         return rollout_folder(
             Path(options.folder),
             prompts=[options.prompt] if options.data is None else JsonlData(path=options.data),
@@ -90,6 +120,7 @@ def _generate(
             chat=not options.no_chat,
             progress=progress,
             world=world or ALONE,
+            take=take,
         )
 
 
@@ -117,7 +148,9 @@ def _parser() -> ArgumentParser:
         "--data", metavar="FILE.jsonl", type=Path, help="a JSONL file with a column `prompt`"
     )
     parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
-    parser.add_argument("--temperature", metavar="T", help="0 is greedy; by default 1")
+    parser.add_argument(
+        "--temperature", metavar="T", help="0 is greedy; by default 0 for one sample, 1 for several"
+    )
     parser.add_argument(
         "--top-p", metavar="P", help="draw from the likeliest tokens of that probability together"
     )

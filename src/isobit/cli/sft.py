@@ -1,4 +1,4 @@
-"""``isobit sft RECIPE.toml [--resume | --dry-run] [--KEY VALUE ...]``: supervised fine-tuning;
+"""``isobit sft RECIPE.toml [--resume] [--dry-run] [--KEY VALUE ...]``: supervised fine-tuning;
 every key can be overridden.
 """
 
@@ -30,18 +30,20 @@ def run(arguments: Sequence[str]) -> int:
     ).run(arguments)
 
 
-def _plan(config: "SftConfig", resume: bool) -> list[str]:
+def _plan(config: "SftConfig", resume: bool, allowed: Sequence[str]) -> list[str]:
     with starting():
         from isobit.memory.machine import read_memory
         from isobit.run.plan import plan_training
         from isobit.run.sft.setup import read_sft
 
-    return plan_training(config, read_sft, resume).describe(read_memory())
+    return plan_training(config, read_sft, resume, allowed).describe(read_memory())
 
 
-def _start(config: "SftConfig", resume: bool, world: "World | None") -> None:
+def _start(
+    config: "SftConfig", resume: bool, allowed: Sequence[str], world: "World | None"
+) -> None:
     with starting():
         from isobit.parallel.world import ALONE
         from isobit.run.sft.loop import sft
 
-    sft(config, resume=resume, world=world or ALONE)
+    sft(config, resume=resume, world=world or ALONE, allowed=allowed)

@@ -1,4 +1,4 @@
-"""``isobit train RECIPE.toml [--resume | --dry-run] [--KEY VALUE ...]``: one training run; every
+"""``isobit train RECIPE.toml [--resume] [--dry-run] [--KEY VALUE ...]``: one training run; every
 key of the recipe can be overridden.
 """
 
@@ -30,18 +30,20 @@ def run(arguments: Sequence[str]) -> int:
     ).run(arguments)
 
 
-def _plan(config: "RunConfig", resume: bool) -> list[str]:
+def _plan(config: "RunConfig", resume: bool, allowed: Sequence[str]) -> list[str]:
     with starting():
         from isobit.memory.machine import read_memory
         from isobit.run.plan import plan_training
         from isobit.run.rl.setup import read_rl
 
-    return plan_training(config, read_rl, resume).describe(read_memory())
+    return plan_training(config, read_rl, resume, allowed).describe(read_memory())
 
 
-def _start(config: "RunConfig", resume: bool, world: "World | None") -> None:
+def _start(
+    config: "RunConfig", resume: bool, allowed: Sequence[str], world: "World | None"
+) -> None:
     with starting():
         from isobit.parallel.world import ALONE
         from isobit.run.rl.ranks import train_by_ranks
 
-    train_by_ranks(config, resume, world or ALONE)
+    train_by_ranks(config, resume, world or ALONE, allowed)

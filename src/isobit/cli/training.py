@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from isobit.cli.arguments import asks_for_help, flags_first, recipe_parser
-from isobit.cli.waiting import starting
+from isobit.cli.waiting import requests_wait, starting
 from isobit.errors import ConfigError
 from isobit.parallel.launched import end_with_launcher, is_launched
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from isobit.config.sft import SftConfig
     from isobit.parallel.world import World
 
-FLAGS = ("--print-config", "--dry-run", "--resume")
+RESUME, ALLOW = "--resume", "--allow-change"
+FLAGS = ("--print-config", "--dry-run", RESUME)
 Config = TypeVar("Config", "RunConfig", "SftConfig")
 
 
@@ -37,19 +38,23 @@ class TrainingCommand(Generic[Config]):
     example: str
     """A recipe."""
     schema: type[Config]
-    plan: Callable[[Config, bool], Sequence[str]]
+    plan: Callable[[Config, bool, Sequence[str]], Sequence[str]]
     """The lines of ``--dry-run``."""
     check: Callable[[Config], None]
     """Every rule of the recipe, before any process is started."""
-    start: Callable[[Config, bool, "World | None"], None]
+    start: Callable[[Config, bool, Sequence[str], "World | None"], None]
     """The run itself, alone without a world; the flag of this and of the plan says that it is
-    resumed.
+    resumed, and the names what may be other than it was.
     """
 
     def run(self, arguments: Sequence[str]) -> int:
         """Do what the command line says.  Raises IsobitError for anything that cannot be used,
         before anything is written; one of several ranks ends with it (``as_rank``).
         """
+        with requests_wait():
+            return self._run(arguments)
+
+    def _run(self, arguments: Sequence[str]) -> int:
         box = end_with_launcher()
         if not is_launched():
             return self._obey(arguments, may_launch=box is None)
@@ -69,16 +74,27 @@ class TrainingCommand(Generic[Config]):
             self.name, self.description, self.example, self.schema if helps else None
         )
         parser.add_argument(
-            "--resume",
+            RESUME,
             action="store_true",
             help="go on with the run in the output directory; RECIPE may be that",
+        )
+        parser.add_argument(
+            ALLOW,
+            metavar="NAME[,NAME..]",
+            action="append",
+            default=[],
+            help="with --resume: a key or an input that may be other than in the run that goes on, "
+            "which is recorded; a refused resume names them",
         )
         parser.add_argument(
             "--dry-run",
             action="store_true",
             help="check the run, print what it would use and take, and touch nothing",
         )
-        options = parser.parse_args(["--help"] if helps else flags_first(arguments, FLAGS))
+        options = parser.parse_args(["--help"] if helps else flags_first(arguments, FLAGS, ALLOW))
+        allowed = [name for names in options.allow_change for name in names.split(",") if name]
+        if allowed and not options.resume:
+            raise ConfigError(f"{ALLOW} is for {RESUME}: a new run has nothing to differ from")
         recipe = Path(options.recipe)
         of_run = options.resume and recipe.is_dir()
         config = (
@@ -89,11 +105,11 @@ class TrainingCommand(Generic[Config]):
         if options.print_config:
             print(dump_config(config), end="")
         elif options.dry_run:
-            self._print_plan(config, options.resume)
+            self._print_plan(config, options.resume, allowed)
         elif may_launch and config.cluster.is_launched:
             self._launch(config, arguments)
         else:
-            self.start(config, options.resume, world)
+            self.start(config, options.resume, allowed, world)
         return 0
 
     def _launch(self, config: Config, arguments: Sequence[str]) -> None:
@@ -117,8 +133,8 @@ class TrainingCommand(Generic[Config]):
 
         with_restarts(start, words, cluster.restarts)
 
-    def _print_plan(self, config: Config, resume: bool) -> None:
-        lines = self.plan(config, resume)
+    def _print_plan(self, config: Config, resume: bool, allowed: Sequence[str]) -> None:
+        lines = self.plan(config, resume, allowed)
         from isobit.observe.console import printable
 
         print(printable("\n".join(lines)))

@@ -164,9 +164,16 @@ def _print_scenario(scenario: "ScenarioResult") -> None:
     counts = scenario.comparison
     print(
         f"{scenario.name:<40} {counts.tokens_compared:>8,} compared {counts.tokens_differing:>8,} "
-        f"differ{counts.describe_routings()}",
+        f"differ{counts.describe_routings()}{_operations(scenario)}",
         flush=True,
     )
+
+
+def _operations(scenario: "ScenarioResult") -> str:
+    seen = scenario.operations
+    if seen is None:
+        return ""
+    return f"  {seen.rows:>9,} rows of operations " + ("part" if seen.difference else "equal")
 
 
 def _print_trace(scenario: str) -> None:
@@ -174,12 +181,23 @@ def _print_trace(scenario: str) -> None:
 
 
 def _print_result(result: "VerifyResult") -> None:
+    from isobit.proof.verify import first_operation
+
     counts = result.comparison
     print(
         f"{result.preset}: {counts.tokens_differing:,} of {counts.tokens_compared:,} "
         f"log-probabilities{counts.describe_routings()} differ, "
         f"by {counts.max_abs_diff:.3g} at most"
     )
+    if result.operations:
+        rows = sum(one.rows for one in result.operations)
+        differs = first_operation(result)
+        print(
+            f"{rows:,} rows of {result.operations[0].sites} operations, numbers before rounding "
+            "included: " + (f"they part at {differs}" if differs else "all equal")
+        )
+        if differs and not counts.differs:
+            print("no log-probability shows it; --bisect says more")
     for missing in result.missing:
         print(f"not proved: {missing}", file=sys.stderr)
 

@@ -2,9 +2,11 @@
 table; every number has a range; rules across fields are in ``isobit.config.rules``.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from isobit.config.limits import MAX_SEED
 
@@ -19,8 +21,8 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 class Strict(BaseModel):
-    """Base of all configuration: an unknown key is an error, values are checked, nothing changes
-    after loading.
+    """Base of all configuration: an unknown key is an error, values are checked and are of the type
+    that was asked for, nothing changes after loading.
     """
 
     model_config = ConfigDict(
@@ -31,3 +33,38 @@ class Strict(BaseModel):
         use_attribute_docstrings=True,
         serialize_by_alias=True,  # a key that Python has as a word of its own is another field
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_their_types(cls, values: Any) -> Any:
+        """pydantic would take ``"20"``, ``true`` and ``"yes"`` for numbers and truth values."""
+        if not isinstance(values, Mapping):
+            return values
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        return {
+            key: _Other(value) if key in fields and _is_other(fields[key], value) else value
+            for key, value in values.items()
+        }
+
+
+class _Other:
+    """A value of another type than its key's, which no field takes."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return repr(self._value)
+
+
+def _is_other(field: FieldInfo, value: Any) -> bool:
+    kinds = set(_leaves(field.annotation)) - {type(None)}
+    if kinds == {bool}:
+        return value is not None and not isinstance(value, bool)
+    return bool(kinds) and kinds <= {int, float} and isinstance(value, str | bool)
+
+
+def _leaves(annotation: Any) -> list[Any]:
+    """The types that an annotation is made of."""
+    below = get_args(annotation)
+    return [leaf for one in below for leaf in _leaves(one)] if below else [annotation]

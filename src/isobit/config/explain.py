@@ -63,7 +63,9 @@ def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
     known = {key.path: key for key in all_keys(model)}.get(re.sub(r"\.\d+\b", "[]", path))
     if known is not None and known.users:
         *others, last = known.users
-        return f"; only {', '.join(others)} and {last} have it" if others else f"; only {last} has it"
+        return (
+            f"; only {', '.join(others)} and {last} have it" if others else f"; only {last} has it"
+        )
     hint = did_you_mean(name, siblings)
     if hint:
         return hint.replace("did you mean ", f"did you mean {table}." if table else "did you mean ")

@@ -49,7 +49,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
             raise ConfigError(
                 f"{word[:60]!r}... has {len(parts)} parts; no key is nested so deeply"
             )
-        overrides.append((parts, _read_value(key, text)))
+        overrides.append((parts, read_value(key, text)))
     return overrides
 
 
@@ -98,7 +98,10 @@ def _set(table: dict[str, Any], parts: tuple[str, ...], value: Any) -> None:
     table[parts[-1]] = value
 
 
-def _read_value(key: str, text: str) -> Any:
+def read_value(key: str, text: str) -> Any:
+    """A word of the command line that sets ``key``, as TOML or as the text that it is.  Raises
+    ConfigError for TOML beyond all bounds.
+    """
     try:
         values = parse_toml(f"value = {text}", f"command line: {key}")
     except tomllib.TOMLDecodeError:

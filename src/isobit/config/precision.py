@@ -2,12 +2,13 @@
 top of it.  A recipe that says ``precision = "fp8"`` names the preset alone.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from isobit.config.base import Strict
 from isobit.config.shape import MAX_LAYERS
+from isobit.errors import ConfigError
 
 Preset = Literal["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
 
@@ -36,3 +37,15 @@ class PrecisionConfig(Strict):
     @classmethod
     def _from_name(cls, value: Any) -> Any:
         return {"preset": value} if isinstance(value, str) else value
+
+
+def named_precision(precision: PrecisionConfig | str) -> PrecisionConfig:
+    """The flow itself, or the one of a preset's name.  Raises ConfigError for another name."""
+    if isinstance(precision, PrecisionConfig):
+        return precision
+    if precision not in get_args(Preset):
+        raise ConfigError(
+            f"precision is {precision!r}; expected a PrecisionConfig or one of "
+            f"{', '.join(map(repr, get_args(Preset)))}"
+        )
+    return PrecisionConfig.model_validate(precision)

@@ -68,7 +68,9 @@ class RewardConfig(Strict):
     deadline_s: float = Field(default=10.0, ge=0.01, le=86_400)
     """Seconds for one completion; then its process is ended, and its reward counts as failed."""
     memory_mib: int = Field(default=2048, ge=256, le=1 << 20)
-    """Address space of each of these processes."""
+    """Memory of each of these processes, with what it imports: what it writes and shares with
+    nobody.  Libraries that are mapped, and address space that is only reserved, do not count.
+    """
     in_process: bool = False
     """Call the functions in the trainer's own process: no deadline, no memory limit, and what they
     break, they break in the trainer.

@@ -6,11 +6,13 @@
                               sequence, where the tokenizer has one
 
 Training from preferences and scoring read the same tokens: both come from here.  Reward models of
-others were trained on their template's text as a whole, white space at its end included.
+others were trained on their template's text as a whole, white space at its end included.  An
+answer is a model's text: what it spells is never a control token (``isobit.data.encoding``).
 """
 
 from transformers import PreTrainedTokenizerBase
 
+from isobit.data.encoding import quoted_answer, token_ids
 from isobit.data.prompts import chat_messages, encodable, render_chat
 from isobit.data.sources import Row
 from isobit.errors import DataError
@@ -28,15 +30,16 @@ def conversation_ids(
     """
     messages = chat_messages(row, tokenizer, chat)
     if messages is None:
-        text = encodable(f"{row.prompt}{answer}", row)
-        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+        # the prompt may be what another template rendered (row_of), with control tokens in it
+        text = encodable(f"{row.prompt}{quoted_answer(answer, tokenizer)}", row)
+        ids = token_ids(text, tokenizer, add_special_tokens=True)
         end = tokenizer.eos_token_id
         if isinstance(end, int) and ids[-1:] != [end]:
             ids = [*ids, end]
     else:
         turns = [*messages, {"role": "assistant", "content": answer}]
         text = render_chat(turns, row, tokenizer, add_generation_prompt=False)
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = token_ids(text, tokenizer)
     if not ids:
         raise DataError(f"{row.place}: prompt and answer together have no token")
     return tuple(ids)

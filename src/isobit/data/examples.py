@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.examples import ExampleSource, SftDataConfig
+from isobit.data.encoding import is_marked, quoted_answer, token_ids
 from isobit.data.prompts import TooLong, chat_messages, prompts_of_rows, render_chat
 from isobit.data.sources import Row, load_rows, message_text
 from isobit.data.tokenizer import decode
@@ -174,15 +175,20 @@ def _completion_ids(
     if messages is not None:
         turns = [*messages, {"role": _ASSISTANT, "content": completion}]
         rendered = render_chat(turns, row, tokenizer, add_generation_prompt=False)
-        if not rendered.startswith(prompt.text):
+        ahead = prompt.text
+        if is_marked(rendered):
+            ahead = render_chat(messages, row, tokenizer, add_generation_prompt=True)
+        if not rendered.startswith(ahead):
             raise DataError(
                 f"{row.place}: the chat template does not put the assistant's turn behind its own "
                 "generation prompt, so the completion "
                 "cannot be told from the prompt; render the text yourself and set data.chat to "
                 "false"
             )
-        completion = rendered.removeprefix(prompt.text)
-    ids: list[int] = tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
+        completion = rendered.removeprefix(ahead)
+    elif chat:
+        completion = quoted_answer(completion, tokenizer)
+    ids = token_ids(completion, tokenizer)
     ends = [index for index, token in enumerate(ids) if token in stop_token_ids]
     if ends and not decode(tokenizer, ids[ends[-1] + 1 :]).strip():
         return tuple(ids[: ends[-1] + 1])

@@ -3,24 +3,38 @@ files.
 
 The ``datasets`` library reads both.  Files are converted into a temporary cache that goes away
 afterwards, so that a changed file is never answered from an old one.
+
+A folder is a stranger's.  Its README may say where the rows are, and the library would go there: to
+the hub, to any server, to any path.  So every place that a README or a saved dataset names must lie
+in the folder, which is checked before the library sees it; and images and the like, which are read
+from wherever a row says, are refused.
 """
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from isobit.errors import DataError
+from isobit.files import lies_within
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 SAVED_MARKERS = ("dataset_dict.json", "state.json")
+_CARDS = ("README.md", ".huggingface.yaml")
+"""Where a folder of files says which of them are which split."""
+_PLACES = ("data_files", "data_dir")
+"""Keys of a configuration there that name files."""
+_READERS = ("arrow", "csv", "json", "parquet")
+"""Parts of the library that read rows of text and numbers."""
 
 
 def read_hugging_face(folder: Path, split: str, limit: int | None) -> Iterator[dict[str, Any]]:
     """The rows of one split, in order, at most ``limit`` of them.
 
     Raises ``DataError`` for a folder that is missing or holds no dataset, a split that does not
-    exist, and files that cannot be parsed.
+    exist, files that cannot be parsed, places that are not in the folder, and columns that are
+    neither text nor numbers.
     """
     if not folder.is_dir():
         raise DataError(
@@ -28,10 +42,10 @@ def read_hugging_face(folder: Path, split: str, limit: int | None) -> Iterator[d
             f"{', '.join(DATA_SUFFIXES)} files"
         )
     if any((folder / marker).is_file() for marker in SAVED_MARKERS):
-        yield from _take(_saved(folder, split), limit)
+        yield from _take(_saved(folder, split), limit, folder)
     elif any(path.suffix in DATA_SUFFIXES for path in folder.rglob("*")):
         with tempfile.TemporaryDirectory(prefix="isobit-data-") as cache:
-            yield from _take(_files(folder, split, cache), limit)
+            yield from _take(_files(folder, split, cache), limit, folder)
     else:
         raise DataError(
             f"{folder} holds no dataset: neither {' nor '.join(SAVED_MARKERS)}, nor any "
@@ -39,7 +53,16 @@ def read_hugging_face(folder: Path, split: str, limit: int | None) -> Iterator[d
         )
 
 
-def _take(dataset: Any, limit: int | None) -> Iterator[dict[str, Any]]:
+def _take(dataset: Any, limit: int | None, folder: Path) -> Iterator[dict[str, Any]]:
+    from datasets.features import Json
+    from datasets.features.features import require_decoding
+
+    for name, feature in dataset.features.items():
+        if require_decoding(feature) and not isinstance(feature, Json):
+            raise DataError(
+                f"{folder}: the column {name!r} holds {type(feature).__name__}; a row has text and "
+                "numbers: leave the column out"
+            )
     for index in range(len(dataset) if limit is None else min(limit, len(dataset))):
         yield dataset[index]
 
@@ -47,8 +70,9 @@ def _take(dataset: Any, limit: int | None) -> Iterator[dict[str, Any]]:
 def _saved(folder: Path, split: str) -> Any:
     from datasets import DatasetDict, load_from_disk
 
+    _check_saved(folder)
     try:
-        dataset = load_from_disk(str(folder))
+        dataset = load_from_disk(str(folder.resolve()))
     except Exception as error:  # the library raises many types for a damaged folder
         raise DataError(
             f"{folder} looks like a save_to_disk folder but cannot be loaded: "
@@ -60,11 +84,45 @@ def _saved(folder: Path, split: str) -> Any:
     return _split({name: dataset}, split, folder)
 
 
-def _files(folder: Path, split: str, cache: str) -> Any:
-    from datasets import load_dataset
+def _check_saved(folder: Path) -> None:
+    """Every file that the folder's own lists name lies in it."""
+    for path in sorted(folder.rglob("*.json")):
+        if path.name == "dataset_dict.json":
+            named = _json(path).get("splits")
+        elif path.name == "state.json":
+            files = _json(path).get("_data_files")
+            files = files if isinstance(files, list) else []
+            named = [one.get("filename") if isinstance(one, dict) else one for one in files]
+        else:
+            continue
+        for name in named if isinstance(named, list) else [named]:
+            _check_place(name, path)
+            if not lies_within(path.parent / str(name), folder):
+                raise _outside(name, path)
 
+
+def _json(path: Path) -> dict[str, Any]:
     try:
-        splits = load_dataset(str(folder), cache_dir=cache, keep_in_memory=True)
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds a {type(found).__name__}, expected an object")
+    return found
+
+
+def _files(folder: Path, split: str, cache: str) -> Any:
+    from datasets import load_dataset_builder
+
+    _check_cards(folder)
+    try:
+        # the whole path: a folder called "csv" would be the library's own reader of that name
+        builder = load_dataset_builder(str(folder.resolve()), cache_dir=cache)
+        _check_files(folder, builder)
+        builder.download_and_prepare()
+        splits: Any = builder.as_dataset(in_memory=True)
+    except DataError:
+        raise
     # parse errors come wrapped in the library's own types, with the file's name in the message
     except Exception as error:
         cause = error.__cause__ or error
@@ -72,6 +130,72 @@ def _files(folder: Path, split: str, cache: str) -> Any:
             f"the files of {folder} cannot be read: {type(cause).__name__}: {cause}"
         ) from error
     return _split(splits, split, folder)
+
+
+def _check_cards(folder: Path) -> None:
+    """Every place that the folder's README names lies in it."""
+    from huggingface_hub import DatasetCard
+
+    for card in (folder / name for name in _CARDS):
+        if not card.is_file():
+            continue
+        text = card.read_text(encoding="utf-8", errors="replace")
+        if card.suffix != ".md":
+            if "\n---" in f"\n{text}":
+                raise DataError(f"{card} has several YAML documents; expected one, without ---")
+            text = f"---\n{text}\n---\n"
+        try:  # by the parser that the library itself will use
+            found = DatasetCard(text, ignore_metadata_errors=True).data.to_dict()
+        except Exception as error:  # YAML's own, Unicode's, and those of the library's checks
+            reason = (str(error).splitlines() or [""])[0]
+            raise DataError(
+                f"{card}: its YAML cannot be read: {type(error).__name__}: {reason}"
+            ) from None
+        for place in _places(found):
+            _check_place(place, card)
+
+
+def _places(value: Any, named: bool = False) -> Iterator[Any]:
+    """Every text in what stands under one of ``_PLACES``, at any depth."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if key != "split":
+                yield from _places(below, named or key in _PLACES)
+    elif isinstance(value, list):
+        for below in value:
+            yield from _places(below, named)
+    elif named and value is not None:
+        yield value
+
+
+def _check_place(name: Any, named_by: Path) -> None:
+    """Raise ``DataError`` for what is no relative path within a folder."""
+    pure = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
+    if pure.is_absolute() or ".." in pure.parts or "~" in pure.parts[:1] or "\0" in str(name):
+        raise _outside(name, named_by)
+    if "://" in str(name) or "::" in str(name):
+        raise _outside(name, named_by)
+
+
+def _outside(name: Any, named_by: Path) -> DataError:
+    return DataError(
+        f"{named_by} names {str(name)[:200]!r}, which is outside of the folder; expected files in "
+        "it: nothing is fetched, and nothing else on this machine is read"
+    )
+
+
+def _check_files(folder: Path, builder: Any) -> None:
+    """The files that the library chose are the folder's own, and hold rows."""
+    reader = type(builder).__module__.rpartition(".")[2]
+    if reader not in _READERS:
+        raise DataError(
+            f"{folder}: its files are read as {reader}, but a dataset of text is "
+            f"{', '.join(DATA_SUFFIXES)}; remove the others, or name them in README.md"
+        )
+    for files in (builder.config.data_files or {}).values():
+        for file in files:
+            if not lies_within(Path(str(file)), folder):
+                raise _outside(file, folder)
 
 
 def _split(splits: Mapping[Any, Any], split: str, folder: Path) -> Any:

@@ -10,9 +10,17 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config import data as tables
 from isobit.config.data import DataConfig, DataSource
+from isobit.config.limits import MAX_COUNT
+from isobit.data.chat_template import rendered
+from isobit.data.encoding import most_characters, quoted, token_ids, unmarked
 from isobit.data.sources import Row, load_rows
 from isobit.errors import DataError
 from isobit.records.text import Prompt
+
+_KEPT_AHEAD = 64
+"""Characters at the beginning of a text that is cut, where a template has the token that begins
+every sequence.
+"""
 
 
 @dataclass(slots=True)
@@ -95,16 +103,23 @@ def prompts_of_rows(
     does.
     """
     too_long = too_long or TooLong()
+    limit, what = _limit(max_prompt_tokens, context_tokens)
+    most = most_characters(limit, tokenizer)
     prompts = []
     for index, row in enumerate(rows):
+        place = f"prompt {name}/{index} ({row.place})"
         text, special_tokens = _render(row, tokenizer, chat)
-        token_ids = tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-        prompt = Prompt(f"{name}/{index}", text, tuple(token_ids), row.columns, row.prompt)
-        if not token_ids:
-            raise DataError(f"prompt {prompt.id} ({row.place}) is empty")
-        limit, problem = _length_problem(prompt, row, max_prompt_tokens, context_tokens)
-        if problem is not None:
-            if not too_long.keeps(problem):
+        if len(text) > most:  # seen before it is tokenised
+            if too_long.rule == "cut":
+                text = text[:_KEPT_AHEAD] + text[-2 * most :]
+            elif not too_long.keeps(_problem(place, f"{len(text):,} characters", what)):
+                continue
+        ids = token_ids(text, tokenizer, special_tokens)
+        prompt = Prompt(f"{name}/{index}", unmarked(text), tuple(ids), row.columns, row.prompt)
+        if not ids:
+            raise DataError(f"{place} is empty")
+        if len(ids) > limit:
+            if not too_long.keeps(_problem(place, f"{len(ids)} tokens", what)):
                 continue
             prompt = _cut(prompt, limit, tokenizer)
         prompts.append(prompt)
@@ -131,12 +146,13 @@ def drop_evaluated(
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[str, bool]:
-    """The text of the prompt, and whether the tokenizer shall add its special tokens (a chat
-    template writes its own).
+    """The text of the prompt, perhaps marked, and whether the tokenizer shall add its special
+    tokens (a chat template writes its own).
     """
     messages = chat_messages(row, tokenizer, chat)
     if messages is None:
-        return encodable(str(row.prompt), row), True
+        text = str(row.prompt)
+        return encodable(quoted(text, tokenizer) if chat else text, row), True
     return render_chat(messages, row, tokenizer, add_generation_prompt=True), False
 
 
@@ -174,18 +190,18 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     add_generation_prompt: bool,
 ) -> str:
-    """The text that the chat template makes of ``messages``, which are of ``row``.  Raises
-    ``DataError`` where it refuses them.
+    """The text that the chat template makes of ``messages``, which are of ``row``; marked
+    (``isobit.data.encoding``) where a message spells a control token.  Raises ``DataError`` where
+    the template refuses them.
     """
+    said = [one | {"content": quoted(one["content"], tokenizer)} for one in messages]
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        text = rendered(said, tokenizer, add_generation_prompt)
     except Exception as error:  # templates raise through jinja2: unsupported roles, order of turns
         raise DataError(
             f"{row.place}: the chat template refuses the messages: {type(error).__name__}: {error}"
         ) from error
-    return encodable(str(text), row)
+    return encodable(text, row)
 
 
 def encodable(text: str, row: Row) -> str:
@@ -200,11 +216,8 @@ def encodable(text: str, row: Row) -> str:
     return text
 
 
-def _length_problem(
-    prompt: Prompt, row: Row, max_prompt_tokens: int | None, context_tokens: int | None
-) -> tuple[int, str | None]:
+def _limit(max_prompt_tokens: int | None, context_tokens: int | None) -> tuple[int, str]:
     """The most tokens that a prompt may have, and what is to be said of one that has more."""
-    tokens = len(prompt.token_ids)
     limits = []
     if max_prompt_tokens is not None:
         limits.append(
@@ -213,13 +226,11 @@ def _length_problem(
     if context_tokens is not None:
         room = f" and leaves no room in the model's context of {context_tokens}"
         limits.append((context_tokens - 1, room))
-    limit, what = min(limits, default=(tokens, ""))
-    if tokens <= limit:
-        return limit, None
-    return limit, (
-        f"prompt {prompt.id} ({row.place}) has {tokens} tokens{what}; data.too_long = 'drop' or "
-        "'cut' drops or cuts such prompts"
-    )
+    return min(limits, default=(MAX_COUNT, ""))
+
+
+def _problem(place: str, size: str, what: str) -> str:
+    return f"{place} has {size}{what}; data.too_long = 'drop' or 'cut' drops or cuts such prompts"
 
 
 def _cut(prompt: Prompt, limit: int, tokenizer: PreTrainedTokenizerBase) -> Prompt:

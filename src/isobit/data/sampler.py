@@ -6,10 +6,8 @@ involved, so the order depends on no global state and on no library's version, a
 where a run stands.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 
 from isobit.errors import DataError
 from isobit.records.text import Prompt
@@ -50,24 +48,13 @@ class PromptSampler:
         """
         return {"epoch": self._epoch, "cursor": self._cursor, "prompts": len(self._prompts)}
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of all prompts in their order: ids, tokens, and the columns that a reward may
-        read.
+    def restore(self, state: Mapping[str, int], other_prompts: bool = False) -> None:
+        """Continue where ``state`` was taken; with ``other_prompts`` than there were then, at the
+        next epoch.  Raises ``DataError`` if it belongs to a dataset of another size.
         """
-        digest = sha256()
-        for prompt in self._prompts:
-            digest.update(
-                json.dumps(
-                    [prompt.id, prompt.token_ids, dict(prompt.row)], sort_keys=True, default=str
-                ).encode()
-            )
-        return digest.hexdigest()
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Continue where ``state`` was taken.  Raises ``DataError`` if it belongs to a dataset of
-        another size.
-        """
+        if other_prompts:
+            self._go_to(state["epoch"] + 1, cursor=0)
+            return
         if state["prompts"] != len(self._prompts):
             raise DataError(
                 f"the sampler's state is of {state['prompts']} prompts, but the dataset has "

@@ -130,8 +130,23 @@ def _row(record: Mapping[str, Any], prompt_column: str, system: str | None, plac
             f"{', '.join(map(repr, record)) or 'none'}{hint}"
         )
     columns = {name: value for name, value in record.items() if name != prompt_column}
-    prompt = _prompt(record[prompt_column], f"{place}, column {prompt_column!r}")
-    return Row(_with_system(prompt, system, place), columns, place)
+    return row_of(
+        record[prompt_column], columns, f"{place}, column {prompt_column!r}", place, system
+    )
+
+
+def row_of(
+    prompt: Any,
+    columns: Mapping[str, Any],
+    where: str,
+    place: str | None = None,
+    system: str | None = None,
+) -> Row:
+    """A row with a prompt of text or messages, behind a system message.  Raises ``DataError`` for
+    another prompt, with ``where`` it stands.
+    """
+    place = place or where
+    return Row(_with_system(_prompt(prompt, where), system, place), columns, place)
 
 
 def _prompt(value: Any, place: str) -> str | Messages:

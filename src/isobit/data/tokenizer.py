@@ -24,9 +24,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
+        # a model_max_length that is no number, for one, shows only where a text is read
+        tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])
+        return tokenizer
     except BaseException as error:
         # the library raises many types, and a panic of its Rust half is not even an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -36,13 +39,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size: int | None = None
+) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's end of sequence and those of
     ``generation_config.json``, ascending.
 
     Chat models often name an end of turn in only one of the two places, so both count.  Raises
-    ``ModelError`` where neither names any, since no completion would ever stop, and where the
-    file is damaged.
+    ``ModelError`` where neither names any, since no completion would ever stop, where the file is
+    damaged, and for a token that has no row in an embedding of ``vocab_size``: it is never drawn.
     """
     stops: set[int] = set()
     if isinstance(tokenizer.eos_token_id, int):
@@ -50,6 +55,12 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[in
     path = folder / "generation_config.json"
     if path.is_file():
         stops.update(_generation_stops(path))
+    beyond = [token for token in stops if token < 0 or (vocab_size or token + 1) <= token]
+    if beyond:
+        raise ModelError(
+            f"{path}: eos_token_id {str(beyond[0])[:40]} is no token of the model, whose embedding "
+            f"has {vocab_size or 'so many'} rows (vocab_size in config.json); correct it there"
+        )
     if not stops:
         raise ModelError(
             f"{folder} names no end-of-sequence token, in neither its tokenizer nor "
@@ -77,13 +88,13 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def _generation_stops(path: Path) -> list[int]:
     try:
         config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {str(error)[:200]}") from error
     value = config.get("eos_token_id") if isinstance(config, dict) else None
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
         raise ModelError(
-            f"{path}: eos_token_id must be a token id or a list of them, found {value!r}"
+            f"{path}: eos_token_id must be a token id or a list of them, found {repr(value)[:200]}"
         )
     return ids
 

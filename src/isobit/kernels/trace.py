@@ -8,6 +8,9 @@ that each operation made.  Names are those of the flow's sites and of what happe
 ``layers.2.qkv_proj.input`` is what the quantiser of that linear gave, ``layers.2.qkv_proj`` its
 product.  Nobody observes an ordinary forward: a call then is one comparison, and the name is not
 even joined.
+
+A rounding to BF16 hides most faults of one ulp in FP32.  So an operation that rounds its result
+does it by ``rounded``; an observer sees the numbers before, too, under ``NAME.unrounded``, first.
 """
 
 from collections.abc import Iterator
@@ -15,8 +18,11 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from isobit.kernels.operands import Heads
+
+UNROUNDED = "unrounded"
 
 
 class Observer(Protocol):
@@ -30,6 +36,8 @@ class Observer(Protocol):
 
 
 _observer: Observer | None = None
+_unrounded = WeakTensorKeyDictionary()
+"""By result, while that is alive: the numbers that it was rounded from."""
 
 
 @contextmanager
@@ -53,10 +61,24 @@ def is_observed() -> bool:
 def observe(
     values: torch.Tensor, *name: str | int, scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Show ``values`` under the name whose parts are given, and return them."""
+    """Show ``values`` under the name whose parts are given, after what they were rounded from if
+    that is known; and return them.
+    """
     if _observer is not None:
-        _observer(".".join(map(str, name)), values, scales)
+        site = ".".join(map(str, name))
+        exact = _unrounded.pop(values, None)
+        if exact is not None:
+            _observer(f"{site}.{UNROUNDED}", exact, None)
+        _observer(site, values, scales)
     return values
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``values`` in another format; who is shown this very tensor is shown ``values`` too."""
+    result = values.to(dtype)
+    if _observer is not None and result is not values:
+        _unrounded[result] = values
+    return result
 
 
 def observe_heads(layer: int, queries: Heads, keys: Heads, values: Heads) -> None:

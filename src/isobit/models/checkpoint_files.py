@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from isobit.errors import ModelError
+from isobit.files import lies_within
 from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
 from isobit.models.tensor_file import TensorFile
 from isobit.models.tensor_header import parse_json, shown
@@ -142,9 +143,7 @@ def _inside(folder: Path, name: str, named_by: Path) -> Path:
     path = folder / name
     if not _is_file(path):
         raise ModelError(f"{named_by} names {shown(name)}, which is not there")
-    own = folder.resolve()
-    roots = [own, own.parent.parent / "blobs"] if own.parent.name == "snapshots" else [own]
-    if not any(path.resolve().is_relative_to(root) for root in roots):
+    if not lies_within(path, folder):
         raise ModelError(
             f"{path} is a link that leads out of the folder, to {path.resolve()}; put the file "
             "itself there"

@@ -2,8 +2,6 @@
 machine suggests.
 """
 
-import sys
-
 import torch
 
 from isobit.config.base import Device
@@ -11,6 +9,7 @@ from isobit.config.precision import PrecisionConfig
 from isobit.kernels import backend
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
+from isobit.terminal import say
 
 
 def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfig) -> torch.device:
@@ -21,7 +20,7 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
     """
     choice = backend.choose_device(wanted, model_needs(config, precision.preset))
     for problem in choice.passed_over:
-        print(f"isobit: computing on {choice.device}, because {problem}", file=sys.stderr)
+        say(f"isobit: computing on {choice.device}, because {problem}")
     return choice.device
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from isobit.config.precision import PrecisionConfig
+from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.errors import ModelError
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.checkpoint_files import read_json
@@ -70,7 +70,7 @@ def read_any_config(folder: Path) -> ModelConfig:
 
 def load_policy(
     folder: Path,
-    precision: PrecisionConfig,
+    precision: PrecisionConfig | str,
     device: torch.device | str = "cpu",
     trainable: bool = True,
     value_head: bool = False,
@@ -85,7 +85,7 @@ def load_policy(
     """
     config = replace(read_config(folder), value_head=value_head)
     masters = read_masters(folder, config, device)
-    return Policy(config, precision, masters, device, trainable, world, slots)
+    return Policy(config, named_precision(precision), masters, device, trainable, world, slots)
 
 
 def read_masters(

@@ -12,7 +12,6 @@ Nothing else is: no pickle, and no code, which is never run either.
 """
 
 import re
-import sys
 from pathlib import Path
 
 from isobit.errors import ModelError
@@ -20,6 +19,7 @@ from isobit.models.checkpoint_files import shard_names, weight_files
 from isobit.models.saving import TEMPLATES, TEXT_FILES
 from isobit.models.shards import INDEX_FILE
 from isobit.models.tensor_header import shown
+from isobit.terminal import say
 
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
 _DESCRIPTION = ("config.json", INDEX_FILE, *TEXT_FILES, f"{TEMPLATES}/*.jinja")
@@ -53,7 +53,7 @@ def hub_folder(name: str) -> Path:
             f"{constants.HF_HUB_CACHE}, while HF_HUB_OFFLINE forbids to fetch it; name a folder, "
             "or fetch it once without HF_HUB_OFFLINE"
         )
-    print(f"isobit: fetching {name} from the hub to {constants.HF_HUB_CACHE}", file=sys.stderr)
+    say(f"isobit: fetching {name} from the hub to {constants.HF_HUB_CACHE}")
     folder = _fetched(name, repository, revision, _DESCRIPTION)
     # the revision is now a commit, the folder's name: both turns see the same files
     return _fetched(name, repository, folder.name, shard_names(folder))

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.base import Device
-from isobit.config.precision import PrecisionConfig
+from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.config.rollout import RolloutConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from isobit.files import disk_errors, new_folder
@@ -100,22 +100,25 @@ def model_folder(name: str | Path) -> Path:
 
 def load_model(
     name: str | Path,
-    precision: PrecisionConfig,
+    precision: PrecisionConfig | str,
     device: torch.device | str = "cpu",
     trainable: bool = True,
     value_head: bool = False,
 ) -> LoadedModel:
-    """Read a model folder, or ``starter``, and publish its weights in the given flow, on a device;
-    with a ``value_head`` of zeros where asked for.
+    """Read a model folder, or ``starter``, and publish its weights in the given flow, or that of a
+    preset's name, on a device; with a ``value_head`` of zeros where asked for.
 
     Raises ModelError for a folder that cannot be used, ConfigError for precision options that
     the model does not have.
     """
     folder = model_folder(name)
+    precision = named_precision(precision)
     policy = load_policy(folder, precision, device, trainable, value_head)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, policy.config.vocab_size, folder)
-    return LoadedModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
+    return LoadedModel(
+        folder, policy, tokenizer, stop_token_ids(tokenizer, folder, policy.config.vocab_size)
+    )
 
 
 def load_sampling_model(
@@ -136,7 +139,9 @@ def load_sampling_model(
     policy = PolicyShare(config, precision, masters, world, device)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    return SamplingModel(folder, policy, tokenizer, stop_token_ids(tokenizer, folder))
+    return SamplingModel(
+        folder, policy, tokenizer, stop_token_ids(tokenizer, folder, policy.config.vocab_size)
+    )
 
 
 def describe_model(name: str | Path) -> DescribedModel:
@@ -146,7 +151,9 @@ def describe_model(name: str | Path) -> DescribedModel:
     folder = model_folder(name)
     config, tokenizer = read_config(folder), load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    return DescribedModel(folder, config, tokenizer, stop_token_ids(tokenizer, folder))
+    return DescribedModel(
+        folder, config, tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
+    )
 
 
 def _sampling(rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from isobit.config.precision import PrecisionConfig
+from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.errors import MismatchError
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
@@ -196,7 +196,7 @@ class Policy:
 
 def random_policy(
     config: ModelConfig,
-    precision: PrecisionConfig,
+    precision: PrecisionConfig | str,
     seed: int,
     device: torch.device | str = "cpu",
     trainable: bool = True,
@@ -207,7 +207,7 @@ def random_policy(
     biases 0; and what no checkpoint has, 0.
     """
     masters = random_masters(config, seed, device)
-    return Policy(config, precision, masters, device, trainable, world, slots)
+    return Policy(config, named_precision(precision), masters, device, trainable, world, slots)
 
 
 def random_masters(

@@ -8,7 +8,6 @@ tensor sees the new weights.
 Where rollout and training have the same formats at a site, its weight exists once.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -28,6 +27,7 @@ from isobit.parallel.world import World
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.formats import DTYPES, Side
 from isobit.precision.quant_tensor import QuantTensor, block_sizes
+from isobit.terminal import say
 
 SIDES: tuple[Side, Side] = ("rollout", "training")
 
@@ -68,7 +68,7 @@ class Published:
                 self.publish(name, master.detach())
             yield name, master
         if len(self.conversion):
-            print(f"isobit: {self.conversion}", file=sys.stderr)
+            say(f"isobit: {self.conversion}")
         assert names == list(self._described), "masters do not fit the configuration"
 
     @torch.no_grad()

@@ -6,10 +6,12 @@ line of a step is as long as the terminal is wide.  Elsewhere (a pipe, a log fil
 colour, lines are whole, and a line now and then stands in the place of the bar.
 """
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from time import perf_counter
+from typing import Literal, TextIO, cast
 
 import rich.console
 from rich.progress import (
@@ -27,6 +29,7 @@ from isobit.models.policy import Policy
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.step_line import GAP, WARNING, Part, fit
 from isobit.rollout.progress import Progress
+from isobit.terminal import Standard
 from isobit.units import gib
 
 LINE_EVERY_S = 30.0
@@ -36,19 +39,20 @@ LINE_EVERY_S = 30.0
 class Console:
     """Prints what a command does: lines anywhere, progress and spinners on a terminal alone.
 
-    ``terminal`` is where it prints, by default standard output.
+    ``terminal`` is where it prints, by default standard output (``terminal_on``).
     """
 
     def __init__(self, terminal: rich.console.Console | None = None) -> None:
-        self._terminal = terminal or rich.console.Console()
+        self._terminal = terminal or terminal_on("stdout")
 
     def line(self, text: str = "", style: str = "") -> None:
-        """One line as it stands: no markup, no wrapping, no control characters that a model or a
-        path might hold.
+        """One line as it stands: no markup, no control characters that a model or a path might
+        hold.  A terminal that is narrower gets it in several, broken between words alone.
         """
-        self._terminal.print(
-            printable(text), style=style, markup=False, highlight=False, soft_wrap=True
-        )
+        shown = printable(text)
+        if self._terminal.is_terminal and len(shown) > self._terminal.width:
+            shown = wrapped(shown, self._terminal.width)
+        self._terminal.print(shown, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def parts(self, parts: Sequence[Part]) -> None:
         """One line of parts, as many as a terminal has room for."""
@@ -142,6 +146,13 @@ class Console:
         return say
 
 
+def terminal_on(name: Literal["stdout", "stderr"]) -> rich.console.Console:
+    """A standard stream.  Printing there never raises: neither a reader who has gone nor a closed
+    terminal ends what is being done.
+    """
+    return rich.console.Console(file=cast(TextIO, Standard(name)))
+
+
 def silent() -> Console:
     """The console of a rank that is not the first: all ranks would say the same."""
     return Console(rich.console.Console(quiet=True, force_terminal=False))
@@ -175,6 +186,21 @@ def describe_result(name: str, result: EvalResult) -> str:
     )
     text += f", length {result.response_length:.1f}"
     return text + (f", {result.failed} rewards failed" if result.failed else "")
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most ``width`` columns, all but the first indented; a word that is longer, a path
+    for example, stays whole.
+    """
+    indent = len(text) - len(text.lstrip(" "))
+    lines = textwrap.wrap(
+        text.lstrip(" "),
+        width - indent,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(" " * indent + line for line in lines)
 
 
 def printable(text: str) -> str:

@@ -7,7 +7,6 @@ A line of ``metrics.jsonl`` is one object with ``step`` and the figures of that 
 evaluation after it; a figure that is not finite is null.  Every line is flushed when written.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,15 +16,17 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.ppo import explained_variance
+from isobit.files import LineFile
+from isobit.records.json_line import json_line
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.rollout.progress import EngineStats
-from isobit.store.journal import EVENTS_SUFFIX
 from isobit.training.comparison import Comparison, Mismatch
+from isobit.training.repeat import FORWARD, Repeat
 from isobit.training.step import StepMetrics
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from isobit.observe.events import Events
 
 Metrics = dict[str, float]
 
@@ -90,6 +91,7 @@ def step_metrics(
         "log_prob_diff/tokens_differing": trained.comparison.tokens_differing,
         **routing_metrics(trained.comparison),
         **mismatch_metrics(trained.mismatch),
+        **repeat_metrics(trained.repeat),
         **{f"correction/{name}": value for name, value in trained.corrections.items()},
         "replay/samples": trained.replayed_samples,
         "staleness/mean": trained.staleness,
@@ -155,6 +157,19 @@ def mismatch_metrics(mismatch: Mismatch | None) -> Metrics:
     }
 
 
+def repeat_metrics(repeat: Repeat | None) -> Metrics:
+    """How many gradients of the micro-batch that was computed twice had other bits; nothing where
+    none was.
+    """
+    if repeat is None:
+        return {}
+    return {
+        "check/gradients_repeated": repeat.gradients,
+        "check/gradients_differing": len(set(repeat.differing) - {FORWARD}),
+        "check/forwards_differing": int(FORWARD in repeat.differing),
+    }
+
+
 def value_metrics(scalars: Mapping[str, float]) -> Metrics:
     """How much of the returns' variance a value head explains; nothing without one, or where all
     returns are equal.
@@ -185,7 +200,7 @@ class MetricsWriter:
         say: Callable[[str], None] = print,
     ) -> None:
         self._tracker = tracker
-        self._lines = jsonl.open("a", encoding="utf-8")
+        self._lines = LineFile(jsonl)
         self._events = _open_events(tensorboard, say)
 
     def __enter__(self) -> Self:
@@ -206,23 +221,20 @@ class MetricsWriter:
     def write(self, step: int, metrics: Metrics) -> None:
         """One line and one event a figure, flushed."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._lines.flush()
+        self._lines.write(json_line({"step": step, **finite}))
         if self._events is not None:
-            for name, value in metrics.items():
-                self._events.add_scalar(name, value, step)
-            self._events.flush()
+            self._events.write(step, metrics)
         if self._tracker is not None:
             self._tracker.write(step, metrics)
 
 
-def _open_events(folder: Path, say: Callable[[str], None]) -> "SummaryWriter | None":
+def _open_events(folder: Path, say: Callable[[str], None]) -> "Events | None":
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        from isobit.observe.events import Events
     except ImportError:
         say(
             "note: the package tensorboard is not installed: no events are written; metrics.jsonl "
             "has every figure"
         )
         return None
-    return SummaryWriter(str(folder), filename_suffix=EVENTS_SUFFIX)
+    return Events(folder)

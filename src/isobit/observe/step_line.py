@@ -66,10 +66,10 @@ class TimeLeft:
         return pace * (self._steps - step)
 
 
-def time_left_parts(seconds: float) -> list[Part]:
-    """How long it will still take in one or two words; nothing at the end."""
+def time_left(seconds: float) -> Part:
+    """How long a run will still take, in a few words; ``done`` after its last step."""
     if seconds <= 0:
-        return []
+        return Part("done")
     minutes, hours = round(seconds / 60), round(seconds / 3600)
     text = (
         f"{seconds:.0f} s"
@@ -80,4 +80,4 @@ def time_left_parts(seconds: float) -> list[Part]:
         if hours < 72
         else f"{hours / 24:.0f} days"
     )
-    return [Part(f"{text} left")]
+    return Part(f"{text} left")

@@ -8,7 +8,6 @@ log takes one after every step and every evaluation: its own totals and the size
 part of it.
 """
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,16 +15,18 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from statistics import fmean
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Protocol, Self, TextIO, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from isobit.clock import Clock
+from isobit.files import LineFile
 from isobit.observe.console import Console
 from isobit.observe.metrics import Metrics, MetricsWriter
 from isobit.observe.step_line import TimeLeft
 from isobit.observe.summary import RunSummary
 from isobit.observe.wandb_tracker import open_tracker
+from isobit.records.json_line import json_line
 from isobit.records.text import Group
 from isobit.store.budget_record import write_change
 from isobit.store.checkpoint.start import Start
@@ -36,11 +37,15 @@ from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
 
 SAMPLES_KEPT = 4
-"""Completions of a step, and of each set of an evaluation, written to ``completions.jsonl``."""
+"""Groups of a step, and of each set of an evaluation, that ``completions.jsonl`` has completions
+of: the best and the worst, where rewards differ.
+"""
 TOKENS_KEPT = 512
 """Tokens of a completion whose text and log-probability are written with it: the file of a run with
 long answers stays small.
 """
+REFERENCES = ("answer", "solution", "target", "ground_truth", "reference", "label")
+"""Columns of a dataset, the first that there is, that a completion is written beside."""
 
 
 class Figures(Protocol):
@@ -68,7 +73,7 @@ class TrainingLog(ABC, Generic[Result]):
 
     def __init__(self, run: TrainingRun, start: Start, console: Console, clock: Clock) -> None:
         self._training, self._console, self._clock = run, console, clock
-        self._world = start.world
+        self._world, self._place = start.world, start.place
         start.open(run)
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
@@ -109,8 +114,8 @@ class TrainingLog(ABC, Generic[Result]):
         for name, (_, groups) in evaluation.items():
             self._write_completions(step, name, groups)
         self._evaluations[step] = results
-        self._say_evaluation(step, results)
         self.boundary = self._take_boundary(step)
+        self._say_evaluation(step, results)
 
     def budget_changed(self, change: BudgetChange) -> None:
         """Journal and print a change of the tokens a micro-batch in the step after the last
@@ -174,9 +179,14 @@ class TrainingLog(ABC, Generic[Result]):
             step,
             self._training,
             self._state(),
-            positions(self.directory) if self._writers is not None else {},
+            self._positions(),
             self.evaluation_figures().get(step, {}),
         )
+
+    def _positions(self) -> Mapping[str, int]:
+        """Of the files that grow, where the directory is now: these are open, and go with it."""
+        place = self._place.now()
+        return positions(RunDirectory(place)) if self._writers is not None and place else {}
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()
@@ -198,15 +208,16 @@ class TrainingLog(ABC, Generic[Result]):
             "waiting/min_rank": waited.index(min(waited)),
         }
 
-    def _open_writers(self) -> tuple[MetricsWriter, TextIO]:
+    def _open_writers(self) -> tuple[MetricsWriter, LineFile]:
         """Of figures and of completions."""
         config, directory = self._training.config, self.directory
         tracker = open_tracker(config.tracking, directory.root, config.model_dump(mode="json"))
         metrics = MetricsWriter(
             directory.metrics, directory.tensorboard, tracker, self._console.line
         )
-        completions = directory.completions.open("a", encoding="utf-8")
-        return self._files.enter_context(metrics), self._files.enter_context(completions)
+        completions = LineFile(directory.completions)
+        self._files.callback(completions.close)
+        return self._files.enter_context(metrics), completions
 
     def _write_metrics(self, step: int, metrics: Metrics) -> None:
         if self._writers is not None:
@@ -221,9 +232,9 @@ class TrainingLog(ABC, Generic[Result]):
             return
         file = self._writers[1]
         for group in groups[:SAMPLES_KEPT]:
-            line = completion_line(step, source, group, self._training.model.tokenizer)
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        file.flush()
+            for place in best_and_worst(group.rewards):
+                line = completion_line(step, source, group, place, self._training.model.tokenizer)
+                file.write(json_line(line))
 
 
 def describe_change(step: int, change: BudgetChange) -> str:
@@ -235,13 +246,26 @@ def describe_change(step: int, change: BudgetChange) -> str:
     )
 
 
-def completion_line(
-    step: int, source: str, group: Group, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    """The first completion of a group, with the text and the log-probability (nats, the FP32
-    number) of its first tokens, and the digests of their experts.
+def best_and_worst(rewards: Sequence[float | None]) -> list[int]:
+    """The places of the first completion with the highest reward and of the first with the lowest,
+    in their order; the first alone where no two valid rewards differ.
     """
-    completion = group.completions[0]
+    valid = {place: reward for place, reward in enumerate(rewards) if reward is not None}
+    if len(set(valid.values())) < 2:
+        return [0]
+    return sorted((max(valid, key=valid.__getitem__), min(valid, key=valid.__getitem__)))
+
+
+def completion_line(
+    step: int, source: str, group: Group, place: int, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """A completion of a group, with the text and the log-probability (nats, the FP32 number) of its
+    first tokens, and the digests of their experts; beside it the rewards of the whole group, and
+    the dataset's own answer where there is one.
+    """
+    completion = group.completions[place]
+    references = (group.prompt.row.get(name) for name in REFERENCES)
+    answer = next((one for one in references if isinstance(one, str | int | float)), None)
     shown = slice(TOKENS_KEPT)
     return {
         "step": step,
@@ -249,7 +273,9 @@ def completion_line(
         "prompt_id": group.prompt.id,
         "prompt": group.prompt.text,
         "completion": completion.text,
-        "reward": group.rewards[0],
+        "reward": group.rewards[place],
+        "group_rewards": list(group.rewards),
+        **({} if answer is None else {"answer": answer}),
         "finish_reason": completion.finish_reason,
         "tokens": len(completion.token_ids),
         "token_texts": [tokenizer.decode([token_id]) for token_id in completion.token_ids[shown]],

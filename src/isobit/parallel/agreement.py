@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from isobit.errors import Interrupted, IsobitError, PeerError
+from isobit.errors import Interrupted, IsobitError, PeerError, StoppedAtOnce
 from isobit.parallel.world import World
 
 T = TypeVar("T")
@@ -52,7 +52,9 @@ def gathered(world: World, attempt: Callable[[], Any]) -> list[Any]:
     value = None
     try:
         value = attempt()
-    except (Exception, Interrupted) as raised:  # whatever it is, nobody must wait for this rank
+    except StoppedAtOnce:
+        raise
+    except BaseException as raised:  # whatever it is, nobody must wait for this rank
         error = raised
     if world.size == 1:
         if error is not None:

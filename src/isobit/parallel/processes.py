@@ -7,7 +7,6 @@ A connection to another rank that is lost is a ``PeerError``.
 
 import os
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +26,7 @@ from isobit.parallel.message import decode, encode
 from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
 from isobit.parallel.pulse import Pulse
 from isobit.parallel.world import Alone, Board, World
+from isobit.terminal import say
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Of one tensor; torch 2.13 calls it otherwise than those before."""
@@ -177,10 +177,9 @@ class Processes:
             if copies is not None:
                 return copies
             if self.rank == 0:
-                print(
+                say(
                     f"isobit: gradients travel by NCCL's kernels instead of copy engines, because "
-                    f"{problem}",
-                    file=sys.stderr,
+                    f"{problem}"
                 )
         return PostedExchanges(self.exchange, self.rank, self.size, numbers, device, buffers)
 

@@ -36,6 +36,7 @@ from isobit.errors import PeerError
 from isobit.parallel.black_box import BlackBox
 from isobit.parallel.processes import Processes
 from isobit.parallel.pulse import Pulse
+from isobit.terminal import say
 
 _VARIABLE = "ISOBIT_SILENCE_S"
 """For tests: the shortest silence, instead of a minute; all other times in proportion."""
@@ -295,7 +296,7 @@ class Watch:
 
     def _say(self, verdict: Verdict) -> None:
         if self._box is None:
-            print(f"error: {verdict.text}", file=sys.stderr, flush=True)
+            say(f"error: {verdict.text}")
         elif verdict.rank is None or verdict.is_to_end:  # a launcher sees by itself who has ended
             self._box.write(verdict=[verdict.rank, verdict.text], at=time.monotonic())
 

@@ -3,7 +3,11 @@ table asks.
 
 It costs nothing, since both log-probabilities of every response token exist: the one recorded while
 sampling and the trainer's. In an exact flow one differing token is one too many.  In the others,
-whose sides are two functions, what counts is the mean absolute difference.
+whose sides are two functions, what counts is the mean absolute difference.  In all, a probability
+ratio that is far out is told of: such tokens come from weights that are long gone.
+
+A micro-batch that was computed twice (``isobit.training.repeat``) says whether the machine gives
+the same bits again; that needs neither a limit nor an exact flow.
 """
 
 from pathlib import Path
@@ -12,33 +16,81 @@ from isobit.config.check import CheckConfig
 from isobit.errors import MismatchError
 from isobit.parallel.agreement import agreed
 from isobit.precision.flow import PrecisionFlow
-from isobit.training.comparison import Comparison
+from isobit.training.comparison import Comparison, Mismatch
+from isobit.training.repeat import FORWARD, Repeat
+from isobit.training.step import StepMetrics
 
 
 def check_step(
-    check: CheckConfig, flow: PrecisionFlow, comparison: Comparison, model: Path
+    check: CheckConfig, flow: PrecisionFlow, trained: StepMetrics, model: Path
 ) -> list[str]:
-    """What to print about a step: nothing, or one line where the sides part; ``model`` is the
-    folder of the run's weights.
+    """What to print about a step: a line for each thing found; ``model`` is the folder of the run's
+    weights.
 
     Raises MismatchError instead where the run is to stop; every rank does.
     """
-    problem = _problem(check, flow, comparison)
-    if problem is None or check.on_mismatch == "ignore":
+    if check.on_mismatch == "ignore":
         return []
-    advice = f"isobit verify {model} --precision {flow.preset} --bisect"
+    lines = list[str]()
+    if trained.repeat is not None and trained.repeat.differing:
+        lines.append(_found(check, _describe_repeat(trained.repeat), _REPLACE))
+    bisect = f"isobit verify {model} --precision {flow.preset} --bisect"
+    if problem := _parting(check, flow, trained.comparison):
+        advice = f"find out where with: {bisect}"
+        if flow.exact:
+            advice += (
+                "; where that finds nothing, the tokens were sampled by other weights, or the "
+                "fault did not come again: set check.repeat_every"
+            )
+        lines.append(_found(check, problem, advice))
+    if ratio := _far_out(check, trained.mismatch):
+        lines.append(_found(check, ratio, _STALE))
+    return lines
+
+
+_REPLACE = (
+    "run `isobit doctor` here; if it passes, suspect the processor or the memory, and go on on "
+    "another machine from a checkpoint before this step"
+)
+_STALE = (
+    "such tokens were drawn from other weights, or by another function: look at staleness/mean and "
+    "mismatch/..; corrections (docs/algorithms.md) bound what they weigh"
+)
+
+
+def _found(check: CheckConfig, problem: str, advice: str) -> str:
+    """The line, where the run goes on."""
     if check.on_mismatch == "warn":
-        return [f"{problem}; find out where with: {advice}"]
+        return f"{problem}; {advice}"
     raise agreed(
         MismatchError(
-            f'{problem}; check.on_mismatch is "stop". Run `{advice}`, which names the first layer '
-            "and operation that differ, "
-            'or set check.on_mismatch = "warn" to go on'
+            f'{problem}; check.on_mismatch is "stop". {advice[0].upper()}{advice[1:]}; or set '
+            'check.on_mismatch = "warn" to go on'
         )
     )
 
 
-def _problem(check: CheckConfig, flow: PrecisionFlow, comparison: Comparison) -> str | None:
+def _describe_repeat(repeat: Repeat) -> str:
+    gradients = [name for name in repeat.differing if name != FORWARD]
+    parts = ["its forward"] if FORWARD in repeat.differing else []
+    if gradients:
+        parts.append(f"{len(gradients)} of {repeat.gradients} gradients, {gradients[0]} first")
+    return f"a micro-batch computed twice gave other bits the second time: {' and '.join(parts)}"
+
+
+def _far_out(check: CheckConfig, mismatch: Mismatch | None) -> str | None:
+    if mismatch is None or check.max_ratio is None:
+        return None
+    low, high = mismatch.ratio_min, mismatch.ratio_max
+    if high <= check.max_ratio and low * check.max_ratio >= 1:
+        return None
+    return (
+        f"probability ratios of trainer and sampler reach from {low:.3g} to {high:.3g}, beyond "
+        f"check.max_ratio = {check.max_ratio:g}"
+    )
+
+
+def _parting(check: CheckConfig, flow: PrecisionFlow, comparison: Comparison) -> str | None:
     if flow.exact:
         if not comparison.differs:
             return None

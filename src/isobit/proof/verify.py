@@ -7,6 +7,10 @@ recorded log-probability is then compared, bit for bit, with the one that the tr
 computes from packed batches: each sequence alone, and among different neighbours.  So are the
 experts that each token's row was routed to, in a mixture of experts.
 
+Where the back end shows what it computes (the CPU specification), so is every row of every
+operation, in the numbers that it is rounded from too (``isobit.proof.bisect``): a rounding to BF16
+hides most faults of one ulp, and hides them from the log-probabilities.
+
 A scenario counts only if what it is there for did happen, by the engine's own counts; where it did
 not, that part was not proved and the result says so.  In ``fp8-rollout``, whose sides are two
 functions, differences must appear: that is how the check is known to be able to fail.
@@ -15,6 +19,7 @@ functions, differences must appear: that is how the check is known to be able to
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +33,12 @@ from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World
+from isobit.proof.bisect.difference import Checksums
+from isobit.proof.bisect.observer import ObservedRunner, TokenObserver, observed_scores
+from isobit.proof.bisect.operations import Operations, compared_operations, describe_site
 from isobit.proof.scenarios import Scenario, Workload, build_workload, engine_scenarios, packings
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.rollout.engine import RolloutEngine, generate
@@ -73,6 +82,15 @@ class ScenarioResult:
     comparisons: dict[str, Comparison]
     missing: tuple[str, ...]
     """What should have happened and did not, by the names of ``EngineStats``."""
+    operations: Operations | None = None
+    """What every operation gave, where it was observed."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether a log-probability does, or a row of any operation."""
+        return self.comparison.differs or (
+            self.operations is not None and self.operations.difference is not None
+        )
 
     @property
     def comparison(self) -> Comparison:
@@ -93,6 +111,16 @@ class VerifyResult:
         return sum((scenario.comparison for scenario in self.scenarios), Comparison())
 
     @property
+    def differs(self) -> bool:
+        """Whether anything does."""
+        return any(scenario.differs for scenario in self.scenarios)
+
+    @property
+    def operations(self) -> tuple[Operations, ...]:
+        """Of the scenarios that were observed."""
+        return tuple(s.operations for s in self.scenarios if s.operations is not None)
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """Everything that should have happened and did not, with its scenario."""
         return tuple(
@@ -105,11 +133,7 @@ class VerifyResult:
     def exit_code(self) -> int:
         """1 if any bit differs, else 2 if anything could not be compared, else 0."""
         return (
-            1
-            if self.comparison.differs
-            else 2
-            if self.missing or not self.comparison.tokens_compared
-            else 0
+            1 if self.differs else 2 if self.missing or not self.comparison.tokens_compared else 0
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -120,6 +144,7 @@ class VerifyResult:
             scenario.name: {
                 **_counts(scenario.comparison),
                 "engine": asdict(scenario.stats),
+                "operations": None if (seen := scenario.operations) is None else seen.as_json(),
                 "missing": list(scenario.missing),
             }
             for scenario in self.scenarios
@@ -177,10 +202,12 @@ def verify_policy(
     Raises as ``verify`` does.
     """
     workload = random_workload(policy, options)
-    scorer = Scorer(policy)
-    results = []
+    scorer, results = Scorer(policy), list[ScenarioResult]()
+    observes = _shows_operations(policy) and shared is None
     for scenario in engine_scenarios(workload):
-        results.append(run_scenario(scenario, workload, scorer, options.seed, shared=shared))
+        results.append(
+            run_scenario(scenario, workload, scorer, options.seed, shared=shared, observes=observes)
+        )
         if on_scenario is not None:
             on_scenario(results[-1])
     return VerifyResult(policy.flow.preset, tuple(results))
@@ -219,23 +246,49 @@ def run_scenario(
     seed: int,
     make_packings: Packings = packings,
     shared: PolicyShare | None = None,
+    observes: bool = False,
 ) -> ScenarioResult:
-    """Generate the workload in one setting of the engine, and compare in every packing.  Raises
-    RanksDifferError where ranks that sample together have drawn other tokens.
+    """Generate the workload in one setting of the engine, and compare in every packing; where it
+    ``observes``, what every operation gave, too.  Raises RanksDifferError where ranks that sample
+    together have drawn other tokens.
     """
-    engine = NativeEngine(shared or scorer.policy, scenario.rollout, tokenizer=None, seed=seed)
+    rollout, training = Checksums(), Checksums()
+    engine = NativeEngine(
+        shared or scorer.policy,
+        scenario.rollout,
+        tokenizer=None,
+        seed=seed,
+        make_runner=partial(ObservedRunner, observer=TokenObserver(rollout)) if observes else None,
+    )
     samples = generate_samples(engine, workload.requests(scenario))
     if shared is not None:
         _check_alike(samples, shared.cut.world)
+
+    def scores(batch: PackedBatch) -> TokenScores:
+        if observes:
+            return observed_scores(scorer, batch, rollout, training)
+        return scorer.score(batch)
+
     comparisons = {
-        name: sum(
-            (Comparison.of_batch(batch, scorer.score(batch)) for batch in batches),
-            Comparison(),
-        )
+        name: sum((Comparison.of_batch(batch, scores(batch)) for batch in batches), Comparison())
         for name, batches in make_packings(samples, seed)
     }
     missing = tuple(name for name in scenario.must_happen if getattr(engine.stats, name) == 0)
-    return ScenarioResult(scenario.name, engine.stats, comparisons, missing)
+    operations = compared_operations(rollout, training, samples) if observes else None
+    return ScenarioResult(scenario.name, engine.stats, comparisons, missing, operations)
+
+
+def first_operation(result: VerifyResult) -> str:
+    """The first operation that differs in any scenario, or nothing."""
+    found = [one.difference.site for one in result.operations if one.difference is not None]
+    return describe_site(found[0]) if found else ""
+
+
+def _shows_operations(policy: Policy) -> bool:
+    """Whether verify observes: both sides are one function, and a back end that computes at once
+    runs observed what it runs otherwise.
+    """
+    return policy.flow.exact and not policy.backend.is_asynchronous
 
 
 def _check_alike(samples: Sequence[TokenSequence], world: World) -> None:

@@ -89,7 +89,7 @@ class Reward:
     ) -> Iterator[tuple[int, Outcome]]:
         """The index and the outcome of each completion, as they come.
 
-        An exception of the function, SystemExit included, is a failure of what it was called for.
+        Whatever the function raises, SystemExit included, is a failure of what it was called for.
         A RewardError passes through: it says that no completion can be graded; so does a
         KeyboardInterrupt.
         """
@@ -271,9 +271,9 @@ def _value_of(call: Callable[[], Any]) -> Any:
     try:
         value = call()
         return _loop().run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value
-    except RewardError:
+    except (RewardError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # whatever it raises is a failure of one completion
+    except BaseException as error:  # of a library that stops its own threads or tasks by one
         return failure_of(error)
 
 
@@ -289,9 +289,9 @@ def _all_at_once(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Outc
 async def _outcome_of_async(call: Callable[[], Awaitable[Any]]) -> Outcome:
     try:
         return outcome_of(await call())
-    except RewardError:
+    except (RewardError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # likewise
+    except BaseException as error:  # likewise
         return failure_of(error)
 
 

@@ -1,8 +1,9 @@
 """A reward function, by name.
 
 A reward is named as ``module:function``, as ``path/to/file.py:function``, or by the name of a
-built-in grader: ``reasoning_gym`` is the scorer of the task that the prompt came from.  Loading
-runs the user's own module and nothing else.
+built-in grader: ``reasoning_gym`` is the scorer of the task that the prompt came from.  One that
+was given from Python has a name that ``isobit.rewards.given`` made.  Loading runs the user's own
+module and nothing else.
 """
 
 import importlib
@@ -15,10 +16,14 @@ from typing import Any, TypeAlias
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.form import Reward, recognise
+from isobit.rewards.given import PREFIX, given_reward
 from isobit.rewards.graders import GRADERS
 from isobit.user_module import describe_missing, run_file
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float]
+
+_NO_MEMORY = ("annot allocate memory", "failed to map segment")
+"""What the system and its loader of libraries say of it."""
 
 
 def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
@@ -28,6 +33,8 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     import, a function that does not exist (with those that do), and one of no known form
     (``isobit.rewards.form``).
     """
+    if name.startswith(PREFIX):
+        return recognise(given_reward(name), name, options)
     place = GRADERS.get(name, name)
     module_name, separator, function_name = place.rpartition(":")
     if not (separator and module_name and function_name):
@@ -77,5 +84,5 @@ def _function(module: ModuleType, module_name: str, function_name: str) -> Calla
 
 def _in_a_line(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    short_of_memory = isinstance(error, MemoryError) or "annot allocate memory" in text
+    short_of_memory = isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY)
     return text + (" (reward.memory_mib is what it may take)" if short_of_memory else "")

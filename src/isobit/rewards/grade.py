@@ -31,8 +31,8 @@ class GradeStats:
     graded: int
     failed: int
     failures: dict[str, int]
-    """Counts by kind: the exception's name, ``not finite``, ``not a number``, ``no reward``,
-    ``deadline`` or ``crash``; of several rewards of a completion each counts.
+    """Counts by kind: the exception's name, ``not finite``, ``too large``, ``not a number``,
+    ``no reward``, ``deadline`` or ``crash``; of several rewards of a completion each counts.
     """
     first_error: str | None
     counts: dict[str, int] = field(default_factory=dict)

@@ -12,7 +12,8 @@ some of the groups, and count all of them.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -24,7 +25,8 @@ from isobit.rewards.form import Reward
 from isobit.rewards.function import load_reward
 from isobit.rewards.grade import GradeStats, Tally
 from isobit.rewards.outcome import Outcome, outcome_of
-from isobit.rewards.pool import Pool, Scoring, Task, Watch
+from isobit.rewards.pool import Inside, Pool, Scoring, Task, Watch
+from isobit.rewards.repetition import Repetition
 
 ModelScores: TypeAlias = Mapping[str, Callable[[Sequence[tuple[Prompt, Completion]]], list[float]]]
 """Of each part that is a model: what scores pairs of prompts and completions, in this process."""
@@ -51,6 +53,7 @@ class Graders:
         else:
             self._scoring = Pool(functions, config.workers, config.deadline_s, config.memory_mib)
         self._submitted: dict[int, tuple[Group, dict[str, Task]]] = {}
+        self._repetition = Repetition()
 
     def __enter__(self) -> Self:
         return self
@@ -106,31 +109,37 @@ class Graders:
         groups: Sequence[Group],
         models: ModelScores | None = None,
         watch: Watch | None = None,
+        inside: Inside = nullcontext,
     ) -> GradeStats:
         """Fill ``rewards`` and ``reward_parts`` of the groups, and say how it went.
 
         Raises RewardError as ``fill`` and ``stats`` do.
         """
-        return self.stats(self.fill(groups, models, watch))
+        return self.stats(self.fill(groups, models, watch, inside))
 
     def fill(
         self,
         groups: Sequence[Group],
         models: ModelScores | None = None,
         watch: Watch | None = None,
+        inside: Inside = nullcontext,
     ) -> list[Tally]:
         """Fill ``rewards`` and ``reward_parts`` of the groups; what was counted in each.
 
         ``watch`` is called some times a second, and what it raises ends the grading: no reward is
-        filled then.  Raises RewardError where a reward says that nothing can be graded, and where
-        no process stays up.
+        filled then.  Where rewards are called in this process it is called between two calls, and
+        each of them stands in a block of ``inside``.  Raises RewardError where a reward says that
+        nothing can be graded, and where no process stays up.
         """
         for group in groups:
             if id(group) not in self._submitted:
                 self.submit(group)
         tasks = [self._submitted[id(group)][1] for group in groups]
-        self._scoring.wait(
-            [task for parts in tasks for task in parts.values()], watch or (lambda: None)
+        all_tasks = [task for parts in tasks for task in parts.values()]
+        watch = watch or (lambda: None)
+        self._scoring.wait(all_tasks, watch, inside)
+        differing = self._repetition.differing(
+            tasks[0] if tasks else {}, self._scoring, watch, inside
         )
         of_models = self._model_outcomes(groups, models or {})
         weights = {name: part.weight for name, part in self._parts.items()}
@@ -143,6 +152,8 @@ class Graders:
             for task in tasks[index].values():
                 tally.counts.update(task.counts)
             tallies.append(tally)
+        if tallies:
+            tallies[0].counts.update(differing)
         return tallies
 
     def stats(self, tallies: Sequence[Tally]) -> GradeStats:
@@ -190,14 +201,17 @@ class InProcess:
     def poll(self) -> None:
         """Nothing goes on by itself."""
 
-    def wait(self, tasks: Sequence[Task], watch: Watch) -> None:
-        """Do the tasks.  Raises RewardError where a reward does, and what ``watch`` raises."""
+    def wait(self, tasks: Sequence[Task], watch: Watch, inside: Inside) -> None:
+        """Do the tasks.  Raises RewardError where a reward does, and what ``watch`` or a signal in
+        a block of ``inside`` raises.
+        """
         for task in tasks:
             if task.is_done:
                 continue
             take()  # what others met in this process
             try:
-                for index, outcome in self._rewards[task.part].grade(task.prompt, task.completions):
+                graded = self._rewards[task.part].grade(task.prompt, task.completions)
+                for index, outcome in _each_inside(inside, graded):
                     task.outcomes[index] = outcome
                     task.counts.update(take())
                     self._check_process()
@@ -212,6 +226,17 @@ class InProcess:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             os._exit(1)
+
+
+def _each_inside(
+    inside: Inside, graded: Iterator[tuple[int, Outcome]]
+) -> Iterator[tuple[int, Outcome]]:
+    while True:
+        with inside():
+            answered = next(graded, None)
+        if answered is None:
+            return
+        yield answered
 
 
 def _outcomes(task: Task) -> list[Outcome]:

@@ -23,6 +23,7 @@ import pickle
 import select
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.counts import bounded
 from isobit.rewards.form import Mode
+from isobit.rewards.given import PREFIX, packed_reward
 from isobit.rewards.outcome import Failure, Outcome
 from isobit.rewards.process import GraderProcess
 from isobit.rewards.wire import frame
@@ -38,6 +40,8 @@ from isobit.rewards.worker import Start
 
 Watch = Callable[[], None]
 """Called some times a second while something is waited for; what it raises ends the waiting."""
+Inside = Callable[[], AbstractContextManager[None]]
+"""Entered around each call of a reward in this process: what a signal does meanwhile."""
 
 DEFAULT_WORKERS = 4
 """At most, where nobody asks for more."""
@@ -89,7 +93,7 @@ class Scoring(Protocol):
         """Look after what goes on by itself."""
         ...
 
-    def wait(self, tasks: Sequence[Task], watch: Watch) -> None:
+    def wait(self, tasks: Sequence[Task], watch: Watch, inside: Inside) -> None:
         """Return when the tasks are done."""
         ...
 
@@ -131,7 +135,9 @@ class Pool:
         """Begin to start ``workers`` processes for rewards by part: a function's name with its
         options.
         """
-        self._start = Start(dict(rewards), memory_mib << 20)
+        given = [name for name, _ in rewards.values() if name.startswith(PREFIX)]
+        packed = {name: packed_reward(name) for name in given}
+        self._start = Start(dict(rewards), packed, memory_mib << 20)
         self._size = workers or min(len(os.sched_getaffinity(0)), DEFAULT_WORKERS)
         self._deadline_s = deadline_s
         self._modes: dict[str, Mode] = {}
@@ -173,8 +179,10 @@ class Pool:
         """
         self._attend(0.0)
 
-    def wait(self, tasks: Sequence[Task], watch: Watch) -> None:
-        """Return when the tasks are done.  Raises as ``poll`` does, and what ``watch`` raises."""
+    def wait(self, tasks: Sequence[Task], watch: Watch, inside: Inside = nullcontext) -> None:
+        """Return when the tasks are done.  Raises as ``poll`` does, and what ``watch`` raises.  No
+        reward is called ``inside`` this process.
+        """
         while not all(task.is_done for task in tasks):
             watch()
             self._attend(TICK_S)

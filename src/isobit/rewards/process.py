@@ -18,7 +18,6 @@ _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "2",  # each takes 64 MiB of address space, a thread one
 }
 _END_S = 3.0
 """How long a process that was told to end may take for it."""

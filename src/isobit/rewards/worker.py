@@ -3,9 +3,11 @@
 It splits in two before it has loaded anything: one half grades, the other (``keeper``) watches over
 it.  The half that grades has
 
-    limits       of its address space (``reward.memory_mib``); no core files
+    limits       of its memory (``memory_limit``, ``reward.memory_mib``); no core files
     its output   as a pipe of its own, so that a reward that prints reaches nobody's standard output
     a pid guard  what a reward forked and let return is no second grader: it ends there
+    deaf ears    signals to the run that reach all of its processes, as Slurm and systemd send them,
+                 are the trainer's to answer
 
 Messages (``wire``), to here: first ``Start``, then (part, prompt, completions) at a time.  From
 here:
@@ -19,19 +21,24 @@ here:
 
 import os
 import resource
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 from isobit.rewards.counts import take
 from isobit.rewards.keeper import adopt_orphans, die_with_parent, keep
+from isobit.rewards.memory_limit import limit_memory
 from isobit.rewards.wire import line, read_frame, write_all
 
 ENDS_AFTER = frozenset({"MemoryError", "SystemExit"})
 """Kinds of failures after which a process is replaced: what is left of its memory may be too little
 for all that follow, and what wanted to exit is not asked to go on.
 """
+
+FOR_THE_TRAINER = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +47,10 @@ class Start:
 
     rewards: Mapping[str, tuple[str, Mapping[str, Any]]]
     """By part: the function's name and its options."""
+    given: Mapping[str, bytes]
+    """Functions that were given from Python, by name (``isobit.rewards.given``)."""
     memory_bytes: int
-    """Of its address space."""
+    """That it may take (``memory_limit``)."""
 
 
 def main() -> None:
@@ -51,11 +60,13 @@ def main() -> None:
     output, printed = os.pipe()
     adopt_orphans()
     keeper = os.getpid()
+    _leave_to_trainer()
     grader = os.fork()
     if grader:
         os.close(printed)
         keep(grader, trainer, requests, replies, output)
     die_with_parent(keeper)
+    _leave_to_trainer()
     os.close(output)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, standard in ((nothing, 0), (printed, 1), (printed, 2)):
@@ -63,6 +74,21 @@ def main() -> None:
     os.close(nothing)
     os.close(printed)
     Grader(requests, replies).run()
+
+
+def _leave_to_trainer() -> None:
+    """Do nothing on signals to the run.  What a reward starts ends by them as anything does: they
+    are not ignored, which programs inherit, and a fork of this process passes them on to itself.
+    """
+    own = os.getpid()
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in FOR_THE_TRAINER:
+        signal.signal(number, hear)
 
 
 class Grader:
@@ -93,11 +119,13 @@ class Grader:
 
         faulthandler.enable()  # where a segmentation fault was
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (start.memory_bytes, start.memory_bytes))
+        limit_memory(start.memory_bytes)
         from isobit.errors import RewardError
         from isobit.rewards.function import load_reward
+        from isobit.rewards.given import unpack_reward
 
         try:
+            self._given = [unpack_reward(name, packed) for name, packed in start.given.items()]
             rewards = {
                 part: load_reward(name, options) for part, (name, options) in start.rewards.items()
             }
@@ -139,7 +167,7 @@ class Grader:
                 self._fail(index, failure_of(error), last=index == failed[-1])
 
     def _fail(self, index: int, failure: Any, last: bool) -> None:
-        content = {"item": index, "kind": failure.kind[:100], "message": failure.message[:2000]}
+        content = {"item": index, "kind": failure.kind, "message": failure.message}
         self._answer(content | ({"last": True} if last else {}))
         if last:
             os._exit(0)

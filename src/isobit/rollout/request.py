@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from isobit.errors import RequestError
 from isobit.records.text import Prompt, SamplingParams
 
+SMALLEST_TEMPERATURE = 1e-6
+"""Above 0: logits divided by less leave FP32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Handle:
@@ -85,6 +88,8 @@ def _check_sampling(request: Request) -> None:
         f"temperature = {sampling.temperature} must be finite and not below 0": not 0
         <= sampling.temperature
         < math.inf,
+        f"temperature = {sampling.temperature} is too small to divide by in FP32: 0 is greedy, "
+        f"else at least {SMALLEST_TEMPERATURE:g}": 0 < sampling.temperature < SMALLEST_TEMPERATURE,
         f"top_k = {sampling.top_k} must not be below 0": sampling.top_k < 0,
         f"top_p = {sampling.top_p} must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
         f"min_p = {sampling.min_p} must be at least 0 and below 1": not 0 <= sampling.min_p < 1,

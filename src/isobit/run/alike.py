@@ -28,12 +28,12 @@ def check_recipes(world: World, config: Recipe) -> None:
 
 
 def check_machines(world: World, device: torch.device) -> None:
-    """Refuse ranks with other versions, other GPUs or instruction sets, or on CPUs another number
-    of threads.
+    """Refuse ranks with other versions, other GPUs or classes of bits, or on CPUs another number of
+    threads.
     """
     found = environment(device)
-    if device.type != "cpu":
-        del found["device"]["threads"]
+    # of a CPU it is compared what the instructions compute (isobit.store.bits), not their name
+    del found["device"]["instructions" if device.type == "cpu" else "threads"]
     every = world.messages({"host": world.host, **found})
     hosts = [one.pop("host") for one in every]
     differs = _first_difference(every)

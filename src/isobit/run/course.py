@@ -115,7 +115,7 @@ class Course(Sampling[Run], Generic[Run, Log]):
 
         Raises Interrupted before anything is learnt, where a signal has come.
         """
-        self.interruption.agree()
+        self.interruption.agree(self.checkpoints.check_place)
         turn = self.run.turns.training(self.clock, engine_is_next)
         with self.clock("training"), self.console.busy("training"), turn:
             yield
@@ -125,10 +125,10 @@ class Course(Sampling[Run], Generic[Run, Log]):
         return evaluation_is_due(self.run.config, step)
 
     def end_step(self, step: int) -> None:
-        """Evaluate and save, as far as either is due.  Raises Interrupted where a signal has
-        come.
+        """Evaluate and save, as far as either is due, and save where a signal asks for it.  Raises
+        Interrupted where one has come to stop, and StorageError where the directory is gone.
         """
-        self.interruption.agree()
+        self.interruption.agree(self.checkpoints.check_place)
         if self.evaluates_after(step):
             self.log.evaluation(
                 step,
@@ -137,7 +137,8 @@ class Course(Sampling[Run], Generic[Run, Log]):
                 ),
             )
         self.checkpoints.save_if_due(step)
-        self.interruption.agree()
+        if self.interruption.agree():
+            self.checkpoints.save_now()
 
     def save_model(self) -> None:
         """The policy as a model folder in the run's directory."""
@@ -155,18 +156,23 @@ def course(
     model_when_interrupted: bool = False,
     extra_bytes: int = 0,
     world: World = ALONE,
+    allowed: Sequence[str] = (),
 ) -> Iterator[Course[Run, Log]]:
     """Begin, or with ``resume`` go on with, the training of a model of ``shape`` that ``prepare``
     makes from ``config`` on each rank of ``world``; entered for all of its steps.  A checkpoint
-    holds at most ``extra_bytes`` beside policy and optimiser.
+    holds at most ``extra_bytes`` beside policy and optimiser.  What is ``allowed`` by name may be
+    other than in the run that is resumed.
 
-    A signal leaves a checkpoint, and with ``model_when_interrupted`` the model folder too.
+    A signal to stop leaves a checkpoint, and with ``model_when_interrupted`` the model folder too;
+    SIGUSR1 a checkpoint, and the run goes on.
     """
     console = console or (Console() if world.rank == 0 else silent())
     clock = Clock(world.pulse.beat)
     check_recipes(world, config)
+    interruption = Interruption(world)
     with (
-        begin(config, shape, resume, console.line, extra_bytes, world) as start,
+        interruption.open_to_requests(),
+        begin(config, shape, resume, console.line, extra_bytes, world, allowed) as start,
         open_graders(config) as graders,
     ):
         with console.busy("loading"):
@@ -177,7 +183,7 @@ def course(
         check_machines(world, run.model.policy.device)
         console.lines([*run.describe(), *rewards])
         with (
-            Interruption(world) as interruption,
+            interruption,
             disk_errors(config.output, "the files of the run"),
         ):
             grading = RecordedGrading(start.rewards, graders, run.model_scores, interruption, world)

@@ -17,7 +17,6 @@ from isobit.parallel.world import World
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats, Tally
 from isobit.rewards.grading import Graders, ModelScores
-from isobit.rewards.pool import Watch
 from isobit.run.interruption import Interruption
 from isobit.store.reward_record import RewardRecord
 
@@ -54,7 +53,7 @@ class RecordedGrading:
     def _ask(self, homes: Sequence[int] | None, groups: Sequence[Group]) -> GradeStats:
         assert self.graders is not None, "nothing is graded without a reward"
         return grade_together(
-            self.world, self.graders, groups, self.models, self.interruption.check, homes
+            self.world, self.graders, groups, self.models, self.interruption, homes
         )
 
 
@@ -63,7 +62,7 @@ def grade_together(
     graders: Graders,
     groups: Sequence[Group],
     models: ModelScores | None = None,
-    watch: Watch | None = None,
+    interruption: Interruption | None = None,
     homes: Sequence[int] | None = None,
 ) -> GradeStats:
     """Fill the rewards of groups, which all ranks have, each by one rank: that of ``homes``, or by
@@ -73,7 +72,12 @@ def grade_together(
     mine = [place for place, home in enumerate(homes) if home == world.rank]
 
     def graded() -> list[list[Any]]:
-        tallies = graders.fill([groups[place] for place in mine], models, watch)
+        own = [groups[place] for place in mine]
+        if interruption is None:
+            tallies = graders.fill(own, models)
+        else:
+            with interruption.answered_at_once():  # a reward in this process may sleep for an hour
+                tallies = graders.fill(own, models, interruption.check)
         return [
             [place, *_value(groups[place], tally)]
             for place, tally in zip(mine, tallies, strict=True)

@@ -1,48 +1,61 @@
-"""SIGTERM and Ctrl-C: the run stops where that is safe, and a second Ctrl-C stops it at once.
+"""Signals to a run (``isobit.parallel.signals``): it stops where that is safe, or saves where it
+stands and goes on.
 
-The first signal only raises a flag.  The run looks at it after every forward of the engine, between
-grading and training, and after every step, so that a step is either finished or abandoned before it
-has changed a weight.  Signals that the caller of the process has switched off (``nohup``) stay so.
+A signal only raises a flag.  The run looks at it after every forward of the engine, many times a
+second while it grades, between grading and training, and after every step, so that a step is either
+finished or abandoned before it has changed a weight.  Signals that the caller of the process has
+switched off (``nohup``) stay so.
 
-Of several ranks, one that has a signal tells the others, who look now and then: so all engines stop
-soon.  Where all ranks come by they agree, and all raise it or none.
+Of several ranks, one that has a signal to stop tells the others, who look now and then: so all
+engines stop soon.  Where all ranks come by they agree, and all raise it or none.  There they also
+agree on a checkpoint, whichever of them was asked for it.
 """
 
-import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from isobit.errors import Interrupted
-from isobit.parallel.agreement import together
+from isobit.errors import Interrupted, StoppedAtOnce
+from isobit.parallel.agreement import gathered
+from isobit.parallel.signals import SAVES, STOPS
 from isobit.parallel.world import ALONE, World
 from isobit.rollout.progress import Progress
+from isobit.terminal import tell
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NOTE = "signal"
 _LOOK_S = 0.5
 """Between two looks at what others have received: an engine's step is shorter."""
 
 
 class Interruption:
-    """Watches for a signal while it is entered; does nothing outside the main thread, where Python
-    delivers none.
+    """Watches for signals: for one to save from ``open_to_requests`` on, for those to stop while it
+    is entered.  Does nothing outside the main thread, where Python delivers none.
     """
 
     def __init__(self, world: World = ALONE) -> None:
         self._world = world
         self._look_at, self._has_told = 0.0, False
         self._received: signal.Signals | None = None
+        self._is_to_save = self._answers_at_once = False
         self._before: dict[signal.Signals, Any] = {}
 
+    @contextmanager
+    def open_to_requests(self) -> Iterator[None]:
+        """A block in which a signal to save is kept until the run looks; it would end the process
+        otherwise.
+        """
+        before = _heard((SAVES,), self._note_request)
+        try:
+            yield
+        finally:
+            _unheard(before)
+
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._receive)
+        self._before = _heard(STOPS, self._receive)
         return self
 
     def __exit__(
@@ -51,12 +64,11 @@ class Interruption:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _unheard(self._before)
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has come, here or to another rank.  A rank that asks lives:
-        its pulse beats.
+        """Raise Interrupted if a signal to stop has come, here or to another rank.  A rank that
+        asks lives: its pulse beats.
         """
         self._world.pulse.beat()
         if self._world.size > 1:
@@ -64,9 +76,32 @@ class Interruption:
         if self._received is not None:
             raise Interrupted(self._received.name, self._received)
 
-    def agree(self) -> None:
-        """Raise Interrupted on all ranks if a signal has come to any; all ask at the same time."""
-        together(self._world, self.check)
+    def agree(self, check: Callable[[], None] | None = None) -> bool:
+        """Raise Interrupted on all ranks if a signal to stop has come to any, and what ``check``
+        raises on any; all ask at the same time.  -> Without ``check``, whether any was asked to
+        save since it was last said.
+        """
+
+        def look() -> bool:
+            self.check()
+            if check is not None:
+                check()
+                return False
+            asked, self._is_to_save = self._is_to_save, False
+            return asked
+
+        return any(gathered(self._world, look))
+
+    @contextmanager
+    def answered_at_once(self) -> Iterator[None]:
+        """A block of code that is not ours and changes nothing of the run, a reward in this
+        process: a signal to stop raises Interrupted in the middle of it.
+        """
+        self._answers_at_once = True
+        try:
+            yield
+        finally:
+            self._answers_at_once = False
 
     def watched(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
         """``progress`` for the engine, which then also stops generating when a signal has come."""
@@ -91,11 +126,31 @@ class Interruption:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
             self._received = signal.Signals(number)
-            if self._world.rank > 0:
-                return
-            # A handler may run in the middle of any print, so it writes past Python's buffers.
-            name = self._received.name
-            said = f"\n{name}: stopping where it is safe; Ctrl-C again stops at once\n"
-            os.write(2, said.encode())
+            if self._world.rank == 0:
+                name = self._received.name
+                tell(f"\n{name}: stopping where it is safe; Ctrl-C again stops at once")
         elif number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise StoppedAtOnce
+        if self._answers_at_once:
+            raise Interrupted(self._received.name, self._received)
+
+    def _note_request(self, number: int, frame: FrameType | None) -> None:
+        self._is_to_save = True
+        if self._world.rank == 0:
+            tell(f"\n{signal.Signals(number).name}: a checkpoint after this step, then on")
+
+
+def _heard(
+    numbers: tuple[signal.Signals, ...], hear: Callable[[int, FrameType | None], None]
+) -> dict[signal.Signals, Any]:
+    """What was done at these signals before ``hear``, but for those that are switched off."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    off = (signal.SIG_IGN, None)  # None: by code that is not Python's
+    wanted = [number for number in numbers if signal.getsignal(number) not in off]
+    return {number: signal.signal(number, hear) for number in wanted}
+
+
+def _unheard(before: dict[signal.Signals, Any]) -> None:
+    for number, handler in before.items():
+        signal.signal(number, handler)

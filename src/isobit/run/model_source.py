@@ -90,7 +90,9 @@ def describe_source(
     folder = model_folder(model)
     config, tokenizer = source_config(model, shape, objective), load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    described = DescribedModel(folder, config, tokenizer, stop_token_ids(tokenizer, folder))
+    described = DescribedModel(
+        folder, config, tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
+    )
     return ModelSource(described, from_scratch=shape is not None)
 
 

@@ -4,7 +4,7 @@
 Each kind of training makes its own outline; from there on all is the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +58,11 @@ class Outline:
 
 class Material(Protocol):
     """What a kind of training is made from, as far as it is known without the weights."""
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """Digests of what is read beside the recipe (``isobit.run.inputs``)."""
+        ...
 
     @property
     def outline(self) -> Outline:

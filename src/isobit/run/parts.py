@@ -80,6 +80,8 @@ class PreparedRun:
     parts: Parts
     sampler: PromptSampler
     """The order of what is learnt from."""
+    inputs: Mapping[str, str]
+    """Digests of what is read beside the recipe (``isobit.run.inputs``)."""
 
     @property
     def model(self) -> LoadedModel:

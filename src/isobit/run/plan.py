@@ -34,6 +34,7 @@ from isobit.rollout.native.limits import Limits, check_limits
 from isobit.run.outline import Material, Outline, check_requests
 from isobit.store.checkpoint.format import folders_by_step
 from isobit.store.checkpoint.space import DiskPlan, plan_disk
+from isobit.store.checkpoint.start import preview
 from isobit.store.directory import RunDirectory, check_unused
 from isobit.training.optimiser import advise_smaller_moments
 from isobit.units import gib
@@ -56,6 +57,8 @@ class TrainingPlan:
     disk: DiskPlan
     rewards: Sequence[str]
     """A line each."""
+    start: Sequence[str]
+    """Lines on where a resumed run goes on; none of a new one."""
 
     def describe(self, memory: Memory | None) -> list[str]:
         """The plan as text: the resolved recipe, the model, what is learnt, the precision flow, and
@@ -79,15 +82,19 @@ class TrainingPlan:
                 else _describe_memory(self.memory, memory)
             ),
             self.disk.describe(),
+            *self.start,
             "nothing was written; leave out --dry-run to start",
         ]
 
 
 def plan_training(
-    config: Config, read: Callable[[Config], Material], resume: bool = False
+    config: Config,
+    read: Callable[[Config], Material],
+    resume: bool = False,
+    allowed: Sequence[str] = (),
 ) -> TrainingPlan:
     """Check a training, whose material ``read`` makes, and work out what it takes; with ``resume``
-    its directory may be in use.
+    the run in its directory is to go on, though what is ``allowed`` by name be other than it was.
 
     Raises an ``IsobitError`` that names what cannot be used.
     """
@@ -100,6 +107,9 @@ def plan_training(
     weight_bytes = outline.source.weight_bytes
     flow = build_flow(config.precision, decoder_shape(model))
     device = outline.choose_device()
+    start: list[str] = []
+    if resume:
+        preview(config, material.inputs, device, allowed, start.append)
     cluster, sizes = outline.config.cluster, support(device.type).sizes
     processes = cluster.processes - cluster.rollouters
     if support(device.type).has_own_memory:
@@ -121,7 +131,7 @@ def plan_training(
         outline.extra_bytes,
     )
     disk.check()
-    return TrainingPlan(outline, weight_bytes, flow, memory, processes, disk, rewards)
+    return TrainingPlan(outline, weight_bytes, flow, memory, processes, disk, rewards, start)
 
 
 def describe_rewards(reward: RewardConfig | None) -> Sequence[str]:

@@ -2,20 +2,21 @@
 grading.
 """
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from isobit.config.commands import GenerationConfig
-from isobit.config.data import JsonlData
+from isobit.config.data import ColumnsData, DataSource, ReasoningGymData
+from isobit.config.rollout import RolloutConfig
 from isobit.config.rules import check_greedy
 from isobit.data.prompts import prompts_of_rows
-from isobit.data.sources import Row, load_rows
+from isobit.data.sources import load_rows, row_of
 from isobit.models.cut import check_ranks
 from isobit.models.loaded import load_sampling_model
 from isobit.parallel.world import ALONE, World
-from isobit.records.text import Group
+from isobit.records.json_line import json_line
+from isobit.records.text import Completion, Group, Prompt
 from isobit.rollout.engine import generate
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.progress import Progress
@@ -24,55 +25,80 @@ from isobit.rollout.request import Request
 
 def rollout_folder(
     folder: Path,
-    prompts: Sequence[str] | JsonlData,
+    prompts: Sequence[str | Sequence[Mapping[str, str]]] | DataSource,
     settings: GenerationConfig,
     samples: int = 1,
     seed: int = 0,
     chat: bool = True,
     progress: Callable[[Progress], None] | None = None,
     world: World = ALONE,
+    take: Callable[[Group], None] | None = None,
 ) -> list[Group]:
     """Complete each prompt ``samples`` times; a completion that would outgrow the model's context
-    ends there ("length").
+    ends there ("length").  Where the settings say nothing of the temperature, one sample is greedy,
+    which shows what a model has learnt.  ``take`` is given each group as soon as it and those
+    before are there.
 
-    ``prompts`` are texts, or a JSONL file whose prompt column holds texts or chat messages.  Raises
-    ModelError, DataError or RequestError, before anything is generated, for what cannot be
+    ``prompts`` are texts or lists of chat messages, or a dataset whose prompt column holds them.
+    Raises ModelError, DataError or RequestError, before anything is generated, for what cannot be
     used, and ConfigError for several samples of greedy decoding.  Ranks of ``world`` share the
     model, and each has all completions.
     """
     check_ranks(settings.cluster.rollout_tp, world)
-    rollout = settings.rollout
+    rollout = _with_temperature(settings.rollout, samples)
     check_greedy(samples, rollout.temperature, "samples", "rollout.temperature")
     model = load_sampling_model(folder, settings.precision, settings.device, world)
     rows = (
         load_rows(prompts)
-        if isinstance(prompts, JsonlData)
-        else [Row(text, {}, f"prompt {i}") for i, text in enumerate(prompts)]
+        if isinstance(prompts, ColumnsData | ReasoningGymData)
+        else [row_of(prompt, {}, f"prompt {i}") for i, prompt in enumerate(prompts)]
     )
     made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
     requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]
-    completions = generate(
-        NativeEngine(model.policy, rollout, model.tokenizer, seed), requests, progress
-    )
+    engine = NativeEngine(model.policy, rollout, model.tokenizer, seed)
+    complete = _in_order(made, take) if take is not None else None
+    completions = generate(engine, requests, progress, complete)
     return [Group(prompt, 0, group) for prompt, group in zip(made, completions, strict=True)]
 
 
-def completion_lines(groups: Sequence[Group]) -> Iterator[str]:
-    """A JSON object a completion: its prompt and columns, text, tokens and their
+def _in_order(
+    prompts: Sequence[Prompt], take: Callable[[Group], None]
+) -> Callable[[int, list[Completion]], None]:
+    """Takes completions by the place of their prompt, as they come, and hands them on in order."""
+    waiting: dict[int, list[Completion]] = {}
+    due = 0
+
+    def complete(place: int, completions: list[Completion]) -> None:
+        nonlocal due
+        waiting[place] = completions
+        while due in waiting:
+            take(Group(prompts[due], 0, waiting.pop(due)))
+            due += 1
+
+    return complete
+
+
+def _with_temperature(rollout: RolloutConfig, samples: int) -> RolloutConfig:
+    """Greedy for one sample, unless something is said of how it is drawn."""
+    said = {"temperature", "top_k", "top_p", "min_p"} & rollout.model_fields_set
+    return rollout if said or samples > 1 else rollout.model_copy(update={"temperature": 0.0})
+
+
+def completion_lines(group: Group) -> Iterator[bytes]:
+    """A JSON object, as a line, a completion: its prompt and columns, text, tokens and their
     log-probabilities.
     """
-    for group in groups:
-        for sample, completion in enumerate(group.completions):
-            record: dict[str, Any] = {
-                "prompt_id": group.prompt.id,
-                "sample": sample,
-                "prompt": group.prompt.text,
-                "completion": completion.text,
-                "finish_reason": completion.finish_reason,
-                "token_ids": completion.token_ids,
-                "log_probs": completion.log_probs,
-                "columns": dict(group.prompt.row),
-            }
-            if completion.routings is not None:
-                record["routings"] = completion.routings
-            yield json.dumps(record, ensure_ascii=False, default=str)
+    for sample, completion in enumerate(group.completions):
+        record: dict[str, Any] = {
+            "prompt_id": group.prompt.id,
+            "sample": sample,
+            "prompt": group.prompt.text,
+            "completion": completion.text,
+            "finish_reason": completion.finish_reason,
+            "token_ids": completion.token_ids,
+            "log_probs": completion.log_probs,
+            "columns": dict(group.prompt.row),
+        }
+        if completion.routings is not None:
+            record["routings"] = completion.routings
+        yield json_line(record, default=str)

@@ -11,6 +11,7 @@
                         (``isobit.store.checkpoint``)
     model/              the trained policy as a Hugging Face folder, with its tokenizer
     summary.json        the figures at the end
+    ending.json         why the run has ended before its time, until it goes on
 
 A run writes into a directory that holds anything only to go on in it (``--resume``): two runs would
 mix their metrics.  The directory itself may be a link; a file of the run that is one is refused:
@@ -86,6 +87,11 @@ class RunDirectory:
     def summary(self) -> Path:
         """``summary.json``: the figures at the end, written last."""
         return self.root / "summary.json"
+
+    @property
+    def ending(self) -> Path:
+        """``ending.json``: why the run has ended before its time; only then, until it goes on."""
+        return self.root / "ending.json"
 
 
 def check_unused(root: Path) -> None:

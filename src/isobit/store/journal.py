@@ -58,7 +58,7 @@ def rewind(directory: RunDirectory, recorded: Positions) -> None:
     """Cut every file to its recorded size and remove those of the run that were not there.
 
     ``rewards.jsonl`` and ``budget.jsonl`` stay whole: what lies beyond their positions is wanted
-    for the steps that are done again.
+    for the steps that are done again.  A file that has lost lines keeps those that are whole.
     """
     names = {str(path.relative_to(directory.root)) for path in _journals(directory)}
     for name in sorted(names | recorded.keys()):
@@ -67,8 +67,9 @@ def rewind(directory: RunDirectory, recorded: Positions) -> None:
             continue
         if size is None:
             path.unlink()
-        else:
-            os.truncate(path, size)
+        elif path.is_file():
+            is_short = path.stat().st_size < size
+            os.truncate(path, sum(map(len, whole_lines(path, 0))) if is_short else size)
 
 
 def whole_lines(path: Path, position: int) -> list[bytes]:

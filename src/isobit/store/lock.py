@@ -47,6 +47,18 @@ def locked(directory: Path) -> Iterator[None]:
             _held.discard(descriptor)
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a process of this machine writes into a run's directory; changes nothing."""
+    try:
+        with open(directory / LOCK_FILE, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _let_go() -> None:
     """In a forked child the lock is the parent's; the number stays taken, for who closes it."""
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -23,6 +23,7 @@ from isobit.kernels.backend import support
 from isobit.memory.machine import openmp_libraries, processor_name, read_memory, usable_cores
 from isobit.precision.compare import graph_differences
 from isobit.precision.flow import PrecisionFlow, Site
+from isobit.store.bits import class_of_bits
 from isobit.store.training_run import TrainingRun
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
@@ -42,6 +43,7 @@ def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
             "config": asdict(policy.config),
         },
         "data": run.data_figures(),
+        "inputs": dict(run.inputs),
         "engine": run.engine_figures(),
         "precision": precision_graph(policy.flow),
         "config": run.config.model_dump(mode="json"),
@@ -50,7 +52,7 @@ def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What the bits of a gradient on a device depend on beside the configuration: versions, GPU or
-    instruction set, threads.
+    instruction set, threads; and the class of bits that follows from them.
     """
     offered = support(device.type)
     libraries, model = (*_LIBRARIES, *offered.libraries), offered.device_model(device)
@@ -67,6 +69,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
         },
+        "bits": class_of_bits(device, {name: _version(name) for name in offered.libraries}),
     }
 
 

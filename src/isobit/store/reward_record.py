@@ -15,12 +15,12 @@ digest proves it.
 
 import hashlib
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from isobit.files import LineFile
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats, Grading
 
@@ -38,7 +38,7 @@ class RewardRecord:
         self._lines = deque(lines)
         self._size = position
         self._unwritten: list[bytes] = []
-        self._path: Path | None = None
+        self._file: LineFile | None = None
         self._follows = False
 
     def follow(self) -> None:
@@ -49,12 +49,16 @@ class RewardRecord:
 
     def open(self, path: Path) -> None:
         """Write to ``path`` from now on, and first what was graded before."""
-        with path.open("ab") as file:
-            file.truncate(self._size + sum(map(len, self._lines)))
-        self._path = path
+        self._file = LineFile(path)
+        self._file.cut(self._size + sum(map(len, self._lines)))
         for line in self._unwritten:
             self._write(line)
         self._unwritten.clear()
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._file is not None:
+            self._file.close()
 
     @property
     def is_ahead(self) -> bool:
@@ -67,6 +71,10 @@ class RewardRecord:
     def lines_ahead(self) -> list[bytes]:
         """The gradings that are recorded and have not come again yet."""
         return list(self._lines)
+
+    def forget_ahead(self) -> None:
+        """Ask anew for what is recorded and has not come again: another reward grades it."""
+        self._lines.clear()
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Gradings that others have made, in their order: those of the record again, or new."""
@@ -125,16 +133,15 @@ class RewardRecord:
             "they are graded anew"
         )
         self._lines.clear()
-        if self._path is not None:
-            os.truncate(self._path, self._size)
+        if self._file is not None:
+            self._file.cut(self._size)
 
     def _write(self, line: bytes) -> None:
-        if self._path is None and not self._follows:
+        if self._file is None and not self._follows:
             self._unwritten.append(line)
             return
-        if self._path is not None:
-            with self._path.open("ab") as file:
-                file.write(line)
+        if self._file is not None:
+            self._file.write(line)
         self._size += len(line)
 
 

@@ -62,8 +62,10 @@ class TrainingRun(Protocol):
         ...
 
     @property
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that is learnt from: a run goes on with the same data only."""
+    def inputs(self) -> Mapping[str, str]:
+        """Digests by name of what is read beside the recipe: data, tokenizer, code of the user's
+        (``isobit.run.inputs``).  A run goes on with the same only.
+        """
         ...
 
     def data_figures(self) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from isobit.training.figures import UpdateMetrics
 from isobit.training.judge import Judge
 from isobit.training.out_of_memory import within_memory
 from isobit.training.packing import pack
+from isobit.training.repeat import Repeat
 from isobit.training.replay import ReplayBuffer
 from isobit.training.sample import Sample
 from isobit.training.signal import has_signal
@@ -63,6 +64,7 @@ class StepMetrics:
     has_signal: bool  # whether any update had
     corrections: dict[str, float]  # of the corrections' weights, empty without any
     clip: ClipBounds | None  # of the last update, where they are calibrated
+    repeat: Repeat | None = None  # of a micro-batch, where that was due
 
     @property
     def skipped_updates(self) -> int:
@@ -91,6 +93,8 @@ class Learner:
     judge: Judge
     replay: ReplayBuffer | None = None
     calibration: Calibration | None = None
+    repeat_every: int = 0
+    """Steps between two in which a micro-batch is computed twice; 0: never."""
 
     @property
     def trainer(self) -> Trainer:
@@ -115,7 +119,7 @@ class Learner:
             bool(part) and (signal or self.trainer.config.without_signal == "take")
             for part, signal in zip(parts, signals, strict=True)
         ]
-        updates = self._update(parts, taken, step)
+        updates, repeat = self._update(parts, taken, step)
         if self.replay is not None:
             self.replay.keep(kept, self.trainer.policy.version)
         if not self.judge.recomputes and updates:
@@ -139,6 +143,7 @@ class Learner:
             has_signal=any(signals),
             corrections=_correction_figures(parts),
             clip=None if self.calibration is None else self.calibration.bounds,
+            repeat=repeat,
         )
 
     def _judged(
@@ -194,9 +199,11 @@ class Learner:
 
     def _update(
         self, parts: Sequence[Sequence[TokenSequence]], taken: Sequence[bool], step: int
-    ) -> list[UpdateMetrics]:
-        """All updates of the step: on the parts that are taken."""
-        trainer, updates = self.trainer, list[UpdateMetrics]()
+    ) -> tuple[list[UpdateMetrics], Repeat | None]:
+        """All updates of the step: on the parts that are taken; and what came of repeating a
+        micro-batch of the first, where that is due.
+        """
+        trainer, updates, repeat = self.trainer, list[UpdateMetrics](), None
         epochs, last = trainer.config.epochs, list(compress(parts, taken))[-1:]
         calibration = self.calibration if last else None
         begun = None if calibration is None else calibration.begin(step, last[0])
@@ -209,8 +216,10 @@ class Learner:
                 calibration.finish(begun)
             algorithm = self.judge.algorithm if calibration is None else calibration.algorithm
             compare = not self.judge.recomputes and not updates
+            if self.repeat_every and step % self.repeat_every == 0 and not updates:
+                repeat = _repeat(trainer, sequences, algorithm, step // self.repeat_every)
             updates.append(_update(trainer, sequences, algorithm, compare))
-        return updates
+        return updates, repeat
 
 
 def train_on_groups(
@@ -256,6 +265,17 @@ def _update(
         trainer,
         [sequence.length for sequence in sequences],
         lambda tokens: trainer.update(pack(sequences, tokens), algorithm, compare),
+    )
+
+
+def _repeat(
+    trainer: Trainer, sequences: Sequence[TokenSequence], algorithm: Algorithm, pick: int
+) -> Repeat:
+    """One of the update's micro-batches, another one each time, twice."""
+    return within_memory(
+        trainer,
+        [sequence.length for sequence in sequences],
+        lambda tokens: trainer.repeat(pack(sequences, tokens), algorithm, pick),
     )
 
 

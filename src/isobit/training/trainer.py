@@ -19,6 +19,7 @@ is wanted there.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -41,6 +42,7 @@ from isobit.training.optimiser import (
     learning_rate,
     set_learning_rate,
 )
+from isobit.training.repeat import Pass, Repeat, compare_passes, digest_of, figures_text
 from isobit.training.rounds import Rounds
 from isobit.training.router import router_coefficients
 
@@ -157,6 +159,30 @@ class Trainer:
         """Leave out an update that has nothing to learn from: only the schedule goes on."""
         self.updates += 1
 
+    def repeat(self, batches: Sequence[PackedBatch], objective: Objective, pick: int) -> Repeat:
+        """Compute one micro-batch of an update twice, or one on each rank, and compare the bits;
+        ``pick`` says from which on, modulo their number.  Nothing is learnt from it.
+        """
+        policy = self.policy
+        router, shares = router_coefficients(self.config, batches), objective.shares(batches)
+        members = list(zip(batches, shares, strict=True))
+        first = pick % max(1, len(members) - policy.world.size + 1)
+        chosen = members[first : first + policy.world.size]
+
+        def compute() -> Pass:
+            rounds = Rounds(
+                policy, objective, self.config.recompute, router, compare=True, timing=untimed
+            )
+            try:
+                made = figures_text(rounds.figures(chosen))
+                found = gathered(policy.world, partial(_digests, policy, rounds))
+            finally:
+                self._optimiser.zero_grad()
+                policy.gradient.release()
+            return made, {name: " ".join(one[name] for one in found) for name in policy.masters}
+
+        return compare_passes(compute)
+
     def _gradients(
         self,
         batches: Sequence[PackedBatch],
@@ -216,3 +242,12 @@ class Trainer:
                 "lower the learning rate, or look for what is not finite in rewards or weights"
             )
             raise agreed(NonFiniteError(reason))
+
+
+def _digests(policy: Policy, rounds: Rounds) -> dict[str, str]:
+    """Of the rows of every gradient that this rank owns, once the rounds are over."""
+    rounds.squares()
+    return {
+        name: "" if master.grad is None else digest_of(master.grad)
+        for name, master in policy.masters.items()
+    }

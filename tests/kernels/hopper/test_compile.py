@@ -3,8 +3,6 @@ exactness and speed rest on.
 """
 
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from isobit.kernels.hopper import attention  # noqa: E402
+from tests.kernels.hopper.disassembly import disassembled  # noqa: E402
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOST_SHARED = 227 * 1024
 E4M3 = "*fp8e4nv"
 POINTERS = {
@@ -47,7 +45,6 @@ def compile_for_hopper(
     constants: dict[str, Any],
     warps: int,
     stages: int,
-    tmp_path: Path,
     registers: int | None = None,
 ) -> tuple[Any, str, str]:
     """-> the compiled kernel, its SASS and its resource usage."""
@@ -71,12 +68,7 @@ def compile_for_hopper(
         "maxnreg": registers,
     }
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
-        for flag in ("-sass", "-res-usage")
-    )
+    sass, usage = disassembled(compiled.asm["cubin"])
     return compiled, sass, usage
 
 
@@ -96,7 +88,7 @@ def assert_wgmma(sass: str, scaled: bool) -> None:
 
 @pytest.mark.parametrize(("dim", "split", "window"), VARIANTS)
 @pytest.mark.parametrize("name", FORMS)
-def test_decode(name: str, dim: int, split: bool, window: int, tmp_path: Path) -> None:
+def test_decode(name: str, dim: int, split: bool, window: int) -> None:
     form, absent = FORMS[name]
     inputs = dict.fromkeys("QKV", E4M3 if form.scaled else "*bf16")
     constants = shape(
@@ -115,7 +107,6 @@ def test_decode(name: str, dim: int, split: bool, window: int, tmp_path: Path) -
         constants | absent,
         4,
         form.decode_stages,
-        tmp_path,
         form.decode_registers,
     )
     assert_wgmma(sass, form.scaled)
@@ -128,7 +119,7 @@ def test_decode(name: str, dim: int, split: bool, window: int, tmp_path: Path) -
 
 @pytest.mark.parametrize(("dim", "split", "window"), VARIANTS)
 @pytest.mark.parametrize("name", FORMS)
-def test_prefill(name: str, dim: int, split: bool, window: int, tmp_path: Path) -> None:
+def test_prefill(name: str, dim: int, split: bool, window: int) -> None:
     form, absent = FORMS[name]
     inputs = {"Q": E4M3, "K": E4M3, "V": "*fp16"} if form.scaled else dict.fromkeys("QKV", "*bf16")
     constants = shape(
@@ -146,7 +137,6 @@ def test_prefill(name: str, dim: int, split: bool, window: int, tmp_path: Path) 
         constants | absent,
         form.prefill_warps,
         form.prefill_stages,
-        tmp_path,
     )
     assert_wgmma(sass, form.scaled)
     assert sass.count("WARPGROUP.DEPBAR") <= sass.count("GMMA") // 4  # products overlap
@@ -156,13 +146,12 @@ def test_prefill(name: str, dim: int, split: bool, window: int, tmp_path: Path) 
     )  # joining a part with those before it happens once, outside the loop
 
 
-def test_join(tmp_path: Path) -> None:
+def test_join() -> None:
     _, _, usage = compile_for_hopper(
         attention._join_kernel,
         {},
         {"H": 32, "D": 128, "PART": attention.PART, "WINDOW": 0},
         1,
         2,
-        tmp_path,
     )
     assert stack_bytes(usage) == 0

@@ -3,9 +3,7 @@ without a GPU.
 """
 
 import re
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +17,8 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from isobit.kernels.hopper import linear_backward, swiglu_backward, token_groups  # noqa: E402
+from tests.kernels.hopper.disassembly import disassembled  # noqa: E402
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 REGISTERS, SHARED, SHARED_OF_A_PROGRAM = (
     64 * 1024,
     228 * 1024,
@@ -47,7 +45,6 @@ class Compiled:
 def compile_for_hopper(
     kernel: Any,
     constants: dict[str, Any],
-    tmp_path: Path,
     warps: int,
     types: dict[str, str] | None = None,
     source: type = ASTSource,
@@ -69,12 +66,7 @@ def compile_for_hopper(
         target=GPUTarget("cuda", 90, 32),
         options={"enable_fp_fusion": False, "num_warps": warps},
     )
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
-        for flag in ("-sass", "-res-usage")
-    )
+    sass, usage = disassembled(compiled.asm["cubin"])
     assert (
         max(int(number) for number in re.findall(r"STACK:(\d+)", usage)) == 0 and "STL" not in sass
     )
@@ -124,11 +116,10 @@ def quantise_columns(columns: int, gated: bool, rows: bool, power_of_two: bool) 
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("rows", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
-def test_quantise(gated: bool, rows: bool, power_of_two: bool, tmp_path: Path) -> None:
+def test_quantise(gated: bool, rows: bool, power_of_two: bool) -> None:
     made = compile_for_hopper(
         token_groups._quantise_kernel,
         quantise_columns(12288, gated, rows, power_of_two),
-        tmp_path,
         token_groups.WARPS,
         source=GluonASTSource,
     )
@@ -146,12 +137,11 @@ SHORT = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_quantise_with_a_short_group(name: str, tmp_path: Path) -> None:
+def test_quantise_with_a_short_group(name: str) -> None:
     constants = SHORT[name]
     made = compile_for_hopper(
         token_groups._quantise_kernel,
         constants,
-        tmp_path,
         token_groups.WARPS,
         source=GluonASTSource,
     )
@@ -160,13 +150,12 @@ def test_quantise_with_a_short_group(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("columns", "power_of_two"), [(12288, True), (12288, False), (576, True)])
-def test_swiglu_backward_quantise(columns: int, power_of_two: bool, tmp_path: Path) -> None:
+def test_swiglu_backward_quantise(columns: int, power_of_two: bool) -> None:
     kernel = swiglu_backward._swiglu_backward_quantise_kernel
     whole = -(-columns // 128) * 128
     made = compile_for_hopper(
         kernel,
         {"C": columns, "WHOLE": whole, "COLUMNS": 2 * columns, "POWER_OF_TWO": power_of_two},
-        tmp_path,
         token_groups.WARPS,
         source=GluonASTSource,
     )
@@ -174,9 +163,9 @@ def test_swiglu_backward_quantise(columns: int, power_of_two: bool, tmp_path: Pa
     assert programs(made) >= 3
 
 
-def test_swiglu_backward(tmp_path: Path) -> None:
+def test_swiglu_backward() -> None:
     sass = compile_for_hopper(
-        swiglu_backward._swiglu_backward_kernel, {"C": 12288, "WIDTH": 1024}, tmp_path, 4
+        swiglu_backward._swiglu_backward_kernel, {"C": 12288, "WIDTH": 1024}, 4
     ).sass
     assert count(sass, "LDG.E.128") == 3 and count(sass, "STG.E.128") == 2
 
@@ -184,8 +173,8 @@ def test_swiglu_backward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sizes", [(24576, 4096, 24576, 192), (576, 1536, 640, 5), (192, 576, 1152, 9)]
 )
-def test_transpose(sizes: tuple[int, int, int, int], tmp_path: Path) -> None:
+def test_transpose(sizes: tuple[int, int, int, int]) -> None:
     constants: dict[str, Any] = dict(zip(("N", "K", "OUT_ROW", "OUT_BLOCKS"), sizes, strict=True))
     types = {"VALUES": "*u8", "OUT_VALUES": "*u8"}
-    sass = compile_for_hopper(linear_backward._transpose_kernel, constants, tmp_path, 4, types).sass
+    sass = compile_for_hopper(linear_backward._transpose_kernel, constants, 4, types).sass
     assert count(sass, "LDG.E.128") == 8 and count(sass, "STG.E.128") == 8

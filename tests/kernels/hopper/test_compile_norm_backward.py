@@ -5,8 +5,6 @@ No spills, wide memory accesses, no atomics, and no contraction where the CPU's 
 """
 
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +23,8 @@ from isobit.kernels.hopper import (  # noqa: E402
     qkv_backward,
     scalar_head,
 )
+from tests.kernels.hopper.disassembly import disassembled  # noqa: E402
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 REGISTERS = 65536  # of a multiprocessor
 TYPES = {
     **dict.fromkeys(
@@ -59,7 +57,7 @@ TYPES = {
 
 
 def compile_for_hopper(
-    kernel: Any, constants: dict[str, Any], warps: int, tmp_path: Path, **options: bool
+    kernel: Any, constants: dict[str, Any], warps: int, **options: bool
 ) -> tuple[str, int, int]:
     """-> the kernel's SASS, its registers and the bytes of stack of a thread."""
     names = [parameter.name for parameter in kernel.params]
@@ -73,12 +71,7 @@ def compile_for_hopper(
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options}
     )
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
-        for flag in ("-sass", "-res-usage")
-    )
+    sass, usage = disassembled(compiled.asm["cubin"])
     registers, stack = (
         max(int(number) for number in re.findall(rf"{name}:(\d+)", usage))
         for name in ("REG", "STACK")
@@ -89,39 +82,39 @@ def compile_for_hopper(
 
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("columns", [128, 896, 1024, 2560, 4096, 5120, 8192])
-def test_norm(columns: int, residual: bool, tmp_path: Path) -> None:
+def test_norm(columns: int, residual: bool) -> None:
     width, rows, warps = norm_backward.layout(columns)
     constants = {"C": columns, "WIDTH": width, "ROWS": rows} | (
         {} if residual else {"D_RESIDUAL": None}
     )
     sass, registers, stack = compile_for_hopper(
-        norm_backward._norm_kernel, constants, warps, tmp_path, enable_fp_fusion=False
+        norm_backward._norm_kernel, constants, warps, enable_fp_fusion=False
     )
     assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
     assert REGISTERS // (registers * 32 * warps) * warps >= 16  # warps of a multiprocessor
 
 
 @pytest.mark.parametrize("columns", [128, 896, 1024, 2560, 4096, 5120, 8192])
-def test_scalar_head(columns: int, tmp_path: Path) -> None:
+def test_scalar_head(columns: int) -> None:
     width, rows, warps = norm_backward.layout(columns)
     constants = {"C": columns, "WIDTH": width, "ROWS": rows}
     for kernel in (scalar_head._output_kernel, scalar_head._backward_kernel):
         sass, registers, stack = compile_for_hopper(
-            kernel, constants, warps, tmp_path, enable_fp_fusion=False
+            kernel, constants, warps, enable_fp_fusion=False
         )
         assert stack == 0 and "LDG.E.128" in sass
         assert REGISTERS // (registers * 32 * warps) * warps >= 16  # warps of a multiprocessor
 
 
 @pytest.mark.parametrize("columns", [64, 4096, 6144])
-def test_block_sums(columns: int, tmp_path: Path) -> None:
+def test_block_sums(columns: int) -> None:
     constants = {"C": columns, "ROWS": block_sums._ROWS, "COLUMNS": block_sums._COLUMNS}
-    sass, _, stack = compile_for_hopper(block_sums._add_kernel, constants, 4, tmp_path)
+    sass, _, stack = compile_for_hopper(block_sums._add_kernel, constants, 4)
     assert stack == 0 and "LDG.E.128" in sass
 
 
 @pytest.mark.parametrize("layout", [(32, 8, 128), (14, 2, 64), (5, 5, 128), (64, 8, 128)])
-def test_qkv(layout: tuple[int, int, int], tmp_path: Path) -> None:
+def test_qkv(layout: tuple[int, int, int]) -> None:
     constants: dict[str, Any] = {
         **dict(zip("HGD", layout, strict=True)),
         "N": qkv_backward.N,
@@ -134,7 +127,6 @@ def test_qkv(layout: tuple[int, int, int], tmp_path: Path) -> None:
             qkv_backward._qkv_kernel,
             constants | absent,
             qkv_backward.WARPS,
-            tmp_path,
             enable_fp_fusion=False,
         )
         assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
@@ -145,11 +137,11 @@ def test_qkv(layout: tuple[int, int, int], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [64, 896, 4096])
-def test_embedding(columns: int, tmp_path: Path) -> None:
+def test_embedding(columns: int) -> None:
     constants = {
         "C": columns,
         "WIDTH": embedding_backward.columns_of_program(columns),
         "UNROLLED": embedding_backward._UNROLLED,
     }
-    sass, _, stack = compile_for_hopper(embedding_backward._run_kernel, constants, 4, tmp_path)
+    sass, _, stack = compile_for_hopper(embedding_backward._run_kernel, constants, 4)
     assert stack == 0 and (columns < 1024 or "LDG.E.128" in sass)

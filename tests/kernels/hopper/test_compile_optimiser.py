@@ -3,8 +3,6 @@ sm_90 ahead of time, without a GPU.
 """
 
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from isobit.kernels.hopper import adamw, gradient_squares, ordered_sum, token_log_probs  # noqa: E402
+from tests.kernels.hopper.disassembly import disassembled  # noqa: E402
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {
     **dict.fromkeys(
         ("MASTER", "GRAD", "LOGITS", "TEMPERATURE", "LOG_SUM", "D_LOG_PROB", "X"), "*fp32"
@@ -36,7 +34,7 @@ TYPES = {
 
 
 def compile_for_hopper(
-    kernel: Any, constants: dict[str, Any], tmp_path: Path, types: dict[str, str] | None = None
+    kernel: Any, constants: dict[str, Any], types: dict[str, str] | None = None
 ) -> tuple[str, str, int]:
     """-> PTX, SASS and the bytes of stack of a thread; ``n`` is a multiple of 16, as it is for all
     but the smallest tensors.
@@ -55,12 +53,7 @@ def compile_for_hopper(
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": 4, "enable_fp_fusion": False},
     )
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
-        for flag in ("-sass", "-res-usage")
-    )
+    sass, usage = disassembled(compiled.asm["cubin"])
     return (
         compiled.asm["ptx"],
         sass,
@@ -69,11 +62,11 @@ def compile_for_hopper(
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_adamw(noise: bool, tmp_path: Path) -> None:
+def test_adamw(noise: bool) -> None:
     moments = "*bf16" if noise else "*fp32"
     constants = {"WIDTH": adamw._WIDTH, "NOISE": noise}
     ptx, sass, stack = compile_for_hopper(
-        adamw._adamw_kernel, constants, tmp_path, {"FIRST": moments, "SECOND": moments}
+        adamw._adamw_kernel, constants, {"FIRST": moments, "SECOND": moments}
     )
     assert stack == 0 and "STL" not in sass
     assert "LDG.E.128" in sass and "STG.E.128" in sass
@@ -83,12 +76,12 @@ def test_adamw(noise: bool, tmp_path: Path) -> None:
     assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "fma" not in ptx and ".ftz" not in ptx
 
 
-def test_adamw_with_8_bit_moments(tmp_path: Path) -> None:
+def test_adamw_with_8_bit_moments() -> None:
     codes: dict[str, str] = dict.fromkeys(
         ("FIRST", "SECOND", "FIRST_SCALES", "SECOND_SCALES"), "*u8"
     )
     ptx, sass, stack = compile_for_hopper(
-        adamw._adamw_8_bits_kernel, {"GROUPS": adamw._WIDTH // 128}, tmp_path, codes
+        adamw._adamw_8_bits_kernel, {"GROUPS": adamw._WIDTH // 128}, codes
     )
     assert stack == 0 and "STL" not in sass
     for width, reads, writes in (
@@ -112,30 +105,29 @@ def test_adamw_with_8_bit_moments(tmp_path: Path) -> None:
         (37, 64),
     ],
 )
-def test_gradient_squares(size: int, piece: int, tmp_path: Path) -> None:
+def test_gradient_squares(size: int, piece: int) -> None:
     constants = {"SIZE": size, "PIECE": piece, "WIDTH": min(gradient_squares._WIDTH, piece)}
     _, sass, stack = compile_for_hopper(
-        gradient_squares._squares_kernel, constants, tmp_path, {"stride": "i32"}
+        gradient_squares._squares_kernel, constants, {"stride": "i32"}
     )
     assert stack == 0 and "ATOM" not in sass and "RED.E" not in sass
     assert ("LDG.E.128" in sass) == (size >= 128 * 128)
 
 
-def test_sums_of_a_blocks_pieces(tmp_path: Path) -> None:
+def test_sums_of_a_blocks_pieces() -> None:
     _, _, stack = compile_for_hopper(
         gradient_squares._add_kernel,
         {"BLOCKS": gradient_squares._BLOCKS},
-        tmp_path,
         {"blocks": "i32", "pieces": "i32"},
     )
     assert stack == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_an_ordered_sum_reads_each_number_once(count: int, tmp_path: Path) -> None:
+def test_an_ordered_sum_reads_each_number_once(count: int) -> None:
     tensors = dict.fromkeys(("TOTAL", *(f"A{place}" for place in range(8))), "*fp32")
     constants = {"COUNT": count, "WIDTH": ordered_sum._WIDTH}
-    _, sass, stack = compile_for_hopper(ordered_sum._add_kernel, constants, tmp_path, tensors)
+    _, sass, stack = compile_for_hopper(ordered_sum._add_kernel, constants, tensors)
     vectors = ordered_sum._WIDTH // (4 * 32 * 4)  # of four numbers, by four warps
     assert stack == 0
     assert len(re.findall(r"LDG\.E\.128", sass)) == (count + 1) * vectors
@@ -145,11 +137,11 @@ def test_an_ordered_sum_reads_each_number_once(count: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("of_entropies", [True, False])
 @pytest.mark.parametrize("size", [151936, 40])
-def test_gradient_of_the_logits(size: int, of_entropies: bool, tmp_path: Path) -> None:
+def test_gradient_of_the_logits(size: int, of_entropies: bool) -> None:
     constants: dict[str, Any] = {"V": size, "WIDTH": token_log_probs._WIDTH}
     constants |= {} if of_entropies else {"ENTROPY": None, "D_ENTROPY": None}
     _, sass, stack = compile_for_hopper(
-        token_log_probs._gradient_kernel, constants, tmp_path, {"OUT": "*bf16"}
+        token_log_probs._gradient_kernel, constants, {"OUT": "*bf16"}
     )
     assert stack == 0
     if size % 16 == 0:

@@ -3,8 +3,6 @@ memory accesses, no contraction.
 """
 
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from isobit.kernels.hopper import kv_cache, qkv  # noqa: E402
+from tests.kernels.hopper.disassembly import disassembled  # noqa: E402
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTERS = {
     **dict.fromkeys(("QKV", "BIAS", "Q_NORM", "K_NORM"), "*bf16"),
     **dict.fromkeys(("COS", "SIN", "Q_SCALE"), "*fp32"),
@@ -31,7 +29,7 @@ POINTERS = {
 
 
 def compile_for_hopper(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, tmp_path: Path
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int
 ) -> tuple[str, int]:
     """-> the kernel's SASS, and the bytes of stack of a thread."""
     names = [parameter.name for parameter in kernel.params]
@@ -49,12 +47,7 @@ def compile_for_hopper(
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": warps, "enable_fp_fusion": False},
     )
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
-        for flag in ("-sass", "-res-usage")
-    )
+    sass, usage = disassembled(compiled.asm["cubin"])
     return sass, max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
 
 
@@ -67,7 +60,7 @@ def value_types(e4m3: bool, paged: bool) -> dict[str, str]:
 @pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("tiling", qkv.TILINGS)
-def test_encode(dim: int, e4m3: bool, paged: bool, tiling: qkv.Tiling, tmp_path: Path) -> None:
+def test_encode(dim: int, e4m3: bool, paged: bool, tiling: qkv.Tiling) -> None:
     constants: dict[str, Any] = {
         "H": 32,
         "G": 8,
@@ -81,7 +74,7 @@ def test_encode(dim: int, e4m3: bool, paged: bool, tiling: qkv.Tiling, tmp_path:
     constants |= {} if paged else {"SLOT": None}
     for absent in ({}, {"BIAS": None}, {"BIAS": None, "Q_NORM": None, "K_NORM": None}):
         sass, stack = compile_for_hopper(
-            qkv._encode_kernel, value_types(e4m3, paged), constants | absent, tiling.warps, tmp_path
+            qkv._encode_kernel, value_types(e4m3, paged), constants | absent, tiling.warps
         )
         assert stack == 0
         assert (
@@ -91,17 +84,17 @@ def test_encode(dim: int, e4m3: bool, paged: bool, tiling: qkv.Tiling, tmp_path:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("e4m3", [False, True])
-def test_gather(dim: int, e4m3: bool, tmp_path: Path) -> None:
+def test_gather(dim: int, e4m3: bool) -> None:
     constants: dict[str, Any] = {"G": 8, "D": dim, "TILE": qkv.TILE, "N": qkv._GATHERED}
     constants |= {} if e4m3 else dict.fromkeys(("K_BYTE", "V_BYTE", "K_BYTE_OUT", "V_BYTE_OUT"))
     paged, packed = value_types(e4m3, True), value_types(e4m3, False)
     types = paged | {"K_OUT": packed["K"], "V_OUT": packed["V"]}
-    sass, stack = compile_for_hopper(qkv._gather_kernel, types, constants, 4, tmp_path)
+    sass, stack = compile_for_hopper(qkv._gather_kernel, types, constants, 4)
     assert stack == 0 and "STG.E.128" in sass and "LDG.E.128" in sass
 
 
-def test_copy(tmp_path: Path) -> None:
+def test_copy() -> None:
     sass, stack = compile_for_hopper(
-        kv_cache._copy_kernel, {}, {"WORDS": 8 * 128 * 128 // 4, "N": kv_cache._COPIED}, 8, tmp_path
+        kv_cache._copy_kernel, {}, {"WORDS": 8 * 128 * 128 // 4, "N": kv_cache._COPIED}, 8
     )
     assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass

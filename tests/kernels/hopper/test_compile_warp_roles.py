@@ -4,8 +4,6 @@ spills in a loop.
 """
 
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +17,8 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from isobit.kernels.hopper import attention_backward, wgrad  # noqa: E402
+from tests.kernels.hopper.disassembly import disassembled  # noqa: E402
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOST_SHARED = 227 * 1024
 POINTERS = {
     **dict.fromkeys(("O", "DO", "DQ", "DK", "DV", "Q_OUT", "K_OUT", "V_OUT", "DO_OUT"), "*bf16"),
@@ -35,7 +33,7 @@ POINTERS = {
 
 
 def compile_for_hopper(
-    source: type, kernel: Any, types: dict[str, str], constants: dict[str, Any], tmp_path: Path
+    source: type, kernel: Any, types: dict[str, str], constants: dict[str, Any]
 ) -> tuple[Any, str, int]:
     """-> the compiled kernel, its SASS, and the bytes of stack of a thread."""
     names = [parameter.name for parameter in kernel.params]
@@ -49,12 +47,7 @@ def compile_for_hopper(
     }
     ast = source(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(ast, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    sass, usage = (
-        subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
-        for flag in ("-sass", "-res-usage")
-    )
+    sass, usage = disassembled(compiled.asm["cubin"])
     return compiled, sass, max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
 
 
@@ -77,21 +70,21 @@ def assert_asynchronous(compiled: Any, sass: str) -> None:
     ("dim", "group", "window"),
     [*((dim, group, 0) for dim in (64, 128) for group in (1, 4, 16)), (128, 4, 4096)],
 )
-def test_keys(dim: int, group: int, window: int, tmp_path: Path) -> None:
+def test_keys(dim: int, group: int, window: int) -> None:
     block = tiles(attention_backward.GROUP.value, dim)
     stats = f"tensordesc<fp32[{attention_backward.BLOCK.value}],{attention_backward.FLAT!r}>"
     types = dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), block) | {"stats_desc": stats}
     stages = attention_backward.KEY_STAGES
     constants = {"H": 2 * group, "G": 2, "D": dim, "STAGES": stages, "WINDOW": window}
     compiled, sass, stack = compile_for_hopper(
-        GluonASTSource, attention_backward._keys_kernel, types, constants, tmp_path
+        GluonASTSource, attention_backward._keys_kernel, types, constants
     )
     assert_asynchronous(compiled, sass)
     assert stack <= 64  # outside the loop
 
 
 @pytest.mark.parametrize(("dim", "window"), [(64, 0), (128, 0), (128, 4096)])
-def test_queries(dim: int, window: int, tmp_path: Path) -> None:
+def test_queries(dim: int, window: int) -> None:
     group, block = (
         tiles(rows.value, dim) for rows in (attention_backward.GROUP, attention_backward.BLOCK)
     )
@@ -99,7 +92,7 @@ def test_queries(dim: int, window: int, tmp_path: Path) -> None:
     stages = attention_backward.QUERY_STAGES
     constants = {"H": 32, "G": 8, "D": dim, "STAGES": stages, "WINDOW": window}
     compiled, sass, stack = compile_for_hopper(
-        GluonASTSource, attention_backward._queries_kernel, types, constants, tmp_path
+        GluonASTSource, attention_backward._queries_kernel, types, constants
     )
     assert_asynchronous(compiled, sass)
     assert stack <= (8 if window else 0)  # where a tile is cut by the window's edge
@@ -107,14 +100,14 @@ def test_queries(dim: int, window: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("e4m3", [False, True])
-def test_prepare(dim: int, e4m3: bool, tmp_path: Path) -> None:
+def test_prepare(dim: int, e4m3: bool) -> None:
     qk, v = ("*fp8e4nv", "*fp16") if e4m3 else ("*bf16", "*bf16")
     types = {"Q": qk, "K": qk, "V": v}
     constants: dict[str, Any] = {"H": 32, "G": 8, "D": dim} | (
         {} if e4m3 else dict.fromkeys(("Q_SCALE", "K_BYTE", "V_BYTE"))
     )
     _, sass, stack = compile_for_hopper(
-        ASTSource, attention_backward._prepare_kernel, types, constants, tmp_path
+        ASTSource, attention_backward._prepare_kernel, types, constants
     )
     assert stack == 0 and "LDG.E.128" in sass and "STG.E.128" in sass
 
@@ -123,7 +116,7 @@ def test_prepare(dim: int, e4m3: bool, tmp_path: Path) -> None:
     ("n", "k", "experts"),
     [(24576, 4096, False), (896, 384, False), (960, 576, False), (1536, 2048, True)],
 )
-def test_wgrad(n: int, k: int, experts: bool, tmp_path: Path) -> None:
+def test_wgrad(n: int, k: int, experts: bool) -> None:
     rows, block, part = wgrad.ROWS.value, wgrad.BLOCK.value, wgrad.PART.value
     types = {
         **{
@@ -137,7 +130,7 @@ def test_wgrad(n: int, k: int, experts: bool, tmp_path: Path) -> None:
     }
     constants = {"N": n, "K": k, "STAGES": wgrad.STAGES} | ({} if experts else {"STARTS": None})
     compiled, sass, stack = compile_for_hopper(
-        GluonASTSource, wgrad._wgrad_kernel, types, constants, tmp_path
+        GluonASTSource, wgrad._wgrad_kernel, types, constants
     )
     lines = sass.splitlines()
     products = [i for i, line in enumerate(lines) if "QGMMA.64x128x32.F32.E4M3.E4M3" in line]

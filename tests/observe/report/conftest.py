@@ -17,8 +17,10 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         completions: list[dict[str, Any]] | None = None,
         run: dict[str, Any] | None = None,
         finished: bool = True,
+        name: str = "my-run",
+        ending: dict[str, Any] | None = None,
     ) -> Path:
-        root = tmp_path / "my-run"
+        root = tmp_path / name
         root.mkdir()
         for name, lines in (("metrics.jsonl", metrics), ("completions.jsonl", completions)):
             if lines is not None:
@@ -27,6 +29,8 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
                 )
         if run is not None:
             (root / "run.json").write_text(json.dumps(run), encoding="utf-8")
+        if ending is not None:
+            (root / "ending.json").write_text(json.dumps(ending), encoding="utf-8")
         if finished:
             (root / "summary.json").write_text("{}", encoding="utf-8")
         return root

@@ -20,6 +20,8 @@ SITES = [
     {"name": "lm_head", "kind": "head", "forward": "bf16"},
 ]
 
+TRAINING = {"steps": 500, "prompts_per_step": 16, "samples_per_prompt": 16}
+
 
 def manifest(**changes: Any) -> dict[str, Any]:
     """A manifest with the entries that the page reads."""
@@ -34,7 +36,7 @@ def manifest(**changes: Any) -> dict[str, Any]:
             "rollout": SITES,
             "training": SITES,
         },
-        "config": {"model": "starter", "training": {"steps": 500}},
+        "config": {"model": "starter", "training": TRAINING},
         **changes,
     }
 

@@ -60,6 +60,19 @@ def test_other_texts_of_numbers() -> None:
     ]
 
 
+def test_a_first_step_that_warms_up_is_cut_off_and_said() -> None:
+    figures = {step: {"a": 50.0 if step == 1 else 2.0, "b": 1.0} for step in range(1, 6)}
+    panel = Panel("Time", "seconds", (Curve("a", "a"), Curve("b", "b")), stacked=True)
+    chart = draw(panel, figures)
+    assert chart is not None
+    assert chart.points_note == "Cut off: step 1: 51 seconds; it warms up."
+    assert max(tick.at for tick in chart.y_ticks) <= BOTTOM
+    assert chart.y_ticks[-1].text == "3"
+    assert chart.rows[0] == ("1", "50", "1"), "the table has it"
+    even = draw(panel, {step: {"a": 2.0, "b": 1.0} for step in range(1, 6)})
+    assert even is not None and even.points_note == ""
+
+
 def test_long_runs_keep_every_extreme() -> None:
     figures = {
         step: {"loss": 100.0 if step == 250 else 1.0, "differing": 1.0 if step == 77 else 0.0}

@@ -9,7 +9,7 @@ from .run_files import SITES, manifest
 
 
 def record(run: dict) -> RunRecord:
-    return RunRecord(Path("runs/x"), run, {}, (), True, ())
+    return RunRecord(Path("runs/x"), run, {}, (), True, {}, False, ())
 
 
 def test_equal_layers_are_folded() -> None:

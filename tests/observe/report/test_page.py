@@ -1,6 +1,7 @@
 """The page: self-contained, escaped, small, and there for every run however it ended."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 from isobit.config.run import RunConfig
 from isobit.errors import ConfigError
 from isobit.observe.report.page import write_report
+from isobit.observe.report.settings import view_settings
 from isobit.observe.report.template import visible
+from isobit.observe.report.watching import watch_run
 from isobit.run.rl.loop import train
+from isobit.store.lock import locked
 from tests.observe.pages import Page, assert_self_contained
 
 from .run_files import completion_line, evaluation_line, manifest, step_line
@@ -33,6 +37,7 @@ def test_a_real_run_has_every_part(make_config: Callable[..., RunConfig]) -> Non
         "Differing tokens",
         "Mean difference",
         "Largest difference",
+        "The same in every step",
         "Clip fraction",
     )
     headings += (
@@ -129,8 +134,67 @@ def test_invisible_characters_are_shown(text: str, shown: str) -> None:
 def test_a_run_killed_before_its_first_step(write_run: WriteRun) -> None:
     page = Page(write_report(write_run([], [], manifest(), finished=False)))
     assert "No step has been written yet" in page.text
-    assert "not finished (still running, or stopped): 0 of 500 steps so far" in page.text
+    assert "not finished (stopped, or running elsewhere): 0 of 500 steps so far" in page.text
     assert "Precision flow" in page.text
+
+
+def test_a_full_disk_leaves_no_part_of_a_page(
+    write_run: WriteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen before: .report.html.partial stayed."""
+    root = write_run([step_line(1)], [], manifest())
+
+    def full(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(text.encode()[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match=r"cannot be written.*No space left on device"):
+        write_report(root)
+    assert not list(root.glob(".*"))
+
+
+def test_a_run_that_was_stopped_says_why(write_run: WriteRun) -> None:
+    """Seen before: "still running, or stopped" of a run whose rewards had all failed."""
+    ending = {"step": 1, "kind": "error", "reason": "all <8> rewards failed", "checkpoint": "c/1"}
+    root = write_run([step_line(1)], [], manifest(), finished=False, ending=ending)
+    page = Page(write_report(root))
+    assert "stopped early: 1 of 500 steps" in page.text
+    assert "Stopped early: all <8> rewards failed. Checkpoint: c/1" in page.text
+    (root / "summary.json").write_text("{}")
+    assert "Stopped early" not in Page(write_report(root)).text, "it went on and finished"
+
+
+def test_a_run_under_way_is_read_again_until_it_ends(write_run: WriteRun) -> None:
+    root = write_run([step_line(1)], [], manifest(), finished=False)
+    seen: list[str] = []
+    with ExitStack() as running:
+        running.enter_context(locked(root))
+
+        def pause(seconds: float) -> None:
+            page = Page(root / "report.html")
+            assert_self_contained(page)
+            assert ("http-equiv", "refresh") in page.attributes
+            seen.append(page.text)
+            if len(seen) == 2:
+                running.close()
+
+        watch_run(root, pause=pause)
+    assert len(seen) == 2 and "running: 1 of 500 steps so far" in seen[0]
+    last = Page(root / "report.html")
+    assert ("http-equiv", "refresh") not in last.attributes and "running:" not in last.text
+
+
+def test_the_configuration_has_what_was_changed_first(
+    make_config: Callable[..., RunConfig], write_run: WriteRun
+) -> None:
+    config = make_config(training={"learning_rate": 0.5}).model_dump(mode="json", by_alias=True)
+    page = Page(write_report(write_run([step_line(1)], None, manifest(config=config))))
+    changed, _, others = page.text.partition("keys that have their defaults")
+    assert "training.learning_rate" in changed and "0.5" in changed
+    assert "training.weight_decay" in others and "training.weight_decay" not in changed
+    foreign = view_settings({"training": {"learning_rate": 0.5, "unknown": 1}})
+    assert not foreign.changed and len(foreign.others) == 2
 
 
 def test_an_evaluation_without_a_step(write_run: WriteRun) -> None:

@@ -43,7 +43,7 @@ def sections_of(root: Path) -> dict[str, Section]:
 
 
 def titles(section: Section) -> set[str]:
-    return {chart.panel.title for chart in section.charts}
+    return {chart.panel.title for chart in (*section.charts, *section.constants)}
 
 
 def test_every_stage_of_a_run_has_its_charts(write_run: WriteRun) -> None:
@@ -53,6 +53,37 @@ def test_every_stage_of_a_run_has_its_charts(write_run: WriteRun) -> None:
     assert titles(found["Rollout against training"]) >= {"Probability error", "Rejected"}
     assert titles(found["Replay"]) == {"Staleness", "Replayed", "Replay buffer"}
     assert not titles(found["Other figures"]) & ALL.keys()
+
+
+def test_figures_that_never_change_are_said_in_one_place(write_run: WriteRun) -> None:
+    found = sections_of(write_run([step_line(1), step_line(2)], run=manifest()))
+    section = found["Rollout against training"]
+    assert section.charts == ()
+    assert [chart.constant for chart in section.constants] == ["0", "0", "0"]
+
+
+def test_fine_tuning_leads_with_the_loss(write_run: WriteRun) -> None:
+    lines = [{"step": step, "loss": 1.0 / step, "eval/a/loss": 2.0 / step} for step in (1, 2)]
+    found = sections_of(write_run(lines, run=manifest()))
+    assert [chart.panel.title for chart in found["Results"].charts] == ["Loss", "a loss"]
+    assert "Learning" not in found
+
+
+def test_the_band_of_the_reward_is_its_standard_error(write_run: WriteRun) -> None:
+    """Seen before: a standard deviation, which hid the trend."""
+    config = {"training": {"prompts_per_step": 16, "samples_per_prompt": 4}}
+    lines = [step_line(step) | {"reward/mean": 0.5, "reward/std": 0.4} for step in (1, 2)]
+    lines[1]["reward/mean"] = 0.6
+    found = sections_of(write_run(lines, run=manifest(config=config)))
+    chart = next(c for c in found["Results"].charts if c.panel.title == "Reward")
+    assert chart.columns == ("step", "mean", "low", "high")
+    assert chart.rows[0] == ("1", "0.5", "0.45", "0.55")
+
+
+def test_the_headline_of_several_curves_names_its_curve(write_run: WriteRun) -> None:
+    found = sections_of(write_run([step_line(1), step_line(2)], run=manifest()))
+    latest = {chart.panel.title: chart.latest for chart in found["Results"].charts}
+    assert latest["Response length"] == "mean 302"
 
 
 def test_a_run_without_a_stage_has_no_charts_of_it(write_run: WriteRun) -> None:

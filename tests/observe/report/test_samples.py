@@ -29,6 +29,18 @@ def test_training_samples_are_spread_and_evaluated_problems_come_first_and_last(
     ] * MOST_PROMPTS
 
 
+def test_the_best_and_the_worst_answer_to_a_prompt_stand_together() -> None:
+    lines = [
+        completion_line(step, tokens=1) | {"reward": reward}
+        for step in range(1, 30)
+        for reward in (1.0, 0.0)
+    ]
+    problems = choose_samples(lines)[0].problems
+    assert [[answer.reward for answer in problem.answers] for problem in problems] == [
+        ["1", "0"]
+    ] * MOST_PROMPTS
+
+
 def test_shades_follow_the_log_probability() -> None:
     line = completion_line(1) | {
         "token_texts": list("abcd\n"),
@@ -48,6 +60,29 @@ def test_long_completions_are_cut_and_counted() -> None:
     ]
     assert sum(len(answer.tokens) for answer in answers) <= MOST_TOKENS
     assert all(len(answer.tokens) + answer.left_out == 9000 for answer in answers)
+
+
+def test_an_answer_says_how_it_compares_with_its_group_and_the_dataset() -> None:
+    line = completion_line(1, tokens=1) | {"group_rewards": [1.0, 0.0, None, 0.5], "answer": 42}
+    problem = choose_samples([line])[0].problems[0]
+    assert (problem.answer, problem.answers[0].verdict) == ("42", "good")
+    assert problem.answers[0].above == "+0.5 to its group's mean"
+    worse = choose_samples([line | {"reward": 0.0}])[0].problems[0].answers[0]
+    assert (worse.verdict, worse.above) == ("bad", "\u22120.5 to its group's mean")
+    alone = choose_samples([completion_line(1) | {"group_rewards": "x", "reward": 0.5}])
+    assert (alone[0].problems[0].answers[0].verdict, alone[0].problems[0].answers[0].above) == (
+        "",
+        "",
+    )
+
+
+def test_what_is_not_shown_with_its_tokens_is_listed_in_short() -> None:
+    lines = [completion_line(step, text="many words ") for step in range(1, 101)]
+    source = choose_samples(lines)[0]
+    assert len(source.others) == 60
+    step, prompt, completion, reward = source.others[0]
+    assert (step, prompt, reward) == ("2", "What is 6 x 7?", "1")
+    assert len(completion) == 161 and completion.endswith("\N{HORIZONTAL ELLIPSIS}")
 
 
 def test_a_completion_without_tokens_is_shown_as_text() -> None:

@@ -125,16 +125,16 @@ def part(
 
 FAULTS = {
     "quantiser": (linear, "quantise_rows", 3, "layers.1.down_proj.input"),
-    "GEMM": (linear, "fp8_gemm_nt", 1, "layers.1.o_proj"),
+    "GEMM": (linear, "fp8_gemm_nt", 1, "layers.1.o_proj.unrounded"),
     "norm": (norm, "rms_norm", 0, "layers.1.input_norm"),
-    "RoPE": (qkv, "rotate", 0, "layers.1.rope.q"),
+    "RoPE": (qkv, "rotated_wide", 0, "layers.1.rope.q.unrounded"),
     "attention": (
         {"rollout": paged_attention, "training": packed_attention},
         "attend",
         0,
-        "layers.1.attention",
+        "layers.1.attention.unrounded",
     ),
-    "activation": (swiglu, "gated", None, "layers.1.activation"),
+    "activation": (swiglu, "gated", None, "layers.1.activation.unrounded"),
     "embedding": (SpecBackend, "embedding", 0, "embed_tokens"),
     "head": (token_log_probs, "grid_gemm_nt", 0, "lm_head"),
     "log-probability": (
@@ -192,11 +192,12 @@ def test_one_row_of_one_forward_is_one_token(where: Where, monkeypatch: pytest.M
 
     monkeypatch.setattr(swiglu, "gated", gated)
     parting = part(scenario="roomy")
-    assert parting is not None and parting.difference.site == "layers.1.activation"
+    assert parting is not None and parting.difference.site == "layers.1.activation.unrounded"
     assert parting.difference.differing.numel() == 1, (
         "the prompts are one forward, and its last row the end of the last one"
     )
     first, last = parting.first_token, workload().prompts[-1]
+    assert first is not None
     assert (first.prompt_id, first.sample, first.position) == (last.id, 0, len(last.token_ids) - 1)
     assert parting.max_abs_diff == pytest.approx(1, abs=0.01)
 
@@ -243,7 +244,7 @@ def test_a_page_that_is_not_copied_is_found_where_it_is_read(
 ) -> None:
     monkeypatch.setattr(PolicyRunner, "copy_pages", lambda self, sources, targets: None)
     parting = part(scenario="roomy")
-    assert parting is not None and parting.difference.site == "layers.0.attention"
+    assert parting is not None and parting.difference.site == "layers.0.attention.unrounded"
 
 
 def test_positions_that_are_one_off_are_found_at_the_first_rotation(
@@ -261,7 +262,7 @@ def test_positions_that_are_one_off_are_found_at_the_first_rotation(
 
     monkeypatch.setattr(executor, "build_batch", build_batch)
     parting = part(scenario="small chunks")
-    assert parting is not None and parting.difference.site == "layers.0.rope.q"
+    assert parting is not None and parting.difference.site == "layers.0.rope.q.unrounded"
 
 
 def test_a_side_that_is_wrong_in_the_same_way_every_time_repeats_itself(
@@ -275,7 +276,7 @@ def test_a_side_that_is_wrong_in_the_same_way_every_time_repeats_itself(
 
     monkeypatch.setattr(norm, "rms_norm", rms_norm)
     parting = part("bf16")
-    assert parting is not None and parting.difference.site == "layers.1.input_norm"
+    assert parting is not None and parting.difference.site == "layers.1.input_norm.unrounded"
     assert dict(parting.difference.unstable) == {"rollout": 0, "training": 0}
 
 
@@ -289,6 +290,7 @@ def test_formats_that_differ_are_named_before_anything_computed_from_them() -> N
     )
     assert found.differing.numel() == found.tokens_compared
     first = parting.first_token
+    assert first is not None
     assert (first.prompt_id, first.sample, first.position) == ("verify/0", 0, 0)
 
 

@@ -1,15 +1,18 @@
 """Every kernel made a little wrong on purpose is found, by the line of its name."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from isobit.kernels import noise
+from isobit.kernels.operands import OutputGradient
 from isobit.kernels.spec import (
     attention,
     e4m3,
+    embedding,
     experts,
     gemm,
     grid,
@@ -17,16 +20,20 @@ from isobit.kernels.spec import (
     log_prob,
     norm,
     paged_attention,
+    qkv,
     quantise,
     rope,
     routing,
     sampling,
     scalar_head,
     swiglu,
+    token_log_probs,
 )
+from isobit.kernels.spec.packed_attention import PackedAttention
+from isobit.precision.quant_tensor import QuantTensor
 from isobit.proof.doctor.examine import _verify_starter
 from isobit.proof.doctor.finding import Check, Finding
-from isobit.proof.doctor.kernels import kernel_checks
+from isobit.proof.doctor.kernels import gradient_checks, kernel_checks
 from isobit.proof.doctor.quantisers import quantiser_checks
 
 Patch = pytest.MonkeyPatch
@@ -49,7 +56,7 @@ def failures(checks: list[Check]) -> dict[str, Finding]:
 
 
 def test_kernels_as_they_are_pass() -> None:
-    assert failures([*quantiser_checks(), *kernel_checks((1, 2))]) == {}
+    assert failures([*quantiser_checks(), *kernel_checks((1, 2)), *gradient_checks((1, 2))]) == {}
 
 
 def round_scales_late(patch: Patch) -> None:
@@ -244,6 +251,78 @@ def test_wrong_kernels(mutate: Callable[[Patch], None], name: str, monkeypatch: 
     mutate(monkeypatch)
     found = failures([check for check in kernel_checks((1, 2)) if check.name == name])
     assert list(found) == [name]
+
+
+def silu_of_torch_by_rows(patch: Patch) -> None:
+    """A number's bits depend on its column alone, so that no batch shows it."""
+
+    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(gate) * up
+
+    patch.setattr(swiglu, "gated", gated)
+
+
+def test_an_operation_that_depends_on_the_column(monkeypatch: Patch) -> None:
+    silu_of_torch_by_rows(monkeypatch)
+    (found,) = failures([c for c in kernel_checks((1, 2)) if c.name == "cpu: SwiGLU"]).values()
+    assert "SwiGLU of columns from" in found.detail or "long rows" in found.detail
+
+
+def larger(x: Any) -> Any:
+    """1% more of the first gradient that a backward returns."""
+    if isinstance(x, tuple):
+        return (larger(x[0]), *x[1:])
+    if isinstance(x, OutputGradient):
+        return OutputGradient(larger(x.rows), x.tokens)
+    if isinstance(x, QuantTensor):
+        return replace(x, scales=x.scales * 1.01)
+    return x * 1.01
+
+
+BACKWARDS: list[tuple[Any, str, int | None, str]] = [
+    (linear, "dgrad", None, "linear in E4M3"),
+    (linear, "dgrad", None, "linear in BF16"),
+    (linear, "wgrad", 2, "linear in E4M3"),
+    (linear, "wgrad", 2, "linear in BF16"),
+    (linear, "output_gradient", None, "linear in E4M3"),
+    (linear, "input_saved", None, "linear in E4M3"),
+    (norm, "rms_norm_backward", None, "RMSNorm"),
+    (norm, "rms_norm_backward", 5, "RMSNorm"),
+    (qkv, "rms_norm_backward", None, "Q, K and V"),
+    (qkv, "rms_norm_backward", 5, "Q, K and V"),
+    (qkv, "rotate", None, "Q, K and V"),
+    (PackedAttention, "backward", None, "attention"),
+    (swiglu, "swiglu_backward", None, "SwiGLU"),
+    (experts, "experts_backward", None, "experts"),
+    (experts, "swiglu_backward", None, "experts"),
+    (experts, "wgrad", 2, "experts"),
+    (routing, "route_backward", None, "experts"),
+    (routing, "route_backward", 6, "experts"),
+    (embedding, "embedding_backward", 2, "embedding"),
+    (token_log_probs, "token_log_probs_backward", None, "log-prob"),
+    (token_log_probs, "token_log_probs_backward", 5, "log-prob"),
+    (scalar_head, "scalar_head_backward", None, "scalar head"),
+    (scalar_head, "scalar_head_backward", 3, "scalar head"),
+]
+"""Of what, which function, the argument that it adds to (None: what it returns), and the check."""
+
+
+@pytest.mark.parametrize(("owner", "name", "target", "check"), BACKWARDS)
+def test_a_backward_that_is_one_percent_wrong(
+    owner: Any, name: str, target: int | None, check: str, monkeypatch: Patch
+) -> None:
+    exact = getattr(owner, name)
+
+    def wrong(*arguments: Any) -> Any:
+        made = exact(*arguments)
+        if target is None:
+            return larger(made)
+        arguments[target].mul_(1.01)
+        return made
+
+    monkeypatch.setattr(owner, name, wrong)
+    name = f"cpu: gradients of {check}"
+    assert list(failures([one for one in gradient_checks((1,)) if one.name == name])) == [name]
 
 
 def test_a_starter_model_that_differs_in_one_bit(monkeypatch: Patch) -> None:

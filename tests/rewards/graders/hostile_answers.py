@@ -1,12 +1,14 @@
 """Hostile answers for every task of reasoning-gym that is graded: one JSON line a task.
 
 Run as a program, so that a scorer which hangs, crashes or takes all memory takes only this down.
+``ISOBIT_SWEEP=20`` sends them to so many entries of each task, by default one.
 """
 
 import json
 import os
 import resource
 import warnings
+from collections import Counter
 from typing import Any
 
 from reasoning_gym.factory import DATASETS
@@ -18,6 +20,7 @@ from isobit.records.text import Completion, Prompt
 from isobit.rewards import counts
 from isobit.rewards.graders import reasoning_gym as grader
 
+ENTRIES = int(os.environ.get("ISOBIT_SWEEP", "1"))
 ANSWERS = [
     "",
     "nan",
@@ -64,6 +67,11 @@ ANSWERS = [
     "lambda: 1",
     "%s%s%n",
     "{0.__class__}",
+    '{"a":' * 1500,
+    "0 1 2 3 4 5 6 7 8 9",
+    "True False Yes No",
+    "\u202e42",
+    "\x1b[31m1\x1b[0m",
 ]
 
 
@@ -76,19 +84,30 @@ def outcome(prompt: Prompt, answer: str) -> float | str:
         return f"{type(error).__name__}: {error}"[:200]
 
 
+def share_held(answer: str, own: str) -> float | None:
+    """What the library's own scorer gives for text that holds the task's answer."""
+    if answer == own:
+        return 1.0
+    return len(own) / len(answer) if own in answer else None
+
+
 def sweep(task: str) -> dict[str, Any]:
-    """What the answers get from one entry of ``task``: those that get anything, and the counts."""
-    (row,) = load_rows(ReasoningGymData(task=task, size=1))
-    prompt = Prompt("train/0", str(row.prompt), (1,), row.columns)
-    own = row.columns["answer"]
+    """What the answers get from entries of ``task``: those that get anything, and the counts."""
+    paid: list[tuple[int, str, float | str]] = []
+    wrong: list[int] = []
     counts.take()
-    paid = [(answer[:40], given) for answer in ANSWERS if (given := outcome(prompt, answer)) != 0.0]
-    return {
-        "task": task,
-        "paid": paid,
-        "counts": counts.take(),
-        "own": None if own is None else outcome(prompt, str(own)),
-    }
+    counted = Counter[str]()
+    for index, row in enumerate(load_rows(ReasoningGymData(task=task, size=ENTRIES))):
+        prompt = Prompt(f"train/{index}", str(row.prompt), (1,), row.columns)
+        own = row.columns["answer"]
+        for answer in ANSWERS:
+            given = outcome(prompt, answer)
+            if given != 0.0 and given != share_held(answer, str(own)):
+                paid.append((index, answer[:40], given))
+        counted.update(counts.take())
+        if own is not None and outcome(prompt, str(own)) != 1.0:
+            wrong.append(index)
+    return {"task": task, "paid": paid, "counts": counted, "own answers not 1": wrong}
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 """Code that a model wrote: what is right passes, and what is hostile neither passes nor hangs."""
 
+import base64
 import inspect
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -256,6 +258,20 @@ def test_a_faked_program_scores_zero(name: str) -> None:
 def test_what_is_hostile_scores_zero_and_is_counted(code: str, kind: str) -> None:
     assert score(code, SQUARE, seconds=1.5, memory_mib=256) == 0.0
     assert counts.take() == {kind: 1}
+
+
+def test_a_packed_bomb_is_bounded_by_memory() -> None:
+    """320 MiB in two layers of deflate, as long as a line."""
+    packer = zlib.compressobj(1)
+    once = b"".join(packer.compress(bytes(1 << 24)) for _ in range(20)) + packer.flush()
+    code = (
+        "import base64, zlib\n"
+        f"once = zlib.decompress(base64.b64decode({base64.b64encode(zlib.compress(once))!r}))\n"
+        "def square(x): return len(zlib.decompress(once))"
+    )
+    assert len(code) < MOST_CODE
+    assert score(code, SQUARE, seconds=8, memory_mib=256) == 0.0
+    assert counts.take() == {"code: memory limit": 1}
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ def test_the_tasks_own_answers_have_its_form(task: str) -> None:
         ("complex_arithmetic", "nan", "form"),
         ("complex_arithmetic", "NaN+1i", "form"),
         ("complex_arithmetic", "inf-infj", "form"),
+        ("gsm_symbolic", "9**9**9**9", "form"),
+        ("gsm_symbolic", "-28080", "form"),
         ("polynomial_equations", "banana", "form"),
         ("polynomial_equations", ",", "form"),
         ("polynomial_equations", "nan", "form"),
@@ -230,17 +232,17 @@ def test_a_scorer_leaves_the_row_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 PARTIAL = {
-    "binary_alternation": 0.34,  # as many characters as the answer holds besides the right ones
+    "calendar_arithmetic": 0.13,  # by the distance to the right number
     "figlet_font": 0.21,
-    "gcd": 0.15,
-    "largest_island": 0.51,
-    "letter_counting": 0.51,
-    "polynomial_equations": 0.51,
-    "spell_backward": 0.34,
+    "futoshiki": 0.06,
+    "mini_sudoku": 0.06,
+    "spell_backward": 0.43,
     "time_intervals": 0.97,  # by the distance to the right number of days
+    "tsumego": 0.23,  # by the share of the text that is the answer, in capitals
 }
-"""What some scorers give for a part of the answer, or for an answer near it; the rest give at most
-0.05 for anything that they can read.
+"""What some scorers give for a part of the answer, or for an answer near it, in 20 entries each.
+The rest give at most 0.05 for anything that they can read, and the share of the text that is the
+answer where a text holds it.
 """
 
 
@@ -260,11 +262,11 @@ def test_no_hostile_answer_hangs_breaks_or_wins_a_task() -> None:
     refused = EXECUTES_ANSWERS | EXPANDS_ANSWERS | PAYS_FOR_ANY_ANSWER
     assert {result["task"] for result in results} == set(DATASETS) - refused - {"composite"}
     assert [
-        (result["task"], answer, given)
+        (result["task"], entry, answer, given)
         for result in results
-        for answer, given in result["paid"]
+        for entry, answer, given in result["paid"]
         if not isinstance(given, float) or given > PARTIAL.get(result["task"], 0.05)
     ] == []
     assert [result["task"] for result in results if "time limit" in str(result["counts"])] == []
-    assert len([result for result in results if result["own"] == 1.0]) > 80
+    assert [result["task"] for result in results if result["own answers not 1"]] == []
     assert not Path("/tmp/isobit-executed").exists()

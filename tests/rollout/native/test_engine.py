@@ -36,7 +36,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Request], dict[str, Any]]:
             index,
             draw(st.one_of(st.integers(1, 20), st.integers(60, 70), st.integers(120, 140))),
             draw(st.integers(1, 5)),
-            max_new_tokens=draw(st.integers(1, 75)),
+            max_new_tokens=draw(st.integers(1, 40)),
             temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
             top_k=draw(st.sampled_from([0, 0, 3])),
             stop_token_ids=draw(st.sampled_from([(), (4,)])),

@@ -80,6 +80,30 @@ def started(folder: Path, case: str, count: int = 2) -> subprocess.Popen[str]:
     )
 
 
+def test_two_runs_on_one_host_do_not_meet(tmp_path: Path) -> None:
+    """Each takes a port of its own, and the end of one is none of the other."""
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    runs = [started(folder, "sleep") for folder in folders]
+    ranks = [processes(folder, 2) for folder in folders]
+    ports = [
+        {
+            word.removeprefix("MASTER_PORT=")
+            for word in Path(f"/proc/{pid}/environ").read_text().split("\0")
+            if word.startswith("MASTER_PORT=")
+        }
+        for pids in ranks
+        for pid in pids
+    ]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    runs[0].send_signal(signal.SIGTERM)
+    runs[0].communicate()
+    assert all(is_alive(pid) for pid in ranks[1])
+    runs[1].send_signal(signal.SIGTERM)
+    assert "stopped by SIGTERM" in runs[1].communicate()[1]
+
+
 def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     launcher = started(tmp_path, "sleep")
     pids = processes(tmp_path, 2)
@@ -88,7 +112,7 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     wait_for_the_end_of(pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_all_once(number: signal.Signals, tmp_path: Path) -> None:
     launcher = started(tmp_path, "sleep")
     pids = processes(tmp_path, 2)

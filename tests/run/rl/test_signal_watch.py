@@ -50,7 +50,7 @@ def test_a_run_without_a_signal_changes_no_byte_counts_it_and_can_stop(
     reward.write_text("def nothing(prompt, completion):\n    return 0.0\n")
     config = make_config(
         f"{reward}:nothing",
-        training={"steps": 9},
+        training={"steps": 9, "without_signal": "skip"},
         check={"on_no_signal": "stop", "no_signal_steps": 2},
     )
     with pytest.raises(NoSignalError, match=r"the last 2 steps had no signal.*the mean is 0\)"):

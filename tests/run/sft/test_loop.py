@@ -39,7 +39,7 @@ from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., SftConfig]
-REWARD = {"function": "isobit.starter.tasks:correct_answer"}
+REWARD = {"function": "isobit.starter.tasks:correct_answer", "in_process": True}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

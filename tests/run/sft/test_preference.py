@@ -183,7 +183,7 @@ def test_the_plan_says_pairs_and_counts_no_lm_head(make_config: MakeConfig) -> N
     ("sections", "error", "message"),
     [
         (
-            {"reward": {"function": "isobit.starter.tasks:correct_answer"}},
+            {"reward": {"function": "isobit.starter.tasks:correct_answer", "in_process": True}},
             ConfigError,
             'objective is "preference": a reward model completes nothing',
         ),

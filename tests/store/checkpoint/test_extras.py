@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from isobit.config.run import RunConfig
-from isobit.errors import CheckpointError, Interrupted
+from isobit.errors import CheckpointError, Interrupted, StoppedAtOnce
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import random_policy
 from isobit.models.tensor_slices import Slice
@@ -33,7 +33,10 @@ from isobit.training.reference import Reference
 from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., RunConfig]
-STEPS = {"training": {"steps": 4}, "checkpoint": {"every": 1, "keep_last": 9}}
+STEPS = {
+    "training": {"steps": 4, "without_signal": "take"},
+    "checkpoint": {"every": 1, "keep_last": 9},
+}
 
 
 class Diary:
@@ -135,13 +138,13 @@ def test_a_resumed_run_has_them_as_they_were(
 
     def break_off(_: RunConfig, step: int) -> bool:
         if step == broken_after + 1:
-            raise KeyboardInterrupt  # not an Exception: nothing more is saved
+            raise StoppedAtOnce  # nothing more is saved
         return step == 0
 
     broken = make_config(output=tmp_path / "broken", **STEPS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(course, "evaluation_is_due", break_off)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StoppedAtOnce):
             train(broken)
     assert max(folders_by_step(broken.output / "checkpoints")) == broken_after
     train(broken, resume=True)
@@ -160,7 +163,7 @@ def test_an_extra_that_moved_in_an_abandoned_step_is_not_saved_under_the_step_be
             raise Interrupted("SIGTERM", 15)
         return update(trainer, *rest, **settings)
 
-    config = make_config(training={"steps": 4}, checkpoint={"every": 0})
+    config = make_config(**STEPS | {"checkpoint": {"every": 0}})
     monkeypatch.setattr(Trainer, "update", interrupted)
     with pytest.raises(Interrupted):
         train(config)

@@ -65,7 +65,7 @@ def write_stopping_reward(folder: Path) -> str:
 def test_large_files_are_announced_with_their_size_and_then_the_seconds(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config(training={"steps": 1})
+    config = make_config(training={"steps": 1, "without_signal": "take"})
     train(config)
     assert "writing" not in capsys.readouterr().out, "small ones are not worth a line"
     monkeypatch.setattr(console, "LARGE", 0)
@@ -122,7 +122,7 @@ def test_a_figure_that_no_evaluation_gives_is_refused(name: str, make_config: Ma
 def test_a_checkpoint_holds_masters_and_moments_in_fp32_and_no_code(
     make_config: MakeConfig,
 ) -> None:
-    config = make_config()
+    config = make_config(training={"without_signal": "take"})
     train(config)
     folder = config.output / "checkpoints" / "step_000002"
     masters, moments = (

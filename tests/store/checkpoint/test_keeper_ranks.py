@@ -4,6 +4,7 @@ several: one decides, all are told, and a refusal or a failed write ends all ali
 
 import hashlib
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,8 +45,9 @@ class Sampler:
     def state(self) -> dict[str, int]:
         return {"place": 3}
 
-    def restore(self, saved: Any) -> None:
+    def restore(self, saved: Any, other_prompts: bool) -> None:
         assert saved == {"place": 3}
+        assert not other_prompts
 
 
 @dataclass
@@ -57,7 +59,7 @@ class SmallRun:
     trainer: Trainer
     sampler: Any = field(default_factory=Sampler)
     extras: Any = field(default_factory=dict)
-    fingerprint: str = "the same data"
+    inputs: Mapping[str, str] = field(default_factory=lambda: {"data.train.content": "the same"})
 
     def data_figures(self) -> dict[str, Any]:
         return {}
@@ -200,7 +202,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     found = in_world(2, f"{__name__}:everything", argument)
     host = os.uname().nodename
     for rank, by in enumerate(found):
-        assert by["by one alone"] == [".lock", "rewards.jsonl", "run.json"]
+        assert by["by one alone"] == [".lock", "ending.json", "rewards.jsonl", "run.json"]
         assert by["by all"] == files
         assert by["restored"]
         assert by["from one process"]

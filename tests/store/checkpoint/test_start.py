@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,19 @@ def test_one_that_cannot_be_read_is_passed_over(
     path = directory.checkpoints / "step_000002" / name
     damage(path)
     assert_passed_over(directory, path)
+
+
+def test_a_manifest_of_another_run_is_not_believed(directory: RunDirectory, tmp_path: Path) -> None:
+    other = RunDirectory(tmp_path / "other")
+    tensors = {"w": Slice.whole(torch.zeros(4))}
+    description = {"config": {}, "environment": {}, "evaluation": {}}
+    snapshot = Snapshot(2, tensors, tensors, {"files": {}}, description)
+    folder = write_checkpoint(other.checkpoints, snapshot)
+    own = directory.checkpoints / folder.name
+    shutil.copyfile(folder / MANIFEST, own / MANIFEST)
+    assert "does not have the SHA-256 of what was written" in assert_passed_over(
+        directory, own / MASTERS
+    )
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ENXIO])

@@ -33,6 +33,7 @@ from isobit.kernels.spec.linear import dgrad, input_saved, linear, output_gradie
 from isobit.kernels.spec.norm import row_sum
 from isobit.kernels.spec.routing import sum_of_ranks
 from isobit.kernels.spec.swiglu import swiglu_backward, swiglu_input, swiglu_saved
+from isobit.kernels.trace import rounded
 from isobit.precision.formats import E4M3
 from isobit.precision.quant_tensor import QuantTensor
 
@@ -165,4 +166,4 @@ def _rows(x: Operand, index: torch.Tensor) -> Operand:
 
 def _weighted_sum(outputs: torch.Tensor, routing: Routing) -> torch.Tensor:
     weighted = routing.weights[..., None] * outputs.float()
-    return sum_of_ranks(weighted)[:, 0].to(outputs.dtype)
+    return rounded(sum_of_ranks(weighted)[:, 0], outputs.dtype)

@@ -18,6 +18,7 @@ from isobit.kernels.spec.e4m3 import decode_e4m3
 from isobit.kernels.spec.gemm import fp8_gemm_nt, grid_gemm_nt
 from isobit.kernels.spec.grid import snap_rows
 from isobit.kernels.spec.quantise import quantise_rows, quantise_tokens
+from isobit.kernels.trace import rounded
 from isobit.precision.flow import Site
 from isobit.precision.formats import BLOCK
 from isobit.precision.quant_tensor import QuantTensor, block_sizes
@@ -43,10 +44,10 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
     """[T, K] -> [T, N]; the bits of a row depend on that row alone."""
     if isinstance(weight.matrix, QuantTensor):
         assert isinstance(x, QuantTensor)
-        return fp8_gemm_nt(x, weight.matrix).bfloat16()
+        return rounded(fp8_gemm_nt(x, weight.matrix), torch.bfloat16)
     assert isinstance(x, torch.Tensor)
     assert isinstance(weight.matrix, torch.Tensor)
-    return grid_gemm_nt(x, weight.matrix).to(x.dtype)
+    return rounded(grid_gemm_nt(x, weight.matrix), x.dtype)
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
@@ -66,7 +67,7 @@ def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:
 
 def wgrad(dy: Operand, x: Operand, grad: torch.Tensor) -> None:
     """grad, FP32 [N, K], += dY^T X."""
-    grad.add_(_tokens(dy).t() @ _tokens(x))
+    grad.add_(dequantise_tokens(dy).t() @ dequantise_tokens(x))
 
 
 def dequantised(weight: LinearWeight) -> torch.Tensor:
@@ -92,7 +93,7 @@ def _by_column(values: torch.Tensor, scales: torch.Tensor, parts: tuple[int, ...
     return values
 
 
-def _tokens(x: Operand) -> torch.Tensor:
+def dequantise_tokens(x: Operand) -> torch.Tensor:
     """FP32 [T, C] of an operand of WGrad."""
     if isinstance(x, torch.Tensor):
         return x.float()

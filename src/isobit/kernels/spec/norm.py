@@ -12,6 +12,7 @@ import torch
 
 from isobit.kernels.operands import Normed
 from isobit.kernels.spec.linear import linear_input
+from isobit.kernels.trace import rounded
 from isobit.precision.flow import Site
 
 _WIDEST_SUM = 4096
@@ -29,7 +30,7 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """x [..., C], weight [C] -> y like x."""
     wide = x.float()
-    return (wide * _inverse_rms(wide, epsilon) * weight.float()).to(x.dtype)
+    return rounded(wide * _inverse_rms(wide, epsilon) * weight.float(), x.dtype)
 
 
 def add_rms_norm(

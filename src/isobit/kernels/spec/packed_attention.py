@@ -22,7 +22,7 @@ from isobit.kernels.rope import RopeTable
 from isobit.kernels.spec.attention import TILE, KeyTile, attend, first_seen_key
 from isobit.kernels.spec.heads import Heads, stack_heads
 from isobit.kernels.spec.qkv import transform_qkv
-from isobit.kernels.trace import observe_heads
+from isobit.kernels.trace import observe_heads, rounded
 from isobit.precision.flow import Graph
 from isobit.precision.formats import Format
 
@@ -88,9 +88,11 @@ class PackedAttention:
         observe_heads(layer, q, k, v)
         made = [_attend_group(group, q, k, v, transform.window) for group in self._groups]
         padded = torch.cat([output for output, _ in made])
-        output = padded.index_select(0, self._inverse).to(qkv.dtype)
-        attended = Attended((q, k, v), output, tuple(lse for _, lse in made), transform.window)
-        return output.reshape(qkv.shape[0], -1), attended
+        wide = padded.index_select(0, self._inverse)
+        output = rounded(wide.reshape(qkv.shape[0], -1), qkv.dtype)
+        heads = output.view(wide.shape)
+        attended = Attended((q, k, v), heads, tuple(lse for _, lse in made), transform.window)
+        return output, attended
 
     def backward(
         self, attended: Attended, d_output: torch.Tensor

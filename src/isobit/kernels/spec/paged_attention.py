@@ -18,7 +18,7 @@ from isobit.kernels.spec.attention import KeyTile, attend
 from isobit.kernels.spec.heads import Heads
 from isobit.kernels.spec.kv_cache import SpecKvCache
 from isobit.kernels.spec.qkv import transform_qkv
-from isobit.kernels.trace import is_observed, observe_heads
+from isobit.kernels.trace import is_observed, observe_heads, rounded
 
 _TILE_NUMBERS = (
     1 << 19
@@ -70,7 +70,7 @@ class PagedAttention:
             for group in self._groups
         ]
         padded = torch.cat(outputs).index_select(0, self._inverse)
-        return padded.to(qkv.dtype).reshape(qkv.shape[0], -1)
+        return rounded(padded.reshape(qkv.shape[0], -1), qkv.dtype)
 
     def _attend(
         self, layer: int, group: _Group, heads: Heads, kv_heads: int, window: int | None

@@ -12,8 +12,8 @@ import torch
 from isobit.kernels.operands import QkvGradients, QkvTransform
 from isobit.kernels.rope import RopeTable
 from isobit.kernels.spec.norm import rms_norm, rms_norm_backward
-from isobit.kernels.spec.rope import rotate
-from isobit.kernels.trace import observe
+from isobit.kernels.spec.rope import rotate, rotated_wide
+from isobit.kernels.trace import observe, rounded
 
 
 def transform_qkv(
@@ -26,7 +26,8 @@ def transform_qkv(
     if transform.q_norm is not None and transform.k_norm is not None:
         q = observe(rms_norm(q, transform.q_norm, transform.epsilon), "layers", layer, "q_norm")
         k = observe(rms_norm(k, transform.k_norm, transform.epsilon), "layers", layer, "k_norm")
-    q, k = rotate(torch.cat([q, k], 1), table).split([q.shape[1], k.shape[1]], 1)
+    wide = rotated_wide(torch.cat([q, k], 1), table)
+    q, k = (rounded(part, qkv.dtype) for part in wide.split([q.shape[1], k.shape[1]], 1))
     return observe(q, "layers", layer, "rope.q"), observe(k, "layers", layer, "rope.k"), v
 
 

@@ -9,12 +9,13 @@ import torch
 
 from isobit.kernels.operands import LinearInput, Operand, OutputGradient
 from isobit.kernels.spec.linear import input_saved, linear_input, output_gradient
+from isobit.kernels.trace import rounded
 from isobit.precision.flow import Site
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """[T, 2 C] -> [T, C] in the dtype of the input."""
-    return gated(*gate_up.float().chunk(2, -1)).to(gate_up.dtype)
+    return rounded(gated(*gate_up.float().chunk(2, -1)), gate_up.dtype)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

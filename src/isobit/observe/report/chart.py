@@ -31,6 +31,8 @@ class Panel:
     stacked: bool = False
     axis: str = "step"
     """What a point stands at: a step of a run, or a layer."""
+    compared: bool = False
+    """Whether the curves are the same figure of several runs: none of them stands for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class _Frame:
     values: tuple[float, float]
     constant: float | None
     """The one value that there is."""
+    cut: str = ""
+    """What of the first bars does not fit, in words."""
 
     def value_ticks(self) -> list[float]:
         """Only its value on the axis of a figure that never changes: any other tick would be made
@@ -97,7 +101,7 @@ class _Frame:
 
     def y(self, value: float) -> float:
         low, high = self.values
-        return round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)
+        return max(round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1), float(TOP))
 
 
 def draw(panel: Panel, figures: Figures) -> Chart | None:
@@ -131,12 +135,14 @@ def draw(panel: Panel, figures: Figures) -> Chart | None:
         ),
         columns=columns,
         rows=rows,
-        latest=_latest(panel, figures, curves[0][0].metric),
+        latest=_latest(panel, figures, curves[0][0], several=len(curves) > 1),
         description=(
             f"{panel.title}, {panel.unit}, over {len(buckets)} points; last: "
             f"{_words(columns, rows[-1])}"
         ),
-        points_note=_points_note(panel, len(buckets[0].steps)),
+        points_note=" ".join(
+            one for one in (_points_note(panel, len(buckets[0].steps)), frame.cut) if one
+        ),
         constant=""
         if frame.constant is None or len(buckets) == 1
         else number_text(frame.constant, panel.percent),
@@ -145,11 +151,11 @@ def draw(panel: Panel, figures: Figures) -> Chart | None:
 
 def _frame(panel: Panel, buckets: Sequence[Bucket], curves: Sequence[Sequence[Point]]) -> _Frame:
     first, last = buckets[0].steps[0], buckets[-1].steps[-1]
+    cut = ""
     if panel.stacked:
-        values = [
-            0.0,
-            *(sum(point.value or 0.0 for point in points) for points in zip(*curves, strict=True)),
-        ]
+        sums = [sum(point.value or 0.0 for point in points) for points in zip(*curves, strict=True)]
+        shown, cut = _without_warming_up(panel, buckets, sums)
+        values = [0.0, *shown]
     else:
         seen = (
             number
@@ -163,7 +169,25 @@ def _frame(panel: Panel, buckets: Sequence[Bucket], curves: Sequence[Sequence[Po
         (first - room, last + room),
         axis_range(min(values), max(values)),
         values[0] if len(set(values)) == 1 else None,
+        cut,
     )
+
+
+def _without_warming_up(
+    panel: Panel, buckets: Sequence[Bucket], sums: Sequence[float]
+) -> tuple[list[float], str]:
+    """The heights that an axis shows, and what is said of a first step that dwarfs all later
+    ones.
+    """
+    later = max(sums[2:], default=0.0)
+    slow = [place for place, height in enumerate(sums[:2]) if height > 2 * later > 0]
+    if not slow:
+        return list(sums), ""
+    names = ", ".join(
+        f"{panel.axis} {buckets[place].text}: {number_text(sums[place])} {panel.unit}"
+        for place in slow
+    )
+    return [min(height, 1.2 * later) for height in sums], f"Cut off: {names}; it warms up."
 
 
 def _mark(frame: _Frame, buckets: Sequence[Bucket], curve: Curve, points: Sequence[Point]) -> Mark:
@@ -280,6 +304,8 @@ def _words(columns: Sequence[str], row: Sequence[str]) -> str:
     return ", ".join(f"{name} {text}" for name, text in zip(columns, row, strict=True))
 
 
-def _latest(panel: Panel, figures: Figures, metric: str) -> str:
-    values = [value for row in figures.values() if (value := row.get(metric)) is not None]
-    return number_text(values[-1], panel.percent)
+def _latest(panel: Panel, figures: Figures, curve: Curve, several: bool) -> str:
+    """The last value of the first curve, by its name where there are others."""
+    values = [value for row in figures.values() if (value := row.get(curve.metric)) is not None]
+    text = number_text(values[-1], panel.percent)
+    return f"{curve.label} {text}" if several else text

@@ -21,17 +21,14 @@ class Section:
 
     title: str
     charts: tuple[Chart, ...]
+    constants: tuple[Chart, ...] = ()
+    """Of figures that never change: their one value is said instead of drawn."""
     note: str = ""
     folded: bool = False
     """Whether it is shown on demand only."""
 
 
-_REWARD = Panel(
-    "Reward",
-    "mean",
-    (Curve("reward/mean", "mean", spread="reward/std"),),
-    "band: one standard deviation over the completions",
-)
+_LOSS = Panel("Loss", "mean of the updates", (Curve("loss", "loss"),))
 
 _RESULTS = (
     Panel(
@@ -66,7 +63,6 @@ _LEARNING = (
         (Curve("entropy", "mean"),),
         "of the sampling distribution, over response tokens",
     ),
-    Panel("Loss", "mean of the updates", (Curve("loss", "loss"),)),
     Panel("Gradient norm", "before clipping", (Curve("grad_norm", "mean"),)),
     Panel("Learning rate", "mean of the updates", (Curve("learning_rate", "learning rate"),)),
     Panel(
@@ -205,8 +201,6 @@ _SPEED = (
     ),
 )
 
-_SECTIONS = {"Rollout against training": _EXACTNESS, "Learning": _LEARNING, "Speed": _SPEED}
-
 
 def evaluation_sets(names: Sequence[str], figure: str = "accuracy") -> list[str]:
     """The evaluation sets that have ``figure`` among the names of figures."""
@@ -216,18 +210,44 @@ def evaluation_sets(names: Sequence[str], figure: str = "accuracy") -> list[str]
 
 def build_sections(record: RunRecord) -> list[Section]:
     """The sections that have anything to show."""
+    panels = panels_of(record)
+    sections = [section_of(title, _draw(record, chosen)) for title, chosen in panels.items()]
+    found = [*sections, _others(record, panels)]
+    return [section for section in found if section.charts or section.constants]
+
+
+def panels_of(record: RunRecord) -> dict[str, Sequence[Panel]]:
+    """Which charts the figures of a run may have, by the titles of their sections."""
     evaluation = [_evaluation_panel(record, name) for name in evaluation_sets(record.names)]
     losses = [
         Panel(f"{name} loss", "nats a token", (Curve(f"eval/{name}/loss", "loss"),))
         for name in evaluation_sets(record.names, "loss")
     ]
-    panels = {
-        "Results": (*evaluation, *losses, _REWARD, *_reward_panels(record), *_RESULTS),
-        **_SECTIONS,
+    learns_by_reward = "reward/mean" in record.names
+    first = () if learns_by_reward else (_LOSS,)
+    last = (_LOSS,) if learns_by_reward else ()
+    return {
+        "Results": (*first, *losses, *evaluation, *_reward_panels(record), *_RESULTS),
+        "Rollout against training": _EXACTNESS if _compares(record) else (),
+        "Learning": (*_LEARNING, *last),
+        "Speed": _SPEED,
         "Replay": _REPLAY if "replay/size" in record.names else (),
     }
-    sections = [Section(title, _draw(record, chosen)) for title, chosen in panels.items()]
-    return [section for section in [*sections, _others(record, panels)] if section.charts]
+
+
+def _compares(record: RunRecord) -> bool:
+    """Whether any log-probability was compared: the figures of none are zeros that say nothing."""
+    rows = record.figures.values()
+    return any(row.get("log_prob_diff/tokens_compared") or "mismatch/k1" in row for row in rows)
+
+
+def section_of(
+    title: str, charts: Sequence[Chart], note: str = "", folded: bool = False
+) -> Section:
+    """Charts under a heading; of those that never change, the values."""
+    moving = tuple(chart for chart in charts if not chart.constant)
+    constants = tuple(chart for chart in charts if chart.constant)
+    return Section(title, moving, constants, note, folded)
 
 
 def _draw(record: RunRecord, panels: Sequence[Panel]) -> tuple[Chart, ...]:
@@ -257,18 +277,24 @@ def _evaluation_panel(record: RunRecord, name: str) -> Panel:
 
 
 def _reward_panels(record: RunRecord) -> list[Panel]:
-    """One for each of several rewards."""
+    """The reward, and one for each of several."""
+    completions = 1
+    for key in ("prompts_per_step", "samples_per_prompt"):
+        number = record.setting("config", "training", key)
+        completions *= number if isinstance(number, int) and number > 0 else 0
+    error = completions**-0.5 if completions else None
+    note = "band: one standard error of the step's mean" if error else ""
+    spread = "reward/{}std" if error else None
     pattern = re.compile(r"reward/(?P<name>[^/]+)/mean")
     names = [found["name"] for name in record.names if (found := pattern.fullmatch(name))]
-    return [
-        Panel(
-            f"Reward {name}",
-            "mean",
-            (Curve(f"reward/{name}/mean", "mean", spread=f"reward/{name}/std"),),
-            "before its weight; band: one standard deviation",
-        )
-        for name in names
-    ]
+
+    def panel(title: str, name: str, notes: Sequence[str]) -> Panel:
+        band = spread.format(name) if spread else None
+        curve = Curve(f"reward/{name}mean", "mean", spread=band, spread_factor=error or 1.0)
+        return Panel(title, "mean", (curve,), "; ".join(one for one in notes if one))
+
+    parts = [panel(f"Reward {name}", f"{name}/", ("before its weight", note)) for name in names]
+    return [panel("Reward", "", (note,)), *parts]
 
 
 def _others(record: RunRecord, panels: dict[str, Sequence[Panel]]) -> Section:
@@ -286,12 +312,8 @@ def _others(record: RunRecord, panels: dict[str, Sequence[Panel]]) -> Section:
         [Panel(name, "", (Curve(name, name.rpartition("/")[2]),)) for name in names[:MOST_OTHERS]],
     )
     left_out = len(names) - MOST_OTHERS
-    return Section(
-        "Other figures",
-        charts,
-        f"{left_out} more figures are in metrics.jsonl only" if left_out > 0 else "",
-        folded=True,
-    )
+    note = f"{left_out} more figures are in metrics.jsonl only" if left_out > 0 else ""
+    return section_of("Other figures", charts, note, folded=True)
 
 
 def _figures_of(curve: Curve) -> list[str]:

@@ -7,17 +7,24 @@ to one problem stand together; of training, steps spread over the run are taken.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 from isobit.observe.report.axis import MINUS, number_text
+
+T = TypeVar("T")
 
 MOST_PROMPTS = 8
 """Prompts shown of each source."""
 MOST_TOKENS = 6000
 """Tokens shown on the page; what does not fit is cut and counted."""
+MOST_OTHERS = 60
+"""Lines of the table of further completions, of each source."""
 MOST_CHARACTERS = 4000
 """Of a prompt, or of a completion that was logged without its tokens."""
 _TOKEN_CHARACTERS = 80
+_SHORT = 160
+"""Characters of a text in the table of further completions."""
 
 SHADES = (-0.1, -0.5, -1.0, -2.0, -4.0)
 """Log-probabilities, in nats, below which a token gets the next darker shade."""
@@ -47,6 +54,10 @@ class Answer:
     tokens: tuple[Token, ...]
     left_out: int
     """Tokens at the end that are not shown."""
+    verdict: str
+    """``good`` from a reward of 1 on, ``bad`` from 0 down, else empty."""
+    above: str
+    """How far its reward is above the mean of its group's; empty where it is alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,8 @@ class Problem:
 
     prompt_id: str
     prompt: str
+    answer: str
+    """The dataset's own; empty where there is none."""
     answers: tuple[Answer, ...]
 
 
@@ -66,6 +79,8 @@ class Source:
     problems: tuple[Problem, ...]
     shown: int
     logged: int
+    others: tuple[tuple[str, str, str, str], ...]
+    """Step, prompt, completion and reward of those that are not among the problems, cut short."""
 
 
 def choose_samples(lines: Sequence[Mapping[str, Any]]) -> list[Source]:
@@ -80,7 +95,7 @@ def choose_samples(lines: Sequence[Mapping[str, Any]]) -> list[Source]:
 
 def _source(name: str, logged: Sequence[Mapping[str, Any]], budget: int) -> Source:
     is_training = name == "train"
-    chosen = _spread(logged, MOST_PROMPTS) if is_training else _first_and_last(logged)
+    chosen = _spread_groups(logged) if is_training else _first_and_last(logged)
     share = budget // max(1, len(chosen))
     problems: dict[str, list[Mapping[str, Any]]] = {}
     for line in chosen:
@@ -89,14 +104,43 @@ def _source(name: str, logged: Sequence[Mapping[str, Any]], budget: int) -> Sour
         Problem(
             prompt_id,
             _cut(str(lines[0].get("prompt", ""))),
+            _cut(str(lines[0].get("answer", ""))),
             tuple(_answer(line, share) for line in lines),
         )
         for prompt_id, lines in problems.items()
     )
-    return Source("training" if is_training else name, views, len(chosen), len(logged))
+    taken = {id(line) for line in chosen}
+    others = _spread([line for line in logged if id(line) not in taken], MOST_OTHERS)
+    return Source(
+        "training" if is_training else name,
+        views,
+        len(chosen),
+        len(logged),
+        tuple(map(_in_short, others)),
+    )
 
 
-def _spread(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+def _in_short(line: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    texts = (" ".join(str(line.get(name, "")).split()) for name in ("prompt", "completion"))
+    prompt, completion = (
+        text if len(text) <= _SHORT else f"{text[:_SHORT]}\N{HORIZONTAL ELLIPSIS}" for text in texts
+    )
+    return str(line["step"]), prompt, completion, _reward(line.get("reward"))
+
+
+def _reward(reward: Any) -> str:
+    return number_text(reward) if isinstance(reward, int | float) else "failed"
+
+
+def _spread_groups(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """All logged completions of prompts and steps that are evenly spread over the run."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault((str(line["step"]), str(line.get("prompt_id"))), []).append(line)
+    return [line for group in _spread(list(groups.values()), MOST_PROMPTS) for line in group]
+
+
+def _spread(lines: Sequence[T], most: int) -> list[T]:
     """Evenly spread over the lines, the first and the last included."""
     if len(lines) <= most:
         return list(lines)
@@ -126,13 +170,33 @@ def _answer(line: Mapping[str, Any], most_tokens: int) -> Answer:
     reward, length = line.get("reward"), line.get("tokens")
     return Answer(
         step=line["step"],
-        reward=number_text(reward) if isinstance(reward, int | float) else "failed",
+        reward=_reward(reward),
         finish="cut by the length limit" if line.get("finish_reason") == "length" else "",
         length=f"{length} tokens" if isinstance(length, int) else "",
         text=_cut(str(line.get("completion", ""))),
         tokens=tokens,
         left_out=max(0, length - len(tokens)) if tokens and isinstance(length, int) else 0,
+        verdict=_verdict(reward),
+        above=_above(reward, line.get("group_rewards")),
     )
+
+
+def _verdict(reward: Any) -> str:
+    if not isinstance(reward, int | float):
+        return "bad"
+    return "good" if reward >= 1 else "bad" if reward <= 0 else ""
+
+
+def _above(reward: Any, of_group: Any) -> str:
+    if not isinstance(reward, int | float) or not isinstance(of_group, list):
+        return ""
+    valid = [one for one in of_group if isinstance(one, int | float)]
+    if len(valid) < 2:
+        return ""
+    above = reward - fmean(valid)
+    if above == 0:
+        return "level with its group's mean"
+    return f"{'+' if above > 0 else ''}{number_text(above)} to its group's mean"
 
 
 def _tokens(pairs: Iterable[tuple[Any, Any]], most: int) -> Iterable[Token]:

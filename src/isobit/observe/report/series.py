@@ -59,6 +59,8 @@ class Curve:
     for those that have it not.
     """
     spread: str | None = None
+    spread_factor: float = 1.0
+    """What the figure of ``spread`` is multiplied by."""
     between: tuple[str, str] | None = None
 
 
@@ -84,11 +86,10 @@ def _point(figures: Figures, curve: Curve, bucket: Bucket) -> Point:
     value = max(values) if curve.take == "max" else fmean(values)
     if curve.spread is not None:
         spreads = _values(figures, curve.spread, bucket)
-        return (
-            Point(value, value - fmean(spreads), value + fmean(spreads))
-            if spreads
-            else Point(value)
-        )
+        if not spreads:
+            return Point(value)
+        half = curve.spread_factor * fmean(spreads)
+        return Point(value, value - half, value + half)
     if curve.between is not None:
         lows, highs = (_values(figures, metric, bucket) for metric in curve.between)
         return Point(value, fmean(lows), fmean(highs)) if lows and highs else Point(value)

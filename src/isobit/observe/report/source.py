@@ -14,6 +14,7 @@ from typing import Any
 
 from isobit.errors import ConfigError
 from isobit.store.directory import RunDirectory
+from isobit.store.lock import is_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ class RunRecord:
     completions: tuple[Mapping[str, Any], ...]
     finished: bool
     """Whether the summary is there, which a run writes last."""
+    ending: Mapping[str, Any]
+    """``ending.json``: how it ended before its time; empty where it did not, or nobody said."""
+    is_running: bool
+    """Whether a process of this machine holds the run's lock."""
     problems: tuple[str, ...]
     """What is missing or damaged, a sentence each."""
 
@@ -70,8 +75,18 @@ def read_run(root: Path) -> RunRecord:
         figures=_figures(_read_lines(directory.metrics, problems)),
         completions=tuple(_read_lines(directory.completions, problems)),
         finished=directory.summary.is_file(),
+        ending=_read_ending(root / "ending.json"),
+        is_running=is_held(root),
         problems=tuple(problems),
     )
+
+
+def _read_ending(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -91,7 +106,8 @@ def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
 def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """The objects of a JSONL file; lines that are none are counted and left out."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = text.removesuffix("\n").split("\n") if text else []  # U+2028 is within a line
     except OSError:
         problems.append(f"{path.name} is missing: the page lacks what it holds")
         return []

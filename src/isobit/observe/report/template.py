@@ -44,8 +44,11 @@ def write_page(page: str, path: Path, marker: str) -> Path:
                 f"{str(path)!r} is there already and no report; name another file (--out FILE)"
             )
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(page, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{str(path)!r} cannot be written ({error.strerror}); name another file (--out FILE)"

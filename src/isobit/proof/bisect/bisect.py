@@ -8,18 +8,25 @@ say by how much.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig
+from isobit.kernels.trace import UNROUNDED
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
-from isobit.proof.bisect.checksums import token_keys
-from isobit.proof.bisect.difference import Checksums, Extremes, SiteDifference, first_difference
-from isobit.proof.bisect.observer import Keep, ObservedRunner, TokenObserver, observe_packing
+from isobit.proof.bisect.difference import Checksums, Extremes, SiteDifference
+from isobit.proof.bisect.observer import (
+    Keep,
+    ObservedRunner,
+    TokenObserver,
+    keys_of_batch,
+    observed_scores,
+)
+from isobit.proof.bisect.operations import Operations, compared_operations
 from isobit.proof.scenarios import Scenario, Workload, engine_scenarios, packings
 from isobit.proof.verify import (
     ScenarioResult,
@@ -76,7 +83,8 @@ class Parting:
     """Where the sides part."""
 
     difference: SiteDifference
-    first_token: Place
+    first_token: Place | None
+    """That differs, or that rollout lacks; None where only rollout has rows of its own."""
     max_abs_diff: float | None
     """Over the first tokens that differ; None if their values are equal (a sign of zero, a NaN) or
     did not differ again.
@@ -84,26 +92,31 @@ class Parting:
 
     @property
     def kind(self) -> str:
-        """What kind of operation it is."""
-        return operation_kind(self.difference.site)
+        """What kind of operation it is.  Which tokens stand before a row is known by the pages that
+        it reads, so it is these where rows have no partner.
+        """
+        found = self.difference
+        return "KV pages" if found.lacks_rows else operation_kind(found.site)
+
+    @property
+    def site(self) -> str:
+        """Where they part."""
+        return "kv_cache" if self.difference.lacks_rows else self.difference.site
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the keys, which mean nothing elsewhere."""
         found, first = self.difference, self.first_token
         return {
-            "site": found.site,
+            "site": self.site,
             "operation": self.kind,
             "sites_before": found.sites_before,
             "formats": dict(found.formats),
             "tokens_compared": found.tokens_compared,
             "tokens_differing": found.differing.numel(),
             "max_abs_diff": self.max_abs_diff,
-            "first_token": {
-                "prompt_id": first.prompt_id,
-                "sample": first.sample,
-                "position": first.position,
-            },
+            "first_token": None if first is None else asdict(first),
             "tokens_not_repeated": dict(found.unstable),
+            "tokens_alone": {side: keys.numel() for side, keys in found.alone.items()},
         }
 
 
@@ -160,7 +173,7 @@ def bisect(
     device: Device = "cpu",
 ) -> BisectResult:
     """Verify a Hugging Face folder, or ``starter``, then observe the first scenario that differs;
-    where none does, all of them.
+    where none does, all of them that ``verify`` has not observed.
 
     ``on_trace`` is called with the name of each scenario about to be observed.  Raises as
     ``isobit.proof.verify.verify`` does.
@@ -181,17 +194,19 @@ def bisect_policy(
 ) -> BisectResult:
     """``bisect`` for the published weights of a policy."""
     verified = verify_policy(policy, options, on_scenario)
-    differing = [result.name for result in verified.scenarios if result.comparison.differs]
+    differing = [result.name for result in verified.scenarios if result.differs]
     names = differing[:1] or [result.name for result in verified.scenarios]
+    seen = {result.name: result.operations for result in verified.scenarios}
     workload = random_workload(policy, options)
     scorer = Scorer(policy)
     traced: list[Traced] = []
     for scenario in engine_scenarios(workload):
         if scenario.name not in names:
             continue
-        if on_trace is not None:
+        operations = seen[scenario.name]
+        if on_trace is not None and (operations is None or operations.difference is not None):
             on_trace(scenario.name)
-        traced.append(trace_scenario(scenario, workload, scorer, options.seed))
+        traced.append(trace_scenario(scenario, workload, scorer, options.seed, operations))
         if traced[-1].parting is not None:
             break
     return BisectResult(verified, tuple(traced))
@@ -199,6 +214,7 @@ def bisect_policy(
 
 def operation_kind(site: str) -> str:
     """``layers.2.rope.q`` -> ``RoPE``."""
+    site = site.removesuffix(f".{UNROUNDED}")
     parts = site.split(".")
     for name in (".".join(parts[-2:]), parts[-1]):
         if name in _KINDS:
@@ -206,23 +222,26 @@ def operation_kind(site: str) -> str:
     return "norm" if site.endswith("norm") else "GEMM"
 
 
-def trace_scenario(scenario: Scenario, workload: Workload, scorer: Scorer, seed: int) -> Traced:
-    """Observe one scenario on both sides, in every packing."""
-    rollout, training = Checksums(), Checksums()
-    samples = _observe(scenario, workload, scorer, seed, rollout, training)
-    rows = sum(
-        checksums.numel()
-        for side in (rollout, training)
-        for site in side.sites.values()
-        for checksums in site.checksums
-    )
-    found = first_difference(rollout, training)
-    parting = None
+def trace_scenario(
+    scenario: Scenario,
+    workload: Workload,
+    scorer: Scorer,
+    seed: int,
+    compared: Operations | None = None,
+) -> Traced:
+    """Observe one scenario on both sides, in every packing, unless its operations have been
+    ``compared``; where they part, measure by how much.
+    """
+    if compared is None:
+        rollout, training = Checksums(), Checksums()
+        samples = _observe(scenario, workload, scorer, seed, rollout, training)
+        compared = compared_operations(rollout, training, samples)
+    found, parting = compared.difference, None
     if found is not None:
         extremes = Extremes(found.site, found.differing[:TOKENS_MEASURED])
-        _observe(scenario, workload, scorer, seed, extremes, extremes)
+        samples = _observe(scenario, workload, scorer, seed, extremes, extremes)
         parting = Parting(found, _first_place(found, samples, workload), extremes.max_abs_diff)
-    return Traced(scenario.name, len(training.sites), rows, parting)
+    return Traced(scenario.name, compared.sites, compared.rows, parting)
 
 
 def _observe(
@@ -242,22 +261,19 @@ def _observe(
     )
     samples = generate_samples(engine, workload.requests(scenario))
     for _, batches in packings(samples, seed):
-        observe_packing(scorer, batches, rollout, training)
+        for batch in batches:
+            observed_scores(scorer, batch, rollout, training)
     return samples
 
 
-def _first_place(found: SiteDifference, samples: list[TokenSequence], workload: Workload) -> Place:
-    differing = set(found.differing.tolist())
+def _first_place(
+    found: SiteDifference, samples: list[TokenSequence], workload: Workload
+) -> Place | None:
+    wanted = set(found.differing.tolist()).union(found.alone["training"].tolist())
     for index, sample in enumerate(samples):
         (batch,) = pack([sample], sample.length)
-        keys = token_keys(
-            batch.token_ids,
-            batch.positions,
-            batch.token_ids.new_tensor([sample.length]),
-            batch.token_ids.new_zeros(1),
-        )
-        for position, key in enumerate(keys.tolist()):
-            if key in differing:
+        for position, key in enumerate(keys_of_batch(batch).tolist()):
+            if key in wanted:
                 prompt, number = divmod(index, workload.samples)
                 return Place(workload.prompts[prompt].id, number, position)
-    raise AssertionError("a token that differs is a token of a sample")
+    return None

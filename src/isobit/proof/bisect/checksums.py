@@ -1,12 +1,15 @@
 """64-bit names: of a row's bits, and of the tokens up to a position.
 
-    checksum(row)   = sum_j bits_j w_j         modulo 2^64, with random 64-bit weights w_j
+    checksum(row)   = sum_j bits_j w_j         modulo 2^64, with random 64-bit weights w_j; bits_j
+                                               are 32 at once where a row has a multiple of these
     key(t_0 .. t_p) = sum_i (t_i + 1) w_i      a running sum along the sequence
 
 Sums of integers have no order, so both are the same in any batch, on any device.  Two rows that
 differ have one checksum with a probability of about 2^-33 at most (2^-64 times the power of two
 that all differences share).
 """
+
+from functools import cache
 
 import torch
 
@@ -38,8 +41,16 @@ def token_keys(
 
 
 def _weighted_bits(x: torch.Tensor, seed: int) -> torch.Tensor:
-    bits = x.view(_INTEGERS[x.element_size()]).unsqueeze(-1).flatten(1).to(torch.int64)
-    return bits.mul_(_weights(torch.arange(bits.shape[1], device=bits.device), seed)).sum(1).cpu()
+    bits = x.view(_INTEGERS[x.element_size()]).unsqueeze(-1).flatten(1)
+    if bits.shape[1] * bits.element_size() % 4 == 0:
+        bits = bits.contiguous().view(torch.int32)
+    bits = bits.to(torch.int64)
+    return bits.mul_(_row_weights(bits.shape[1], seed, bits.device)).sum(1).cpu()
+
+
+@cache
+def _row_weights(width: int, seed: int, device: torch.device) -> torch.Tensor:
+    return _weights(torch.arange(width, device=device), seed)
 
 
 def _weights(indices: torch.Tensor, seed: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What ``isobit verify --bisect`` found, as lines of text."""
 
 from isobit.proof.bisect.bisect import BisectResult, Parting
+from isobit.proof.bisect.operations import describe_site
 
 _HINTS = {
     "attention": (
@@ -18,7 +19,7 @@ def describe_bisect(result: BisectResult) -> list[str]:
     """Where the sides part and what is known about it; or that nothing differs."""
     if result.parting is not None:
         return _describe_parting(result.parting)
-    if result.verified.comparison.differs:
+    if result.verified.differs:
         return [
             "the differences did not come again while every operation was observed: they do not "
             "repeat, and no site can be named"
@@ -30,12 +31,25 @@ def describe_bisect(result: BisectResult) -> list[str]:
 
 def _describe_parting(parting: Parting) -> list[str]:
     found, first = parting.difference, parting.first_token
+    place = (
+        ""
+        if first is None
+        else (
+            f", the first at position {first.position} of {first.prompt_id}, sample {first.sample}"
+        )
+    )
+    if found.lacks_rows:
+        ours, theirs = (found.alone[side].numel() for side in ("rollout", "training"))
+        return [
+            f"rollout and training part at {parting.site} ({parting.kind}), seen at {found.site}",
+            f"  rollout lacks {theirs:,} tokens that training has{place}",
+            f"  rollout computed {ours:,} tokens behind others than those of any sample: the pages "
+            "that it went on from hold another sequence's keys, or old ones",
+        ]
     lines = [
-        f"rollout and training part at {found.site} ({parting.kind}); the {found.sites_before} "
-        "operations before it are equal",
-        f"  {found.differing.numel():,} of {found.tokens_compared:,} tokens differ there, the "
-        f"first at position {first.position} of "
-        f"{first.prompt_id}, sample {first.sample}",
+        f"rollout and training part at {describe_site(found.site)} ({parting.kind}); the "
+        f"{found.sites_before} operations before it are equal",
+        f"  {found.differing.numel():,} of {found.tokens_compared:,} tokens differ there{place}",
     ]
     if parting.max_abs_diff is not None:
         lines.append(f"  their values differ by {parting.max_abs_diff:.3g} at most")

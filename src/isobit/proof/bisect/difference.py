@@ -1,4 +1,9 @@
-"""From checksums to the first site where the sides differ, and by how much."""
+"""From checksums to the first site where the sides differ, and by how much.
+
+A row of one side without a partner is a difference too: rollout computed a token behind a prefix
+that no sample has, because its pages hold other tokens, or never computed one that it should have.
+The last token of a sample is training's alone: its K and V are never needed.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,8 +12,10 @@ import torch
 
 from isobit.precision.formats import BLOCK, DTYPES, E8M0_BIAS
 from isobit.proof.bisect.checksums import row_checksums
+from isobit.proof.bisect.observer import HEAD
 
 _FORMATS = {dtype: name.upper() for name, dtype in DTYPES.items()} | {torch.int32: "INT32"}
+_NONE = torch.empty(0, dtype=torch.int64)
 _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
@@ -54,37 +61,61 @@ class SiteDifference:
     """Keys of the tokens that differ, int64, ascending."""
     unstable: Mapping[str, int]
     """By side, the tokens that it computed more than once and not always to the same bits."""
+    alone: Mapping[str, torch.Tensor]
+    """By side, keys of the tokens that the other side should have rows of and lacks."""
+
+    @property
+    def lacks_rows(self) -> bool:
+        """Whether either side lacks any."""
+        return any(keys.numel() for keys in self.alone.values())
 
 
-def first_difference(rollout: Checksums, training: Checksums) -> SiteDifference | None:
-    """The first site in the order of the forward pass at which a token's rows are not all equal, if
-    any is.
+def first_difference(
+    rollout: Checksums, training: Checksums, last_tokens: torch.Tensor
+) -> SiteDifference | None:
+    """The first site in the order of the forward pass at which a token's rows are not all equal, or
+    at which a side lacks rows, if any is; ``last_tokens`` are keys of those that rollout need not
+    compute.
     """
-    for index, site in enumerate(training.sites):
-        found = _difference(site, index, rollout.sites[site], training.sites[site])
-        if found.differing.numel():
+    for index, (site, rows) in enumerate(training.sites.items()):
+        theirs = rollout.sites.get(site, Rows(rows.format, [_NONE], [_NONE]))
+        found = _difference(site, index, theirs, rows, last_tokens)
+        if found.differing.numel() or found.lacks_rows:
             return found
     return None
 
 
-def _difference(site: str, sites_before: int, rollout: Rows, training: Rows) -> SiteDifference:
+def _difference(
+    site: str, sites_before: int, rollout: Rows, training: Rows, last_tokens: torch.Tensor
+) -> SiteDifference:
     on_rollout, on_training = torch.cat(rollout.keys), torch.cat(training.keys)
     checksums = {"rollout": torch.cat(rollout.checksums), "training": torch.cat(training.checksums)}
     tokens, index = torch.unique(torch.cat([on_rollout, on_training]), return_inverse=True)
-    shared = torch.isin(tokens, on_rollout) & torch.isin(tokens, on_training)
-    differing = shared & _disagree(index, torch.cat(list(checksums.values())), tokens.numel())
-    if rollout.format != training.format:
-        differing = shared
     parts = dict(
         zip(checksums, index.split([on_rollout.numel(), on_training.numel()]), strict=True)
     )
+    has = {
+        side: torch.zeros(tokens.numel(), dtype=torch.bool).index_fill_(0, part, True)
+        for side, part in parts.items()
+    }
+    shared = has["rollout"] & has["training"]
+    differing = shared & _disagree(index, torch.cat(list(checksums.values())), tokens.numel())
+    if rollout.format != training.format:
+        differing = shared
     unstable = {
         side: int(_disagree(parts[side], checksums[side], tokens.numel()).sum())
         for side in checksums
     }
     formats = {"rollout": rollout.format, "training": training.format}
+    without_rollout = tokens[~has["rollout"]]
+    alone = {
+        "rollout": tokens[~has["training"]],
+        "training": without_rollout[~torch.isin(without_rollout, last_tokens)],
+    }
+    if site == HEAD:  # its rows are known by bits, which two tokens may share
+        alone = dict.fromkeys(alone, _NONE)
     return SiteDifference(
-        site, sites_before, formats, int(shared.sum()), tokens[differing], unstable
+        site, sites_before, formats, int(shared.sum()), tokens[differing], unstable, alone
     )
 
 
@@ -140,7 +171,8 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tenso
         return values.float().unsqueeze(-1).flatten(1)
     if scales.dtype == torch.uint8:
         return (
-            values.float() * torch.ldexp(torch.tensor(1.0), scales.int() - E8M0_BIAS)[..., None]
+            values.float()
+            * torch.ldexp(torch.ones(scales.shape), scales.int() - E8M0_BIAS)[..., None]
         ).flatten(1)
     of_columns = scales.repeat_interleave(BLOCK, -1)[:, : values.shape[1]]
     return values.float() * of_columns

@@ -9,7 +9,7 @@ The rollout side keeps the key of every token of the cache by its slot, and copi
 copied.  A row of logits is known by the bits of the hidden state that it was computed from.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -20,12 +20,13 @@ from isobit.models.policy_share import SampledPolicy
 from isobit.models.scorer import Scorer
 from isobit.proof.bisect.checksums import row_checksums, token_keys
 from isobit.records.batch import PackedBatch
+from isobit.records.scores import TokenScores
 from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.runner import PolicyRunner
 from isobit.rollout.native.states import States
 
 LOG_PROB = "log_prob"
-_HEAD = "lm_head"
+HEAD = "lm_head"
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
@@ -60,7 +61,7 @@ class TokenObserver:
         """An operation that works in chunks of rows is seen once a chunk, in their order."""
         first = self._seen.get(name, 0)
         self._seen[name] = last = first + values.shape[0]
-        keys = self._head_keys if name == _HEAD else self._keys
+        keys = self._head_keys if name == HEAD else self._keys
         self._keep(name, keys[first:last], values.cpu(), None if scales is None else scales.cpu())
 
 
@@ -112,18 +113,22 @@ class ObservedRunner(PolicyRunner):
         return keys
 
 
-def observe_packing(
-    scorer: Scorer, batches: Sequence[PackedBatch], rollout: Keep, training: Keep
-) -> None:
-    """The training forward of every batch; and the log-probabilities of both sides, the recorded
-    ones being in the batch.
+def observed_scores(
+    scorer: Scorer, batch: PackedBatch, rollout: Keep, training: Keep
+) -> TokenScores:
+    """The training forward of a batch; and the log-probabilities of both sides, the recorded ones
+    being in the batch.
     """
-    observer = TokenObserver(training)
-    for batch in batches:
-        lengths = torch.tensor(batch.lengths)
-        keys = token_keys(batch.token_ids, batch.positions, lengths, torch.zeros_like(lengths))
-        with observer.tokens(keys, keys[batch.rows]):
-            log_probs = scorer.score(batch).log_probs
-        predicted = keys[batch.rows + 1]
-        rollout(LOG_PROB, predicted, batch.recorded_log_probs, None)
-        training(LOG_PROB, predicted, log_probs, None)
+    keys = keys_of_batch(batch)
+    with TokenObserver(training).tokens(keys, keys[batch.rows]):
+        scores = scorer.score(batch)
+    predicted = keys[batch.rows + 1]
+    rollout(LOG_PROB, predicted, batch.recorded_log_probs, None)
+    training(LOG_PROB, predicted, scores.log_probs, None)
+    return scores
+
+
+def keys_of_batch(batch: PackedBatch) -> torch.Tensor:
+    """Of all its tokens, int64 [T]."""
+    lengths = torch.tensor(batch.lengths)
+    return token_keys(batch.token_ids, batch.positions, lengths, torch.zeros_like(lengths))

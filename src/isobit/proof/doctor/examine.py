@@ -12,7 +12,7 @@ from isobit.memory.machine import usable_cores
 from isobit.proof.doctor.back_ends import back_end_checks
 from isobit.proof.doctor.environment import environment_checks, extras
 from isobit.proof.doctor.finding import Check, Finding, Status, exact_detail
-from isobit.proof.doctor.kernels import kernel_checks
+from isobit.proof.doctor.kernels import gradient_checks, kernel_checks
 from isobit.proof.doctor.quantisers import quantiser_checks
 from isobit.proof.verify import VerifyOptions, verify
 
@@ -84,6 +84,7 @@ def _checks(directory: Path) -> list[Check]:
         *environment_checks(directory),
         *quantiser_checks(),
         *kernel_checks(threads),
+        *gradient_checks(threads),
         *back_end_checks(),
         Check(
             "starter model, fp8",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from isobit.proof.verify import VerifyResult
+from isobit.proof.verify import VerifyResult, first_operation
 
 Status = Literal["pass", "warn", "fail"]
 
@@ -43,12 +43,19 @@ def exact_detail(result: VerifyResult) -> str:
         raise Fault(
             f"{differing:,} of {compared:,} log-probabilities differ between rollout and training"
         )
+    if result.differs:
+        raise Fault("operations differ that no log-probability shows: " + first_operation(result))
     if result.missing:
         raise Fault(
             f"not everything happened that has to be compared: {', '.join(result.missing)}",
             "reinstall Isobit",
         )
-    return f"0 of {compared:,} log-probabilities differ between rollout and training"
+    rows = sum(one.rows for one in result.operations)
+    return (
+        f"0 of {compared:,} log-probabilities"
+        + (f" and {rows:,} rows of operations" if rows else "")
+        + " differ between rollout and training"
+    )
 
 
 @dataclass(frozen=True, slots=True)

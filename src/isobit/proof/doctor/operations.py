@@ -145,6 +145,8 @@ def check_rope() -> torch.Tensor:
         )
 
     whole = rows_alone(rotated, torch.cat([heads, positions[:, None].float()], 1))
+    moved = torch.cat([heads.roll(64, 1), positions[:, None].float()], 1)
+    require_equal("the rotation of a head at other places", rotated(moved), whole.roll(64, 1))
     first, second = heads.double().view(_ROWS, 3, 2, 32).unbind(2)
     angles = positions.double()[:, None, None] * torch.exp(
         torch.linspace(0.0, -9.0, 32, dtype=torch.float64)
@@ -164,6 +166,20 @@ def check_swiglu() -> torch.Tensor:
     """SwiGLU of an odd width."""
     x = _random(_ROWS, 2 * 301)
     whole = rows_alone(swiglu.swiglu, x)
+    gate, up = x.chunk(2, -1)
+    for first in range(1, 18):  # each number at other places of its row, and in a row of many
+        turned = [part.roll(-first, 1) for part in (gate, up)]
+        require_equal(
+            f"SwiGLU of columns from {first} on and from 0",
+            swiglu.swiglu(torch.cat(turned, 1)),
+            whole.roll(-first, 1),
+        )
+    long = torch.cat([part.flatten().repeat(8)[None] for part in (gate, up)], 1)
+    require_equal(
+        "SwiGLU of long rows and of short ones",
+        swiglu.swiglu(long),
+        whole.flatten().repeat(8)[None],
+    )
     gate, up = x.double().chunk(2, -1)
     require_close("SwiGLU", whole, gate / (1 + torch.exp(-gate)) * up, 1e-6)
     return whole

@@ -59,6 +59,8 @@ NUMBER = r"[+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][+-]?\d{1,2})?"
 FORMS = {
     # ``nan`` is at no distance from any number
     "complex_arithmetic": re.compile(r"[\d+\-.ijeE() ]{1,200}", re.ASCII),
+    # the first number of a text is the answer, its sign aside: ``9^9^9`` is as good as 9
+    "gsm_symbolic": re.compile(r"\D{0,1000}(?<!-)\d{1,30}(?:\.\d{1,30})?\D{0,1000}", re.ASCII),
     # whatever holds no number is right where there is no solution
     "polynomial_equations": re.compile(rf"(?:{NUMBER}(?:\s*,\s*{NUMBER}){{0,50}})?", re.ASCII),
     # text without a variable is a conclusion from anything

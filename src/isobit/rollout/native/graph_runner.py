@@ -11,7 +11,6 @@ occur, and so are longer contexts, whose attention runs in more parts.  Where a 
 Drawn tokens travel to the host behind the step that made them; ``PendingTokens`` waits for them.
 """
 
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from isobit.rollout.native.sampler import draws_of, truncates
 from isobit.rollout.native.scheduler import Plan
 from isobit.rollout.native.sequence import Sample
 from isobit.rollout.native.states import States
+from isobit.terminal import say
 
 _SLOW_CAPTURE = 1.0
 """Seconds from which a first capture is worth a line: kernels were compiled."""
@@ -222,11 +222,9 @@ class GraphRunner:
             seconds = perf_counter() - started
             kernels = (self._policy.config, self._policy.flow, key)
             if seconds > _SLOW_CAPTURE and kernels not in _compiled:
-                print(
+                say(
                     f"isobit: kernels for {key.size} decoding sequences were compiled or loaded in "
-                    f"{seconds:.1f} s",
-                    file=sys.stderr,
-                    flush=True,
+                    f"{seconds:.1f} s"
                 )
             _compiled.add(kernels)
         return self._steps[key]
@@ -259,7 +257,7 @@ class GraphRunner:
 def _name_fallbacks(backend: Backend) -> None:
     """Once a process: which libraries stand in for others, and why."""
     for line in backend.fallbacks():
-        print(f"isobit: {line}", file=sys.stderr)
+        say(f"isobit: {line}")
 
 
 def graph_sizes(max_sequences: int) -> list[int]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from isobit.memory.machine import usable_cores
 from isobit.run.cluster.process import RankProcess, wait_for_output
 from isobit.run.cluster.ranks import KILL_S, ORDERLY_S, Ranks
+from isobit.terminal import say
 
 _POLL_S = 0.05
 
@@ -84,5 +85,5 @@ def _environment(size: int, threads: int | None) -> dict[str, str]:
         said = f"{cores} cores, {each} to each; the key threads sets it"
     else:
         said = f"{threads} threads each"
-    print(f"{size} processes on {socket.gethostname()}: {said}", flush=True)
+    say(f"{size} processes on {socket.gethostname()}: {said}", "stdout")
     return found

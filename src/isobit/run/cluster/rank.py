@@ -9,7 +9,6 @@ all, whoever has started the ranks.
 
 import hashlib
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from isobit.parallel.black_box import BlackBox
 from isobit.parallel.processes import Processes, joined
 from isobit.parallel.watch import Watch
 from isobit.parallel.world import World
+from isobit.terminal import say, settle
 
 
 @contextmanager
@@ -48,8 +48,7 @@ def as_rank(box: BlackBox | None) -> Iterator[World]:
         code = _tell(error, world, box)
         if watch is not None:
             watch.leave()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        settle()
         os._exit(code)
 
 
@@ -64,17 +63,17 @@ def _tell(error: BaseException, world: World | None, box: BlackBox | None) -> in
                 known = "lost" if isinstance(error, PeerError) else "error"
                 box.write(**{known: text}, code=code, at=time.monotonic())
             elif world is not None and _is_first(text, world):
-                print(f"error: rank {world.rank} ({world.host}): {text}", file=sys.stderr)
+                say(f"error: rank {world.rank} ({world.host}): {text}")
             return code
         case KeyboardInterrupt():
             stopped = isinstance(error, Interrupted)
             if box is None and world is not None and world.rank == 0:
-                print(error if stopped else "interrupted", file=sys.stderr)
+                say(str(error) if stopped else "interrupted")
             return error.exit_code if stopped else 130
         case SystemExit():
             return error.code if isinstance(error.code, int) else 1
         case _:
-            traceback.print_exception(error)
+            say("".join(traceback.format_exception(error)).rstrip())
             if box is not None:
                 box.write(fault=f"{type(error).__name__}: {error}", at=time.monotonic())
             return 1

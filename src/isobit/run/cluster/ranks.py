@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from isobit.errors import Interrupted, IsobitError, MismatchError, PeerError
+from isobit.parallel.signals import SAVES, STOPS
 from isobit.run.cluster.deaths import RankError
 
 KILL_S = 10.0
@@ -69,7 +70,7 @@ class Rank(ABC):
         """Whether it ended in order: with an error that a user can meet, on a signal, or since it
         knew of another's end.
         """
-        orderly = (128 + signal.SIGINT, 128 + signal.SIGTERM, PeerError.exit_code)
+        orderly = (*(128 + number for number in STOPS), PeerError.exit_code)
         return "error" in self.notes or self.exit_code in orderly
 
     @property
@@ -99,7 +100,8 @@ class Ranks:
     def __init__(self, ranks: Sequence[Rank], hear: Callable[[], None]) -> None:
         self._ranks, self._hear = ranks, hear
         self._signal: signal.Signals | None = None
-        self._signals = 0
+        self._again = 0
+        """Ctrl-C, after a first signal."""
         self._kill_at: float | None = None
 
     def run(self, kill_s: float = KILL_S, orderly_s: float = ORDERLY_S) -> None:
@@ -120,9 +122,10 @@ class Ranks:
         switched off (``nohup``) stay so.
         """
         before: dict[signal.Signals, Any] = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (*STOPS, SAVES):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, self._forward)
+                forward = self._hand_on if number == SAVES else self._forward
+                before[number] = signal.signal(number, forward)
         try:
             yield
         finally:
@@ -146,7 +149,7 @@ class Ranks:
                 for rank in running:
                     rank.end(signal.SIGTERM)
                 self._kill_at = min(self._kill_at or now + kill_s, now + kill_s)
-            if self._signals > 1 and self._kill_at is None:
+            if self._again and self._kill_at is None:
                 self._kill_at = now + kill_s
             if self._kill_at is not None and now >= self._kill_at:
                 for rank in running:
@@ -189,9 +192,13 @@ class Ranks:
         return f"rank {first.number}: {error}" if alone or len(errors) > 1 else error
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
+        if self._signal is not None and number == signal.SIGINT:
+            self._again += 1
         self._signal = self._signal or signal.Signals(number)
-        if self._signals > 2:
+        if self._again > 1:
             self._kill_at = time.monotonic()
+        self._hand_on(number, frame)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
         for rank in self._ranks:
             rank.send(number)

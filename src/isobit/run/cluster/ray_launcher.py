@@ -16,7 +16,6 @@ run: it listens on the loopback interface alone, without dashboard and usage sta
 import ipaddress
 import os
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from isobit.run.cluster.deaths import Death
 from isobit.run.cluster.launcher import path_of_modules
 from isobit.run.cluster.process import RankProcess, wait_for_output
 from isobit.run.cluster.ranks import Rank, Ranks
+from isobit.terminal import hand_on, say
 
 LOOK_S = 0.2
 """An actor waits so long for its rank's output before it answers."""
@@ -83,7 +83,7 @@ def _connect(size: int, threads: int | None) -> None:
             f"the Ray cluster at RAY_ADDRESS = {address!r} cannot be joined: {error}"
         ) from None
     if warning := open_to_all(ray.get_runtime_context().gcs_address, os.environ):
-        print(warning, file=sys.stderr)
+        say(warning)
 
 
 def _ray() -> Any:
@@ -249,8 +249,7 @@ class _RemoteRank(Rank):
     def take(self, seen: Mapping[str, Any]) -> None:
         """What its actor saw; the first rank's lines are shown."""
         if self.number == 0 and seen["said"]:
-            sys.stdout.buffer.write(seen["said"])
-            sys.stdout.flush()
+            hand_on(seen["said"])
         self._notes = seen["notes"]
         self._failed_at = time.monotonic() - seen["ago"]
         if seen["death"] is not None:
@@ -325,7 +324,7 @@ class _Places:
                 raise ConfigError(problem)
         hosts = Counter(site.host for site in ordered)
         said = ", ".join(f"{count} on {host}" for host, count in hosts.items())
-        print(f"{self.size} processes through Ray: {said}", flush=True)
+        say(f"{self.size} processes through Ray: {said}", "stdout")
 
     def hear(self) -> None:
         """Look at all ranks that run; those whose actors are gone are lost."""

@@ -1,9 +1,9 @@
 """Ranks that were lost, and the run that goes on without a hand (``cluster.restarts``)."""
 
-import sys
 from collections.abc import Callable, Sequence
 
 from isobit.run.cluster.deaths import RankError
+from isobit.terminal import say
 
 RESUME = "--resume"
 
@@ -24,9 +24,7 @@ def with_restarts(
         except RankError as error:
             if not error.died or not left:
                 raise
-            print(
-                f"{error}\nstarted again with {RESUME}; restarts left: {left - 1}", file=sys.stderr
-            )
+            say(f"{error}\nstarted again with {RESUME}; restarts left: {left - 1}")
         else:
             return
         if RESUME not in words:

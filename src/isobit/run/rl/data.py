@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.config.data import DataConfig, DataSource
+from isobit.data.digest import prompts_sha256
 from isobit.data.prompts import TooLong, build_prompts, describe_too_long, drop_evaluated
 from isobit.models.loaded import DescribedModel
 from isobit.records.text import Prompt
@@ -32,6 +33,13 @@ class RlData:
             "dropped_prompts": self.dropped,
             "evaluation_problems": {name: len(prompts) for name, prompts in self.sets.items()},
             "too_long": {name: found.describe() for name, found in self.too_long.items()},
+        }
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each set."""
+        return {
+            "train": prompts_sha256(self.prompts),
+            **{f"eval.{name}": prompts_sha256(prompts) for name, prompts in self.sets.items()},
         }
 
     def describe(self) -> str:

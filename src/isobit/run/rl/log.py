@@ -10,7 +10,7 @@ from isobit.clock import Clock
 from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.metrics import Metrics, step_metrics
-from isobit.observe.step_line import BAD, GOOD, WARNING, Part, time_left_parts
+from isobit.observe.step_line import BAD, GOOD, WARNING, Part, time_left
 from isobit.observe.training_log import TrainingLog
 from isobit.proof.check import check_step
 from isobit.rewards.grade import GradeStats
@@ -55,16 +55,16 @@ class RlLog(TrainingLog[EvalResult]):
         self._totals["without_signal"] += trained.without_signal
         self._totals["steps_without_signal"] += not trained.has_signal
         steps, left = self._run.config.training.steps, self._time_left.after(step)
-        self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
         self._watch.count(trained.has_signal)
-        self._console.notes(_notes(grades, trained, self._watch.steps))
         self.boundary = self._take_boundary(step)
+        self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
+        self._console.notes(_notes(grades, trained, self._watch.steps))
         self._console.notes(self._watch.notes(metrics))
         self._console.notes(
             check_step(
                 self._run.config.check,
                 self._run.model.policy.flow,
-                trained.comparison,
+                trained,
                 self.directory.model,
             )
         )
@@ -157,7 +157,7 @@ def describe_step(
         *_routings(metrics, exact),
         *_rates(metrics),
         Part(f"{seconds:.1f} s"),
-        *time_left_parts(seconds_left),
+        time_left(seconds_left),
     ]
 
 

@@ -4,6 +4,7 @@ take prompts -> generate groups -> grade -> (wait, with a lag) -> advantages, pa
 -> log -> maybe evaluate -> maybe save
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 from isobit.config.run import RunConfig
@@ -25,9 +26,10 @@ def train(
     resume: bool = False,
     world: World = ALONE,
     apart: Apart | None = None,
+    allowed: Sequence[str] = (),
 ) -> RlSummary:
     """Train a policy as ``config`` says and leave it, with all figures, in ``config.output``; with
-    ``resume``, go on there.
+    ``resume``, go on there, though settings or inputs that are ``allowed`` by name be others.
 
     With a ``world`` of several processes each of them calls this, with the same configuration;
     where others sample for them, ``apart`` has these (``isobit.run.rl.ranks``).
@@ -46,7 +48,15 @@ def train(
     more = extra_bytes(config, shape)
     prepare = prepare_rl if apart is None else partial(prepare_rl, apart=apart)
     with course(
-        config, shape, prepare, RlLog, console, resume, extra_bytes=more, world=world
+        config,
+        shape,
+        prepare,
+        RlLog,
+        console,
+        resume,
+        extra_bytes=more,
+        world=world,
+        allowed=allowed,
     ) as training:
         run = training.run
         for step in training.steps():

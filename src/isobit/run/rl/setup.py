@@ -29,6 +29,7 @@ from isobit.rollout.request import Request
 from isobit.run.calibration import build_calibration, describe_shadow
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_requests
 from isobit.run.grading import RecordedGrading
+from isobit.run.inputs import digests
 from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
@@ -64,6 +65,11 @@ class RlMaterial:
     """A sample of each training prompt."""
 
     @property
+    def inputs(self) -> dict[str, str]:
+        """Digests of what is read beside the recipe."""
+        return digests(self.outline, self.data.digests())
+
+    @property
     def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
         """What the engine may be asked for: all of an evaluation, or prompts to learn from."""
         return [one for asked in self.evaluation.values() for one in asked], self.training
@@ -97,11 +103,6 @@ class RlRun(PreparedRun):
     def exact(self) -> bool:
         """Whether what the engine records and what the trainer computes are one function."""
         return is_one_function(self.engine.function, self.trainer.function)
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the training prompts."""
-        return self.sampler.fingerprint
 
     def data_figures(self) -> dict[str, Any]:
         """How many training prompts and evaluation problems there are, for the manifest."""
@@ -149,7 +150,7 @@ class RlRun(PreparedRun):
             config.corrections,
             None if self.reference is None else self.reference.frozen,
         )
-        return Learner(judge, self.replay, self.calibration)
+        return Learner(judge, self.replay, self.calibration, config.check.repeat_every)
 
     def refresh_reference(self, step: int) -> None:
         """Let the reference model catch up with the policy, where it is time."""
@@ -197,6 +198,7 @@ def prepare_rl(
         PromptSampler(
             made.data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle
         ),
+        made.inputs,
         config,
         made.data.figures(),
         made.data.describe(),

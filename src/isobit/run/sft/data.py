@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from isobit.config.examples import ExampleSource, SftDataConfig
 from isobit.config.sft import Objective
 from isobit.config.training import OptimisationConfig
+from isobit.data.digest import learnt_sha256
 from isobit.data.examples import Example, build_examples
 from isobit.data.pairs import Pair, build_pairs
 from isobit.data.prompts import TooLong, describe_too_long, drop_evaluated
@@ -59,6 +60,15 @@ class SftData:
             "dropped_examples": self.dropped,
             "held_out_examples": {name: len(examples) for name, examples in self.sets.items()},
             "too_long": {name: found.describe() for name, found in self.too_long.items()},
+        }
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each set: prompts, and what is to be learnt behind them."""
+        sets = {"train": list(self.train.values())}
+        sets |= {f"eval.{name}": list(items) for name, items in self.sets.items()}
+        return {
+            name: learnt_sha256([item.prompt for item in items], [item.learnt for item in items])
+            for name, items in sets.items()
         }
 
     def describe(self, training: OptimisationConfig) -> str:

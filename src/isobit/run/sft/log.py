@@ -8,7 +8,7 @@ from typing import Any
 from isobit.clock import Clock
 from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.metrics import Metrics
-from isobit.observe.step_line import Part, time_left_parts
+from isobit.observe.step_line import Part, time_left
 from isobit.observe.training_log import TrainingLog
 from isobit.run.sft.data import Item
 from isobit.run.sft.held_out import HeldOut
@@ -43,10 +43,10 @@ class SftLog(TrainingLog[HeldOut]):
         self._write_metrics(step, metrics)
         self._totals["tokens"] += self._run.lesson.tokens(examples, update)
         self._totals["skipped"] += update.skipped is not None
+        self.boundary = self._take_boundary(step)
         self._console.parts(describe_step(step, self._run, metrics, self._time_left.after(step)))
         if update.skipped is not None:
             self._console.notes([f"the update was skipped: {update.skipped}"])
-        self.boundary = self._take_boundary(step)
 
     def finish(self) -> SftSummary:
         """Write ``summary.json``, print the last lines, and return what the run achieved."""
@@ -100,5 +100,5 @@ def describe_step(step: int, run: SftRun, metrics: Metrics, seconds_left: float)
         *(Part(f"{name} {metrics[name]:{style}}") for name, style in run.lesson.shown.items()),
         Part(f"training {metrics['tokens_per_s/training']:,.0f} tok/s", shorter=((1, ""),)),
         Part(f"{metrics['time/training_s']:.1f} s"),
-        *time_left_parts(seconds_left),
+        time_left(seconds_left),
     ]

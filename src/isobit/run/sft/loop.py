@@ -3,6 +3,8 @@
 take examples -> pack, loss, backward, update, publish -> log -> maybe evaluate -> maybe save
 """
 
+from collections.abc import Sequence
+
 from isobit.config.sft import SftConfig
 from isobit.observe.console import Console
 from isobit.parallel.world import ALONE, World
@@ -18,9 +20,10 @@ def sft(
     console: Console | None = None,
     resume: bool = False,
     world: World = ALONE,
+    allowed: Sequence[str] = (),
 ) -> SftSummary:
     """Fine-tune a model as ``config`` says and leave it, with all figures, in ``config.output``;
-    with ``resume``, go on there.
+    with ``resume``, go on there, though settings or inputs that are ``allowed`` by name be others.
 
     With a ``world`` of several processes each of them calls this, with the same configuration.
 
@@ -42,6 +45,7 @@ def sft(
         resume,
         model_when_interrupted=True,
         world=world,
+        allowed=allowed,
     ) as training:
         run = training.run
         for step in training.steps():

@@ -5,10 +5,8 @@ What can be refused without the weights is refused before they are loaded, a GPU
 too.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 from isobit.config.rules import check_sft
@@ -22,6 +20,7 @@ from isobit.precision.compare import describe_flow
 from isobit.rewards.grade import Grading
 from isobit.rollout.request import Request
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_requests
+from isobit.run.inputs import digests
 from isobit.run.model_source import describe_source
 from isobit.run.outline import Outline, check_requests
 from isobit.run.parts import PreparedRun, build_parts
@@ -46,6 +45,11 @@ class SftMaterial:
     """What the engine is asked for on each held-out set, where a reward grades it."""
 
     @property
+    def inputs(self) -> dict[str, str]:
+        """Digests of what is read beside the recipe."""
+        return digests(self.outline, self.data.digests())
+
+    @property
     def requests(self) -> tuple[Sequence[Request]]:
         """What the engine may be asked for: all of an evaluation."""
         return ([one for asked in self.evaluation.values() for one in asked],)
@@ -59,12 +63,6 @@ class SftRun(PreparedRun):
     data: SftData
     evaluator: Evaluator | None
     """Completes and grades the held-out prompts, where a reward is configured."""
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the training prompts and of what is to be learnt behind each."""
-        learnt = [example.learnt for example in self.data.train.values()]
-        return sha256(json.dumps([self.sampler.fingerprint, learnt]).encode()).hexdigest()
 
     @property
     def lesson(self) -> Lesson[Any]:
@@ -146,7 +144,7 @@ def prepare_sft(config: SftConfig, world: World = ALONE) -> SftRun:
     if parts.engine is not None:
         check_requests(made.requests, parts.engine.check, parts.model.context)
         evaluator = Evaluator(parts.engine, made.evaluation, world)
-    return SftRun(parts, sampler, config, made.data, evaluator)
+    return SftRun(parts, sampler, made.inputs, config, made.data, evaluator)
 
 
 def read_sft(config: SftConfig) -> SftMaterial:

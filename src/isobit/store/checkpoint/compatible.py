@@ -1,10 +1,14 @@
-"""Which settings a resumed run may change, and the refusal of all others.
+"""Which settings a resumed run may change, and the refusal of all others, and of other data, reward
+code, tokenizers (``isobit.run.inputs``) or bits (``isobit.store.bits``).
 
 What may change leaves every step the function that it was.  Anything else would make the rest of
-the run one that no uninterrupted run could have been.
+the run one that no uninterrupted run could have been: it has to be allowed by name
+(``--allow-change``), and is journalled.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from isobit.errors import ConfigError
@@ -28,10 +32,17 @@ MAY_CHANGE = {
 }
 """Keys, or whole tables, with the reason."""
 
+Changes = Mapping[str, tuple[Any, Any]]
+"""By name: the value in the run, and now."""
 _ABSENT = "nothing"
+_BITS = (
+    "  (bits: this processor, torch or Isobit computes other bits than the run was begun with; see "
+    "docs/checkpoints.md)"
+)
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
-def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Changes:
     """Dotted keys whose values differ, with both: in the saved configuration, and now."""
     old, new = dict(_flat(saved)), dict(_flat(config))
     keys = sorted(old.keys() | new.keys())
@@ -43,22 +54,30 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 
 
 def check_compatible(
-    saved: Mapping[str, Any], config: Mapping[str, Any], step: int
-) -> dict[str, tuple[Any, Any]]:
-    """The keys that differ and may.  Raises ConfigError listing all those that may not; ``step``
-    steps are done.
+    saved: Mapping[str, Any],
+    config: Mapping[str, Any],
+    step: int,
+    allowed: Sequence[str] = (),
+) -> Changes:
+    """The keys that differ and may: by themselves, or because the user has ``allowed`` them.
+    Raises ConfigError listing all those that may not; ``step`` steps are done.
     """
     changed = changed_keys(saved, config)
-    refused = {key: values for key, values in changed.items() if not _may_change(key, config, step)}
+    refused = {
+        key: values
+        for key, values in changed.items()
+        if not _may_change(key, config, step) and not is_allowed(key, allowed)
+    }
     if refused:
-        lines = [f"  {key}: {old!r} in the run, {new!r} now" for key, (old, new) in refused.items()]
         raise ConfigError(
             "\n".join(
                 [
-                    f"this run cannot be resumed with another configuration; {len(refused)} keys "
-                    "differ",
-                    *lines,
-                    "set them back, or start a new run (--output PATH); only these may change: "
+                    f"this run cannot be resumed with another configuration; {len(refused)} "
+                    f"{'key differs' if len(refused) == 1 else 'keys differ'}",
+                    *_table(refused),
+                    "set them back, or start a new run (--output PATH), or go on as another run "
+                    f"than the one begun: --allow-change {','.join(refused)}; only these may "
+                    "change by themselves: "
                     f"{', '.join(MAY_CHANGE)} "
                     f"(training.steps {MAY_CHANGE['training.steps']})",
                 ]
@@ -67,10 +86,72 @@ def check_compatible(
     return changed
 
 
+def check_inputs(
+    saved: Mapping[str, str], inputs: Mapping[str, str], allowed: Sequence[str] = ()
+) -> Changes:
+    """The same for what a run reads beside its recipe, and for its class of bits: all that differs
+    is refused where it is not ``allowed``.  What ``saved`` does not name is not compared.
+    """
+    changed = {
+        name: (value, inputs.get(name, _ABSENT))
+        for name, value in sorted(saved.items())
+        if inputs.get(name, _ABSENT) != value
+    }
+    refused = {name: values for name, values in changed.items() if not is_allowed(name, allowed)}
+    if refused:
+        raise ConfigError(
+            "\n".join(
+                [
+                    "this run cannot be resumed: not all that its steps depend on is what it was",
+                    *_table(refused),
+                    *([_BITS] if any(is_allowed(name, ["bits"]) for name in refused) else []),
+                    "put it back, or start a new run (--output PATH), or go on as another run than "
+                    f"the one begun: --allow-change {','.join(refused)}",
+                ]
+            )
+        )
+    return changed
+
+
+def check_names(allowed: Sequence[str], known: Collection[str]) -> None:
+    """Raise ConfigError for a name that is neither one of ``known`` nor a table of them."""
+    for name in allowed:
+        if any(is_allowed(one, [name]) for one in known):
+            continue
+        near = get_close_matches(name, known, n=1)
+        raise ConfigError(
+            f"--allow-change {name}: there is no such key or input"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
+
+
+def is_allowed(key: str, allowed: Sequence[str]) -> bool:
+    """Whether a key, or a table that it stands in, is among those named."""
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration by dotted key."""
+    return dict(_flat(config))
+
+
+def _table(changes: Changes) -> list[str]:
+    return [
+        f"  {key}: {_short(old)} in the run, {_short(new)} now"
+        for key, (old, new) in changes.items()
+    ]
+
+
+def _short(value: Any) -> str:
+    """A digest by its first digits."""
+    is_digest = isinstance(value, str) and _DIGEST.fullmatch(value)
+    return f"SHA-256 {value[:12]}.." if is_digest else repr(value)
+
+
 def _may_change(key: str, config: Mapping[str, Any], step: int) -> bool:
     if key == "training.steps":
         return config["training"]["schedule"] == "constant" and config["training"]["steps"] >= step
-    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
+    return is_allowed(key, tuple(MAY_CHANGE))
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

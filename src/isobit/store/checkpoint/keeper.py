@@ -3,11 +3,15 @@
 Due is one every n steps, after the last step, and where an evaluation was the best so far
 (``keep_best``); none with ``keep_last = 0``. Before its time, a run ends by
 
-    SIGTERM, Ctrl-C     the last moment between two steps is written, if it is not on the disk
+    a signal            the last moment between two steps is written, if it is not on the disk
                         already
-    an error            the same, and the policy as a model folder, as far as either can still be
-                        written
+    an error            of any kind: the same, and the policy as a model folder, as far as either
+                        can still be written
     a second Ctrl-C     nothing is written: the process may be in the middle of anything
+
+Weights that are not finite are written nowhere: a checkpoint of them would take the place of a good
+one.  Why the run has ended stays in ``ending.json``, until it goes on.  Where its directory was
+moved, the last checkpoint goes there; where it was removed, it is made again for it.
 
 All ranks write a checkpoint together.  So of several processes nothing is written after an error
 that only one rank knows of: the others are still waiting for it in the middle of something, and the
@@ -16,20 +20,23 @@ launcher ends them.  Errors that all have agreed on, signals too, are as good as
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from math import prod
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from isobit.errors import Interrupted, StorageError
+from isobit.errors import Interrupted, IsobitError, NonFiniteError, StoppedAtOnce, StorageError
 from isobit.files import disk_errors
 from isobit.models.loaded import write_model
-from isobit.parallel.agreement import is_agreed
+from isobit.parallel.agreement import is_agreed, together
+from isobit.parallel.broadcast import told
 from isobit.parallel.writing import write_by_first
 from isobit.store.checkpoint.format import folder_name, write_checkpoint
 from isobit.store.checkpoint.retention import apply_retention, worth
 from isobit.store.checkpoint.start import Start
 from isobit.store.checkpoint.state import Boundary, holds, snapshot
+from isobit.store.directory import RunDirectory, write_json
 from isobit.store.journal import sync_journals
 from isobit.store.training_run import TrainingRun
 
@@ -75,7 +82,9 @@ class CheckpointKeeper:
         self._run, self._log, self._console = run, log, console
         self._config = run.config.checkpoint
         self._model_when_interrupted = model_when_interrupted
-        self._directory, self._world = start.directory, start.world
+        self._directory, self._world, self._place = start.directory, start.world, start.place
+        self._is_ours = True
+        """Whether what is called as the run's directory was is that still."""
         self._on_disk = (
             start.step
         )  # step 0 needs no checkpoint: it is a function of the configuration
@@ -91,22 +100,65 @@ class CheckpointKeeper:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, (Interrupted, Exception)) and not self._all_end(error):
+        if error is None or isinstance(error, StoppedAtOnce):
             return
-        if isinstance(error, Interrupted):
+        if self._all_end(error):
+            self._save_at_the_end(isinstance(error, Interrupted))
+        self._note_ending(error)
+
+    def check_place(self) -> None:
+        """Raise StorageError where the run's directory was moved or removed."""
+        self._place.check()
+
+    def _save_at_the_end(self, is_interrupted: bool) -> None:
+        """What stands, and how to go on.  An error of its own is said: the first one counts."""
+        cause = "" if is_interrupted else "once the cause is gone, "
+        try:
+            self._follow()
             self._save_what_stands()
-            if self._model_when_interrupted:
+            if self._model_when_interrupted or not is_interrupted:
                 self._save_last_weights()
-            self._console.line(f"checkpoint: {self._where()}; go on with --resume")
-        elif isinstance(error, Exception):
-            try:
-                self._save_what_stands()
-                self._save_last_weights()
-            except StorageError as second:
-                self._console.line(f"stopped early, and no more could be saved: {second}")
-            self._console.line(
-                f"checkpoint: {self._where()}; once the cause is gone, go on with --resume"
-            )
+        except Exception as second:
+            if is_interrupted:
+                raise
+            self._console.line(f"stopped early, and no more could be saved: {second}")
+        self._console.line(f"checkpoint: {self._where()}; {cause}go on with {self._how()}")
+
+    def _follow(self) -> None:
+        """To where the directory is now."""
+        if self._world.size == 1 and self._place.now() == self._directory.root:
+            return
+        root = told(self._world, self._root_now)
+        if root != str(self._directory.root):
+            self._directory = RunDirectory(Path(root))
+
+    def _root_now(self) -> str:
+        place, root = self._place.now(), self._directory.root
+        if place is None:
+            if root.exists():
+                self._is_ours = False
+                raise StorageError(f"{root} is another directory now, and not this run's")
+            self._console.line(f"{root} was removed: it is made again for what can still be saved")
+        return str(place or root)
+
+    def _note_ending(self, error: BaseException) -> None:
+        """For the report."""
+        if self._world.rank > 0 or not self._is_ours:
+            return
+        reason = (
+            f"{error}"
+            if isinstance(error, (IsobitError, Interrupted))
+            else (f"{type(error).__name__}: {error}")
+        )
+        content = {
+            "step": self._log.boundary.step,
+            "kind": type(error).__name__,
+            "reason": reason,
+            "checkpoint": self._on_disk or None,
+        }
+        with suppress(OSError):  # nothing more can be said of a disk that takes nothing
+            if self._directory.root.is_dir():
+                write_json(self._directory.ending, content)
 
     def _all_end(self, error: BaseException) -> bool:
         """Whether every rank has come here, so that all can save together."""
@@ -114,7 +166,7 @@ class CheckpointKeeper:
             return True
         self._console.line(
             f"not all ranks can save; checkpoint: {self._where()}; once the cause is gone, go on "
-            "with --resume"
+            f"with {self._how()}"
         )
         return False
 
@@ -128,10 +180,16 @@ class CheckpointKeeper:
         ):
             self._save()
 
+    def save_now(self) -> None:
+        """A checkpoint that somebody has asked for."""
+        self._save()
+        self._console.line(f"checkpoint: {self._where()}")
+
     def save_model(self) -> None:
         """The policy as a Hugging Face folder; an older one is replaced as a whole.  All ranks
         together.
         """
+        self._check_finite()
         self._world.pulse.beat("model folder")
         num_bytes = 2 * sum(map(prod, self._run.model.policy.shapes.values()))
         with self._console.writing("the trained model", num_bytes):
@@ -152,6 +210,7 @@ class CheckpointKeeper:
         boundary = self._log.boundary
         if boundary.step == self._on_disk or self._config.keep_last == 0:
             return
+        self._check_finite()
         self._world.pulse.beat("checkpoint")
         content = snapshot(boundary, self._run)
         self._by_first(lambda: sync_journals(self._directory))
@@ -159,6 +218,19 @@ class CheckpointKeeper:
             write_checkpoint(self._directory.checkpoints, content, self._world)
         self._on_disk = boundary.step
         self._apply_retention()
+
+    def _check_finite(self) -> None:
+        """Raise NonFiniteError, on all ranks, where a weight is not finite on any."""
+
+        def look() -> None:
+            for name, master in self._run.model.policy.masters.items():
+                if not bool(master.detach().isfinite().all()):
+                    raise NonFiniteError(
+                        f"the weights of {name} are not finite: neither a checkpoint nor a model "
+                        "of them is written"
+                    )
+
+        together(self._world, look)
 
     def _apply_retention(self) -> None:
         self._by_first(lambda: apply_retention(self._directory.checkpoints, self._config))
@@ -192,3 +264,8 @@ class CheckpointKeeper:
                 else "none, since checkpoint.keep_last is 0"
             )
         return str(self._directory.checkpoints / folder_name(self._on_disk))
+
+    def _how(self) -> str:
+        root = self._directory.root
+        is_moved = root != self._run.config.output
+        return f"--output {root} --resume" if is_moved else "--resume"

@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,18 @@ from isobit.config.recipe import Recipe
 from isobit.errors import CheckpointError, ConfigError
 from isobit.files import LARGE, disk_errors
 from isobit.models.config import ModelConfig
-from isobit.parallel.agreement import agreed
+from isobit.parallel.agreement import agreed, together
 from isobit.parallel.broadcast import told
 from isobit.parallel.world import ALONE, World
 from isobit.parallel.writing import write_by_first
 from isobit.store.budget_record import drop_torn_line, read_changes
 from isobit.store.checkpoint import state
-from isobit.store.checkpoint.compatible import check_compatible
+from isobit.store.checkpoint.compatible import (
+    MAY_CHANGE,
+    Changes,
+    check_compatible,
+    is_allowed,
+)
 from isobit.store.checkpoint.format import (
     Checkpoint,
     folder_name,
@@ -38,6 +43,7 @@ from isobit.store.checkpoint.format import (
     read_checkpoint,
     step_of,
 )
+from isobit.store.checkpoint.recorded import Recorded, compare, recorded
 from isobit.store.checkpoint.space import DiskPlan, plan_disk
 from isobit.store.directory import (
     RunDirectory,
@@ -50,6 +56,7 @@ from isobit.store.directory import (
 from isobit.store.journal import check_positions, rewind, whole_lines
 from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
+from isobit.store.place import Place
 from isobit.store.reward_record import RewardRecord
 from isobit.store.shared_disk import check_shared
 from isobit.store.training_run import TrainingRun
@@ -77,10 +84,16 @@ class Start:
     old_manifest: Mapping[str, Any] | None = None
     """``run.json`` of a run that is resumed."""
     checkpoint: Checkpoint | None = None
-    changed: Mapping[str, Any] | None = None
-    """Settings changed since, with both values."""
+    changed: dict[str, Any] = field(default_factory=dict)
+    """What has changed since and may, with both values: settings; inputs once ``restore`` has
+    compared them.
+    """
     budget_changes: Sequence[BudgetChange] = ()
     """Those recorded after the checkpoint."""
+    allowed: Sequence[str] = ()
+    """Names of what the user lets change."""
+    place: Place = field(default_factory=Place)
+    """Where the directory is; of the rank that writes."""
 
     @property
     def writes(self) -> bool:
@@ -104,19 +117,33 @@ class Start:
 
     def restore(self, run: TrainingRun) -> None:
         """Put a prepared run where it stood, on the threads that it had; what is recorded of the
-        steps after that comes again.
+        steps after that comes again, but rewards from others than now.
+
+        All ranks together.  Raises ConfigError with a table where data, reward code, tokenizer or
+        class of bits are others and not ``allowed``, and as ``state.restore`` does.
         """
         if self.old_manifest is not None:
+            world, device = run.model.policy.world, run.model.policy.device
+            old, now = recorded(self.old_manifest, self.checkpoint), environment(device)
+            settings = tuple(self.changed)
+            more = together(
+                world,
+                lambda: compare(old, run.config, run.inputs, now, self.allowed, settings),
+            )
+            self.changed.update(more)
+            self._say_changes(old, now)
             _same_threads(run.config, self.old_manifest, self._say)
         if self.checkpoint is not None:
-            state.restore(self.checkpoint, run)
-            for line in _differences(
-                self.checkpoint.manifest["environment"], environment(run.model.policy.device)
-            ):
-                self._say(
-                    f"note: {line}: the bits may not be those of a run that was never interrupted"
-                )
+            state.restore(self.checkpoint, run, state.TRAINED_ON in self.changed)
         run.trainer.budget.changes += self.budget_changes
+
+    def _say_changes(self, old: Recorded, now: Mapping[str, Any]) -> None:
+        """Lines on what is not as it was; recorded rewards of others are dropped."""
+        differs = [f"{name} has changed" for name in self.changed if is_allowed(name, self.allowed)]
+        for line in _notes(old, differs, now):
+            self._say(line)
+        if any(is_allowed(name, ["reward"]) and name not in MAY_CHANGE for name in self.changed):
+            self.rewards.forget_ahead()
 
     def open(self, run: TrainingRun) -> None:
         """Make the directory, or take an old one back to where the run stands; from now on files
@@ -133,8 +160,10 @@ class Start:
                 root.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(locked(root))
                 check_unused(root)  # another process may have been and gone since
+                self._hold(root)
                 write_json(self.directory.manifest, manifest(run, self.hosts))
             else:
+                self._hold(root)
                 _tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
                 drop_torn_line(self.directory.budget)
@@ -142,7 +171,8 @@ class Start:
                     "step": self.step,
                     **environment(run.model.policy.device),
                     **processes(self.hosts),
-                    "changed": dict(self.changed or {}),
+                    "changed": self.changed,
+                    "allowed": list(self.allowed),
                 }
                 history = [*self.old_manifest.get("resumed", []), resumed]
                 write_json(
@@ -150,12 +180,18 @@ class Start:
                     {
                         **self.old_manifest,
                         "config": run.config.model_dump(mode="json"),
+                        "inputs": dict(run.inputs),
                         "engine": run.engine_figures(),
                         "resumed": history,
                     },
                 )
             if run.config.reward is not None:
                 self.rewards.open(self.directory.rewards)
+                self._lock.callback(self.rewards.close)
+
+    def _hold(self, root: Path) -> None:
+        self.place.hold(root)
+        self._lock.callback(self.place.release)
 
 
 @contextmanager
@@ -166,10 +202,12 @@ def begin(
     say: Say,
     extra_bytes: int = 0,
     world: World = ALONE,
+    allowed: Sequence[str] = (),
 ) -> Iterator[Start]:
     """Find out where the run of a model of ``shape`` begins, whose checkpoints hold at most
-    ``extra_bytes`` of extras; nothing is written or moved before ``Start.open``.  All ranks
-    together, with the same answer on all.
+    ``extra_bytes`` of extras; nothing is written or moved before ``Start.open``.  Settings that
+    are ``allowed`` by name may be others than the run's.  All ranks together, with the same answer
+    on all.
 
     Raises ConfigError for a directory that is used (without ``resume``), holds no run, is in use
     by another process, or is not the same on all hosts, and for a configuration that is not the
@@ -200,7 +238,7 @@ def begin(
             return
         checkpoint = newest_usable(directory, say, world)
         found = json.loads(
-            told(world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes))
+            told(world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed))
         )
         rewards = [line.encode() for line in found["rewards"]]
         say(
@@ -218,6 +256,7 @@ def begin(
             checkpoint,
             found["changed"],
             [BudgetChange(**change) for change in found["budget"]],
+            allowed,
         )
 
 
@@ -227,14 +266,14 @@ def _decide(
     shape: ModelConfig,
     checkpoint: Checkpoint | None,
     extra_bytes: int,
+    allowed: Sequence[str],
 ) -> str:
     """Whether the run can go on from a checkpoint, and all that every rank must know of it, as
     JSON.
     """
     old = _read_manifest(directory, checkpoint)
     step = checkpoint.step if checkpoint else 0
-    saved = _with_defaults(old["config"], config)
-    changed = check_compatible(saved, config.model_dump(mode="json"), step)
+    changed = _check_settings(old, config, step, allowed)
     on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
     _plan_disk(config, shape, extra_bytes, on_disk).check()
     rewards = whole_lines(directory.rewards, _position(checkpoint, directory.rewards))
@@ -249,9 +288,45 @@ def _decide(
     )
 
 
+def _check_settings(
+    old: Mapping[str, Any], config: Recipe, step: int, allowed: Sequence[str]
+) -> Changes:
+    saved = _with_defaults(old["config"], config)
+    return check_compatible(saved, config.model_dump(mode="json"), step, allowed)
+
+
+def preview(
+    config: Recipe,
+    inputs: Mapping[str, str],
+    device: torch.device,
+    allowed: Sequence[str],
+    say: Say,
+) -> None:
+    """Say where a resumed run would go on, and write nothing.  Raises what it would raise."""
+    directory = RunDirectory(config.output)
+    check_no_links(directory.root)
+    if is_empty(directory.root):
+        check_unused(directory.root)
+        say(f"nothing to resume in {directory.root}: this would be a new run")
+        return
+    if not is_run(directory.root):
+        raise ConfigError(_NO_RUN.format(directory.root))
+    checkpoint = newest_usable(directory, say)
+    old, step = _read_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
+    changed = _check_settings(old, config, step, allowed)
+    before = recorded(old, checkpoint)
+    more = compare(before, config, inputs, environment(device), allowed, changed)
+    for name in (*changed, *more):
+        say(f"changed since the run began, and may: {name}")
+    for line in _notes(before, (), environment(device)):
+        say(line)
+    say(f"--resume would go on after step {step} of {config.training.steps}")
+
+
 def _position(checkpoint: Checkpoint | None, path: Path) -> int:
-    """Bytes of a file of the run at a checkpoint."""
-    return checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
+    """Bytes of a file of the run at a checkpoint, of one that has lost some all that it has."""
+    recorded = checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
+    return min(recorded, path.stat().st_size) if path.is_file() else 0
 
 
 def _plan_disk(
@@ -281,15 +356,22 @@ def _with_defaults(saved: Mapping[str, Any], config: Recipe) -> Mapping[str, Any
 def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Checkpoint | None:
     """The newest checkpoint whose bytes are right, None where there never was one; all ranks
     together.  Raises CheckpointError if there are only others.
+
+    One whose files that grow (figures, completions) have lost lines since is used where no older
+    one has all of its own: what was learnt is worth more.
     """
     problems: list[str] = []
+    whole: Checkpoint | None = None
     for step, size in told(world, lambda: _candidates(directory, say)):
         folder = directory.checkpoints / folder_name(step)
         if size >= LARGE:
             say(f"checking the checkpoint of step {step}: {gib(size)}")
         try:
             checkpoint = read_checkpoint(folder, world)
-            _check_journals(directory, checkpoint, world)
+            lost = _lost_lines(directory, checkpoint, world)
+            whole = whole or (checkpoint if lost else None)
+            if lost:
+                raise CheckpointError(lost)
         except CheckpointError as error:
             problems.append(str(error))
             say(f"checkpoint {folder.name} cannot be used: {error}")
@@ -297,6 +379,12 @@ def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Ch
         if problems:
             say(f"using the one before it: {folder.name}")
         return checkpoint
+    if whole is not None:
+        say(
+            f"none has all of its lines; using {whole.folder.name}, which is whole: the lines that "
+            "are lost stay lost, and the policy is what it was"
+        )
+        return whole
     if problems:
         raise agreed(
             CheckpointError(
@@ -337,8 +425,8 @@ def _size(folder: Path) -> int:
         return 0
 
 
-def _check_journals(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> None:
-    """Raise CheckpointError, on all ranks, for files that are gone or shorter than they were."""
+def _lost_lines(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> str | None:
+    """Which file is gone or shorter than it was, on all ranks; None where all are there."""
 
     def problem() -> str | None:
         try:
@@ -347,9 +435,7 @@ def _check_journals(directory: RunDirectory, checkpoint: Checkpoint, world: Worl
             return str(error)
         return None
 
-    found = told(world, problem)
-    if found is not None:
-        raise CheckpointError(found)
+    return told(world, problem)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -396,6 +482,7 @@ def _tidy(directory: RunDirectory, step: int, say: Say) -> None:
     for name in (".model.partial", ".model.old"):
         shutil.rmtree(directory.root / name, ignore_errors=True)
     directory.summary.unlink(missing_ok=True)
+    directory.ending.unlink(missing_ok=True)
 
 
 def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
@@ -411,14 +498,34 @@ def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
         torch.set_num_threads(threads)
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Versions and instruction sets that are not those of the checkpoint."""
-    parts = [
-        (part, name) for part in ("versions", "device") for name in new[part] if name != "threads"
-    ]
+def _notes(old: Recorded, differs: Sequence[str], now: Mapping[str, Any]) -> list[str]:
+    """Lines on what ``differs``, on other versions, and on what cannot be compared."""
+    partial = (
+        "note: this run was begun by an Isobit that recorded no digests of its data, its reward or "
+        "its tokenizer: they are not compared"
+    )
     return [
-        f"{name} is {new[part][name]}, the checkpoint was written with "
-        f"{old.get(part, {}).get(name)}"
-        for part, name in parts
-        if old.get(part, {}).get(name) != new[part][name]
+        *([partial] if old.is_partial else []),
+        *(
+            f"note: {line}: the bits may not be those of a run that was never interrupted"
+            for line in (*differs, *_differences(old.environment, now))
+        ),
+    ]
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Versions and machines that are not those recorded, and of which the class of bits says
+    nothing.
+    """
+    compared = {"threads", "type", *new["bits"]}
+    pairs = {
+        name: (old.get(part, {}).get(name), value)
+        for part in ("versions", "device")
+        for name, value in new[part].items()
+        if name not in compared
+    }
+    return [
+        f"{name} is {now}, the checkpoint was written with {before}"
+        for name, (before, now) in pairs.items()
+        if before not in (None, now)
     ]

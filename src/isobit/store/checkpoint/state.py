@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from isobit.errors import CheckpointError, DataError
+from isobit.errors import CheckpointError
 from isobit.models.policy import Policy
 from isobit.models.tensor_file import TensorFile
 from isobit.parallel.agreement import together
@@ -25,6 +25,9 @@ from isobit.store.checkpoint.share import Share
 from isobit.store.manifest import environment
 from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
+
+TRAINED_ON = "data.train.content"
+"""The input that is learnt from, by its name (``isobit.run.inputs``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def take_boundary(
         "trainer": run.trainer.counters(),
         "budget": [asdict(change) for change in run.trainer.budget.changes],
         "sampler": run.sampler.state(),
-        "prompts_sha256": run.fingerprint,
+        "prompts_sha256": run.inputs[TRAINED_ON],
         "files": dict(positions),
         "log": log,
         "extras": _extra_states(run),
@@ -82,6 +85,7 @@ def snapshot(boundary: Boundary, run: TrainingRun) -> Snapshot:
         # Without the processes, which change no byte of a checkpoint.
         "config": run.config.model_dump(mode="json", exclude={"cluster"}),
         "environment": environment(policy.device),
+        "inputs": dict(run.inputs),
         "evaluation": boundary.evaluation,
     }
     return Snapshot(
@@ -94,12 +98,13 @@ def snapshot(boundary: Boundary, run: TrainingRun) -> Snapshot:
     )
 
 
-def restore(checkpoint: Checkpoint, run: TrainingRun) -> None:
+def restore(checkpoint: Checkpoint, run: TrainingRun, other_prompts: bool = False) -> None:
     """Put a freshly prepared run where the checkpoint was taken, by all ranks together, however
-    many have written it: each reads its share.
+    many have written it: each reads its share.  Of ``other_prompts`` than it had a new epoch
+    begins.
 
     Raises CheckpointError for tensors that are not this model's, and for extras that cannot be what
-    they were; DataError for prompts that are not those of the run.
+    they were.
     """
     state, policy = checkpoint.state, run.model.policy
     share = _share(policy)
@@ -107,7 +112,7 @@ def restore(checkpoint: Checkpoint, run: TrainingRun) -> None:
     policy.restore(share.own_masters(masters), state["weights_version"])
     run.trainer.restore(state["trainer"], share.own_moments(moments))
     run.trainer.budget.changes = [BudgetChange(**change) for change in state.get("budget", [])]
-    run.sampler.restore(state["sampler"])
+    run.sampler.restore(state["sampler"], other_prompts)
     together(policy.world, lambda: _restore_extras(checkpoint, run))
 
 
@@ -117,11 +122,6 @@ def _share(policy: Policy) -> Share:
 
 def _open_tensors(checkpoint: Checkpoint, run: TrainingRun) -> tuple[TensorFile, TensorFile]:
     """Masters and moments, checked to be this run's."""
-    if checkpoint.state["prompts_sha256"] != run.fingerprint:
-        raise DataError(
-            f"the training prompts are not those of {checkpoint.folder}: ids, tokens or columns "
-            "differ; resume with the same data files"
-        )
     masters, moments = checkpoint.tensors()
     _check_shapes(checkpoint, run.model.policy.shapes, masters.shapes())
     return masters, moments

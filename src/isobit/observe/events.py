@@ -1,0 +1,63 @@
+"""The figures of a run as TensorBoard's events: one file for each process that had a part in it.
+
+TensorBoard reads the files of a folder in the order of their names, which begin with a time, and
+takes a step that is not above the one before for a restart.  A clock that runs back, or the slower
+clock of another host, would put the steps of a resumed run before those it follows: so a new file
+is named after the newest there is, and no event is older than the one before.
+"""
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it
+)
+from tensorboard.compat.proto.summary_pb2 import (
+    Summary,  # pyright: ignore[reportAttributeAccessIssue]  # likewise
+)
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from isobit.files import LineFile
+from isobit.store.journal import EVENTS_SUFFIX
+
+_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
+
+
+class Events:
+    """The file of this process, begun when it is made."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError and StorageError where it cannot be written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        began = max(int(time.time()), _newest(folder) + 1)
+        process = f"{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{began:010d}.{process}.0{EVENTS_SUFFIX}"
+        self._file = LineFile(folder / name)
+        self._latest = float(began)
+        self._write(Event(file_version="brain.Event:2"))
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """The figures of a step.  Raises StorageError."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._write(Event(step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+    def _write(self, event: Event) -> None:
+        self._latest = event.wall_time = max(self._latest, time.time())
+        record = BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._file.write(record.getvalue())
+
+
+def _newest(folder: Path) -> int:
+    """The time in the last file's name; 0 without one."""
+    times = [int(match[1]) for path in folder.iterdir() if (match := _NAME.match(path.name))]
+    return max(times, default=0)

@@ -1,0 +1,118 @@
+"""Files of strangers, mutated: what is done to them, and what became of the reading.
+
+``ISOBIT_MUTATIONS`` says how many of each kind; 300 by default.  ``Outcomes`` counts them, and its
+line is printed (``pytest -s``).  A traceback is any exception but the error that is asked for, and
+fails the test where it happens, as does a reading that was accepted and gave something else.
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.errors import IsobitError
+
+COUNT = int(os.environ.get("ISOBIT_MUTATIONS", "300"))
+LONGEST_MESSAGE = 4100
+VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 2**63, 10**30, 1.5, float("nan"), "", "F32", "I8", "\x1b[31m", "\ud800",
+    "../x.safetensors", "/etc/passwd", [], [0], [[1]], {}, {"a": 1},
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """Of one kind of file."""
+
+    kind: str
+    refused: int = 0
+    same: int = 0
+    """Accepted, and what it was before, or what its bytes say by another reader."""
+    other: int = 0
+    """Accepted, of the same shapes and types, and with other values: the format has no checksum."""
+
+    def refuses(self, read: Callable[[], object], expected: type[IsobitError]) -> bool:
+        """Whether it was refused, by a message that says so and can be printed.  One that was not
+        is counted as the same: the test checks that it is.
+        """
+        try:
+            read()
+        except expected as error:
+            text = str(error)
+            assert text.replace("\n", "").isprintable() and 0 < len(text) < LONGEST_MESSAGE
+            self.refused += 1
+            return True
+        self.same += 1
+        return False
+
+    def differs(self) -> None:
+        """The last one that was accepted has other values."""
+        self.same, self.other = self.same - 1, self.other + 1
+
+    def check(self, least: float, most: float = 1.0) -> None:
+        """The share that was refused: mutations that touch nothing would show nothing."""
+        total = self.refused + self.same + self.other
+        print(
+            f"\nmutations of {self.kind}: {total}; {self.refused} refused, {self.same} accepted as "
+            f"they are, {self.other} with other values, 0 of other shapes, types or sizes, 0 "
+            "tracebacks, 0 hangs"
+        )
+        assert total == COUNT
+        if total >= 300:
+            assert least * total < self.refused < most * total
+
+
+def mutated_bytes(content: bytes, draw: random.Random) -> bytes:
+    """Some bytes changed, taken out, put in, repeated or cut off."""
+    made = bytearray(content)
+    for _ in range(draw.randint(1, 3)):
+        at = draw.randrange(len(made) + 1)
+        to = min(len(made), at + draw.randint(1, 8))
+        kind = draw.randrange(5)
+        if kind == 0 and at < len(made):
+            made[at] = draw.randrange(256)
+        elif kind == 1:
+            del made[at:to]
+        elif kind == 2:
+            made[at:at] = draw.randbytes(draw.randint(1, 8))
+        elif kind == 3:
+            made[at:at] = made[at:to] * draw.randint(1, 3)
+        elif kind == 4 and draw.random() < 0.1:
+            del made[at:]
+    return bytes(made)
+
+
+def mutated_json(value: Any, draw: random.Random) -> Any:
+    """One place of a JSON value another value, a key renamed, or an entry gone."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        key = draw.choice(list(value))
+        kind = draw.randrange(6)
+        rest = {name: one for name, one in value.items() if name != key}
+        if kind == 0:
+            return rest
+        if kind == 1:
+            return rest | {f"{key}{draw.choice(['', '.', ' ', '0', chr(27)])}": value[key]}
+        if kind == 2:
+            return value | {key: value[draw.choice(list(value))]}
+        return value | {key: mutated_json(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.8:
+        at = draw.randrange(len(value))
+        return [*value[:at], mutated_json(value[at], draw), *value[at + 1 :]]
+    if type(value) is int and draw.random() < 0.8:
+        return draw.choice([value + 1, value - 1, value * 2, -value, value + 8])
+    if draw.random() < 0.05:  # as text: a reader of JSON may give up on it, a writer too
+        return draw.choice(["[" * 2000 + "]" * 2000, "1" * 5000])
+    return draw.choice(VALUES)
+
+
+def mutated_json_text(content: bytes, draw: random.Random) -> bytes:
+    """A JSON file with one value changed, or some bytes, or nested beyond all bounds."""
+    if draw.random() < 0.4:
+        return mutated_bytes(content, draw)
+    text = json.dumps(mutated_json(json.loads(content), draw))
+    if draw.random() < 0.05:
+        deep, long = "[" * 100_000 + "]" * 100_000, "1" * 5000
+        text = text.replace("0", draw.choice([deep, long]), 1)
+    return text.encode()
