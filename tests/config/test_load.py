@@ -109,7 +109,9 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
             "[rollout]\ntemperature = inf",
             "rollout.temperature: should be a finite number, but it is inf",
         ),
-        ("[training]\nsteps = 'many'", "training.steps: should be a valid integer"),
+        ("[training]\nsteps = 'many'", "training.steps: should be a whole number"),
+        ("[rollout]\nstop_strings = 'x'", "rollout.stop_strings: should be a list, but it is 'x'"),
+        ("[data]\nchat = 'perhaps'", "data.chat: should be true or false, but it is 'perhaps'"),
         (
             "[algorithm]\nname = 'dapoo'",
             "'ppo' or 'custom', but it is 'dapoo'; did you mean dapo?",

@@ -73,6 +73,14 @@ def test_what_contradicts_nothing_passes() -> None:
             "checkpoint.keep_last is 0, which writes no checkpoint",
         ),
         (
+            {"checkpoint": {"every": 4, "keep_every": 6}},
+            "checkpoint.keep_every is 6, but checkpoint.every is 4",
+        ),
+        (
+            {"checkpoint": {"every": 0, "keep_every": 6}},
+            "checkpoint.keep_every is 6, but checkpoint.every is 0",
+        ),
+        (
             {"checkpoint": {"keep_last": 0, "keep_best": BEST}},
             "checkpoint.keep_last is 0, which writes no checkpoint",
         ),

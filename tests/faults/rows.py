@@ -48,9 +48,11 @@ ROWS: dict[int, Row] = {
         ),
     ),
     3: Row(
-        "SIGTERM in a step, in grading, in an evaluation, in a save",
-        "a checkpoint where the state is whole; exit code 143",
+        "SIGTERM, SIGHUP, SIGXCPU, SIGUSR1 in a step, in grading, in an evaluation, in a save",
+        "a checkpoint where the state is whole and an exit code; after SIGUSR1 the run goes on",
         (
+            "faults/test_endings.py::test_a_closed_terminal_and_a_limit_on_time_stop_like_sigterm",
+            "faults/test_endings.py::test_sigusr1_leaves_a_checkpoint_and_the_run_goes_on",
             "faults/test_signals.py::test_a_signal_ends_the_run_with_a_checkpoint_and_its_code",
             "faults/test_signals.py::test_a_policy_half_updated_is_never_saved",
             "faults/test_sft.py::test_stopped_in_an_evaluation_it_goes_on_there",
@@ -81,9 +83,13 @@ ROWS: dict[int, Row] = {
         ),
     ),
     6: Row(
-        "an output directory that cannot be written, or vanishes",
-        "refused at the start; a vanished one ends the run and is not made again",
+        "an output directory that cannot be written, is moved, or vanishes",
+        "refused at the start; a moved one gets its last checkpoint where it is",
         (
+            "faults/test_endings.py::"
+            "test_a_directory_that_is_moved_gets_its_last_checkpoint_where_it_is",
+            "faults/test_endings.py::"
+            "test_a_directory_that_is_removed_is_made_again_and_can_be_resumed",
             "faults/test_disk.py::test_a_directory_that_cannot_be_written_is_refused_at_the_start",
             "faults/test_disk.py::test_a_directory_that_vanishes_stops_the_run",
         ),
@@ -158,8 +164,12 @@ ROWS: dict[int, Row] = {
     ),
     13: Row(
         "the clock jumps back; a slow disk",
-        "",
-        absent="a test: 16 (intervals are of a monotonic clock, and a large save says its seconds)",
+        "events and steps keep their order; a large save is announced and says its seconds",
+        (
+            "observe/test_events.py::test_a_clock_that_runs_back_changes_no_order",
+            "store/checkpoint/test_keeper.py::"
+            "test_large_files_are_announced_with_their_size_and_then_the_seconds",
+        ),
     ),
     14: Row(
         "one checkpoint is kept, and writing the next fails",
@@ -334,6 +344,7 @@ ROWS: dict[int, Row] = {
             "algorithms/test_corrections.py::test_a_log_ratio_counts_for_no_more_than_its_bound",
             "algorithms/test_losses.py::test_dual_clip_bounds_what_a_bad_token_can_do",
             "training/test_replay.py::test_the_stale_are_dropped",
+            "proof/test_check.py::test_a_ratio_that_is_far_out_is_told_of_in_any_flow",
         ),
     ),
     32: Row(
@@ -356,8 +367,9 @@ ROWS: dict[int, Row] = {
     ),
     34: Row(
         "a back end that computes something else",
-        "isobit doctor fails by the operation's name",
+        "isobit doctor and isobit verify --bisect fail by the operation's name",
         (
+            "proof/test_planted_faults.py::test_a_planted_fault_is_seen_and_named",
             "cli/test_doctor.py::test_a_wrong_gemm_fails_by_name_with_a_fix",
             "proof/doctor/test_mutants.py::test_wrong_quantisers",
             "proof/doctor/test_mutants.py::test_a_wrong_decoder_and_a_wrong_grid",

@@ -126,6 +126,18 @@ def test_a_run_and_its_checkpoints(
     assert re.search(r"held\\_out accuracy \| \S+.* \| 1 \|", card)
     with pytest.raises(ConfigError, match=r"--step is 7, but .* there: 1, 2"):
         find_source(run, 7, lines.append)
+    with pytest.raises(ConfigError, match=r"does not say by which figure \(checkpoint\.keep_best"):
+        find_source(run, "best", lines.append)
+    manifest = json.loads((run / "run.json").read_text())
+    manifest["config"]["checkpoint"]["keep_best"] = "eval/held_out/accuracy"
+    (run / "run.json").write_text(json.dumps(manifest))
+    figures = {
+        step: json.loads((run / f"checkpoints/step_{step:06}/manifest.json").read_text())
+        for step in (1, 2)
+    }
+    best = max((1, 2), key=lambda s: figures[s]["evaluation"]["eval/held_out/accuracy"])
+    assert find_source(run, "best", lines.append).step == best
+    assert lines[-1] == f"the best checkpoint by eval/held_out/accuracy is that of step {best}"
 
 
 def test_a_checkpoint_of_another_model_and_a_damaged_one(

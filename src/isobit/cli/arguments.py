@@ -45,6 +45,7 @@ def folder_parser(
     if with_folder:
         parser.add_argument(
             "folder",
+            type=_model_name,
             metavar="FOLDER",
             help="a Hugging Face model folder, a name of the hub (org/name, org/name@revision), or "
             "`starter` for the shipped model",
@@ -168,6 +169,26 @@ def given(**values: Any) -> dict[str, Any]:
         for name, value in values.items()
         if value is not None
     }
+
+
+def _model_name(text: str) -> str:
+    """Not the empty text, which as a path would be the current directory."""
+    if not text.strip():
+        raise ArgumentTypeError("the name is empty; name a folder, org/name or starter")
+    return text
+
+
+def data_table(text: str, split: str | None = None) -> dict[str, Any]:
+    """The source of rows that a word of the command line names: a file by its ending, a folder, or
+    ``hub:ORG/NAME``.
+    """
+    if text.startswith("hub:"):
+        return {"type": "hub", "dataset": text.removeprefix("hub:"), "split": split}
+    if Path(text).is_dir():
+        return {"type": "hf", "path": text, "split": split}
+    from isobit.config.data import file_rows
+
+    return file_rows(Path(text)).model_dump(include={"type", "path"})
 
 
 def settings_from(

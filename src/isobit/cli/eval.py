@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli import eval_reward_model
-from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from
+from isobit.cli.arguments import (
+    data_table,
+    folder_parser,
+    given,
+    positive,
+    set_threads,
+    settings_from,
+)
 from isobit.cli.ranks import obey_as_rank, start_ranks
 from isobit.cli.waiting import starting
 from isobit.errors import ConfigError
@@ -102,12 +109,8 @@ def _source(options: Namespace) -> tuple[str, dict[str, Any]]:
             "seed": options.seed,
             **given(size=options.problems),
         }
-    kind = "hf" if Path(text).is_dir() else "jsonl"
-    return Path(text.removeprefix("starter:")).stem, {
-        "type": kind,
-        "path": text,
-        **given(limit=options.problems),
-    }
+    table = data_table(text, options.split) | given(limit=options.problems)
+    return Path(text.rpartition(":")[2].partition("@")[0]).stem, table
 
 
 def _parser() -> ArgumentParser:
@@ -123,9 +126,12 @@ def _parser() -> ArgumentParser:
         required=True,
         metavar="WHAT",
         help=(
-            "a JSONL file, a Hugging Face dataset's folder, task:NAME for a task of "
-            "reasoning-gym, or starter:held_out.jsonl"
+            "a JSONL, CSV or Parquet file, a Hugging Face dataset's folder, hub:ORG/NAME for a "
+            "dataset of the hub, task:NAME for a task of reasoning-gym, or starter:held_out.jsonl"
         ),
+    )
+    parser.add_argument(
+        "--split", metavar="NAME", help="of a folder or a dataset of the hub that has several"
     )
     parser.add_argument(
         "--reward",

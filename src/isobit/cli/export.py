@@ -70,6 +70,10 @@ def _describe(result: "ExportResult") -> list[str]:
     return lines
 
 
+def _step(text: str) -> int | str:
+    return text if text == "best" else positive(text)
+
+
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="isobit export",
@@ -99,9 +103,10 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--step",
-        type=positive,
+        type=_step,
         metavar="K",
-        help="of a run, the checkpoint after K steps; by default its model, or newest checkpoint",
+        help="of a run, the checkpoint after K steps, or `best`, by its checkpoint.keep_best; by "
+        "default its model, or newest checkpoint",
     )
     parser.add_argument(
         "--precision",

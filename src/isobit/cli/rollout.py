@@ -103,7 +103,7 @@ def _generate(
 ) -> "list[Group]":
     set_threads(options)
 
-    from isobit.config.data import JsonlData
+    from isobit.config.data import file_rows
 
     with starting():
         from isobit.observe.console import Console, terminal_on
@@ -113,7 +113,7 @@ def _generate(
     with Console(terminal_on("stderr")).generating("rollout") as progress:
         return rollout_folder(
             Path(options.folder),
-            prompts=[options.prompt] if options.data is None else JsonlData(path=options.data),
+            prompts=[options.prompt] if options.data is None else file_rows(options.data),
             settings=settings,
             samples=options.samples,
             seed=options.seed,
@@ -145,7 +145,10 @@ def _parser() -> ArgumentParser:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="the text to complete")
     prompts.add_argument(
-        "--data", metavar="FILE.jsonl", type=Path, help="a JSONL file with a column `prompt`"
+        "--data",
+        metavar="FILE",
+        type=Path,
+        help="a JSONL, CSV or Parquet file with a column `prompt`",
     )
     parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
     parser.add_argument(

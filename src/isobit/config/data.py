@@ -71,7 +71,8 @@ class HfData(ColumnsData):
 
     type: Literal["hf"] = "hf"
     path: Path
-    split: str = "train"
+    split: str | None = "train"
+    """``isobit eval`` without ``--split`` takes the only one."""
 
 
 class HubData(ColumnsData):
@@ -86,7 +87,8 @@ class HubData(ColumnsData):
     """The folder of the dataset that has the files, such as ``main`` of ``openai/gsm8k``; needed
     where there are several.
     """
-    split: str = "train"
+    split: str | None = "train"
+    """``isobit eval`` without ``--split`` takes the only one."""
 
 
 class RowsData(ColumnsData):
@@ -105,6 +107,18 @@ DataSource = Annotated[
     ReasoningGymData | JsonlData | CsvData | ParquetData | HfData | HubData | RowsData,
     Field(discriminator="type"),
 ]
+
+
+def file_rows(path: Path) -> JsonlData | CsvData | ParquetData:
+    """A file of rows, of the kind that its ending says; JSONL by any other."""
+    match path.suffix.lower():
+        case ".csv":
+            return CsvData(path=path)
+        case ".parquet":
+            return ParquetData(path=path)
+        case _:
+            return JsonlData(path=path)
+
 
 TooLong = Literal["refuse", "drop", "cut"]
 

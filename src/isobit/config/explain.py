@@ -13,6 +13,24 @@ from isobit.config.keys import all_keys, choices, locate
 from isobit.errors import ConfigError
 
 _LONGEST_VALUE = 60
+_IN_WORDS = {
+    "tuple_type": "should be a list",
+    "list_type": "should be a list",
+    "dict_type": "should be a table",
+    "model_type": "should be a table",
+    "model_attributes_type": "should be a table",
+    "int_type": "should be a whole number",
+    "int_parsing": "should be a whole number",
+    "int_from_float": "should be a whole number",
+    "float_type": "should be a number",
+    "float_parsing": "should be a number",
+    "finite_number": "should be a finite number",
+    "string_type": "should be text",
+    "bool_type": "should be true or false",
+    "bool_parsing": "should be true or false",
+    "path_type": "should be a path",
+}
+"""What is said of a value that is of another kind; TOML has lists and tables, no tuples."""
 
 
 def config_error(error: ValidationError, model: type[BaseModel], source: str) -> ConfigError:
@@ -51,7 +69,7 @@ def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
             tags = context["expected_tags"].replace(", ", " or ")
             near = did_you_mean(str(context["tag"]), choices(model, detail["loc"]))
             return f"{path}.{key}: should be {tags}, but it is {context['tag']!r}{near}"
-    message = detail["msg"][0].lower() + detail["msg"][1:]
+    message = _IN_WORDS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
     return f"{path}: {message.removeprefix('input ')}, but it is {_shorten(detail['input'])}"
 
 

@@ -325,6 +325,12 @@ def check_keeping(checkpoint: CheckpointConfig) -> None:
             "checkpoint.keep_last is 0, which writes no checkpoint, so that keep_every and "
             "keep_best have none to keep; leave them out"
         )
+    every, kept = checkpoint.every, checkpoint.keep_every
+    if kept and (every == 0 or kept % every):
+        raise ConfigError(
+            f"checkpoint.keep_every is {kept}, but checkpoint.every is {every}, so that not every "
+            f"{kept}th step has a checkpoint to keep; make keep_every a multiple of every"
+        )
 
 
 def check_best(checkpoint: CheckpointConfig, figures: Collection[str]) -> None:

@@ -10,5 +10,5 @@ class TrackingConfig(Strict):
 
     wandb: bool | str = False
     """Weights & Biases: ``true`` for the project ``isobit``, or a project's name; needs ``pip
-    install 'isobit[wandb]'``.
+    install wandb``.
     """

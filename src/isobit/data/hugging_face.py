@@ -29,8 +29,10 @@ _READERS = ("arrow", "csv", "json", "parquet")
 """Parts of the library that read rows of text and numbers."""
 
 
-def read_hugging_face(folder: Path, split: str, limit: int | None) -> Iterator[dict[str, Any]]:
-    """The rows of one split, in order, at most ``limit`` of them.
+def read_hugging_face(
+    folder: Path, split: str | None, limit: int | None
+) -> Iterator[dict[str, Any]]:
+    """The rows of one split, in order, at most ``limit`` of them; of None, the only one.
 
     Raises ``DataError`` for a folder that is missing or holds no dataset, a split that does not
     exist, files that cannot be parsed, places that are not in the folder, and columns that are
@@ -67,7 +69,7 @@ def _take(dataset: Any, limit: int | None, folder: Path) -> Iterator[dict[str, A
         yield dataset[index]
 
 
-def _saved(folder: Path, split: str) -> Any:
+def _saved(folder: Path, split: str | None) -> Any:
     from datasets import DatasetDict, load_from_disk
 
     _check_saved(folder)
@@ -111,7 +113,7 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _files(folder: Path, split: str, cache: str) -> Any:
+def _files(folder: Path, split: str | None, cache: str) -> Any:
     from datasets import load_dataset_builder
 
     _check_cards(folder)
@@ -198,7 +200,13 @@ def _check_files(folder: Path, builder: Any) -> None:
                 raise _outside(file, folder)
 
 
-def _split(splits: Mapping[Any, Any], split: str, folder: Path) -> Any:
+def _split(splits: Mapping[Any, Any], split: str | None, folder: Path) -> Any:
+    if split is None and len(splits) == 1:
+        return next(iter(splits.values()))
+    if split is None:
+        raise DataError(
+            f"{folder} has the splits {', '.join(map(repr, splits))}; say which (--split NAME)"
+        )
     if split not in splits:
         raise DataError(
             f"{folder} has no split {split!r}; the splits are {', '.join(map(repr, splits))}"

@@ -112,12 +112,25 @@ def shard_names(folder: Path) -> tuple[str, ...]:
     return names
 
 
+def _where_a_run_has_it(path: Path) -> str:
+    """The directory of a run is no model folder, and holds one."""
+    if not (path.parent / "run.json").is_file():
+        return ""
+    model = path.parent / "model"
+    is_there = (model / path.name).is_file()
+    return f"; {path.parent} is the directory of a run: " + (
+        f"its model is {model}"
+        if is_there
+        else f"`isobit export {path.parent} --to FOLDER` makes a model of its newest checkpoint"
+    )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a folder; raises ModelError for a file that is missing or none."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
+        raise ModelError(f"{path} is missing{_where_a_run_has_it(path)}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     return parse_json(content, str(path))

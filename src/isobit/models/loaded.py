@@ -15,6 +15,7 @@ from isobit.config.base import Device
 from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.config.rollout import RolloutConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
+from isobit.errors import ModelError
 from isobit.files import disk_errors, new_folder
 from isobit.models.config import ModelConfig
 from isobit.models.device import choose_device
@@ -95,6 +96,10 @@ def model_folder(name: str | Path) -> Path:
     """
     if str(name) == "starter":
         return starter_folder()
+    if not str(name).strip():
+        raise ModelError(
+            "the model's name is empty; name a folder, a model of the hub (org/name) or starter"
+        )
     return hub_folder(str(name)) if is_hub_name(str(name)) else Path(name)
 
 

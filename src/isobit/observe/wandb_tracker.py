@@ -1,5 +1,5 @@
 """Weights & Biases, for those who ask for it: the only file that imports its package, an extra
-(``pip install 'isobit[wandb]'``).
+(``pip install wandb``).
 
 A run keeps its id there in ``wandb_id`` in its directory, so that a resumed run goes on in the same
 place; figures of steps that are repeated after a kill are already there, and wandb leaves them as
@@ -15,6 +15,12 @@ from isobit.errors import ConfigError
 from isobit.observe.metrics import Metrics, Tracker
 
 DEFAULT_PROJECT = "isobit"
+
+
+def check_package(tracking: TrackingConfig) -> None:
+    """Refuse a tracker whose package is missing, without a word to anybody.  Raises ConfigError."""
+    if tracking.wandb is not False:
+        _package()
 
 
 def check_tracking(tracking: TrackingConfig) -> None:
@@ -84,8 +90,8 @@ def _package() -> Any:
         import wandb  # pyright: ignore[reportMissingImports]  # an extra
     except ImportError as error:
         raise ConfigError(
-            "tracking.wandb is set, but the package wandb is not installed: pip install "
-            "'isobit[wandb]', or leave tracking.wandb out"
+            "tracking.wandb is set, but the package wandb is not installed: pip install wandb, "
+            "or leave tracking.wandb out"
         ) from error
     return wandb
 

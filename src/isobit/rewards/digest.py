@@ -67,7 +67,8 @@ def _of_behaviour(value: Any, seen: Seen) -> Iterator[str]:
     match value:
         case CodeType():
             yield from _of_code(value, seen)
-        case FunctionType() if _is_own(value.__module__):
+        case FunctionType() if value.__module__ == "builtins" or _is_own(value.__module__):
+            # what `exec` has defined says that it is built in; what is built in, is no function
             yield from _of_function(value, seen)
         case FunctionType() | ModuleType():
             yield f"{getattr(value, '__module__', '')}.{value.__name__}"

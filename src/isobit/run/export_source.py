@@ -8,6 +8,7 @@ is their BF16 rounding, from which the same FP8 bytes are published.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -28,6 +29,7 @@ from isobit.observe.report.source import RunRecord, read_run
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.run.model_source import source_config
 from isobit.store.checkpoint.format import MASTERS, Checkpoint, folders_by_step, read_checkpoint
+from isobit.store.checkpoint.retention import best_on_disk
 from isobit.store.checkpoint.start import newest_usable
 from isobit.store.directory import RunDirectory
 
@@ -96,9 +98,10 @@ class MasterTensors:
         return None
 
 
-def find_source(name: str | Path, step: int | None, say: Say) -> ExportSource:
+def find_source(name: str | Path, step: int | Literal["best"] | None, say: Say) -> ExportSource:
     """The model that a path names: a model folder, ``starter``, or of a run the model after
-    ``step`` steps, by default its finished one or else its newest checkpoint.
+    ``step`` steps, by default its finished one or else its newest checkpoint; the best is that by
+    the run's ``checkpoint.keep_best``.
 
     Raises ConfigError for a step that there is none of and a run without a model, ModelError and
     CheckpointError for one that cannot be read.
@@ -111,6 +114,8 @@ def find_source(name: str | Path, step: int | None, say: Say) -> ExportSource:
     directory, record = RunDirectory(path), read_run(path)
     if step is None and record.finished and directory.model.is_dir():
         return _finished(directory, record)
+    if step == "best":
+        step = _best_step(directory, record.setting("config", "checkpoint", "keep_best"), say)
     checkpoint = _checkpoint(directory, step, say)
     return _of_checkpoint(directory, record, checkpoint)
 
@@ -138,6 +143,22 @@ def _finished(directory: RunDirectory, record: RunRecord) -> ExportSource:
         record,
         record.setting("config", "training", "steps"),
     )
+
+
+def _best_step(directory: RunDirectory, figure: str | None, say: Say) -> int:
+    if figure is None:
+        raise ConfigError(
+            f"--step is best, but the run in {directory.root} does not say by which figure "
+            "(checkpoint.keep_best), and has not kept it; name a step"
+        )
+    step = best_on_disk(directory.checkpoints, figure)
+    if step is None:
+        raise ConfigError(
+            f"--step is best, but no checkpoint in {directory.checkpoints} was evaluated; name a "
+            "step"
+        )
+    say(f"the best checkpoint by {figure} is that of step {step}")
+    return step
 
 
 def _checkpoint(directory: RunDirectory, step: int | None, say: Say) -> Checkpoint:

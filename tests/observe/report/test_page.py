@@ -156,11 +156,11 @@ def test_a_full_disk_leaves_no_part_of_a_page(
 
 def test_a_run_that_was_stopped_says_why(write_run: WriteRun) -> None:
     """Seen before: "still running, or stopped" of a run whose rewards had all failed."""
-    ending = {"step": 1, "kind": "error", "reason": "all <8> rewards failed", "checkpoint": "c/1"}
+    ending = {"step": 1, "kind": "error", "reason": "all <8> rewards failed", "checkpoint": 1}
     root = write_run([step_line(1)], [], manifest(), finished=False, ending=ending)
     page = Page(write_report(root))
     assert "stopped early: 1 of 500 steps" in page.text
-    assert "Stopped early: all <8> rewards failed. Checkpoint: c/1" in page.text
+    assert "Stopped early: all <8> rewards failed. Last checkpoint: step 1" in page.text
     (root / "summary.json").write_text("{}")
     assert "Stopped early" not in Page(write_report(root)).text, "it went on and finished"
 

@@ -89,4 +89,4 @@ def _stopped(record: RunRecord) -> str:
         return ""
     reason, checkpoint = record.ending.get("reason"), record.ending.get("checkpoint")
     text = f"Stopped early: {reason or record.ending.get('kind') or 'nobody said why'}"
-    return f"{text}. Checkpoint: {checkpoint}" if checkpoint else text
+    return f"{text}. Last checkpoint: step {checkpoint}" if checkpoint else text

@@ -42,9 +42,9 @@ class RlData:
             **{f"eval.{name}": prompts_sha256(prompts) for name, prompts in self.sets.items()},
         }
 
-    def describe(self) -> str:
-        """One line: how many training prompts and evaluation problems there are, and what was left
-        out or cut.
+    def describe(self, prompts_per_step: int) -> str:
+        """One line: how many training prompts and evaluation problems there are, what was left out
+        or cut, and whether a step has a prompt more than once.
         """
         sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in self.sets.items())
         dropped = (
@@ -54,7 +54,16 @@ class RlData:
         )
         return (
             f"data: {len(self.prompts)} training prompts{dropped}; evaluation problems: "
-            f"{sets or 'none'}{describe_too_long(self.too_long)}"
+            f"{sets or 'none'}{describe_too_long(self.too_long)}" + self._repeated(prompts_per_step)
+        )
+
+    def _repeated(self, prompts_per_step: int) -> str:
+        if prompts_per_step <= len(self.prompts):
+            return ""
+        times = -(-prompts_per_step // len(self.prompts))
+        return (
+            f"; warning: a step takes {prompts_per_step} prompts (training.prompts_per_step), so "
+            f"that it has the same prompt up to {times} times"
         )
 
 

@@ -19,7 +19,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.function import is_one_function
 from isobit.observe.console import describe_policy
 from isobit.observe.eval_result import EvalResult
-from isobit.observe.wandb_tracker import check_tracking
+from isobit.observe.wandb_tracker import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.compare import describe_flow
 from isobit.records.text import SamplingParams
@@ -201,7 +201,7 @@ def prepare_rl(
         made.inputs,
         config,
         made.data.figures(),
-        made.data.describe(),
+        made.data.describe(config.training.prompts_per_step),
         made.algorithm,
         made.sampling,
         parts.engine,
@@ -217,6 +217,7 @@ def prepare_rl(
 def read_rl(config: RunConfig) -> RlMaterial:
     """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
     check_run(config)
+    check_package(config.tracking)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
     source = describe_source(config.model)
     if algorithm.needs_values:
@@ -237,7 +238,7 @@ def read_rl(config: RunConfig) -> RlMaterial:
         training.steps * updates,
         longest,
         learning=(
-            data.describe(),
+            data.describe(training.prompts_per_step),
             f"steps: {training.steps} of "
             f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "
             f"each; sequences of at most {longest} tokens",

@@ -14,7 +14,7 @@ from isobit.config.sft import SftConfig
 from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.data.sampler import PromptSampler
 from isobit.observe.console import describe_policy
-from isobit.observe.wandb_tracker import check_tracking
+from isobit.observe.wandb_tracker import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.compare import describe_flow
 from isobit.rewards.grade import Grading
@@ -150,6 +150,7 @@ def prepare_sft(config: SftConfig, world: World = ALONE) -> SftRun:
 def read_sft(config: SftConfig) -> SftMaterial:
     """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
     check_sft(config)
+    check_package(config.tracking)
     source = describe_source(config.model, config.from_scratch, config.objective)
     data = load_examples(config.data, source.described, config.objective)
     evaluation = {}

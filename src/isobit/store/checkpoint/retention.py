@@ -40,6 +40,14 @@ def worth(figures: Mapping[str, float], name: str) -> float | None:
     return -value if value is not None and name.endswith("/loss") else value
 
 
+def best_on_disk(parent: Path, name: str) -> int | None:
+    """The step of the best checkpoint in ``parent`` by an evaluation figure; None where none of
+    them has it.
+    """
+    folders = folders_by_step(parent)
+    return best_step({step: _figure(folder, name) for step, folder in folders.items()})
+
+
 def apply_retention(parent: Path, config: CheckpointConfig) -> None:
     """Remove the checkpoints in ``parent`` that need not stay."""
     figures = {

@@ -1,0 +1,106 @@
+"""What new users typed, and what they read then (issue 16, U3, U12 and U13)."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from isobit.cli.main import main
+from isobit.config.run import RunConfig
+from isobit.run.rl.setup import read_rl
+
+SMALL = ["--max-new-tokens", "8", "--threads", "1", "--precision", "fp32"]
+DATA = {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 8}}
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    try:
+        code = main(list(words))
+    except SystemExit as end:  # of argparse
+        code = end.code
+    assert code == 2
+    return capsys.readouterr().err
+
+
+def test_one_sample_is_greedy_and_shows_what_was_learnt(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*words: str) -> str:
+        assert main(["rollout", "starter", "--prompt", "3+8+2+9=", *SMALL, *words]) == 0
+        return capsys.readouterr().out
+
+    greedy = printed("--seed", "1")
+    assert printed("--seed", "2") == greedy
+    drawn = {printed("--seed", seed, "--top-p", "0.99") for seed in "12"}
+    assert len(drawn) == 2, "who says how to draw gets what is drawn"
+    assert printed("--seed", "1", "--top-p", "0.0001") == greedy
+
+
+@pytest.mark.parametrize("command", ["rollout", "eval", "verify"])
+def test_the_directory_of_a_run_is_no_model_and_says_where_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    words = {"rollout": ["--prompt", "1+1="], "eval": ["--data", "starter:held_out.jsonl"]}
+    (tmp_path / "run.json").write_text("{}")
+    said = error_of(capsys, command, str(tmp_path), *words.get(command, []))
+    assert f"isobit export {tmp_path} --to FOLDER" in said
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    said = error_of(capsys, command, str(tmp_path), *words.get(command, []))
+    assert f"is the directory of a run: its model is {tmp_path / 'model'}" in said
+
+
+def test_an_empty_name_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "the name is empty" in error_of(capsys, "rollout", "", "--prompt", "1+1=")
+    words = ["--output", str(tmp_path / "x"), "--model", "", "--dry-run"]
+    assert "model's name is empty" in error_of(capsys, "train", "recipes/quickstart.toml", *words)
+
+
+def test_a_dry_run_asks_for_the_packages_that_the_run_needs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words = ["--output", str(tmp_path / "x"), "--tracking.wandb", "true", "--dry-run"]
+    for command, recipe in (("train", "quickstart"), ("sft", "fine_tune")):
+        said = error_of(capsys, command, f"recipes/{recipe}.toml", *words)
+        assert "pip install wandb, or leave tracking.wandb out" in said
+
+
+def test_more_prompts_a_step_than_there_are_are_said(tmp_path: Path) -> None:
+    training = {"prompts_per_step": 20}
+    config = RunConfig.model_validate({"output": tmp_path, "data": DATA, "training": training})
+    assert "a step takes 20 prompts" in read_rl(config).outline.learning[0]
+    assert "same prompt up to 3 times" in read_rl(config).outline.learning[0]
+    enough = config.model_copy(
+        update={"training": config.training.model_copy(update={"prompts_per_step": 8})}
+    )
+    assert "warning" not in read_rl(enough).outline.learning[0]
+
+
+def test_an_evaluation_names_its_split_where_there_are_several(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = Dataset.from_list([{"prompt": "1+1=", "answer": "2"}])
+    two = Dataset.from_list([{"prompt": "2+1=", "answer": "3"}] * 2)
+    DatasetDict({"train": rows, "test": two}).save_to_disk(str(tmp_path / "two"))
+    rows.save_to_disk(str(tmp_path / "one"))
+    words = ["--reward", "isobit.starter.tasks:correct_answer", "--json", *SMALL]
+    data = ["eval", "starter", "--data", str(tmp_path / "two")]
+    said = error_of(capsys, *data, *words)
+    assert "has the splits 'train', 'test'; say which (--split NAME)" in said
+    assert main([*data, "--split", "test", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["two"]["problems"] == 2
+    assert main(["eval", "starter", "--data", str(tmp_path / "one"), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["one"]["problems"] == 1
+
+
+def test_csv_and_parquet_files_are_named_by_their_ending(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "sums.csv"
+    path.write_text("prompt,answer\n1+1=,2\n")
+    words = ["--reward", "isobit.starter.tasks:correct_answer", "--json", *SMALL]
+    assert main(["eval", "starter", "--data", str(path), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["sums"]["problems"] == 1
+    assert main(["rollout", "starter", "--data", str(path), *SMALL]) == 0
+    assert capsys.readouterr().out.startswith("[prompt/0, sample 0")
