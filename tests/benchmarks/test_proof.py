@@ -18,6 +18,7 @@ TINY = {
     "training.steps": "1",
     "training.prompts_per_step": "2",
     "training.samples_per_prompt": "2",
+    "training.without_signal": "take",  # the starter earns nothing here
     "algorithm.overlong_buffer": "2",
     "algorithm.max_refills": "0",
     "rollout.max_new_tokens": "8",

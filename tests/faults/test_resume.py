@@ -14,9 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from isobit.cli.main import main
 from isobit.config.run import RunConfig
-from isobit.errors import ConfigError, Interrupted, RewardError
+from isobit.errors import ConfigError, Interrupted, RewardError, StoppedAtOnce
 from isobit.run.rl.loop import train
-from tests.death import Death
 
 MakeConfig = Callable[..., RunConfig]
 Hook = Callable[[str], None]
@@ -61,9 +60,10 @@ def test_a_stopped_and_resumed_run_leaves_the_same_files(
 def test_no_step_appears_twice_in_tensorboard(make_config: MakeConfig, hook: Hook) -> None:
     config = make_config(checkpoint={"every": 4})
     hook(
-        "from tests.death import Death\nif call == 3 + 5 * 16 + 3: hook.unlink(); raise Death"
+        "from isobit.errors import StoppedAtOnce\n"
+        "if call == 3 + 5 * 16 + 3: hook.unlink(); raise StoppedAtOnce"
     )  # in step 6, with no checkpoint of step 5
-    with pytest.raises(Death):
+    with pytest.raises(StoppedAtOnce):
         train(config)
     assert "step_000004" in {path.name for path in (config.output / "checkpoints").iterdir()}
     train(config, resume=True)

@@ -114,6 +114,7 @@ def test_the_mix_of_tasks_trains_and_evaluates_each(tmp_path: Path) -> None:
     changes = {
         "training__samples_per_prompt": 2,
         "training__prompts_per_step": 8,
+        "training__without_signal": "take",  # the starter earns nothing here
         "rollout__max_new_tokens": 8,
         **few,
     }
@@ -143,6 +144,7 @@ def test_a_checkpoint_on_disk_trains_through_its_chat_template(
     small = {
         "data__train__size": 4,
         "data__eval__chain_sum__size": 2,
+        "training__without_signal": "take",  # of random weights
         "rollout__max_new_tokens": 4,
         "rollout__max_sequences": 4,
     }

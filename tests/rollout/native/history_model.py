@@ -109,8 +109,13 @@ class HistoryModel:
 
 @dataclass(frozen=True)
 class FakeConfig:
+    """Of a model whose cache takes no memory."""
+
     max_positions: int = 512
     vocab_size: int = VOCAB
+    num_layers: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
 
 
 class FakePolicy:
