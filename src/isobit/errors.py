@@ -10,6 +10,8 @@ from isobit.units import gib
 
 _LONGEST = 4000
 """Characters of a message: some ten problems of a recipe, each on its line."""
+_LONGEST_NAME = 200
+"""Characters of a name in a message."""
 
 
 class IsobitError(Exception):
@@ -124,3 +126,11 @@ class PeerError(IsobitError):
 
 class NonFiniteError(IsobitError):
     """A NaN or infinity in a tensor of the forward pass; the message names the tensor."""
+
+
+def shown(name: object) -> str:
+    """What a file calls something, for a message: on one line, printable, of bounded length."""
+    text = str(name)
+    if len(text) > _LONGEST_NAME:
+        text = f"{text[:_LONGEST_NAME]}..."
+    return text if text.isprintable() else ascii(text)

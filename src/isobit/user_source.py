@@ -86,7 +86,7 @@ def _files_of(parts: list[str]) -> Iterator[Path]:
         return
     places = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
     for folder in {Path(place).parent for place in places}:
-        if not _is_installed(folder) and not _is_installed(folder / first):
+        if not is_installed(folder) and not is_installed(folder / first):
             yield from _below(folder, parts)
 
 
@@ -103,6 +103,7 @@ def _below(folder: Path, parts: list[str]) -> Iterator[Path]:
         folder = package
 
 
-def _is_installed(folder: Path) -> bool:
+def is_installed(folder: Path) -> bool:
+    """Whether a place is in the standard library, an installed package or Isobit."""
     place = folder.resolve()
     return any(one == place or one in place.parents for one in _INSTALLED)

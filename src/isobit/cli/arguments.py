@@ -64,12 +64,7 @@ def folder_parser(
             metavar="N",
             help="of everything that is drawn; by default 0",
         )
-    parser.add_argument(
-        "--threads",
-        type=count_of_threads,
-        metavar="N",
-        help="CPU threads; by default torch's choice",
-    )
+    add_threads(parser)
     return parser
 
 
@@ -156,6 +151,16 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 positive = whole(1, MAX_STEPS)
 count_of_threads = whole(1, MAX_THREADS)
+
+
+def add_threads(parser: ArgumentParser) -> None:
+    """The option that ``set_threads`` obeys."""
+    parser.add_argument(
+        "--threads",
+        type=count_of_threads,
+        metavar="N",
+        help="CPU threads; by default torch's choice",
+    )
 
 
 def given(**values: Any) -> dict[str, Any]:

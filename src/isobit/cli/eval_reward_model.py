@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli.arguments import (
+    add_threads,
     check_new,
-    count_of_threads,
     given,
     positive,
     set_threads,
@@ -98,12 +98,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--precision", metavar="NAME", default="fp8", help="fp32, bf16, or fp8 (default)"
     )
-    parser.add_argument(
-        "--threads",
-        type=count_of_threads,
-        metavar="N",
-        help="CPU threads; by default torch's choice",
-    )
+    add_threads(parser)
     parser.add_argument(
         "--problems", type=positive, metavar="N", help="use the first N rows; by default all"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import count_of_threads, positive, set_threads
+from isobit.cli.arguments import add_threads, positive, set_threads
 from isobit.cli.waiting import starting
 from isobit.errors import ConfigError
 
@@ -123,10 +123,5 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a model folder that is there"
     )
-    parser.add_argument(
-        "--threads",
-        type=count_of_threads,
-        metavar="N",
-        help="CPU threads; by default torch's choice",
-    )
+    add_threads(parser)
     return parser

@@ -67,8 +67,11 @@ def build_examples(
     for prompt, row, completion in zip(prompts, rows, completions, strict=True):
         ids = _completion_ids(prompt, row, completion, tokenizer, stop_token_ids, config.chat)
         example = Example(prompt, ids)
-        problem = _length_problem(example, row, config.max_tokens, context_tokens)
-        if problem is None or too_long.keeps(problem):
+        problem = length_problem(example.tokens, config, context_tokens)
+        if problem is None or too_long.keeps(
+            f"example {prompt.id} ({row.place}) has {example.tokens} tokens, {len(ids)} of them in "
+            f"its completion, {problem} it (data.too_long = 'drop' drops all of them)"
+        ):
             examples.append(example)
     too_long.check_left(name, examples)
     return examples
@@ -196,13 +199,9 @@ def _completion_ids(
     return (*ids, end if isinstance(end, int) else stop_token_ids[0])
 
 
-def _length_problem(example: Example, row: Row, max_tokens: int, context_tokens: int) -> str | None:
-    """What is to be said of an example that is too long; None of another."""
-    limit, name = min((max_tokens, "data.max_tokens"), (context_tokens, "the model's context"))
-    if example.tokens <= limit:
-        return None
-    return (
-        f"example {example.prompt.id} ({row.place}) has {example.tokens} tokens, "
-        f"{len(example.completion_ids)} of them in its completion, more than {name} = {limit}: "
-        "shorten or drop it (data.too_long = 'drop' drops all of them)"
+def length_problem(tokens: int, config: SftDataConfig, context_tokens: int) -> str | None:
+    """What is to be said behind the number of tokens of what is too long; None of another."""
+    limit, name = min(
+        (config.max_tokens, "data.max_tokens"), (context_tokens, "the model's context")
     )
+    return f"more than {name} = {limit}: shorten or drop" if tokens > limit else None

@@ -11,13 +11,14 @@ code, and no README, whose settings could name files elsewhere.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from isobit.config.data import HubData
 from isobit.data.hugging_face import DATA_SUFFIXES
 from isobit.errors import DataError
+from isobit.hub import hub_errors
+from isobit.terminal import say
 
 
 def dataset_folder(source: HubData) -> Path:
@@ -39,10 +40,7 @@ def dataset_folder(source: HubData) -> Path:
             "HF_HUB_OFFLINE forbids to fetch it; fetch it once without HF_HUB_OFFLINE, or name "
             'files (type = "parquet", "jsonl", "csv" or "hf")'
         )
-    print(
-        f"isobit: fetching the dataset {source.dataset} from the hub to {constants.HF_HUB_CACHE}",
-        file=sys.stderr,
-    )
+    say(f"isobit: fetching the dataset {source.dataset} from the hub to {constants.HF_HUB_CACHE}")
     return _fetched(source, repository, revision or None) / (source.subset or "")
 
 
@@ -108,9 +106,15 @@ def _files_below(folder: Path) -> list[str]:
 
 def _fetched(source: HubData, repository: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    try:
+    with hub_errors(
+        DataError,
+        known=f"the hub has the dataset {repository}",
+        unknown=f"the hub has no dataset {repository}",
+        failed=f"the dataset {source.dataset} cannot be fetched from the hub",
+        remedy="name files",
+        revision=revision,
+    ):
         found = HfApi().dataset_info(repository, revision=revision)
         files = [sibling.rfilename for sibling in found.siblings or ()]
         chosen = chosen_files(files, source)
@@ -123,22 +127,3 @@ def _fetched(source: HubData, repository: str, revision: str | None) -> Path:
         if folder.name == found.sha:
             _list_of(folder).write_text(json.dumps(files), encoding="utf-8")
         return folder
-    except DataError:
-        raise
-    except RevisionNotFoundError:
-        raise DataError(
-            f"the hub has the dataset {repository}, but no revision {revision}; name a branch, a "
-            "tag or a commit of it"
-        ) from None
-    except RepositoryNotFoundError:  # gated ones too
-        raise DataError(
-            f"the hub has no dataset {repository}, or none that you may read; check the name, "
-            "accept its terms on its page, and set HF_TOKEN where it is private"
-        ) from None
-    except Exception as error:  # the library raises many types, down to those of its HTTP client
-        reason = str(error).strip().splitlines()
-        raise DataError(
-            f"the dataset {source.dataset} cannot be fetched from the hub: "
-            f"{type(error).__name__}: {reason[0] if reason else ''}; check the network, or name "
-            "files"
-        ) from error

@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config.examples import ExampleSource, SftDataConfig
 from isobit.data.conversations import conversation_ids
-from isobit.data.examples import answer_of
+from isobit.data.examples import answer_of, length_problem
 from isobit.data.prompts import TooLong, prompts_of_rows
-from isobit.data.sources import Row, load_rows
+from isobit.data.sources import load_rows
 from isobit.errors import DataError
 from isobit.records.text import Prompt
 
@@ -65,22 +65,11 @@ def build_pairs(
             conversation_ids(row, answer, tokenizer, config.chat) for answer in answers
         )
         longest = max(len(chosen), len(rejected))
-        problem = _length_problem(longest, row, config, context_tokens)
-        if problem is None or too_long.keeps(problem):
+        problem = length_problem(longest, config, context_tokens)
+        if problem is None or too_long.keeps(
+            f"{row.place}: prompt and answer have {longest} tokens, {problem} the row "
+            "(data.too_long = 'drop' drops all of them)"
+        ):
             pairs.append(Pair(prompt, chosen, rejected))
     too_long.check_left(name, pairs)
     return pairs
-
-
-def _length_problem(
-    tokens: int, row: Row, config: SftDataConfig, context_tokens: int
-) -> str | None:
-    limit, name = min(
-        (config.max_tokens, "data.max_tokens"), (context_tokens, "the model's context")
-    )
-    if tokens <= limit:
-        return None
-    return (
-        f"{row.place}: prompt and answer have {tokens} tokens, more than {name} = {limit}: shorten "
-        "or drop the row (data.too_long = 'drop' drops all of them)"
-    )

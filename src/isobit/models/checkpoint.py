@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from isobit.errors import ModelError
+from isobit.errors import ModelError, shown
 from isobit.models.checkpoint_files import CheckpointTensor, open_checkpoint, read_json
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
@@ -37,7 +37,6 @@ from isobit.models.layers.embedding import NAME as EMBEDDING
 from isobit.models.layers.unit import Master
 from isobit.models.pieces import copy_in_pieces, holds_nan_byte, is_finite
 from isobit.models.shards import SCALES_SUFFIX
-from isobit.models.tensor_header import shown
 from isobit.precision.dequantise import dequantise
 from isobit.precision.quant_tensor import QuantTensor
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from isobit.errors import ModelError
+from isobit.errors import ModelError, shown
 from isobit.files import lies_within
 from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
 from isobit.models.tensor_file import TensorFile
-from isobit.models.tensor_header import parse_json, shown
+from isobit.models.tensor_header import parse_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from isobit.errors import ModelError
+from isobit.errors import ModelError, shown
 from isobit.models.checkpoint_files import CheckpointTensor
-from isobit.models.tensor_header import shown
 from isobit.precision.dequantise import dequantise
 from isobit.precision.flow import Site
 from isobit.precision.formats import BLOCK, E4M3_MAX

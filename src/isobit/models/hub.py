@@ -15,10 +15,10 @@ import re
 from pathlib import Path
 
 from isobit.errors import ModelError
+from isobit.hub import hub_errors
 from isobit.models.checkpoint_files import shard_names, weight_files
 from isobit.models.saving import TEMPLATES, TEXT_FILES
 from isobit.models.shards import INDEX_FILE
-from isobit.models.tensor_header import shown
 from isobit.terminal import say
 
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
@@ -81,24 +81,13 @@ def _cached(repository: str, revision: str | None) -> Path | None:
 
 def _fetched(name: str, repository: str, revision: str | None, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    try:
+    with hub_errors(
+        ModelError,
+        known=f"{name}: the hub has {repository}",
+        unknown=f"{name} is no folder here, and the hub has no such model",
+        failed=f"{name} is no folder here, and it cannot be fetched from the hub",
+        remedy="name a folder",
+        revision=revision,
+    ):
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
-    except RevisionNotFoundError:
-        raise ModelError(
-            f"{name}: the hub has {repository}, but no revision {revision}; name a branch, a tag "
-            "or a commit of it"
-        ) from None
-    except RepositoryNotFoundError:  # gated ones too
-        raise ModelError(
-            f"{name} is no folder here, and the hub has no such model, or none that you may read; "
-            "check the name, accept its terms on its page, and set HF_TOKEN where it is private"
-        ) from None
-    except Exception as error:  # the library raises many types, down to those of its HTTP client
-        reason = str(error).strip().splitlines()
-        raise ModelError(
-            f"{name} is no folder here, and it cannot be fetched from the hub: "
-            f"{type(error).__name__}: {shown(reason[0] if reason else '')}; check the network, or "
-            "name a folder"
-        ) from error

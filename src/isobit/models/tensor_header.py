@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobit.errors import ModelError
+from isobit.errors import ModelError, shown
 
 LARGEST_HEADER = 100_000_000
 """Bytes, as safetensors itself has it."""
-_LONGEST_NAME = 200
-"""Characters of a name in a message."""
 _SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
     "F8_E5M2FNUZ": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
@@ -42,14 +40,6 @@ class StoredTensor:
     begin: int
     """Of its bytes in the file."""
     end: int
-
-
-def shown(name: object) -> str:
-    """What a file calls something, for a message: on one line, printable, of bounded length."""
-    text = str(name)
-    if len(text) > _LONGEST_NAME:
-        text = f"{text[:_LONGEST_NAME]}..."
-    return text if text.isprintable() else ascii(text)
 
 
 def parse_json(content: bytes, source: str) -> dict[str, Any]:

@@ -14,19 +14,15 @@ import functools
 import hashlib
 import re
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
+from isobit.user_source import is_installed
+
 Seen: TypeAlias = dict[int, Any]
 """What was met by its identity, and held, so that nothing else gets that."""
-
-_LIBRARIES = (
-    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib")),
-    Path(__file__).resolve().parent.parent,
-)
 
 
 def digest_of(value: Any) -> str:
@@ -136,4 +132,4 @@ def _is_own(module: str | None) -> bool:
     file = getattr(found, "__file__", None)
     if file is None:
         return module not in sys.builtin_module_names
-    return not any(Path(file).resolve().is_relative_to(folder) for folder in _LIBRARIES)
+    return not is_installed(Path(file))

@@ -5,7 +5,6 @@ differ by the weights and by nothing else.  The figures are described in
 ``isobit.observe.eval_result``.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from isobit.rollout.progress import Progress
 from isobit.rollout.request import Request
 from isobit.rollout.shared import generate_shared
 from isobit.run.reward_models import ModelRewards
+from isobit.terminal import say
 
 OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
@@ -125,7 +125,7 @@ def _evaluate_folder(
         for name, source in data.eval.items()
     }
     if world.rank == 0 and (said := describe_too_long(too_long)):
-        print(f"isobit: {said.removeprefix('; ')}", file=sys.stderr)
+        say(f"isobit: {said.removeprefix('; ')}")
     requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
     if world.rank > 0:
         for asked in requests.values():

@@ -30,7 +30,7 @@ from isobit.precision.quant_tensor import QuantTensor
 from isobit.run.model_source import source_config
 from isobit.store.checkpoint.format import MASTERS, Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.checkpoint.retention import best_on_disk
-from isobit.store.checkpoint.start import newest_usable
+from isobit.store.checkpoint.usable import newest_usable
 from isobit.store.directory import RunDirectory
 
 Say = Callable[[str], None]

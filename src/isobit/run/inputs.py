@@ -23,6 +23,7 @@ from pathlib import Path
 from isobit.config.recipe import Recipe
 from isobit.config.reward import WHOLE
 from isobit.config.run import RunConfig
+from isobit.files import file_sha256
 from isobit.rewards.graders import GRADERS
 from isobit.run.outline import Outline
 from isobit.user_source import source_sha256
@@ -74,5 +75,5 @@ def _files_sha256(folder: Path, patterns: tuple[str, ...]) -> str:
         return _ABSENT
     digest = hashlib.sha256()
     for path in sorted(paths):
-        digest.update(f"{path.name}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        digest.update(f"{path.name}\n{file_sha256(path)}\n".encode())
     return digest.hexdigest()

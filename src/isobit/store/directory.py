@@ -148,6 +148,23 @@ def is_run(root: Path) -> bool:
     return directory.manifest.is_file() or any(directory.checkpoints.glob("step_*/manifest.json"))
 
 
+def holds_run(root: Path) -> bool:
+    """Whether there is a run to go on with; not in a directory that is new or empty.  Raises
+    ConfigError as ``check_no_links`` does, and for one that holds other files.
+    """
+    if is_empty(root):
+        return False
+    check_no_links(root)
+    if not is_run(root):
+        raise no_run(root)
+    return True
+
+
+def no_run(root: Path) -> ConfigError:
+    """What is said of a directory without a run."""
+    return ConfigError(f"{root} holds files, but no run that could be resumed; {_ADVICE}")
+
+
 def is_empty(root: Path) -> bool:
     """Whether a path holds nothing, or only what a process leaves that was killed before its run
     had begun.

@@ -18,10 +18,11 @@ exact, over the whole batch where they are recomputed.  A batch that was sampled
 compared when it is sampled instead (``isobit.run.rl.pending``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ from isobit.algorithms.objective import Algorithm, Credit
 from isobit.config.algorithm import StepConfig
 from isobit.config.training import TrainingConfig
 from isobit.errors import ConfigError
+from isobit.records.batch import PackedBatch
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.calibration import Calibration
@@ -44,6 +46,8 @@ from isobit.training.replay import ReplayBuffer
 from isobit.training.sample import Sample
 from isobit.training.signal import has_signal
 from isobit.training.trainer import Trainer
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,22 +265,26 @@ def _update(
     trainer: Trainer, sequences: Sequence[TokenSequence], algorithm: Algorithm, compare: bool
 ) -> UpdateMetrics:
     """One update."""
-    return within_memory(
-        trainer,
-        [sequence.length for sequence in sequences],
-        lambda tokens: trainer.update(pack(sequences, tokens), algorithm, compare),
-    )
+    return _packed(trainer, sequences, lambda batches: trainer.update(batches, algorithm, compare))
 
 
 def _repeat(
     trainer: Trainer, sequences: Sequence[TokenSequence], algorithm: Algorithm, pick: int
 ) -> Repeat:
     """One of the update's micro-batches, another one each time, twice."""
-    return within_memory(
-        trainer,
-        [sequence.length for sequence in sequences],
-        lambda tokens: trainer.repeat(pack(sequences, tokens), algorithm, pick),
-    )
+    return _packed(trainer, sequences, lambda batches: trainer.repeat(batches, algorithm, pick))
+
+
+def _packed(
+    trainer: Trainer,
+    sequences: Sequence[TokenSequence],
+    compute: Callable[[Sequence[PackedBatch]], Result],
+) -> Result:
+    """What the trainer computes of the sequences in micro-batches, of smaller ones where it runs
+    out of memory.
+    """
+    lengths = [sequence.length for sequence in sequences]
+    return within_memory(trainer, lengths, lambda tokens: compute(pack(sequences, tokens)))
 
 
 def _to_keep(

@@ -21,6 +21,8 @@ def nothing(world: World) -> None:
 
 
 def fail(world: World) -> None:
+    if CASE == "all":
+        world.barrier("all, of which none is lost before it has failed by itself")
     if world.rank == 1 or CASE == "all":
         raise {"fault": ZeroDivisionError}.get(CASE, DataError)("no such file")
 

@@ -12,7 +12,7 @@ from isobit.config.run import RunConfig
 from isobit.errors import ConfigError, RewardError
 from isobit.observe import console
 from isobit.run.rl.loop import train
-from isobit.store.checkpoint import start
+from isobit.store.checkpoint import usable
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -69,7 +69,7 @@ def test_large_files_are_announced_with_their_size_and_then_the_seconds(
     train(config)
     assert "writing" not in capsys.readouterr().out, "small ones are not worth a line"
     monkeypatch.setattr(console, "LARGE", 0)
-    monkeypatch.setattr(start, "LARGE", 0)
+    monkeypatch.setattr(usable, "LARGE", 0)
     train(
         config.model_copy(update={"training": config.training.model_copy(update={"steps": 2})}),
         resume=True,

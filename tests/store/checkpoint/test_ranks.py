@@ -22,7 +22,7 @@ from isobit.parallel.world import ALONE, World
 from isobit.store.checkpoint import format as checkpoint_format
 from isobit.store.checkpoint.format import Snapshot, read_checkpoint, write_checkpoint
 from isobit.store.checkpoint.share import Share
-from isobit.store.checkpoint.start import newest_usable
+from isobit.store.checkpoint.usable import newest_usable
 from isobit.store.directory import RunDirectory
 from tests.worlds import in_world
 

@@ -21,7 +21,7 @@ from isobit.store.checkpoint.format import (
     Snapshot,
     write_checkpoint,
 )
-from isobit.store.checkpoint.start import newest_usable
+from isobit.store.checkpoint.usable import newest_usable
 from isobit.store.directory import RunDirectory
 
 FILES = (MASTERS, OPTIMISER, STATE, MANIFEST)

@@ -44,7 +44,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Changes:
     """Dotted keys whose values differ, with both: in the saved configuration, and now."""
-    old, new = dict(_flat(saved)), dict(_flat(config))
+    old, new = flat(saved), flat(config)
     keys = sorted(old.keys() | new.keys())
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))

@@ -1,17 +1,12 @@
 """Where a run begins: at step 0 in a new directory, or after the step of the newest usable
 checkpoint of an old one.
 
-A checkpoint that is damaged is named, with the file and what is wrong, and the one before it is
-used.  It is moved aside, not removed: ``step_000010.unusable``.  Folders that a killed process left
-half written or half removed are hidden, and go with a line.
-
 Of several processes rank 0 holds the directory, looks and decides; the others are told, and touch
 no file but their part of a checkpoint.
 """
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,10 +16,9 @@ import torch
 from pydantic import ValidationError
 
 from isobit.config.recipe import Recipe
-from isobit.errors import CheckpointError, ConfigError
-from isobit.files import LARGE, disk_errors
+from isobit.files import disk_errors
 from isobit.models.config import ModelConfig
-from isobit.parallel.agreement import agreed, together
+from isobit.parallel.agreement import together
 from isobit.parallel.broadcast import told
 from isobit.parallel.world import ALONE, World
 from isobit.parallel.writing import write_by_first
@@ -38,22 +32,18 @@ from isobit.store.checkpoint.compatible import (
 )
 from isobit.store.checkpoint.format import (
     Checkpoint,
-    folder_name,
     folders_by_step,
-    read_checkpoint,
-    step_of,
 )
-from isobit.store.checkpoint.recorded import Recorded, compare, recorded
+from isobit.store.checkpoint.recorded import Recorded, compare, notes, recorded, run_manifest
 from isobit.store.checkpoint.space import DiskPlan, plan_disk
+from isobit.store.checkpoint.usable import Say, newest_usable, tidy
 from isobit.store.directory import (
     RunDirectory,
-    check_no_links,
     check_unused,
-    is_empty,
-    is_run,
+    holds_run,
     write_json,
 )
-from isobit.store.journal import check_positions, rewind, whole_lines
+from isobit.store.journal import rewind, whole_lines
 from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
 from isobit.store.place import Place
@@ -61,11 +51,6 @@ from isobit.store.reward_record import RewardRecord
 from isobit.store.shared_disk import check_shared
 from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
-from isobit.units import gib
-
-Say = Callable[[str], None]
-"""Prints a line."""
-_NO_RUN = "{} holds files, but no run that could be resumed; name another directory (--output PATH)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +125,7 @@ class Start:
     def _say_changes(self, old: Recorded, now: Mapping[str, Any]) -> None:
         """Lines on what is not as it was; recorded rewards of others are dropped."""
         differs = [f"{name} has changed" for name in self.changed if is_allowed(name, self.allowed)]
-        for line in _notes(old, differs, now):
+        for line in notes(old, differs, now):
             self._say(line)
         if any(is_allowed(name, ["reward"]) and name not in MAY_CHANGE for name in self.changed):
             self.rewards.forget_ahead()
@@ -164,7 +149,7 @@ class Start:
                 write_json(self.directory.manifest, manifest(run, self.hosts))
             else:
                 self._hold(root)
-                _tidy(self.directory, self.step, self._say)
+                tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
                 drop_torn_line(self.directory.budget)
                 resumed = {
@@ -220,15 +205,12 @@ def begin(
     with ExitStack() as lock:
 
         def look() -> bool:
-            if not resume or is_empty(directory.root):
+            if not (resume and holds_run(directory.root)):
                 check_unused(directory.root)
                 if resume:
                     say(f"nothing to resume in {directory.root}: this is a new run")
                 _plan_disk(config, shape, extra_bytes).check()
                 return False
-            check_no_links(directory.root)
-            if not is_run(directory.root):
-                raise ConfigError(_NO_RUN.format(directory.root))
             with disk_errors(directory.root, "the lock"):
                 lock.enter_context(locked(directory.root))
             return True
@@ -271,7 +253,7 @@ def _decide(
     """Whether the run can go on from a checkpoint, and all that every rank must know of it, as
     JSON.
     """
-    old = _read_manifest(directory, checkpoint)
+    old = run_manifest(directory, checkpoint)
     step = checkpoint.step if checkpoint else 0
     changed = _check_settings(old, config, step, allowed)
     on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
@@ -304,21 +286,18 @@ def preview(
 ) -> None:
     """Say where a resumed run would go on, and write nothing.  Raises what it would raise."""
     directory = RunDirectory(config.output)
-    check_no_links(directory.root)
-    if is_empty(directory.root):
+    if not holds_run(directory.root):
         check_unused(directory.root)
         say(f"nothing to resume in {directory.root}: this would be a new run")
         return
-    if not is_run(directory.root):
-        raise ConfigError(_NO_RUN.format(directory.root))
     checkpoint = newest_usable(directory, say)
-    old, step = _read_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
+    old, step = run_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
     changed = _check_settings(old, config, step, allowed)
     before = recorded(old, checkpoint)
     more = compare(before, config, inputs, environment(device), allowed, changed)
     for name in (*changed, *more):
         say(f"changed since the run began, and may: {name}")
-    for line in _notes(before, (), environment(device)):
+    for line in notes(before, (), environment(device)):
         say(line)
     say(f"--resume would go on after step {step} of {config.training.steps}")
 
@@ -353,138 +332,6 @@ def _with_defaults(saved: Mapping[str, Any], config: Recipe) -> Mapping[str, Any
         return saved
 
 
-def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Checkpoint | None:
-    """The newest checkpoint whose bytes are right, None where there never was one; all ranks
-    together.  Raises CheckpointError if there are only others.
-
-    One whose files that grow (figures, completions) have lost lines since is used where no older
-    one has all of its own: what was learnt is worth more.
-    """
-    problems: list[str] = []
-    whole: Checkpoint | None = None
-    for step, size in told(world, lambda: _candidates(directory, say)):
-        folder = directory.checkpoints / folder_name(step)
-        if size >= LARGE:
-            say(f"checking the checkpoint of step {step}: {gib(size)}")
-        try:
-            checkpoint = read_checkpoint(folder, world)
-            lost = _lost_lines(directory, checkpoint, world)
-            whole = whole or (checkpoint if lost else None)
-            if lost:
-                raise CheckpointError(lost)
-        except CheckpointError as error:
-            problems.append(str(error))
-            say(f"checkpoint {folder.name} cannot be used: {error}")
-            continue
-        if problems:
-            say(f"using the one before it: {folder.name}")
-        return checkpoint
-    if whole is not None:
-        say(
-            f"none has all of its lines; using {whole.folder.name}, which is whole: the lines that "
-            "are lost stay lost, and the policy is what it was"
-        )
-        return whole
-    if problems:
-        raise agreed(
-            CheckpointError(
-                "\n".join(
-                    [
-                        f"no checkpoint in {directory.checkpoints} can be used",
-                        *(f"  {problem}" for problem in problems),
-                        f"put back a good copy, or remove {directory.checkpoints} to begin again "
-                        "at step 1 with --resume",
-                    ]
-                )
-            )
-        )
-    return None
-
-
-def _candidates(directory: RunDirectory, say: Say) -> list[tuple[int, int]]:
-    """Steps and bytes of the checkpoints, the newest first; what else lies there is named."""
-    try:
-        folders = sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []
-    except OSError as error:
-        raise CheckpointError(
-            f"{directory.checkpoints} cannot be read: {error.strerror}; once it can, go on with "
-            "--resume"
-        ) from None
-    others = [folder.name for folder in folders if step_of(folder) is None and not _is_ours(folder)]
-    if others:
-        say(f"ignored in {directory.checkpoints}: {', '.join(others)} (no checkpoint)")
-    steps = sorted(folders_by_step(directory.checkpoints).items(), reverse=True)
-    return [(step, _size(folder)) for step, folder in steps]
-
-
-def _size(folder: Path) -> int:
-    """Bytes of its files, as far as they can be looked at: reading it says what is wrong."""
-    try:
-        return sum(file.lstat().st_size for file in folder.iterdir())
-    except OSError:
-        return 0
-
-
-def _lost_lines(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> str | None:
-    """Which file is gone or shorter than it was, on all ranks; None where all are there."""
-
-    def problem() -> str | None:
-        try:
-            check_positions(directory, checkpoint.state["files"])
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-    return told(world, problem)
-
-
-def _is_ours(folder: Path) -> bool:
-    """Leftovers of writing and removing, and checkpoints moved aside."""
-    return (
-        folder.name.startswith(".step_") and folder.suffix in (".partial", ".deleted")
-    ) or ".unusable" in folder.name
-
-
-def _read_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """``run.json``, or what the checkpoint knows of it where it is lost; its configuration is the
-    one of the checkpoint, with the processes that there were.
-    """
-    config = {"config": checkpoint.manifest["config"]} if checkpoint else {}
-    try:
-        content = json.loads(directory.manifest.read_text(encoding="utf-8"))
-        ran = content["config"]
-        cluster = {"cluster": ran["cluster"]} if "cluster" in ran else {}
-        return {**content, "config": {**config.get("config", ran), **cluster}}
-    except FileNotFoundError:
-        if checkpoint is None:
-            raise ConfigError(_NO_RUN.format(directory.root)) from None
-    except (OSError, RecursionError, ValueError, KeyError, TypeError):
-        if checkpoint is None:
-            raise CheckpointError(
-                f"{directory.manifest} is damaged, and there is no checkpoint yet; begin again in "
-                "another directory (--output PATH)"
-            ) from None
-    return {**config, **checkpoint.manifest["environment"]}
-
-
-def _tidy(directory: RunDirectory, step: int, say: Say) -> None:
-    """Move unusable checkpoints aside, and remove what was left half written or half removed."""
-    for folder in sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []:
-        found = step_of(folder)
-        if found is not None and found > step:
-            aside = folder.with_name(f"{folder_name(found)}.unusable")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-            say(f"moved aside: {aside}")
-        elif folder.name.startswith(".") and _is_ours(folder):
-            shutil.rmtree(folder)
-            say(f"removed what an interrupted write left: {folder}")
-    for name in (".model.partial", ".model.old"):
-        shutil.rmtree(directory.root / name, ignore_errors=True)
-    directory.summary.unlink(missing_ok=True)
-    directory.ending.unlink(missing_ok=True)
-
-
 def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
     """Gradients repeat at a fixed number of threads: where the configuration leaves it open, the
     run keeps the one it had.
@@ -496,36 +343,3 @@ def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
             "gradients repeat at a fixed number"
         )
         torch.set_num_threads(threads)
-
-
-def _notes(old: Recorded, differs: Sequence[str], now: Mapping[str, Any]) -> list[str]:
-    """Lines on what ``differs``, on other versions, and on what cannot be compared."""
-    partial = (
-        "note: this run was begun by an Isobit that recorded no digests of its data, its reward or "
-        "its tokenizer: they are not compared"
-    )
-    return [
-        *([partial] if old.is_partial else []),
-        *(
-            f"note: {line}: the bits may not be those of a run that was never interrupted"
-            for line in (*differs, *_differences(old.environment, now))
-        ),
-    ]
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Versions and machines that are not those recorded, and of which the class of bits says
-    nothing.
-    """
-    compared = {"threads", "type", *new["bits"]}
-    pairs = {
-        name: (old.get(part, {}).get(name), value)
-        for part in ("versions", "device")
-        for name, value in new[part].items()
-        if name not in compared
-    }
-    return [
-        f"{name} is {now}, the checkpoint was written with {before}"
-        for name, (before, now) in pairs.items()
-        if before not in (None, now)
-    ]
