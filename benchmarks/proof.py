@@ -4,12 +4,12 @@ seeds, on a real checkpoint.
     tools/smollm2.sh MODEL                                  # SmolLM2-135M-Instruct, in shared/
     python -m benchmarks.proof problems DIR
     python -m benchmarks.proof start DIR --model MODEL      # fine-tuned once, for all arms
-    python -m benchmarks.proof run DIR --task gsm [--seeds 4] [--jobs 4] [--seconds 540]
+    python -m benchmarks.proof run DIR --task gsm [--seeds 4] [--cards 0 1] [--jobs 4] [--seconds S]
     python -m benchmarks.proof table ROWS                   # DIR/rows, or benchmarks/results/proof
 
-``run`` goes on with what is not finished, and tells its runs to write a checkpoint when the seconds
-are over; exit status 3 says that something is left.  Anything behind ``--`` goes to ``isobit``:
-``-- --training.steps 2``.
+``run`` goes on with what is not finished, ``--jobs`` runs at a time on each card, and tells its
+runs to write a checkpoint when the seconds are over; exit status 3 says that something is left.
+Anything behind ``--`` goes to ``isobit``: ``-- --training.steps 2``.
 """
 
 import argparse
@@ -33,6 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--task", choices=problems.TASKS, required=True)
     run.add_argument("--arms", nargs="+", choices=list(runs.ARMS), default=list(runs.ARMS))
     run.add_argument("--seeds", type=int, default=4)
+    run.add_argument("--cards", nargs="+", default=["0"])
     run.add_argument("--jobs", type=int, default=1)
     run.add_argument("--seconds", type=float, default=float("inf"))
     return parser
@@ -53,7 +54,8 @@ def main() -> int:
             wanted = runs.wanted(arguments.task, arguments.arms, range(arguments.seeds))
             pairs = zip(changes[::2], changes[1::2], strict=True)
             settings = {key.removeprefix("--"): value for key, value in pairs}
-            done = runs.run_all(wanted, directory, arguments.jobs, arguments.seconds, settings)
+            where = arguments.cards, arguments.jobs, arguments.seconds
+            done = runs.run_all(wanted, directory, *where, settings)
             return 0 if done else LEFT
         case _:
             print("\n".join(figures.table(figures.read_finished(directory))))

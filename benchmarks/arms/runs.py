@@ -78,22 +78,32 @@ def command(run: Run, directory: Path, changes: Changes) -> list[str]:
 
 
 def run_all(
-    runs: Sequence[Run], directory: Path, jobs: int, seconds: float, changes: Changes
+    runs: Sequence[Run],
+    directory: Path,
+    cards: Sequence[str],
+    jobs: int,
+    seconds: float,
+    changes: Changes,
 ) -> bool:
-    """Go on with the runs, ``jobs`` at a time, for so many seconds; then those that run are told to
-    write a checkpoint.  True where all are finished; a run that fails is said, and left.
+    """Go on with the runs, ``jobs`` at a time on each of the cards (``CUDA_VISIBLE_DEVICES``), for
+    so many seconds; then those that run are told to write a checkpoint.  True where all are
+    finished; a run that fails is said, and left.
     """
     (directory / "runs").mkdir(parents=True, exist_ok=True)
     left = [run for run in runs if not row_path(run, directory).exists()]
     live: dict[Run, subprocess.Popen[bytes]] = {}
+    free = list(cards) * jobs
+    card_of: dict[Run, str] = {}
     failed: list[Run] = []
     until = time.monotonic() + seconds
     while (left or live) and time.monotonic() < until:
-        while left and len(live) < jobs:
+        while left and free:
             run = left.pop(0)
-            live[run] = _start(run, directory, changes)
+            card_of[run] = free.pop(0)
+            live[run] = _start(run, directory, changes, card_of[run])
         time.sleep(1.0)
         for run in [run for run, process in live.items() if process.poll() is not None]:
+            free.append(card_of[run])
             if live.pop(run).returncode == 0:
                 keep(run, directory)
             else:
@@ -110,14 +120,14 @@ def run_all(
     return not (left or live or failed)
 
 
-def _start(run: Run, directory: Path, changes: Changes) -> subprocess.Popen[bytes]:
-    print(f"{run.name} begins or goes on", flush=True)
+def _start(run: Run, directory: Path, changes: Changes, card: str) -> subprocess.Popen[bytes]:
+    print(f"{run.name} begins or goes on, on card {card}", flush=True)
     with _log(run, directory).open("ab") as log:
         return subprocess.Popen(  # noqa: S603 (this file)
             command(run, directory, changes),
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": card},
         )
 
 

@@ -72,8 +72,8 @@ def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 4, "held_out": 3})
     problems.write_problems(tmp_path / "data")
     (run,) = runs.wanted("gsm", ["fp8"], [0])
-    assert not runs.run_all([run], tmp_path, 1, 0.0, TINY)  # no time: nothing begins
-    assert runs.run_all([run], tmp_path, 1, 120.0, TINY), (
+    assert not runs.run_all([run], tmp_path, [""], 1, 0.0, TINY)  # no time: nothing begins
+    assert runs.run_all([run], tmp_path, [""], 1, 120.0, TINY), (
         tmp_path / "runs" / f"{run.name}.log"
     ).read_text()
     (row,) = figures.read_finished(tmp_path / "rows")
@@ -81,7 +81,7 @@ def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     assert row["summary"]["tokens_differing"] == 0 < row["summary"]["tokens_compared"]
     assert "| `fp8` | 1 |" in "\n".join(figures.table([row, {**row, "arm": "bf16"}]))
     before = json.dumps(row)
-    assert runs.run_all([run], tmp_path, 1, 0.0, TINY)  # is there
+    assert runs.run_all([run], tmp_path, [""], 1, 0.0, TINY)  # is there
     assert json.dumps(figures.read_finished(tmp_path / "rows")[0]) == before
 
 
