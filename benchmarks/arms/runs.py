@@ -4,13 +4,12 @@ what each left.
     DIR/data            problems (``problems``)
     DIR/start           the fine-tuned model that all arms begin with
     DIR/runs/NAME       one run, NAME = TASK-ARM-SEED: a directory of ``isobit train --resume``
-    DIR/rows/NAME.json  what is kept of a finished run
+    DIR/rows            what is kept of the finished runs
 
 A run is resumed from its last checkpoint until it is finished, so a sitting may end at any time.
 All arms of a task and seed see the same prompts in the same order and sample by the same noise.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.arms import rows
 from benchmarks.arms.problems import Task
 
 Changes = Mapping[str, str]
@@ -95,7 +95,7 @@ def run_all(
         time.sleep(1.0)
         for run in [run for run, process in live.items() if process.poll() is not None]:
             if live.pop(run).returncode == 0:
-                keep(run, directory)
+                keep(run, directory, jobs)
             else:
                 failed.append(run)
                 print(f"{run.name} failed: see {_log(run, directory)}", flush=True)
@@ -127,37 +127,10 @@ def _log(run: Run, directory: Path) -> Path:
 
 def row_path(run: Run, directory: Path) -> Path:
     """Of what is kept of a finished run."""
-    return directory / "rows" / f"{run.name}.json"
+    return directory / "rows" / f"{run.name}{rows.SUFFIX}"
 
 
-def keep(run: Run, directory: Path) -> None:
-    """Write a finished run's row: its recipe as resolved, its metrics, and the reward of each
-    held-out problem before the first step and after the last.
-    """
-    output, path = directory / "runs" / run.name, row_path(run, directory)
-    path.parent.mkdir(exist_ok=True)
-    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    first, *_, last = held_out(output / "rewards.jsonl")
-    row = {
-        "task": run.task,
-        "arm": run.arm,
-        "seed": run.seed,
-        "run": json.loads((output / "run.json").read_text(encoding="utf-8")),
-        "summary": json.loads((output / "summary.json").read_text(encoding="utf-8")),
-        "before": first,
-        "after": last,
-        "metrics": [json.loads(line) for line in lines],
-    }
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    partial.rename(path)
-
-
-def held_out(rewards: Path) -> list[list[float]]:
-    """The rewards of all held-out problems, in their order, of each evaluation of a run."""
-    lines = map(json.loads, rewards.read_text(encoding="utf-8").splitlines())
-    return [
-        [one for (one,) in line["rewards"]]
-        for line in lines
-        if line["prompts"][0][0].startswith("held_out/")
-    ]
+def keep(run: Run, directory: Path, jobs: int) -> None:
+    """Write a finished run's row (``benchmarks.arms.rows``)."""
+    who = {"task": run.task, "arm": run.arm, "seed": run.seed, "jobs": jobs}
+    rows.write_row(row_path(run, directory), {**who, **rows.row_of(directory / "runs" / run.name)})
