@@ -4,13 +4,14 @@ line, and a band from the lowest to the highest of them.
 A figure of arm A has the name ``A:figure``; its band lies between ``A:figure/low`` and ``/high``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 
 from benchmarks.arms.figures import by_arm
 from benchmarks.arms.rows import Row
 from benchmarks.arms.runs import ARMS
 from isobit.observe.report.chart import Chart, Panel, draw
+from isobit.observe.report.comparison import MOST_RUNS
 from isobit.observe.report.series import Curve
 
 _ACCURACY = "accuracy"
@@ -46,13 +47,32 @@ Series = Mapping[int, float]
 
 def charts(rows: Sequence[Row]) -> list[Chart]:
     """Of one task; a figure that no row has is left out."""
-    found = (_chart(panel, name, rows) for panel, name in zip(_PANELS, _METRICS, strict=True))
+    places = places_of(rows)
+    found = (
+        _chart(panel, name, rows, places) for panel, name in zip(_PANELS, _METRICS, strict=True)
+    )
     return [chart for chart in found if chart is not None]
 
 
-def accuracy_chart(rows: Sequence[Row]) -> Chart | None:
-    """Of one task, for a picture."""
-    return _chart(_PANELS[0], _ACCURACY, rows)
+def accuracy_chart(rows: Sequence[Row], arms: Iterable[str]) -> Chart | None:
+    """Of one task, for a picture; ``arms`` in the order of their colours."""
+    return _chart(_PANELS[0], _ACCURACY, rows, arms)
+
+
+def places_of(rows: Sequence[Row]) -> dict[str, int]:
+    """Arm -> its colour, from 1, in its order.  Those of ``ARMS`` have the same in every task,
+    finished or not, as long as the colours last.  Raises ValueError for more arms than colours.
+    """
+    found = by_arm(rows)
+    arms = list(dict.fromkeys((*ARMS, *found)))
+    if len(arms) > MOST_RUNS:
+        arms = list(found)
+    if len(arms) > MOST_RUNS:
+        raise ValueError(
+            f"{len(arms)} arms ({', '.join(arms)}), and a chart has {MOST_RUNS} colours: draw the "
+            "rows of fewer"
+        )
+    return {arm: place for place, arm in enumerate(arms, 1)}
 
 
 def series_of(row: Row, name: str) -> Series:
@@ -79,12 +99,11 @@ def _shares(row: Row) -> Iterator[float | None]:
         yield one / of if of else None
 
 
-def _chart(panel: Panel, name: str, rows: Sequence[Row]) -> Chart | None:
-    """Every arm has its place among the curves, finished or not: the colours stay."""
+def _chart(panel: Panel, name: str, rows: Sequence[Row], order: Iterable[str]) -> Chart | None:
     arms = by_arm(rows)
     curves: list[Curve] = []
     figures: dict[int, dict[str, float | None]] = {}
-    for arm in dict.fromkeys((*ARMS, *arms)):
+    for arm in order:
         metric = f"{arm}:{name}"
         runs = [series_of(row, name) for row in arms.get(arm, [])]
         band = (f"{metric}/low", f"{metric}/high") if len(runs) > 1 else None

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.arms import figures
-from benchmarks.arms.curves import STEPS_A_POINT, accuracy_chart, charts
+from benchmarks.arms.curves import STEPS_A_POINT, accuracy_chart, charts, places_of
 from benchmarks.arms.rows import Row
-from benchmarks.arms.runs import ARMS
 from benchmarks.arms.settings import Settings, settings_of
 from isobit.observe.report.chart import Chart
 from isobit.observe.report.panels import section_of
@@ -27,10 +26,19 @@ _MAIN = (
     "versions.torch",
     "bits.kernels",
     "inputs.data.",
-    "config.training.",
+    "config.algorithm.name",
+    "config.algorithm.clip_",
+    "config.algorithm.dynamic_sampling",
     "config.rollout.max_new_tokens",
     "config.rollout.temperature",
-    "config.evaluation.",
+    "config.training.steps",
+    "config.training.prompts_per_step",
+    "config.training.samples_per_prompt",
+    "config.training.updates_per_batch",
+    "config.training.learning_rate",
+    "config.training.warmup_updates",
+    "config.training.max_grad_norm",
+    "config.evaluation.every",
 )
 """How the names of the settings begin that are shown unfolded."""
 
@@ -54,7 +62,7 @@ def write_html(rows: Sequence[Row], again: Sequence[Row], out: Path) -> Path:
         refresh=0,
         columns=figures.COLUMNS,
         steps_a_point=STEPS_A_POINT,
-        colours={arm: place for place, arm in enumerate(ARMS, 1)},
+        colours={task: places_of(ours) for task, ours in tasks.items()},
         tables=figures.tables(rows, again),
         sections=[section_of(task, charts(ours)) for task, ours in tasks.items()],
         stress=figures.STRESS,
@@ -69,11 +77,10 @@ def write_picture(rows: Sequence[Row], out: Path) -> Path:
     """The accuracy of all arms over the steps, a chart for each task of the proof, as SVG.  Raises
     ValueError where none of the rows is of these, ConfigError where another file is there.
     """
-    tasks = [
-        (task, chart)
-        for task, ours in figures.by_task(rows).items()
-        if not task.startswith(figures.STRESS) and (chart := accuracy_chart(ours)) is not None
-    ]
+    ours = [row for row in rows if not row["task"].startswith(figures.STRESS)]
+    places = places_of(ours)
+    charts_of = ((task, accuracy_chart(one, places)) for task, one in figures.by_task(ours).items())
+    tasks = [(task, chart) for task, chart in charts_of if chart is not None]
     if not tasks:
         raise ValueError("no finished run of the proof's tasks: there is nothing to draw")
     drawn = [Drawn(task, chart, 390 * place) for place, (task, chart) in enumerate(tasks)]

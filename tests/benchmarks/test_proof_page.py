@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import proof
 from benchmarks.arms import page
-from benchmarks.arms.curves import charts, series_of
+from benchmarks.arms.curves import charts, places_of, series_of
 from benchmarks.arms.runs import ARMS
 from isobit.errors import ConfigError
 from tests.observe.pages import Page, assert_self_contained
@@ -47,6 +47,14 @@ def test_curves_are_means_of_seeds_between_the_lowest_and_the_highest() -> None:
     assert list(accuracy.rows[-1][2:]) == texts
     assert accuracy.marks[1].band and not accuracy.marks[0].band
     assert len(drawn) == 8
+
+
+def test_no_arm_is_without_a_colour() -> None:
+    """An arm of its own takes one that is free; seven at once are refused."""
+    assert places_of([small("fp8")])["fp8"] == 1 + list(ARMS).index("fp8")
+    assert places_of([small("mine"), small("fp8")]) == {"fp8": 1, "mine": 2}
+    with pytest.raises(ValueError, match=r"7 arms .*draw the rows of fewer"):
+        places_of([small(arm) for arm in (*list(ARMS)[:6], "mine")])
 
 
 def test_the_page_stands_for_itself(tmp_path: Path) -> None:
