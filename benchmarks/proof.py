@@ -6,6 +6,7 @@ seeds, on a real checkpoint.
     python -m benchmarks.proof start DIR --model MODEL      # fine-tuned once, for all arms
     python -m benchmarks.proof run DIR --task gsm [--seeds 4] [--cards 0 1] [--jobs 4] [--seconds S]
     python -m benchmarks.proof table ROWS                   # DIR/rows, or benchmarks/results/proof
+    python -m benchmarks.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
 
 ``run`` goes on with what is not finished, ``--jobs`` runs at a time on each card, and tells its
 runs to write a checkpoint when the seconds are over; exit status 3 says that something is left.
@@ -17,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.arms import figures, problems, runs
+from benchmarks.arms import figures, page, problems, rows, runs
 
 FINE_TUNE = Path(__file__).parent / "arms" / "fine_tune.toml"
 LEFT = 3
@@ -26,11 +27,14 @@ LEFT = 3
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("problems", "start", "run", "table"):
+    for name in ("problems", "start", "run", "table", "page"):
         commands.add_parser(name).add_argument("directory", type=Path)
     start, run = commands.choices["start"], commands.choices["run"]
+    drawn = commands.choices["page"]
+    drawn.add_argument("--out", type=Path, default=Path("proof.html"))
+    drawn.add_argument("--picture", type=Path)
     start.add_argument("--model", type=Path, required=True)
-    run.add_argument("--task", choices=problems.TASKS, required=True)
+    run.add_argument("--task", choices=runs.NAMES, required=True)
     run.add_argument("--arms", nargs="+", choices=list(runs.ARMS), default=list(runs.ARMS))
     run.add_argument("--seeds", type=int, default=4)
     run.add_argument("--cards", nargs="+", default=["0"])
@@ -58,8 +62,24 @@ def main() -> int:
             done = runs.run_all(wanted, directory, *where, settings)
             return 0 if done else LEFT
         case _:
-            print("\n".join(figures.table(figures.read_finished(directory))))
+            report(arguments)
     return 0
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """The table, or the page and the picture, of the rows in a folder."""
+    found = rows.read_finished(arguments.directory), rows.read_repeats(arguments.directory)
+    if not found[0]:
+        raise SystemExit(
+            f"no finished run in {arguments.directory}: name the folder that has rows "
+            f"(TASK-ARM-SEED{rows.SUFFIX}), DIR/rows of a proof that was run"
+        )
+    if arguments.command == "table":
+        print("\n".join(figures.markdown(figures.tables(*found))))
+        return
+    print(page.write_html(*found, arguments.out))
+    if arguments.picture is not None:
+        print(page.write_picture(found[0], arguments.picture))
 
 
 def fine_tune(directory: Path, model: Path, changes: list[str]) -> int:

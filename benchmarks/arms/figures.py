@@ -4,27 +4,96 @@ paired by seed and problem.
     d[s, p] = correct(arm, seed s, problem p) - correct(base, seed s, problem p)
 
 Interval: 95% of the bootstrap that draws seeds, and problems within each, with replacement (the
-arms of a seed stay together, so what seed and problem have in common cancels).
+arms of a seed stay together, so what seed and problem have in common cancels).  Accuracy is that of
+the last evaluation, after the last step.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from statistics import fmean
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any
 
 import torch
 
+from benchmarks.arms import repeats, settings
+from benchmarks.arms.rows import Row, name_of
 from benchmarks.arms.runs import ARMS
 
-Row = Mapping[str, Any]
+BASE = "bf16"
 DRAWS = 10_000
 SEED = 0
+LAST = 10
+"""Steps whose mean reward is a run's last one."""
+STRESS = "stress-"
+"""How the names of tasks begin whose setting is harsher than the proof's."""
+COLUMNS = (
+    "seeds",
+    "before",
+    "after",
+    f"minus {BASE}, points (95%)",
+    f"reward of the last {LAST} steps",
+    "differing log-probabilities",
+    "mean abs(d)",
+    "mean exp(abs(d))",
+    "rollout, s a step",
+    "training, s a step",
+    "runs at a time",
+)
 
 
-def read_finished(directory: Path) -> list[Row]:
-    """The rows of a folder, by name."""
-    return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Of one task: a line an arm, and what has to be said below."""
+
+    task: str
+    lines: tuple[tuple[str, ...], ...]
+    """The arm's name, then a cell a column of ``COLUMNS``."""
+    notes: tuple[str, ...]
+
+
+def tables(rows: Sequence[Row], again: Sequence[Row] = ()) -> list[Table]:
+    """One a task, of whatever is finished; ``again`` are runs that were repeated."""
+    return [_table(task, ours, again) for task, ours in by_task(rows).items()]
+
+
+def markdown(found: Iterable[Table]) -> list[str]:
+    """The tables as Markdown, the notes below each."""
+    lines: list[str] = []
+    for table in found:
+        lines += [
+            f"| {' | '.join((table.task, *COLUMNS))} |",
+            f"|---|{'---:|' * len(COLUMNS)}",
+            *(f"| `{arm}` | {' | '.join(cells)} |" for arm, *cells in table.lines),
+            "",
+            *(line for note in table.notes for line in (note, "")),
+        ]
+    return lines
+
+
+def by_task(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The tasks of the proof first, then those of stress, each in order of its name."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["task"].startswith(STRESS), row["task"])):
+        found.setdefault(row["task"], []).append(row)
+    return found
+
+
+def by_arm(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The arms that have rows, in the order of ``ARMS``, then others."""
+    found: dict[str, list[Row]] = {arm: [] for arm in ARMS}
+    for row in rows:
+        found.setdefault(row["arm"], []).append(row)
+    return {arm: ours for arm, ours in found.items() if ours}
+
+
+def before(row: Row) -> list[float]:
+    """The reward of each held-out problem, before the first step."""
+    return _rewards(row, 0)
+
+
+def after(row: Row) -> list[float]:
+    """The same after the last step."""
+    return _rewards(row, -1)
 
 
 def interval(difference: torch.Tensor) -> tuple[float, float]:
@@ -42,64 +111,97 @@ def interval(difference: torch.Tensor) -> tuple[float, float]:
 
 def paired(ours: Iterable[Row], base: Iterable[Row]) -> torch.Tensor | None:
     """Differences [seeds, problems] of the seeds that both have, after the last step."""
-    by_seed = {row["seed"]: row["after"] for row in base}
+    by_seed = {row["seed"]: after(row) for row in base}
     found = [
-        torch.tensor(row["after"]) - torch.tensor(by_seed[row["seed"]])
+        torch.tensor(after(row)) - torch.tensor(by_seed[row["seed"]])
         for row in ours
         if row["seed"] in by_seed
     ]
     return torch.stack(found) if found else None
 
 
-def table(rows: Sequence[Row], base: str = "bf16") -> list[str]:
-    """A Markdown table for each task, of whatever is finished."""
-    lines: list[str] = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        lines += [
-            f"| {task} | seeds | before | after | minus {base}, points | differing | "
-            "rollout s | training s |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|",
-        ]
-        of_task = {arm: [r for r in rows if (r["task"], r["arm"]) == (task, arm)] for arm in ARMS}
-        lines += [line(arm, ours, of_task[base]) for arm, ours in of_task.items() if ours]
-        lines.append("")
-    return lines
-
-
-def line(arm: str, ours: Sequence[Row], base: Sequence[Row]) -> str:
-    """One arm's."""
-    difference = None if ours[0]["arm"] == base[0]["arm"] else paired(ours, base)
-    cells = [
-        f"`{arm}`",
-        str(len(ours)),
-        f"{fmean(fmean(row['before']) for row in ours):.1%}",
-        f"{fmean(fmean(row['after']) for row in ours):.1%}",
-        "-" if difference is None else points(difference),
-        differing(ours),
-        *(f"{_median_seconds(ours, name):.2f}" for name in ("rollout", "training")),
+def mean_difference(rows: Iterable[Row], name: str) -> float | None:
+    """A figure of ``log_prob_diff`` or ``mismatch`` over all tokens compared, not all steps."""
+    found = [
+        (value, tokens)
+        for row in rows
+        for value, tokens in zip(
+            row["steps"][name], row["steps"]["log_prob_diff/tokens_compared"], strict=True
+        )
+        if value is not None and tokens
     ]
-    return f"| {' | '.join(cells)} |"
+    tokens = sum(count for _, count in found)
+    return sum(value * count for value, count in found) / tokens if tokens else None
 
 
-def points(difference: torch.Tensor) -> str:
+def _table(task: str, rows: Sequence[Row], again: Sequence[Row]) -> Table:
+    arms = by_arm(rows)
+    base = arms.get(BASE, [])
+    return Table(
+        task,
+        tuple((arm, *_cells(arm, ours, base)) for arm, ours in arms.items()),
+        (*repeats.notes(rows, again), *settings.notes(rows)),
+    )
+
+
+def _cells(arm: str, ours: Sequence[Row], base: Sequence[Row]) -> Iterator[str]:
+    yield str(len(ours))
+    yield f"{fmean(fmean(before(row)) for row in ours):.1%}"
+    yield f"{fmean(fmean(after(row)) for row in ours):.1%}"
+    yield "-" if arm == BASE else _points(ours, base)
+    yield _text(fmean(fmean(_known(row, "reward/mean")[-LAST:]) for row in ours), ".3f")
+    yield _differing(ours)
+    yield _text(mean_difference(ours, "log_prob_diff/mean"), ".4g")
+    yield _text(mean_difference(ours, "mismatch/mult_prob_error"), ".4f")
+    for phase in ("rollout", "training"):
+        yield _text(_median_seconds(ours, phase), ".2f")
+    yield ", ".join(map(str, sorted({row["jobs"] for row in ours})))
+
+
+def _points(ours: Sequence[Row], base: Sequence[Row]) -> str:
     """Mean and interval, in percentage points."""
+    difference = paired(ours, base)
+    if difference is None:
+        return "-"
     low, high = interval(difference)
     mean = 100 * float(difference.double().mean())
-    return f"{mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    pairs = "" if len(difference) == len(ours) else f", {len(difference)} of {len(ours)} seeds"
+    return f"{mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f}){pairs}"
 
 
-def differing(rows: Iterable[Row]) -> str:
+def _differing(rows: Iterable[Row]) -> str:
     """Log-probabilities of rollout and training that differ, of those compared."""
-    steps = [line for row in rows for line in row["metrics"]]
+    steps = [row["steps"] for row in rows]
     names = ("log_prob_diff/tokens_differing", "log_prob_diff/tokens_compared")
-    found, compared = (sum(line.get(name) or 0 for line in steps) for name in names)
+    found, compared = (sum(one or 0 for step in steps for one in step[name]) for name in names)
     return f"{found:,.0f} of {compared:,.0f}"
 
 
-def _median_seconds(rows: Iterable[Row], phase: str) -> float:
+def _median_seconds(rows: Iterable[Row], phase: str) -> float | None:
     """Of a step, the first one aside, which compiles."""
-    name = f"time/{phase}_s"
     found = [
-        line[name] for row in rows for line in row["metrics"] if line["step"] > 1 and name in line
+        seconds
+        for row in rows
+        for step, seconds in zip(row["steps"]["step"], row["steps"][f"time/{phase}_s"], strict=True)
+        if step > 1 and seconds is not None
     ]
-    return float(torch.tensor(found, dtype=torch.float64).median()) if found else float("nan")
+    return median(found) if found else None
+
+
+def _known(row: Row, name: str) -> list[Any]:
+    return [value for value in row["steps"][name] if value is not None]
+
+
+def _rewards(row: Row, place: int) -> list[float]:
+    """Raises ValueError where a reward failed: such a problem was neither solved nor missed."""
+    rewards = row["evaluations"][place]["rewards"]
+    if None in rewards:
+        raise ValueError(
+            f"{name_of(row)}: the reward of {rewards.count(None)} held-out problems failed in "
+            f"evaluation {place}; see its rewards.jsonl, and make the run again"
+        )
+    return rewards
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

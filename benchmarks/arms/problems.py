@@ -19,7 +19,7 @@ from typing import Literal, get_args
 Task = Literal["gsm", "multiply"]
 Split = Literal["solutions", "train", "held_out"]
 TASKS: tuple[Task, ...] = get_args(Task)
-SIZES: dict[Split, int] = {"solutions": 20_000, "train": 20_000, "held_out": 500}
+SIZES: dict[Split, int] = {"solutions": 20_000, "train": 20_000, "held_out": 2_000}
 """Rows of what is fine-tuned on, of the prompts of reinforcement learning, and of evaluation."""
 DIGITS = 6, 5
 _SPLITS: tuple[Split, ...] = get_args(Split)

@@ -4,13 +4,12 @@ what each left.
     DIR/data            problems (``problems``)
     DIR/start           the fine-tuned model that all arms begin with
     DIR/runs/NAME       one run, NAME = TASK-ARM-SEED: a directory of ``isobit train --resume``
-    DIR/rows/NAME.json  what is kept of a finished run
+    DIR/rows            what is kept of the finished runs
 
 A run is resumed from its last checkpoint until it is finished, so a sitting may end at any time.
 All arms of a task and seed see the same prompts in the same order and sample by the same noise.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -20,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.arms.problems import Task
+from benchmarks.arms import rows
+from benchmarks.arms.problems import TASKS
 
 Changes = Mapping[str, str]
 HERE = Path(__file__).parent
@@ -34,8 +34,16 @@ ARMS: dict[str, Changes] = {
     "fp8-rollout-tis": {**_TRAINERS, "corrections": _TIS},
     "fp8-fp32-scales": {"precision": '{preset = "fp8", scales = "fp32"}'},
 }
-LONG_ARMS = ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis")
-"""Of ``multiply``, whose runs take longer."""
+FEW_ARMS = ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis")
+"""Of ``multiply``, whose runs take longer, and of the settings under stress."""
+STRESSES: dict[str, Changes] = {
+    "stress-rate": {"training.learning_rate": "1e-4"},
+    "stress-updates": {"training.learning_rate": "3e-5", "training.updates_per_batch": "4"},
+    "stress-hot": {"training.learning_rate": "3e-5", "rollout.temperature": "1.3"},
+}
+"""``gsm`` in settings that are said to make a mismatch of rollout and training worse."""
+NAMES = (*TASKS, *STRESSES)
+"""Of all tasks, for a run."""
 _GRACE_S = 60.0
 """From SIGTERM to a written checkpoint."""
 
@@ -44,9 +52,15 @@ _GRACE_S = 60.0
 class Run:
     """One training."""
 
-    task: Task
+    task: str
+    """One of ``NAMES``."""
     arm: str
     seed: int
+
+    @property
+    def problems(self) -> str:
+        """What it is trained and measured on: the task of a setting under stress is ``gsm``."""
+        return "gsm" if self.task in STRESSES else self.task
 
     @property
     def name(self) -> str:
@@ -54,9 +68,9 @@ class Run:
         return f"{self.task}-{self.arm}-{self.seed}"
 
 
-def wanted(task: Task, arms: Sequence[str], seeds: Sequence[int]) -> list[Run]:
+def wanted(task: str, arms: Sequence[str], seeds: Sequence[int]) -> list[Run]:
     """All arms of a seed before the next seed, so that pairs are whole wherever a suite ends."""
-    known = LONG_ARMS if task == "multiply" else ARMS
+    known = ARMS if task == "gsm" else FEW_ARMS
     return [Run(task, arm, seed) for seed in seeds for arm in arms if arm in known]
 
 
@@ -67,13 +81,14 @@ def command(run: Run, directory: Path, changes: Changes) -> list[str]:
         "model": str(directory / "start" / "model"),
         "output": str(directory / "runs" / run.name),
         "seed": str(run.seed),
-        "data.train.path": str(data / f"{run.task}.train.jsonl"),
-        "data.eval.held_out.path": str(data / f"{run.task}.held_out.jsonl"),
+        "data.train.path": str(data / f"{run.problems}.train.jsonl"),
+        "data.eval.held_out.path": str(data / f"{run.problems}.held_out.jsonl"),
+        **STRESSES.get(run.task, {}),
         **ARMS[run.arm],
         **changes,
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    recipe = str(HERE / f"{run.task}.toml")
+    recipe = str(HERE / f"{run.problems}.toml")
     return [sys.executable, "-m", "isobit.cli.main", "train", recipe, "--resume", *words]
 
 
@@ -91,44 +106,64 @@ def run_all(
     """
     (directory / "runs").mkdir(parents=True, exist_ok=True)
     left = [run for run in runs if not row_path(run, directory).exists()]
-    live: dict[Run, subprocess.Popen[bytes]] = {}
+    live: list[Live] = []
     free = list(cards) * jobs
-    card_of: dict[Run, str] = {}
-    failed: list[Run] = []
+    are_kept = True
     until = time.monotonic() + seconds
     while (left or live) and time.monotonic() < until:
         while left and free:
-            run = left.pop(0)
-            card_of[run] = free.pop(0)
-            live[run] = _start(run, directory, changes, card_of[run])
+            live.append(_start(left.pop(0), directory, changes, free.pop(0)))
         time.sleep(1.0)
-        for run in [run for run, process in live.items() if process.poll() is not None]:
-            free.append(card_of[run])
-            if live.pop(run).returncode == 0:
-                keep(run, directory)
-            else:
-                failed.append(run)
-                print(f"{run.name} failed: see {_log(run, directory)}", flush=True)
-    for process in live.values():
-        process.send_signal(signal.SIGTERM)
-    for run, process in live.items():
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            print(f"{run.name} wrote no checkpoint in {_GRACE_S:.0f} s", flush=True)
-    return not (left or live or failed)
+        for one in [one for one in live if one.process.poll() is not None]:
+            live.remove(one)
+            free.append(one.card)
+            are_kept &= _keep_if_finished(one, directory, jobs)
+    _stop(live)
+    return are_kept and not (left or live)
 
 
-def _start(run: Run, directory: Path, changes: Changes, card: str) -> subprocess.Popen[bytes]:
+@dataclass(frozen=True)
+class Live:
+    """A run that goes on."""
+
+    run: Run
+    card: str
+    process: subprocess.Popen[bytes]
+
+
+def _start(run: Run, directory: Path, changes: Changes, card: str) -> Live:
     print(f"{run.name} begins or goes on, on card {card}", flush=True)
     with _log(run, directory).open("ab") as log:
-        return subprocess.Popen(  # noqa: S603 (this file)
+        process = subprocess.Popen(  # noqa: S603 (this file)
             command(run, directory, changes),
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": card},
         )
+    return Live(run, card, process)
+
+
+def _keep_if_finished(ended: Live, directory: Path, jobs: int) -> bool:
+    if ended.process.returncode != 0:
+        print(f"{ended.run.name} failed: see {_log(ended.run, directory)}", flush=True)
+        return False
+    try:
+        keep(ended.run, directory, jobs)
+    except (OSError, ValueError) as error:  # the others go on
+        print(f"{ended.run.name} is finished, but no row could be made of it: {error}", flush=True)
+        return False
+    return True
+
+
+def _stop(live: Sequence[Live]) -> None:
+    for one in live:
+        one.process.send_signal(signal.SIGTERM)
+    for one in live:
+        try:
+            one.process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+            print(f"{one.run.name} wrote no checkpoint in {_GRACE_S:.0f} s", flush=True)
 
 
 def _log(run: Run, directory: Path) -> Path:
@@ -137,37 +172,10 @@ def _log(run: Run, directory: Path) -> Path:
 
 def row_path(run: Run, directory: Path) -> Path:
     """Of what is kept of a finished run."""
-    return directory / "rows" / f"{run.name}.json"
+    return directory / "rows" / f"{run.name}{rows.SUFFIX}"
 
 
-def keep(run: Run, directory: Path) -> None:
-    """Write a finished run's row: its recipe as resolved, its metrics, and the reward of each
-    held-out problem before the first step and after the last.
-    """
-    output, path = directory / "runs" / run.name, row_path(run, directory)
-    path.parent.mkdir(exist_ok=True)
-    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    first, *_, last = held_out(output / "rewards.jsonl")
-    row = {
-        "task": run.task,
-        "arm": run.arm,
-        "seed": run.seed,
-        "run": json.loads((output / "run.json").read_text(encoding="utf-8")),
-        "summary": json.loads((output / "summary.json").read_text(encoding="utf-8")),
-        "before": first,
-        "after": last,
-        "metrics": [json.loads(line) for line in lines],
-    }
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    partial.rename(path)
-
-
-def held_out(rewards: Path) -> list[list[float]]:
-    """The rewards of all held-out problems, in their order, of each evaluation of a run."""
-    lines = map(json.loads, rewards.read_text(encoding="utf-8").splitlines())
-    return [
-        [one for (one,) in line["rewards"]]
-        for line in lines
-        if line["prompts"][0][0].startswith("held_out/")
-    ]
+def keep(run: Run, directory: Path, jobs: int) -> None:
+    """Write a finished run's row (``benchmarks.arms.rows``)."""
+    who = {"task": run.task, "arm": run.arm, "seed": run.seed, "jobs": jobs}
+    rows.write_row(row_path(run, directory), {**who, **rows.row_of(directory / "runs" / run.name)})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.arms import figures, problems, runs
+from benchmarks.arms import figures, problems, rows, runs
 from benchmarks.arms.problems import product_worked_out, rows_of
 
 TINY = {
@@ -76,18 +76,23 @@ def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     assert runs.run_all([run], tmp_path, [""], 1, 120.0, TINY), (
         tmp_path / "runs" / f"{run.name}.log"
     ).read_text()
-    (row,) = figures.read_finished(tmp_path / "rows")
-    assert len(row["before"]) == len(row["after"]) == 3
+    (row,) = rows.read_finished(tmp_path / "rows")
+    assert len(figures.before(row)) == len(figures.after(row)) == 3
+    assert row["jobs"] == 1 and row["steps"]["step"] == [1]
+    assert row["final"] == rows.weights_sha256(tmp_path / "runs" / run.name / "model")
+    assert row["start"].keys() == {"model.safetensors"}
     assert row["summary"]["tokens_differing"] == 0 < row["summary"]["tokens_compared"]
-    assert "| `fp8` | 1 |" in "\n".join(figures.table([row, {**row, "arm": "bf16"}]))
+    (line,) = figures.tables([row])[0].lines
+    assert line[:2] == ("fp8", "1") and line[4] == "-"  # nothing to be paired with
     before = json.dumps(row)
     assert runs.run_all([run], tmp_path, [""], 1, 0.0, TINY)  # is there
-    assert json.dumps(figures.read_finished(tmp_path / "rows")[0]) == before
+    assert json.dumps(rows.read_finished(tmp_path / "rows")[0]) == before
 
 
 def test_differences_are_paired_by_seed_and_problem() -> None:
-    def row(arm: str, seed: int, after: list[float]) -> figures.Row:
-        return {"task": "gsm", "arm": arm, "seed": seed, "after": after}
+    def row(arm: str, seed: int, after: list[float]) -> rows.Row:
+        evaluations = [{"rewards": [0.0] * len(after)}, {"rewards": after}]
+        return {"task": "gsm", "arm": arm, "seed": seed, "evaluations": evaluations}
 
     base = [row("bf16", 0, [1, 0, 1, 0]), row("bf16", 1, [1, 1, 0, 0])]
     ours = [row("fp8", 1, [1, 1, 0, 1]), row("fp8", 0, [1, 0, 1, 1]), row("fp8", 2, [1, 1, 1, 1])]

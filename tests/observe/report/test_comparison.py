@@ -39,6 +39,29 @@ def test_each_chart_has_a_curve_of_each_run(write_run: WriteRun, tmp_path: Path)
     assert "one 1, <b>two 1" in page.text.replace("\n", " ") or "step 1, one" in page.source
 
 
+def test_a_run_keeps_its_colour_where_another_has_no_figure(
+    write_run: WriteRun, tmp_path: Path
+) -> None:
+    one, two = (
+        write_run([{**step_line(1), "entropy": None if name == "one" else 1.0}], [], name=name)
+        for name in ("one", "two")
+    )
+    source = write_comparison([one, two], tmp_path / "both.html").read_text(encoding="utf-8")
+    entropy = source[source.index("<h3>Entropy</h3>") :].partition("</figure>")[0]
+    assert 'class="k2"' in entropy and 'class="k1"' not in entropy
+
+
+def test_intervals_of_several_runs_are_bands_that_do_not_hide_each_other(
+    write_run: WriteRun, tmp_path: Path
+) -> None:
+    names = [
+        write_run([step_line(1), evaluation_line(1, 0.5), evaluation_line(2, 0.6)], [], name=name)
+        for name in ("one", "two")
+    ]
+    source = write_comparison(names, tmp_path / "both.html").read_text(encoding="utf-8")
+    assert 'class="band"' in source and 'class="whisker"' not in source
+
+
 def test_runs_of_one_name_are_told_apart_and_equal_recipes_are_said_to_be(
     write_run: WriteRun, tmp_path: Path
 ) -> None:

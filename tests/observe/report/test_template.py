@@ -7,7 +7,10 @@ from importlib.resources import files
 
 import pytest
 
-TEMPLATE = files("isobit.observe.report").joinpath("style.html").read_text(encoding="utf-8")
+TEMPLATE = "".join(
+    files("isobit.observe.report").joinpath(name).read_text(encoding="utf-8")
+    for name in ("chart_style.html", "style.html")
+)
 LIGHT, DARK = (
     dict(re.findall(r"--([\w-]+): #(\w{6})", block))
     for block in re.findall(r":root \{(.*?)\}", TEMPLATE, re.DOTALL)

@@ -48,6 +48,8 @@ class Mark:
     """One curve as SVG paths; an empty path is not drawn."""
 
     label: str
+    place: int
+    """Of the panel's curves, from 1: its colour, whichever of the others are drawn."""
     line: str = ""
     band: str = ""
     whiskers: str = ""
@@ -113,15 +115,19 @@ def draw(panel: Panel, figures: Figures) -> Chart | None:
         for curve, points in curves
         if any(point.value is not None for point in points)
     ]
+    places = [panel.curves.index(curve) + 1 for curve, _ in curves]
     if not curves:
         return None
     frame = _frame(panel, buckets, [points for _, points in curves])
     columns, rows = _table(panel, buckets, curves)
     return Chart(
         panel=panel,
-        marks=_bars(frame, buckets, curves)
+        marks=_bars(frame, buckets, curves, places)
         if panel.stacked
-        else tuple(_mark(frame, buckets, *curve) for curve in curves),
+        else tuple(
+            _mark(panel, frame, buckets, *curve, place)
+            for curve, place in zip(curves, places, strict=True)
+        ),
         x_ticks=tuple(
             Tick(frame.x(step), tick_text(step))
             for step in round_ticks(*frame.steps, most=6, whole=True)
@@ -190,13 +196,21 @@ def _without_warming_up(
     return [min(height, 1.2 * later) for height in sums], f"Cut off: {names}; it warms up."
 
 
-def _mark(frame: _Frame, buckets: Sequence[Bucket], curve: Curve, points: Sequence[Point]) -> Mark:
+def _mark(
+    panel: Panel,
+    frame: _Frame,
+    buckets: Sequence[Bucket],
+    curve: Curve,
+    points: Sequence[Point],
+    place: int,
+) -> Mark:
     few = len(points) <= _FEW_POINTS
     runs = _runs(buckets, points)
     spans = [[(x, point) for x, point in run if point.low is not None] for run in runs]
-    whiskers = few and curve.between is not None
+    whiskers = few and curve.between is not None and not panel.compared  # would hide each other
     return Mark(
         label=curve.label,
+        place=place,
         line="".join(
             _polyline([(frame.x(x), frame.y(point.value or 0.0)) for x, point in run])
             for run in runs
@@ -238,19 +252,22 @@ def _band(frame: _Frame, span: Sequence[tuple[float, Point]]) -> str:
 
 
 def _bars(
-    frame: _Frame, buckets: Sequence[Bucket], curves: Sequence[tuple[Curve, Sequence[Point]]]
+    frame: _Frame,
+    buckets: Sequence[Bucket],
+    curves: Sequence[tuple[Curve, Sequence[Point]]],
+    places: Sequence[int],
 ) -> tuple[Mark, ...]:
     width = min(22.0, (0.8 if len(buckets) <= _FEW_POINTS else 1.0) * (RIGHT - LEFT) / len(buckets))
     tops = [0.0] * len(buckets)
     marks = []
-    for curve, points in curves:
+    for (curve, points), place in zip(curves, places, strict=True):
         path = ""
         for index, (bucket, point) in enumerate(zip(buckets, points, strict=True)):
             base, tops[index] = tops[index], tops[index] + (point.value or 0.0)
             if tops[index] > base:
                 left, low, high = frame.x(bucket.middle) - width / 2, frame.y(base), tops[index]
                 path += f"M{left:.1f} {low}V{frame.y(high)}h{width:.1f}V{low}Z"
-        marks.append(Mark(curve.label, bars=path))
+        marks.append(Mark(curve.label, place, bars=path))
     return tuple(marks)
 
 

@@ -17,8 +17,10 @@ _FOLDERS = ("isobit.observe.report", "isobit.observe.inspection")
 """Where templates are; their names differ."""
 
 
-def render_template(template: str, /, **values: Any) -> str:
-    """A template, by its file's name, with everything that it needs."""
+def render_template(template: str | Path, /, **values: Any) -> str:
+    """A template with everything that it needs: by its file's name, or a file elsewhere that may
+    include these.
+    """
     environment = Environment(
         loader=FunctionLoader(_source),
         autoescape=True,
@@ -27,7 +29,11 @@ def render_template(template: str, /, **values: Any) -> str:
         lstrip_blocks=True,
         finalize=_finalize,
     )
-    return environment.get_template(template).render(**values)
+    if isinstance(template, Path):
+        made = environment.from_string(template.read_text(encoding="utf-8"))
+    else:
+        made = environment.get_template(template)
+    return made.render(**values)
 
 
 def write_page(page: str, path: Path, marker: str) -> Path:

@@ -1,0 +1,151 @@
+"""Rows of the proof: whole and the same bytes, their table, their settings, and repeats."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.arms import figures, repeats, rows, settings
+
+from .made_up_rows import made_up_row
+
+
+def small(arm: str, seed: int = 0, **changes: Any) -> dict[str, Any]:
+    return {**made_up_row("gsm", arm, seed, steps=25, problems=20), **changes}
+
+
+def test_a_row_comes_back_whole_in_the_same_bytes_and_small(tmp_path: Path) -> None:
+    row = made_up_row("gsm", "fp8-rollout", 0)
+    path = tmp_path / f"{rows.name_of(row)}{rows.SUFFIX}"
+    rows.write_row(path, row)
+    first = path.read_bytes()
+    rows.write_row(path, row)
+    assert path.read_bytes() == first and len(first) < 40_000
+    assert [one.name for one in tmp_path.iterdir()] == ["gsm-fp8-rollout-0.json.xz"]
+    assert rows.read_finished(tmp_path) == [row] and rows.read_repeats(tmp_path) == []
+
+
+def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
+    path = tmp_path / f"gsm-fp8-0{rows.SUFFIX}"
+    rows.write_row(path, small("fp8"))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"gsm-fp8-0\.json\.xz is no row .*copy it again"):
+        rows.read_finished(tmp_path)
+
+
+def test_evaluations_are_read_with_their_steps(tmp_path: Path) -> None:
+    """A grading of training prompts lies between; a reward that failed stays None."""
+    output = tmp_path / "run"
+    (output / "model").mkdir(parents=True)
+    (output / "model" / "model.safetensors").write_bytes(b"weights")
+    (output / "run.json").write_text(json.dumps({"model": {"folder": str(output / "model")}}))
+    (output / "summary.json").write_text("{}")
+    step = {"step": 1, "reward/mean": 0.5, "entropy": None, "loss": 3.0}
+    evaluation = {
+        "eval/held_out/accuracy": 0.0,
+        "eval/held_out/response_length": 7.0,
+        "time/evaluation_s": 2.0,
+    }
+    _write(output / "metrics.jsonl", {"step": 0, **evaluation}, step, {"step": 1, **evaluation})
+    graded = [
+        {"prompts": [["held_out/0", 0], ["held_out/1", 0]], "rewards": [[0.0], [1.0]]},
+        {"prompts": [["train/0", 0]], "rewards": [[0.0, 1.0]]},
+        {"prompts": [["held_out/0", 0], ["held_out/1", 0]], "rewards": [[1.0], [None]]},
+    ]
+    _write(output / "rewards.jsonl", *graded)
+    row = rows.row_of(output)
+    found = [(one["step"], one["rewards"]) for one in row["evaluations"]]
+    assert found == [(0, [0.0, 1.0]), (1, [1.0, None])]
+    assert row["steps"]["reward/mean"] == [0.5] and row["steps"]["entropy"] == [None]
+    assert "loss" not in row["steps"]
+    with pytest.raises(ValueError, match="the reward of 1 held-out problems failed"):
+        figures.after({**row, "task": "gsm", "arm": "fp8", "seed": 0})
+    (output / "model" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
+        rows.row_of(output)
+
+
+def _write(path: Path, *lines: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_the_table_has_what_is_finished() -> None:
+    """Arms in their order, an unknown one last; pairs where both have the seed; stress last."""
+    found = [
+        small("new-arm"),
+        small("fp8", 0),
+        small("fp8", 1, jobs=2),
+        small("bf16", 0),
+        {**small("fp8"), "task": "stress-lr"},
+    ]
+    gsm, stress = figures.tables(found)
+    assert [line[0] for line in gsm.lines] == ["bf16", "fp8", "new-arm"]
+    cells = dict(zip(("arm", *figures.COLUMNS), gsm.lines[1], strict=True))
+    assert cells["seeds"] == "2" and cells["runs at a time"] == "2, 4"
+    assert cells["minus bf16, points (95%)"].endswith("), 1 of 2 seeds")
+    assert gsm.lines[0][4] == "-" == stress.lines[0][4]
+    text = "\n".join(figures.markdown([gsm, stress]))
+    assert text.index("| gsm |") < text.index("| stress-lr |")
+
+
+def test_differences_of_log_probabilities_are_means_over_tokens() -> None:
+    row = small("fp8-rollout")
+    row["steps"] = {
+        **row["steps"],
+        "log_prob_diff/mean": [0.1, None, 0.4, *[None] * 22],
+        "log_prob_diff/tokens_compared": [100, None, 300, *[0] * 22],
+    }
+    assert figures.mean_difference([row], "log_prob_diff/mean") == pytest.approx(0.325)
+    assert figures.mean_difference([], "log_prob_diff/mean") is None
+
+
+def test_times_are_medians_without_the_first_step() -> None:
+    row = small("fp8")
+    row["steps"]["time/rollout_s"] = [1000.0, 2.0, *[3.0] * 22, 1000.0]
+    (table,) = figures.tables([row])
+    assert (
+        dict(zip(("arm", *figures.COLUMNS), table.lines[0], strict=True))["rollout, s a step"]
+        == "3.00"
+    )
+
+
+def test_what_differs_without_an_arms_doing_is_said() -> None:
+    other = small("fp8", 1, start={"model.safetensors": "other"})
+    other["run"]["config"]["training"]["steps"] = 26
+    found = [small("bf16"), small("fp8", 0), other]
+    seen = settings.settings_of(found)
+    assert seen.by_arm["config.arm.precision"] == {"bf16": "bf16", "fp8": "fp8"}
+    assert seen.shared["config.training.learning_rate"] == "3e-06"
+    assert set(seen.mixed) == {"config.training.steps", "start.model.safetensors"}
+    assert "config.training.steps (25, 26)" in figures.tables(found)[0].notes[-1]
+    assert settings.notes([small("bf16"), small("fp8")]) == []
+
+
+def test_another_start_is_never_an_arms_doing() -> None:
+    """Even where every row of an arm has it."""
+    found = [small("bf16"), small("fp8", start={"model.safetensors": "other"})]
+    assert set(settings.settings_of(found).mixed) == {"start.model.safetensors"}
+
+
+def test_repeats_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    first, slower = small("fp8"), small("fp8")
+    slower["steps"] = {**slower["steps"], "time/rollout_s": [9.0] * 25}
+    slower["run"]["device"]["model"] = "another card"
+    assert repeats.differing_parts(first, slower) == []
+    changes: dict[str, dict[str, Any]] = {
+        "final weights": {"final": {"model.safetensors": "0"}},
+        "completions and rewards": {"completions": "0"},
+        "figures of the steps": {"steps": {**first["steps"], "entropy": [0.5] * 25}},
+        "held-out rewards": {"evaluations": first["evaluations"][:1]},
+        "settings": {"start": {}},
+    }
+    for name, change in changes.items():
+        assert repeats.differing_parts(first, {**slower, **change}) == [name]
+    again = [slower, {**slower, "final": {}}, small("bf16")]  # the last has no first
+    said = list(repeats.notes([first], again))
+    assert said[0].startswith("Repeated on another day or card: 1 of 2 the same bytes")
+    assert said[1].endswith("again: 2026-11-23, another card) has other: final weights.")
+    assert list(repeats.notes([first], [])) == []
+    rows.write_row(tmp_path / rows.REPEATS / "second" / f"gsm-fp8-0{rows.SUFFIX}", slower)
+    assert rows.read_repeats(tmp_path) == [slower]
