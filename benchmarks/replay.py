@@ -136,8 +136,8 @@ def run(config: RunConfig, say: Callable[[Row], None]) -> Row:
             collected = collect(training)
             with training.learning():
                 trained = training.run.learner.learn(collected.groups, step)
-                left = state_digest(training.run)
-            training.log.step(step, collected, trained, left)
+                state = state_digest(training.run)
+            training.log.step(step, collected, trained, state)
             training.end_step(step)
             say({"seed": config.seed, "step": step, **_figures(witness.steps[-1])})
         training.save_model()

@@ -53,10 +53,12 @@ class StepDigests:
     @classmethod
     def of_line(cls, content: Mapping[str, Any]) -> Self:
         """Raises KeyError and TypeError for what is none."""
-        left = StateDigest(*(content[name] for name in ("weights", "masters", "moments")))
-        return cls(
-            int(content["step"]), content["tokens"], content["log_probs"], content["rewards"], left
-        )
+        names = ("tokens", "log_probs", "rewards", "weights", "masters", "moments")
+        digests = [content[name] for name in names]
+        if not isinstance(content["step"], int) or not all(isinstance(d, str) for d in digests):
+            raise TypeError
+        tokens, log_probs, rewards, *left = digests
+        return cls(content["step"], tokens, log_probs, rewards, StateDigest(*left))
 
 
 def read_digests(root: Path) -> dict[int, StepDigests | None]:
@@ -80,5 +82,5 @@ def read_digests(root: Path) -> dict[int, StepDigests | None]:
 def _of_line(content: Mapping[str, Any]) -> StepDigests | None:
     try:
         return StepDigests.of_line(content)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError):
         return None

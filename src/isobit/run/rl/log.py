@@ -43,10 +43,10 @@ class RlLog(TrainingLog[EvalResult]):
         self._digests = self._open_lines(self.directory.digests) if start.writes else None
 
     def step(
-        self, step: int, collected: Collected, trained: StepMetrics, left: StateDigest
+        self, step: int, collected: Collected, trained: StepMetrics, state: StateDigest
     ) -> None:
         """The figures of one step: a line of metrics, a line on the console, a few completions; and
-        the digests of all of them and of what the update has ``left``.
+        the digests of all of them and of the ``state`` that the update has left.
         """
         seconds = dict.fromkeys((*self.phases, *self._phases_of_step), 0.0) | self._take_seconds()
         groups, grades, engine = collected.groups, collected.grades, self._run.pending.take_engine()
@@ -56,7 +56,7 @@ class RlLog(TrainingLog[EvalResult]):
         metrics |= self._waiting_figures()
         self._write_metrics(step, metrics)
         self._write_completions(step, "train", groups)
-        self._write_digests(step, groups, left)
+        self._write_digests(step, groups, state)
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
         self._totals["failed"] += grades.failed
@@ -78,9 +78,9 @@ class RlLog(TrainingLog[EvalResult]):
             )
         )
 
-    def _write_digests(self, step: int, groups: Sequence[Group], left: StateDigest) -> None:
+    def _write_digests(self, step: int, groups: Sequence[Group], state: StateDigest) -> None:
         if self._digests is not None:
-            self._digests.write(StepDigests.of(step, groups, left).line())
+            self._digests.write(StepDigests.of(step, groups, state).line())
 
     @property
     def _phases_of_step(self) -> tuple[str, ...]:

@@ -71,6 +71,6 @@ def take_step(training: Course[RlRun, RlLog], step: int) -> None:
     with sampling(training, step), training.learning():
         batch, trained = run.learn(step)
         run.refresh_reference(step)
-        left = state_digest(run)
-    training.log.step(step, batch, trained, left)
+        state = state_digest(run)
+    training.log.step(step, batch, trained, state)
     training.end_step(step)
