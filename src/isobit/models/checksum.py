@@ -3,7 +3,7 @@ step of a run.
 
     checksum(name, bytes) = sum_c v_c sum_i u_i word_(c C + i)       modulo 2^64
 
-over the 32-bit words of the bytes (the last one filled up with zeros), C = 2^20 of them a chunk;
+over the 32-bit words of the bytes (the last one filled up with zeros), C = 2^21 of them a chunk;
 u_i and v_c are random odd 64-bit numbers, v_c other ones for each name.  So
 
     one changed word    always changes it: an odd number has an inverse modulo 2^64
@@ -22,11 +22,11 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
-from isobit.kernels.noise import splitmix64
+from isobit.kernels.noise import splitmix64, splitmix64_of
 from isobit.models.tensor_slices import Slice
 
-_CHUNK = 1 << 20
-"""Words; their products are 8 MiB, the most that a checksum takes beside a tensor."""
+_CHUNK = 1 << 21
+"""Words; their products are 16 MiB, the most that a checksum takes beside a tensor."""
 _WORD = 4
 _SEED = 5
 
@@ -35,8 +35,21 @@ def checksum(tensors: Iterable[tuple[str, Slice]]) -> int:
     """Of rows of tensors by name, from 0 to 2^64 - 1; 0 of none.  Rows begin with a word of the
     whole tensor.
     """
-    sums = [_of_rows(name, rows) for name, rows in tensors if rows.rows.numel()]
-    return added_up([int(one) for one in _on_host(sums)])
+    factors: list[int] = []
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    places: dict[torch.device, list[int]] = {}
+    for name, rows in tensors:
+        if rows.rows.numel():
+            chunk, made = _chunk_sums(rows)
+            device, seed = rows.rows.device, _seed_of(name)
+            places.setdefault(device, []).extend(range(len(factors), len(factors) + len(made)))
+            sums.setdefault(device, []).extend(made)
+            factors += [splitmix64_of(seed, chunk + place) | 1 for place in range(len(made))]
+    total = 0
+    for device, made in sums.items():  # one transfer each
+        numbers = zip(places[device], torch.stack(made).tolist(), strict=True)
+        total += sum(factors[place] * number for place, number in numbers)
+    return total % (1 << 64)
 
 
 def checksum_of(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -49,28 +62,19 @@ def added_up(checksums: Iterable[int]) -> int:
     return sum(checksums) % (1 << 64)
 
 
-def _on_host(sums: list[torch.Tensor]) -> list[int]:
-    """One transfer for each device."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for one in sums:
-        found.setdefault(one.device, []).append(one)
-    return [number for of_device in found.values() for number in torch.stack(of_device).tolist()]
-
-
 @torch.no_grad()
-def _of_rows(name: str, slice_: Slice) -> torch.Tensor:
-    """int64 [], on the tensor's device."""
-    rows = slice_.rows.detach()
+def _chunk_sums(of: Slice) -> tuple[int, list[torch.Tensor]]:
+    """The number of the first chunk, and int64 [] of each, on the tensor's device."""
+    rows = of.rows.detach()
     words, row_bytes = _words(rows), rows.nbytes // len(rows) if rows.dim() else rows.nbytes
-    first, rest = divmod(slice_.first * row_bytes, _WORD)
-    assert rest == 0, (name, slice_.first, rows.shape, rows.dtype)
+    first, rest = divmod(of.first * row_bytes, _WORD)
+    assert rest == 0, (of.first, rows.shape, rows.dtype)
     inner, sums = _inner(rows.device), list[torch.Tensor]()
     chunk, place = divmod(first, _CHUNK)
     for part in _chunks(words, _CHUNK - place):
         sums.append((part * inner[place : place + len(part)]).sum())
         place = 0
-    outer = _odd(torch.arange(chunk, chunk + len(sums), device=rows.device), _seed_of(name))
-    return (torch.stack(sums) * outer).sum()
+    return chunk, sums
 
 
 def _chunks(words: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
@@ -92,11 +96,8 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _inner(device: torch.device) -> torch.Tensor:
-    return _odd(torch.arange(_CHUNK, device=device), _SEED)
-
-
-def _odd(indices: torch.Tensor, seed: int) -> torch.Tensor:
-    return splitmix64(torch.full_like(indices, seed), indices) | 1
+    indices = torch.arange(_CHUNK, device=device)
+    return splitmix64(torch.full_like(indices, _SEED), indices) | 1
 
 
 @cache
