@@ -7,12 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from isobit.clock import Clock
+from isobit.errors import MismatchError
 from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.metrics import Metrics, step_metrics
 from isobit.observe.step_line import BAD, GOOD, WARNING, Part, time_left
 from isobit.observe.training_log import TrainingLog
-from isobit.proof.check import check_step
+from isobit.proof.check import check_state, check_step
 from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.run.rl.collected import Collected
@@ -20,7 +21,7 @@ from isobit.run.rl.setup import RlRun
 from isobit.run.rl.signal_watch import SignalWatch
 from isobit.run.rl.summary import RlSummary, describe_summary, summarise_set
 from isobit.store.checkpoint.start import Start
-from isobit.store.state_digest import StateDigest
+from isobit.store.state_digest import StateDigest, state_digest
 from isobit.store.step_digests import StepDigests
 from isobit.training.comparison import Comparison
 from isobit.training.step import StepMetrics
@@ -41,6 +42,21 @@ class RlLog(TrainingLog[EvalResult]):
         self._watch = SignalWatch(run.config.check)
         super().__init__(run, start, console, clock)
         self._digests = self._open_lines(self.directory.digests) if start.writes else None
+        self._left: StateDigest | None = None
+
+    def check_state(self) -> None:
+        """Whether the weights, masters and moments that are about to learn are what this process's
+        last update left; all ranks together, in the trainer's turn.  Raises MismatchError where
+        the run is to stop at that: then they are written nowhere.
+        """
+        check = self._run.config.check
+        if self._left is None or not check.state or check.on_mismatch == "ignore":
+            return
+        try:
+            self._console.notes(check_state(check, self._left, state_digest(self._run)))
+        except MismatchError:
+            self._run.trainer.is_whole = False
+            raise
 
     def step(
         self, step: int, collected: Collected, trained: StepMetrics, state: StateDigest
@@ -57,6 +73,7 @@ class RlLog(TrainingLog[EvalResult]):
         self._write_metrics(step, metrics)
         self._write_completions(step, "train", groups)
         self._write_digests(step, groups, state)
+        self._left = state
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
         self._totals["failed"] += grades.failed

@@ -69,6 +69,7 @@ def take_step(training: Course[RlRun, RlLog], step: int) -> None:
     """One step, whose number is the next."""
     run = training.run
     with sampling(training, step), training.learning():
+        training.log.check_state()
         batch, trained = run.learn(step)
         run.refresh_reference(step)
         state = state_digest(run)
