@@ -289,6 +289,15 @@ def test_a_line_that_is_no_line_any_more(file: str, run: Path) -> None:
     assert file in found(result)[0][1]
 
 
+def test_a_last_line_that_is_gone(run: Path) -> None:
+    path = run / "digests.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    for step in (None, STEPS):
+        result = replay(run, step)
+        assert found(result) == [(STEPS, "digests.jsonl has no whole line of it")]
+        assert result.last == STEPS
+
+
 def test_a_reward_that_does_not_repeat(folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
     """It is a difference; with the recorded rewards the steps are equal."""
     (tmp_path / "reward.py").write_text(

@@ -221,10 +221,7 @@ def _is_the_end(source: ReplaySource) -> bool:
     """Whether the run was finished after the last step that is done again: then it has written
     ``model/``.
     """
-    last = max(source.digests)
-    return (
-        source.last == last == source.config.training.steps and source.directory.summary.is_file()
-    )
+    return source.last == source.config.training.steps and source.directory.summary.is_file()
 
 
 def _nothing(text: str) -> None:

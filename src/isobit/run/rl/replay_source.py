@@ -91,9 +91,16 @@ def find_source(
     digests = read_digests(root)
     since, changed = _went_on_as_another(manifest)
     why = _describe_change(since, changed, digests)
-    _check_steps(root, digests, step, since, why)
-    checked = _Checked(directory, digests, say, world)
+    last = _last_step(directory, config, digests)
     earliest = max(min(digests) - 1, since)
+    if step is not None and not earliest < step <= last:
+        raise ConfigError(
+            f"--step is {step}, but of {root} steps {earliest + 1} to {last} can be done again"
+            + (f": {why}" if step <= earliest else "")
+        )
+    if step is None and earliest:
+        say(f"no step up to {earliest} is done again: {why}")
+    checked = _Checked(directory, digests, say, world)
     checkpoint = checked.before(step, earliest) if step else checked.first(earliest)
     if checkpoint is None and earliest:
         raise ConfigError(
@@ -102,9 +109,8 @@ def find_source(
         )
     if checkpoint is not None and checkpoint.step == since:
         allowed = [*allowed, *changed]
-    last = step or max(digests)
     return ReplaySource(
-        directory, manifest, config, digests, checkpoint, last, allowed, checked.differences
+        directory, manifest, config, digests, checkpoint, step or last, allowed, checked.differences
     )
 
 
@@ -177,25 +183,17 @@ def _describe_change(
     return f"the first step with digests is {min(digests, default=0)}"
 
 
-def _check_steps(
-    root: Path,
-    digests: Mapping[int, StepDigests | None],
-    step: int | None,
-    since: int,
-    why: str,
-) -> None:
-    """Refuse a run without steps, and a step that it has not recorded, or not as it is now."""
+def _last_step(
+    directory: RunDirectory, config: RunConfig, digests: Mapping[int, StepDigests | None]
+) -> int:
+    """That the run has done: of a finished one its last, whether it still has a line or not."""
     if not digests:
         raise ConfigError(
-            f"{root} has no digests of its steps (digests.jsonl): no step was finished, or an "
-            "Isobit wrote it that recorded none; there is nothing to compare a replay with"
+            f"{directory.root} has no digests of its steps (digests.jsonl): no step was finished, "
+            "or an Isobit wrote it that recorded none; there is nothing to compare a replay with"
         )
-    first, last = max(min(digests), since + 1), max(digests)
-    if step is not None and not first <= step <= last:
-        more = f": {why}" if step < first else ""
-        raise ConfigError(
-            f"--step is {step}, but of {root} steps {first} to {last} can be done again{more}"
-        )
+    finished = config.training.steps if directory.summary.is_file() else 0
+    return max(*digests, finished)
 
 
 class _Checked:
