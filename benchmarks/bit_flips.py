@@ -2,17 +2,18 @@
 
     python -m benchmarks.bit_flips [--flips 1000] [--seed 0] [--out FILE]
 
-A step of a small random model in ``fp8``, with ``check.repeat_every = 1``: completions are sampled,
-a micro-batch is computed twice, the update is taken.  In each run of it one bit is flipped, at a
-random moment, in
+A step of a small random model in ``fp8``, with ``check.state`` and ``check.repeat_every = 1``:
+completions are sampled, what the update before has left is compared, a micro-batch is computed
+twice, the update is taken.  In each run of it one bit is flipped, at a random moment, in
 
     weights         the bytes and scales that both sides read
     cache           K and V and their scales, of any page
     activations     what an operation of either forward has given and the next one reads
-    moments         masters and AdamW's moments, before the update
+    moments         masters and AdamW's moments
 
-    caught   the step's own checks say so: a log-probability differs from the recorded one, the
-             micro-batch did not repeat, or a number is not finite
+    caught   the step's own checks say so: weights, masters or moments are not what was left, a
+             log-probability differs from the recorded one, the micro-batch did not repeat, or a
+             number is not finite
     masked   all that the step leaves (completions, log-probabilities, published weights, masters,
              moments) has the bits of the run without a flip: no bit that anyone read changed, or
              the flipped bit was written anew
@@ -40,6 +41,7 @@ from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
 from isobit.errors import IsobitError
 from isobit.kernels.trace import UNROUNDED, observing
+from isobit.models.checksum import checksum_of
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.quant_tensor import QuantTensor
@@ -55,14 +57,11 @@ Kind = Literal["weights", "cache", "activations", "moments"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SHAPE = ModelConfig("qwen3", 48, 32, 48, 1, 2, 1, 16, 128, 1e-6, 1e4, tied_embeddings=True)
 REASONS: dict[str, str] = {
-    "before sampling": "both sides read the flipped weight, and agree on another model",
     "during the update": "the update's own pass is not computed twice: the alarm is for faults "
     "that come again",
-    "between passes": "a weight that stays flipped is read alike by every later pass",
-    "state of the optimiser": "nothing holds a second copy of masters and moments while a step "
-    "runs; checkpoints hold digests of them",
-    "while sampling": "no token drawn before shows it, and all that follows reads it on both sides",
-    "after sampling": "no log-probability shows it, but a gradient does, in every pass alike",
+    "between passes": "what stands was compared before the step began to learn, and a weight that "
+    "stays flipped is read alike by every later pass",
+    "before the update": "what stands was compared before the step began to learn",
     "sampled": "the choice of a token is not computed again: the token is in the batch, with the "
     "log-probability that the model gives it",
 }
@@ -109,36 +108,42 @@ def run_step(kind: Kind, at: Moments) -> tuple[bool, dict[str, Any]]:
     config = TrainingConfig.model_validate({"tokens_per_microbatch": 24, "learning_rate": 1e-3})
     trainer, algorithm = Trainer(policy, config, total_updates=4), build_algorithm(GrpoConfig())
     trainer.restore({"updates": 1, "skipped_in_a_row": 0}, dict(_moments_of_one_update(policy)))
+
+    def stands(moment: str) -> None:
+        """Of what stands between two updates a bit may flip."""
+        if kind == "weights":
+            at(moment, published(policy))
+        elif kind == "moments":
+            at(moment, list(_state(trainer)))
+
     engine = NativeEngine(
         policy,
         RolloutConfig(max_new_tokens=_NEW_TOKENS, kv_pages=6),
         None,
         0,
-        make_runner=lambda shared, pages: _Watched(shared, pages, kind, at),
+        make_runner=lambda shared, pages: _Watched(shared, pages, kind, at, stands),
     )
-    phase = ["rollout"]
+    phase, left_before = ["rollout"], _checksums(trainer)
 
     def see(name: str, values: torch.Tensor, scales: torch.Tensor | None) -> None:
         if kind == "activations" and not name.endswith(UNROUNDED) and "kv_cache" not in name:
             at(f"{phase[0]}: {name}", [values] if scales is None else [values, scales])
 
-    if kind == "weights":
-        at("before sampling", published(policy))
+    stands("before sampling")
     with observing(see):
         groups = _sample(engine)
         batches = pack(
             sequences_of(groups, [group_advantages(g.rewards, True) for g in groups]), 24
         )
-        if kind == "weights":
-            at("after sampling", published(policy))
+        stands("after sampling")
+        alarm = _checksums(trainer) != left_before
         phase[0] = "repeat"
-        with _before_each_pass(trainer, lambda: at("between passes", published(policy)), kind):
+        with _before_each_pass(trainer, lambda: stands("between passes")):
             repeat = trainer.repeat(batches, algorithm, 0)
-            if kind == "moments":
-                at("state of the optimiser", list(_state(trainer)))
+            stands("before the update")
             phase[0] = "update"
             update = trainer.update(batches, algorithm, compare=True)
-    alarm = bool(repeat.differing) or update.comparison.differs or update.skipped is not None
+    alarm |= bool(repeat.differing) or update.comparison.differs or update.skipped is not None
     left = [*published(policy), *_state(trainer)]
     return alarm, {
         "tokens": [(c.token_ids, c.log_probs) for g in groups for c in g.completions],
@@ -214,28 +219,28 @@ def published(policy: Policy) -> list[torch.Tensor]:
 class _Watched(PolicyRunner):
     """Before each forward of the rollout a bit may flip."""
 
-    def __init__(self, policy: Any, pages: int, kind: Kind, at: Moments) -> None:
+    def __init__(
+        self, policy: Any, pages: int, kind: Kind, at: Moments, stands: Callable[[str], None]
+    ) -> None:
         super().__init__(policy, pages)
-        self._kind, self._at, self._shared = kind, at, policy
+        self._kind, self._at, self._stands = kind, at, stands
 
     def forward(self, batch: Any) -> Any:
         if self._kind == "cache":
             arenas: Any = self._cache
             self._at("cache", [x for one in arenas.layers for x in (one.values, one.bytes)])
-        if self._kind == "weights":
-            self._at("while sampling", published(self._shared))
+        self._stands("while sampling")
         return super().forward(batch)
 
 
 @contextmanager
-def _before_each_pass(trainer: Trainer, happen: Callable[[], None], kind: Kind) -> Iterator[None]:
-    """A weight may flip whenever a round begins."""
+def _before_each_pass(trainer: Trainer, happen: Callable[[], None]) -> Iterator[None]:
+    """What stands may flip whenever a round begins."""
     gradient: Any = trainer.policy.gradient
     exact = gradient.begin_round
 
     def begin_round(active: int) -> None:
-        if kind == "weights":
-            happen()
+        happen()
         exact(active)
 
     gradient.begin_round = begin_round
@@ -267,6 +272,12 @@ def _state(trainer: Trainer) -> Iterator[torch.Tensor]:
     """Masters and moments."""
     yield from (master.detach() for master in trainer.policy.masters.values())
     yield from trainer.moments().values()
+
+
+def _checksums(trainer: Trainer) -> tuple[int, int]:
+    """Of all that stands between two updates."""
+    state = {str(place): tensor for place, tensor in enumerate(_state(trainer))}
+    return trainer.policy.checksum(), checksum_of(state)
 
 
 def table(found: list[Outcome]) -> dict[str, Any]:

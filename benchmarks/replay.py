@@ -44,6 +44,7 @@ from isobit.run.course import course
 from isobit.run.rl.collect import collect
 from isobit.run.rl.log import RlLog
 from isobit.run.rl.setup import RlRun, extra_bytes, prepare_rl
+from isobit.store.state_digest import state_digest
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.replay import ReplayBuffer
 from isobit.training.sample import Sample
@@ -135,7 +136,8 @@ def run(config: RunConfig, say: Callable[[Row], None]) -> Row:
             collected = collect(training)
             with training.learning():
                 trained = training.run.learner.learn(collected.groups, step)
-            training.log.step(step, collected, trained)
+                state = state_digest(training.run)
+            training.log.step(step, collected, trained, state)
             training.end_step(step)
             say({"seed": config.seed, "step": step, **_figures(witness.steps[-1])})
         training.save_model()

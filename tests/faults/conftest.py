@@ -14,6 +14,7 @@ from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
 from isobit.run.rl.loop import train
 from isobit.starter import starter_folder
+from isobit.store.step_digests import read_digests
 
 TINY = ModelConfig(
     family="qwen3",
@@ -146,6 +147,7 @@ def outcome() -> Callable[[Path], dict[str, Any]]:
         )
         return {
             **{name: (root / name).read_bytes() for name in bytewise},
+            "digests": read_digests(root),  # none of fine-tuning
             "last checkpoint": last.name,
             **{
                 name: (last / name).read_bytes()

@@ -221,7 +221,9 @@ def test_another_run_in_the_place_of_a_removed_directory_is_left_alone(
     assert not list(config.output.iterdir())
 
 
-@pytest.mark.parametrize("name", ["completions.jsonl", "metrics.jsonl", "rewards.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["completions.jsonl", "metrics.jsonl", "rewards.jsonl", "digests.jsonl"]
+)
 def test_a_lost_file_of_lines_costs_its_lines_and_no_checkpoint(
     name: str,
     values: dict[str, Any],

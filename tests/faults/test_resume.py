@@ -167,6 +167,7 @@ def test_what_may_change_may_and_more_steps_are_those_of_a_longer_run(
     names = (
         "model/model.safetensors",
         "completions.jsonl",
+        "digests",
         "masters.safetensors",
         "optimiser.safetensors",
     )

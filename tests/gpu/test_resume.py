@@ -181,7 +181,12 @@ def outcome(output: Path) -> dict[str, Any]:
         **{name: files[name]["sha256"] for name in (MASTERS, OPTIMISER)},
         **{
             name: (output / name).read_bytes()
-            for name in ("completions.jsonl", "rewards.jsonl", "model/model.safetensors")
+            for name in (
+                "completions.jsonl",
+                "rewards.jsonl",
+                "digests.jsonl",
+                "model/model.safetensors",
+            )
         },
         "metrics": [
             {name: value for name, value in line.items() if not name.startswith(other)}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +17,9 @@ from isobit.config.run import RunConfig
 from isobit.errors import MismatchError
 from isobit.kernels.spec import sampling
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
-from isobit.proof.check import check_step
+from isobit.proof.check import check_state, check_step
 from isobit.run.rl.loop import train
+from isobit.store.state_digest import StateDigest
 from isobit.training.comparison import Comparison, Mismatch
 from isobit.training.repeat import Repeat
 from isobit.training.step import StepMetrics
@@ -41,6 +43,19 @@ def step(
 ) -> StepMetrics:
     """What a step found."""
     return StepMetrics((), comparison, mismatch, 8, 0, 2, 0, 0, 0.0, 8, 0, True, {}, None, repeat)
+
+
+LEFT = StateDigest("0" * 16, "1" * 16, "2" * 16)
+
+
+def test_a_state_that_is_not_what_was_left_is_named() -> None:
+    assert check_state(CheckConfig(), LEFT, LEFT) == []
+    changed = replace(LEFT, masters="3" * 16, moments="4" * 16)
+    (line,) = check_state(CheckConfig(), LEFT, changed)
+    assert line.startswith("masters and moments in memory are not what the last update left; a")
+    assert check_state(CheckConfig(on_mismatch="ignore"), LEFT, changed) == []
+    with pytest.raises(MismatchError, match="masters and moments in memory"):
+        check_state(CheckConfig(on_mismatch="stop"), LEFT, changed)
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def left_by(output: Path) -> dict[str, str]:
         for path in sorted((output / folder).rglob("*"))
         if path.is_file() and path.name not in ("state.json", "manifest.json")
     }
-    for name in ("completions.jsonl", "rewards.jsonl"):
+    for name in ("completions.jsonl", "rewards.jsonl", "digests.jsonl"):
         found[name] = hashlib.sha256((output / name).read_bytes()).hexdigest()
     for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         figures = json.loads(line)

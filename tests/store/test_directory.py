@@ -60,7 +60,14 @@ def test_files_that_are_no_run_are_not_advised_to_be_removed(tmp_path: Path) -> 
 
 
 NAMES = ("run.json", ".run.json.partial", ".lock", "metrics.jsonl", "completions.jsonl")
-MORE_NAMES = ("rewards.jsonl", "budget.jsonl", "tensorboard", "checkpoints", "model")
+MORE_NAMES = (
+    "rewards.jsonl",
+    "digests.jsonl",
+    "budget.jsonl",
+    "tensorboard",
+    "checkpoints",
+    "model",
+)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES, "summary.json"])

@@ -23,6 +23,7 @@ def directory(tmp_path: Path) -> RunDirectory:
         directory.metrics,
         directory.completions,
         directory.rewards,
+        directory.digests,
         directory.tensorboard / EVENTS.format(1),
     ):
         path.write_text("before\n")
@@ -32,7 +33,13 @@ def directory(tmp_path: Path) -> RunDirectory:
 def test_everything_after_is_cut_but_the_rewards(directory: RunDirectory) -> None:
     recorded = positions(directory)
     assert recorded == dict.fromkeys(
-        ("metrics.jsonl", "completions.jsonl", "rewards.jsonl", f"tensorboard/{EVENTS.format(1)}"),
+        (
+            "metrics.jsonl",
+            "completions.jsonl",
+            "rewards.jsonl",
+            "digests.jsonl",
+            f"tensorboard/{EVENTS.format(1)}",
+        ),
         7,
     )
     for name in recorded:

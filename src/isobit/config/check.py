@@ -32,6 +32,10 @@ class CheckConfig(Strict):
     """Every so many steps one micro-batch's forward and backward are computed twice and their bits
     compared: an alarm for a processor, memory or kernel that errs now and then.  0: never.
     """
+    state: bool = True
+    """Whether weights, masters and moments are read again before a step learns, and compared with
+    what the last update left: an alarm for a memory that loses bits.
+    """
     on_no_signal: Literal["warn", "stop", "ignore"] = "warn"
     """Where ``no_signal_steps`` steps in a row had nothing to learn from, since all rewards of each
     prompt were equal.  warn: a line on the console, and one after each further so many; stop: end

@@ -146,6 +146,12 @@ class Policy:
             self.publish()
         self.version = version
 
+    def checksum(self) -> int:
+        """Of all bytes that both sides read, scales too (``isobit.models.checksum``): the same on
+        every rank, whatever it owns.
+        """
+        return self._published.checksum()
+
     def pass_on(self, world: World, owners: int) -> None:
         """Bring the published weights, and their version, from the first ``owners`` ranks of a
         world, who share the masters, to the others, who have none; all its ranks together.
@@ -156,7 +162,7 @@ class Policy:
         without = world.size - owners
         cuts = {name: (*at, *(at[-1:] * without)) for name, at in owned.items()}
         self._published.gather(world, cuts)
-        found = world.messages([self.version, self._published.checksum(owned)])
+        found = world.messages([self.version, self.checksum()])
         self.version, expected = found[0]
         for rank, (_, checksum) in enumerate(found):
             if checksum != expected:

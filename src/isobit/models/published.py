@@ -8,7 +8,7 @@ tensor sees the new weights.
 Where rollout and training have the same formats at a site, its weight exists once.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -17,6 +17,7 @@ import torch
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable
+from isobit.models.checksum import checksum_of
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import build_decoder
 from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
@@ -140,13 +141,10 @@ class Published:
         world.gather([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
         self._derive_head()
 
-    def checksum(self, names: Iterable[str]) -> int:
-        """Of all bytes that are read of masters: their 64-bit words added up, which is exact in any
-        order, and each tensor's sum weighed by its place.
-        """
-        sums = [_word_sum(tensor) for tensor, _ in self._tensors(dict.fromkeys(names, (0,)))]
-        weights = torch.arange(1, len(sums) + 1, device=sums[0].device)
-        return int((torch.stack(sums) * weights).sum())
+    def checksum(self) -> int:
+        """Of all bytes that are read of masters (``isobit.models.checksum``), by their places."""
+        tensors = self._tensors(dict.fromkeys(self._described, (0,)))
+        return checksum_of({str(place): tensor for place, (tensor, _) in enumerate(tensors)})
 
     def _tensors(
         self, cuts: Mapping[str, Sequence[int]]
@@ -212,13 +210,6 @@ def _blocks_at(matrix: QuantTensor, rows: Sequence[int]) -> list[int]:
     sizes = block_sizes(matrix.parts or (matrix.values.shape[0],))
     above = dict(zip(accumulate(sizes, initial=0), range(len(sizes) + 1), strict=True))
     return [above[row] for row in rows]
-
-
-def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """int64, modulo 2^64."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    whole = flat.numel() - flat.numel() % 8
-    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
 
 
 def _distinct(biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

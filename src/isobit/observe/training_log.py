@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -215,9 +216,13 @@ class TrainingLog(ABC, Generic[Result]):
         metrics = MetricsWriter(
             directory.metrics, directory.tensorboard, tracker, self._console.line
         )
-        completions = LineFile(directory.completions)
-        self._files.callback(completions.close)
-        return self._files.enter_context(metrics), completions
+        return self._files.enter_context(metrics), self._open_lines(directory.completions)
+
+    def _open_lines(self, path: Path) -> LineFile:
+        """A file that grows, until the log is closed."""
+        file = LineFile(path)
+        self._files.callback(file.close)
+        return file
 
     def _write_metrics(self, step: int, metrics: Metrics) -> None:
         if self._writers is not None:

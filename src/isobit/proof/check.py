@@ -6,16 +6,21 @@ sampling and the trainer's. In an exact flow one differing token is one too many
 whose sides are two functions, what counts is the mean absolute difference.  In all, a probability
 ratio that is far out is told of: such tokens come from weights that are long gone.
 
+What stands between two updates is compared with what the first one left (``check_state``): a bit
+that a memory loses there is learnt from on both sides alike, and no log-probability shows it.
+
 A micro-batch that was computed twice (``isobit.training.repeat``) says whether the machine gives
 the same bits again; that needs neither a limit nor an exact flow.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 
 from isobit.config.check import CheckConfig
 from isobit.errors import MismatchError
 from isobit.parallel.agreement import agreed
 from isobit.precision.flow import PrecisionFlow
+from isobit.store.state_digest import StateDigest
 from isobit.training.comparison import Comparison, Mismatch
 from isobit.training.repeat import FORWARD, Repeat
 from isobit.training.step import StepMetrics
@@ -48,6 +53,22 @@ def check_step(
     return lines
 
 
+def check_state(check: CheckConfig, left: StateDigest, stands: StateDigest) -> list[str]:
+    """What to print where the state is not what the last update ``left``.  Raises MismatchError
+    instead where the run is to stop; every rank does.
+    """
+    now = asdict(stands)
+    changed = [name for name, digest in asdict(left).items() if now[name] != digest]
+    if not changed or check.on_mismatch == "ignore":
+        return []
+    problem = f"{' and '.join(changed)} in memory are not what the last update left"
+    return [_found(check, problem, _MEMORY)]
+
+
+_MEMORY = (
+    "a memory has lost bits, or something else writes there: run `isobit doctor` here, and go on "
+    "from the last checkpoint (--resume), on another machine if it comes again"
+)
 _REPLACE = (
     "run `isobit doctor` here; if it passes, suspect the processor or the memory, and go on on "
     "another machine from a checkpoint before this step"

@@ -38,6 +38,7 @@ from isobit.run.grading import RecordedGrading
 from isobit.run.interruption import Interruption
 from isobit.store.checkpoint.keeper import CheckpointKeeper
 from isobit.store.checkpoint.start import Start, begin
+from isobit.store.checkpoint.usable import Say
 from isobit.store.training_run import TrainingRun
 
 
@@ -66,6 +67,10 @@ class Runnable(TrainingRun, Protocol):
 Config = TypeVar("Config", RunConfig, SftConfig)
 Run = TypeVar("Run", bound=Runnable)
 Log = TypeVar("Log", bound=TrainingLog[Any])
+Begins = Callable[
+    [Recipe, ModelConfig, bool, Say, int, World, Sequence[str]], AbstractContextManager[Start]
+]
+"""``isobit.store.checkpoint.start.begin``, or what stands in for it."""
 MakeLog = Callable[[Run, Start, Console, Clock], Log]
 
 
@@ -157,11 +162,12 @@ def course(
     extra_bytes: int = 0,
     world: World = ALONE,
     allowed: Sequence[str] = (),
+    begins: Begins = begin,
 ) -> Iterator[Course[Run, Log]]:
     """Begin, or with ``resume`` go on with, the training of a model of ``shape`` that ``prepare``
     makes from ``config`` on each rank of ``world``; entered for all of its steps.  A checkpoint
     holds at most ``extra_bytes`` beside policy and optimiser.  What is ``allowed`` by name may be
-    other than in the run that is resumed.
+    other than in the run that is resumed.  ``begins`` finds out where the run begins.
 
     A signal to stop leaves a checkpoint, and with ``model_when_interrupted`` the model folder too;
     SIGUSR1 a checkpoint, and the run goes on.
@@ -172,7 +178,7 @@ def course(
     interruption = Interruption(world)
     with (
         interruption.open_to_requests(),
-        begin(config, shape, resume, console.line, extra_bytes, world, allowed) as start,
+        begins(config, shape, resume, console.line, extra_bytes, world, allowed) as start,
         open_graders(config) as graders,
     ):
         with console.busy("loading"):

@@ -5,6 +5,8 @@
     tensorboard/        the same figures as TensorBoard events
     completions.jsonl   a few graded completions of each step and evaluation
     rewards.jsonl       every reward that the run was given
+    digests.jsonl       of each step of reinforcement learning, digests of its tokens,
+                        log-probabilities, rewards, and of what its update left
     budget.jsonl        changes of the tokens a micro-batch after an out-of-memory; there only if
                         one came
     checkpoints/        the whole state after some of the steps: ``step_000010``, ..
@@ -64,6 +66,11 @@ class RunDirectory:
         return self.root / "rewards.jsonl"
 
     @property
+    def digests(self) -> Path:
+        """``digests.jsonl``: what each step drew, was given and left, as digests."""
+        return self.root / "digests.jsonl"
+
+    @property
     def budget(self) -> Path:
         """``budget.jsonl``: changes of the tokens a micro-batch after an out-of-memory."""
         return self.root / "budget.jsonl"
@@ -71,7 +78,7 @@ class RunDirectory:
     @property
     def growing(self) -> tuple[Path, ...]:
         """The files that grow line by line."""
-        return (self.metrics, self.completions, self.rewards, self.budget)
+        return (self.metrics, self.completions, self.rewards, self.digests, self.budget)
 
     @property
     def checkpoints(self) -> Path:

@@ -1,8 +1,9 @@
 """The files of a run that only grow, and how they go back to where a checkpoint was taken.
 
 A checkpoint records the size of each: ``metrics.jsonl``, ``completions.jsonl``, ``rewards.jsonl``,
-``budget.jsonl`` and the event files of TensorBoard. Everything in them up to there belongs to steps
-before the checkpoint, and everything after it to steps that a resumed run does again.
+``digests.jsonl``, ``budget.jsonl`` and the event files of TensorBoard. Everything in them up to
+there belongs to steps before the checkpoint, and everything after it to steps that a resumed run
+does again.
 """
 
 import json

@@ -16,7 +16,7 @@ digest proves it.
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats, Grading
 
 Say = Callable[[str], None]
+_IDENTITY = ("weights_version", "prompts", "completions")
+"""What a line is of."""
 
 
 class RewardRecord:
@@ -163,6 +165,29 @@ class SentRecord(RewardRecord):
 
     def _write(self, line: bytes) -> None:
         self.gradings.append(line)
+
+
+class KnownRewards(RewardRecord):
+    """A record in which each grading is looked up, whatever came before it; those that are found
+    are not written again.
+    """
+
+    def __init__(self, say: Say, lines: Iterable[Mapping[str, Any]]) -> None:
+        """``lines`` are those of ``rewards.jsonl``."""
+        super().__init__(say)
+        self._known = {_key(line): dict(line) for line in lines}
+
+    @property
+    def is_ahead(self) -> bool:
+        """Nothing should be asked for in advance: the next grading may be known."""
+        return True
+
+    def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        return self._known.get(_key(identity))
+
+
+def _key(line: Mapping[str, Any]) -> str:
+    return json.dumps([line.get(name) for name in _IDENTITY])
 
 
 def _identity(groups: Sequence[Group]) -> dict[str, Any]:

@@ -2,27 +2,22 @@
 
 They repeat for the same call on any device, so that a second pass that differs needs no threshold
 to be a fault: of the processor, of the memory, or of a kernel that races.  What is compared are the
-micro-batch's figures, its log-probabilities, and a digest of every master's gradient:
-
-    digest(chunk) = sum_j bits_j w_j     modulo 2^64, with random 64-bit weights w_j, of 2^20
-                                         numbers at a time
+micro-batch's figures, its log-probabilities, and a digest of every master's gradient
+(``isobit.models.checksum``).
 
 A fault that strikes alike in both passes (a wrong weight, a kernel that is wrong by rule) repeats,
 and is not seen here.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
-from isobit.kernels.noise import splitmix64
+from isobit.models.checksum import checksum_of
 
 FORWARD = "forward"
-_CHUNK = 1 << 20
 
 Pass = tuple[str, dict[str, str]]
 """Of one pass: its figures, and a digest of each gradient."""
@@ -59,17 +54,5 @@ def figures_text(figures: Sequence[Mapping[str, Any]]) -> str:
 
 
 def digest_of(x: torch.Tensor) -> str:
-    """Of the bits of an FP32 or int64 tensor, on any device."""
-    bits = x.detach().contiguous().view(-1).view(torch.int32)
-    weights = _weights(x.device)
-    sums = [
-        (chunk.to(torch.int64) * weights[: chunk.numel()]).sum() for chunk in bits.split(_CHUNK)
-    ]
-    of_chunks = torch.stack(sums).cpu().numpy().tobytes() if sums else b""
-    return hashlib.sha256(of_chunks).hexdigest()
-
-
-@cache
-def _weights(device: torch.device) -> torch.Tensor:
-    indices = torch.arange(_CHUNK, device=device)
-    return splitmix64(torch.full_like(indices, 4), indices)
+    """Of the bits of a tensor, on any device."""
+    return f"{checksum_of({'': x}):016x}"

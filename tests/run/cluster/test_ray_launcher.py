@@ -135,7 +135,7 @@ def test_a_run_whose_actor_dies_has_the_bytes_of_one_process(
     assert main(["train", RECIPE, "--output", str(on_two), *SMALL, *ray]) == 0
     killer.join()
     assert re.search(r"rank 1 .* is gone with its actor", capfd.readouterr().err)
-    for name in ("completions.jsonl", "rewards.jsonl", "model/model.safetensors"):
+    for name in ("completions.jsonl", "rewards.jsonl", "digests.jsonl", "model/model.safetensors"):
         assert (on_two / name).read_bytes() == (alone / name).read_bytes(), name
 
 

@@ -74,7 +74,8 @@ def outcome(root: Path) -> dict[str, Any]:
     files = {
         str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.suffix in (".safetensors",) or path.name in ("completions.jsonl", "rewards.jsonl")
+        if path.suffix == ".safetensors"
+        or path.name in ("completions.jsonl", "rewards.jsonl", "digests.jsonl")
     }
     metrics = [
         {name: value for name, value in line.items() if not name.startswith(timed)}

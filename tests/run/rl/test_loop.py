@@ -13,11 +13,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import isobit.run.rl.loop
 from isobit.config.precision import Preset
 from isobit.config.run import RunConfig
-from isobit.errors import RewardError
+from isobit.errors import MismatchError, RewardError
 from isobit.models.loaded import load_model
 from isobit.run.rl.loop import train
+from isobit.run.rl.setup import RlRun
+from isobit.store.state_digest import StateDigest, state_digest
 
 MakeConfig = Callable[..., RunConfig]
 LENGTH_REWARD = "return float(len(completion.token_ids) > 4 or completion.token_ids[0] % 2)"
@@ -158,3 +161,69 @@ def test_a_run_that_ends_early_keeps_its_weights_and_figures(
     ).read_bytes()
     assert (config.output / "run.json").exists()
     assert f"weights of the last update are in {config.output / 'model'}" in capsys.readouterr().out
+
+
+def flip_after_step_1(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of what the first update has left, once its digest is taken."""
+    done = list[int]()
+
+    def digest(run: RlRun) -> StateDigest:
+        made = state_digest(run)
+        if not done:
+            tensor = {
+                "weights": run.model.policy.weights("training").plain["norm.weight"],
+                "masters": run.model.policy.masters["norm.weight"].detach(),
+                "moments": run.trainer.moments()["norm.weight.exp_avg"],
+            }[kind]
+            tensor.view(torch.uint8)[1] ^= 4
+        done.append(1)
+        return made
+
+    monkeypatch.setattr(isobit.run.rl.loop, "state_digest", digest)
+
+
+@pytest.mark.parametrize("kind", ["weights", "masters", "moments"])
+def test_a_bit_that_is_lost_between_two_updates_is_told_of(
+    kind: str,
+    make_config: MakeConfig,
+    write_reward: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reward = write_reward("return float(completion.token_ids[0] % 2)")
+    flip_after_step_1(kind, monkeypatch)
+    train(make_config(reward, data={"eval": {}}))
+    assert f"{kind} in memory are not what the last update left" in capsys.readouterr().out
+
+
+def test_a_run_stops_at_a_lost_bit_and_does_not_write_it(
+    make_config: MakeConfig,
+    write_reward: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    reward = write_reward("return float(completion.token_ids[0] % 2)")
+    stop, steps = {"on_mismatch": "stop"}, {"steps": 4}
+    whole = make_config(reward, data={"eval": {}}, training=steps, output=tmp_path / "whole")
+    train(whole)
+    config = make_config(reward, data={"eval": {}}, training=steps, check=stop)
+    with monkeypatch.context() as patch:
+        flip_after_step_1("masters", patch)
+        with pytest.raises(MismatchError, match="masters in memory are not what"):
+            train(config)
+    assert not (config.output / "model").exists()
+    assert not list((config.output / "checkpoints").glob("*"))
+    train(config, resume=True)
+    for name in ("model/model.safetensors", "digests.jsonl"):
+        assert (config.output / name).read_bytes() == (whole.output / name).read_bytes()
+
+
+def test_whoever_does_not_want_to_know_is_not_told(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flip_after_step_1("masters", monkeypatch)
+    train(make_config(data={"eval": {}}, check={"state": False}))
+    assert "in memory" not in capsys.readouterr().out

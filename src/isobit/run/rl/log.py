@@ -2,23 +2,27 @@
 console, and its summary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from isobit.clock import Clock
+from isobit.errors import MismatchError
 from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.metrics import Metrics, step_metrics
 from isobit.observe.step_line import BAD, GOOD, WARNING, Part, time_left
 from isobit.observe.training_log import TrainingLog
-from isobit.proof.check import check_step
+from isobit.proof.check import check_state, check_step
+from isobit.records.text import Group
 from isobit.rewards.grade import GradeStats
 from isobit.run.rl.collected import Collected
 from isobit.run.rl.setup import RlRun
 from isobit.run.rl.signal_watch import SignalWatch
 from isobit.run.rl.summary import RlSummary, describe_summary, summarise_set
 from isobit.store.checkpoint.start import Start
+from isobit.store.state_digest import StateDigest, state_digest
+from isobit.store.step_digests import StepDigests
 from isobit.training.comparison import Comparison
 from isobit.training.step import StepMetrics
 
@@ -37,9 +41,29 @@ class RlLog(TrainingLog[EvalResult]):
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
         super().__init__(run, start, console, clock)
+        self._digests = self._open_lines(self.directory.digests) if start.writes else None
+        self._left: StateDigest | None = None
 
-    def step(self, step: int, collected: Collected, trained: StepMetrics) -> None:
-        """The figures of one step: a line of metrics, a line on the console, a few completions."""
+    def check_state(self) -> None:
+        """Whether the weights, masters and moments that are about to learn are what this process's
+        last update left; all ranks together, in the trainer's turn.  Raises MismatchError where
+        the run is to stop at that: then they are written nowhere.
+        """
+        check = self._run.config.check
+        if self._left is None or not check.state or check.on_mismatch == "ignore":
+            return
+        try:
+            self._console.notes(check_state(check, self._left, state_digest(self._run)))
+        except MismatchError:
+            self._run.trainer.is_whole = False
+            raise
+
+    def step(
+        self, step: int, collected: Collected, trained: StepMetrics, state: StateDigest
+    ) -> None:
+        """The figures of one step: a line of metrics, a line on the console, a few completions; and
+        the digests of all of them and of the ``state`` that the update has left.
+        """
         seconds = dict.fromkeys((*self.phases, *self._phases_of_step), 0.0) | self._take_seconds()
         groups, grades, engine = collected.groups, collected.grades, self._run.pending.take_engine()
         metrics = step_metrics(groups, grades, engine, trained, seconds)
@@ -48,6 +72,8 @@ class RlLog(TrainingLog[EvalResult]):
         metrics |= self._waiting_figures()
         self._write_metrics(step, metrics)
         self._write_completions(step, "train", groups)
+        self._write_digests(step, groups, state)
+        self._left = state
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
         self._totals["failed"] += grades.failed
@@ -68,6 +94,10 @@ class RlLog(TrainingLog[EvalResult]):
                 self.directory.model,
             )
         )
+
+    def _write_digests(self, step: int, groups: Sequence[Group], state: StateDigest) -> None:
+        if self._digests is not None:
+            self._digests.write(StepDigests.of(step, groups, state).line())
 
     @property
     def _phases_of_step(self) -> tuple[str, ...]:

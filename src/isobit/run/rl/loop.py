@@ -12,12 +12,13 @@ from isobit.models.folder import read_config
 from isobit.models.loaded import model_folder
 from isobit.observe.console import Console
 from isobit.parallel.world import ALONE, World
-from isobit.run.course import course
+from isobit.run.course import Course, course
 from isobit.run.rl.ahead import sampling
 from isobit.run.rl.apart import Apart, check_parts
 from isobit.run.rl.log import RlLog
-from isobit.run.rl.setup import extra_bytes, prepare_rl
+from isobit.run.rl.setup import RlRun, extra_bytes, prepare_rl
 from isobit.run.rl.summary import RlSummary
+from isobit.store.state_digest import state_digest
 
 
 def train(
@@ -58,12 +59,19 @@ def train(
         world=world,
         allowed=allowed,
     ) as training:
-        run = training.run
         for step in training.steps():
-            with sampling(training, step), training.learning():
-                batch, trained = run.learn(step)
-                run.refresh_reference(step)
-            training.log.step(step, batch, trained)
-            training.end_step(step)
+            take_step(training, step)
         training.save_model()
         return training.log.finish()
+
+
+def take_step(training: Course[RlRun, RlLog], step: int) -> None:
+    """One step, whose number is the next."""
+    run = training.run
+    with sampling(training, step), training.learning():
+        training.log.check_state()
+        batch, trained = run.learn(step)
+        run.refresh_reference(step)
+        state = state_digest(run)
+    training.log.step(step, batch, trained, state)
+    training.end_step(step)

@@ -8,6 +8,7 @@ the run one that no uninterrupted run could have been: it has to be allowed by n
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -42,6 +43,33 @@ _BITS = (
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What is refused where something has changed, and what to do then."""
+
+    name: str
+    settings: str
+    """Of settings, behind "set them back"."""
+    inputs: str
+    """Of inputs, behind "put it back"; the names that differ follow."""
+
+
+RESUMING = Doing(
+    "resumed",
+    ", or start a new run (--output PATH), or go on as another run than the one begun: "
+    "--allow-change {names}; only these may change by themselves: "
+    f"{', '.join(MAY_CHANGE)} (training.steps {MAY_CHANGE['training.steps']})",
+    ", or start a new run (--output PATH), or go on as another run than the one begun: "
+    "--allow-change {names}",
+)
+REPLAYING = Doing(
+    "replayed",
+    f"; only these change no step: {', '.join(MAY_CHANGE)}",
+    ", or replay where it is what it was; with --allow-change {names} the steps are done all the "
+    "same, and may differ for this reason alone",
+)
+
+
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Changes:
     """Dotted keys whose values differ, with both: in the saved configuration, and now."""
     old, new = flat(saved), flat(config)
@@ -58,6 +86,7 @@ def check_compatible(
     config: Mapping[str, Any],
     step: int,
     allowed: Sequence[str] = (),
+    doing: Doing = RESUMING,
 ) -> Changes:
     """The keys that differ and may: by themselves, or because the user has ``allowed`` them.
     Raises ConfigError listing all those that may not; ``step`` steps are done.
@@ -72,14 +101,10 @@ def check_compatible(
         raise ConfigError(
             "\n".join(
                 [
-                    f"this run cannot be resumed with another configuration; {len(refused)} "
+                    f"this run cannot be {doing.name} with another configuration; {len(refused)} "
                     f"{'key differs' if len(refused) == 1 else 'keys differ'}",
                     *_table(refused),
-                    "set them back, or start a new run (--output PATH), or go on as another run "
-                    f"than the one begun: --allow-change {','.join(refused)}; only these may "
-                    "change by themselves: "
-                    f"{', '.join(MAY_CHANGE)} "
-                    f"(training.steps {MAY_CHANGE['training.steps']})",
+                    "set them back" + doing.settings.format(names=",".join(refused)),
                 ]
             )
         )
@@ -87,7 +112,10 @@ def check_compatible(
 
 
 def check_inputs(
-    saved: Mapping[str, str], inputs: Mapping[str, str], allowed: Sequence[str] = ()
+    saved: Mapping[str, str],
+    inputs: Mapping[str, str],
+    allowed: Sequence[str] = (),
+    doing: Doing = RESUMING,
 ) -> Changes:
     """The same for what a run reads beside its recipe, and for its class of bits: all that differs
     is refused where it is not ``allowed``.  What ``saved`` does not name is not compared.
@@ -102,11 +130,11 @@ def check_inputs(
         raise ConfigError(
             "\n".join(
                 [
-                    "this run cannot be resumed: not all that its steps depend on is what it was",
+                    f"this run cannot be {doing.name}: not all that its steps depend on is what it "
+                    "was",
                     *_table(refused),
                     *([_BITS] if any(is_allowed(name, ["bits"]) for name in refused) else []),
-                    "put it back, or start a new run (--output PATH), or go on as another run than "
-                    f"the one begun: --allow-change {','.join(refused)}",
+                    "put it back" + doing.inputs.format(names=",".join(refused)),
                 ]
             )
         )

@@ -10,7 +10,14 @@ from typing import Any
 from isobit.config.recipe import Recipe
 from isobit.errors import CheckpointError
 from isobit.store.bits import recorded_class
-from isobit.store.checkpoint.compatible import Changes, check_inputs, check_names, flat
+from isobit.store.checkpoint.compatible import (
+    RESUMING,
+    Changes,
+    Doing,
+    check_inputs,
+    check_names,
+    flat,
+)
 from isobit.store.checkpoint.format import Checkpoint
 from isobit.store.checkpoint.state import TRAINED_ON
 from isobit.store.directory import RunDirectory, no_run
@@ -46,6 +53,7 @@ def compare(
     environment: Mapping[str, Any],
     allowed: Sequence[str],
     settings: Collection[str] = (),
+    doing: Doing = RESUMING,
 ) -> Changes:
     """Inputs and class of bits that differ and are ``allowed``, as are the ``settings`` that do.
     Raises ConfigError for others, and for an allowed name that means nothing.
@@ -55,7 +63,7 @@ def compare(
     found = {**inputs, **{f"bits.{name}": value for name, value in now.items()}}
     keys = {*flat(config.model_dump(mode="json")), *settings}
     check_names(allowed, {*keys, *saved, *found})
-    return check_inputs(saved, found, allowed)
+    return check_inputs(saved, found, allowed, doing)
 
 
 def run_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> dict[str, Any]:

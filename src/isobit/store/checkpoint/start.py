@@ -26,7 +26,10 @@ from isobit.store.budget_record import drop_torn_line, read_changes
 from isobit.store.checkpoint import state
 from isobit.store.checkpoint.compatible import (
     MAY_CHANGE,
+    REPLAYING,
+    RESUMING,
     Changes,
+    Doing,
     check_compatible,
     is_allowed,
 )
@@ -77,6 +80,8 @@ class Start:
     """Those recorded after the checkpoint."""
     allowed: Sequence[str] = ()
     """Names of what the user lets change."""
+    doing: Doing = RESUMING
+    """What is refused where inputs or bits are others."""
     place: Place = field(default_factory=Place)
     """Where the directory is; of the rank that writes."""
 
@@ -113,7 +118,9 @@ class Start:
             settings = tuple(self.changed)
             more = together(
                 world,
-                lambda: compare(old, run.config, run.inputs, now, self.allowed, settings),
+                lambda: compare(
+                    old, run.config, run.inputs, now, self.allowed, settings, self.doing
+                ),
             )
             self.changed.update(more)
             self._say_changes(old, now)
@@ -239,6 +246,49 @@ def begin(
             found["changed"],
             [BudgetChange(**change) for change in found["budget"]],
             allowed,
+        )
+
+
+@contextmanager
+def begin_again(
+    config: Recipe,
+    source: RunDirectory,
+    manifest: Mapping[str, Any],
+    checkpoint: Checkpoint | None,
+    rewards: RewardRecord,
+    say: Say,
+    world: World = ALONE,
+    allowed: Sequence[str] = (),
+) -> Iterator[Start]:
+    """Where steps of the run in ``source``, whose ``run.json`` holds ``manifest``, are done again:
+    at a checkpoint of its, or at the beginning, and in the empty directory ``config.output``, into
+    which alone is written.  Rewards come from ``rewards``, changes of the budget from the run.
+
+    ``Start.restore`` raises ConfigError for inputs or a class of bits that are others than the
+    run's and not ``allowed``.
+    """
+    directory, hosts = RunDirectory(config.output), world.messages(world.host)
+    found = told(
+        world,
+        lambda: [
+            asdict(change)
+            for change in read_changes(source.budget, _position(checkpoint, source.budget))
+        ],
+    )
+    changes = [BudgetChange(**change) for change in found]
+    with ExitStack() as lock:
+        yield Start(
+            directory,
+            rewards,
+            world,
+            hosts,
+            lock,
+            say,
+            manifest,
+            checkpoint,
+            budget_changes=changes,
+            allowed=allowed,
+            doing=REPLAYING,
         )
 
 

@@ -1,0 +1,132 @@
+"""``isobit replay RUN [--step K]``: whether steps of a recorded run, done again, come out as they
+were recorded.
+
+Exit codes: 0 all equal, 1 something differs, 2 it cannot be replayed.
+"""
+
+import traceback
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isobit.cli.arguments import positive, whole
+from isobit.cli.ranks import obey_as_rank, start_ranks
+from isobit.cli.waiting import starting
+from isobit.config.limits import MAX_PROCESSES
+from isobit.errors import IsobitError
+
+if TYPE_CHECKING:
+    from isobit.parallel.world import World
+    from isobit.run.rl.replay import ReplayResult
+
+NOT_COMPARED = 2
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Replay, print what differs and return the exit code.  Raises IsobitError for anything that
+    cannot be used.
+    """
+    try:
+        return obey_as_rank(arguments, _replay)
+    except IsobitError:
+        raise
+    except Exception:  # a fault is no difference: 1 is kept for those
+        traceback.print_exc()
+        return NOT_COMPARED
+
+
+def _replay(arguments: Sequence[str], world: "World | None") -> int:
+    options, overrides = _parser().parse_known_args(arguments)
+    if world is None and options.processes > 1:
+        start_ranks("replay", arguments, options.processes, threads=None)
+        return 0
+    with starting():
+        from isobit.parallel.world import ALONE
+        from isobit.run.rl.replay import replay
+
+    allowed = [name for names in options.allow_change for name in names.split(",") if name]
+    result = replay(
+        options.run,
+        options.step,
+        _say,
+        overrides,
+        allowed,
+        options.recorded_rewards,
+        world or ALONE,
+    )
+    if world is None or world.rank == 0:
+        print(_describe(options.run, result))
+    if world is not None and result.exit_code:
+        raise _DiffersError(_describe(options.run, result))
+    return result.exit_code
+
+
+class _DiffersError(IsobitError):
+    """Of several ranks, whose launcher takes an error as the reason that they end."""
+
+    exit_code = 1
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _describe(root: Path, result: "ReplayResult") -> str:
+    from isobit.run.rl.replay import describe_steps
+
+    done = f"{root}: {describe_steps(result.first, result.last)} done again"
+    if not result.differences:
+        return f"{done}: all equal"
+    count, first = len(result.differences), result.differences[0].step
+    where = f"in step {first}" if first else "before the first step"
+    return f"{done}: {count} difference{'s' if count > 1 else ''}, the first {where}"
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="isobit replay",
+        description=(
+            "Do steps of a recorded run again, from a checkpoint or from the start, and compare "
+            "tokens, log-probabilities,\nrewards and weights with what the run has recorded.  "
+            "Exits 1 on any difference, and names the step.  Nothing is\nwritten into RUN."
+        ),
+        epilog=(
+            "After RUN, --KEY VALUE sets keys of the recipe that change no step, for example "
+            "--rollout.kv_memory_gib 20; all\nothers are refused."
+        ),
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="the directory that `isobit train` wrote"
+    )
+    parser.add_argument(
+        "--step",
+        type=positive,
+        metavar="K",
+        help="do step K again, from the newest checkpoint before it; by default all steps, from "
+        "the start",
+    )
+    parser.add_argument(
+        "--recorded-rewards",
+        action="store_true",
+        help="take the rewards from rewards.jsonl where it has these completions, for a reward "
+        "that does not repeat (a judge, a clock); by default all are graded anew",
+    )
+    parser.add_argument(
+        "--allow-change",
+        metavar="NAME[,NAME..]",
+        action="append",
+        default=[],
+        help="an input, or a class of bits, that may be other than in the run; a refused replay "
+        "names them",
+    )
+    parser.add_argument(
+        "--processes",
+        type=whole(1, MAX_PROCESSES),
+        default=1,
+        metavar="N",
+        help="one a GPU, whatever the run had; by default 1",
+    )
+    return parser

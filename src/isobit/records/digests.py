@@ -1,0 +1,74 @@
+"""SHA-256 of what a step was given: the tokens of its completions, what was recorded of them, and
+their rewards.
+
+    tokens       prompts by id with their visits, and of each completion its length, why it ended,
+                 int32 of all its tokens, prompt included, and of the weights that drew each
+    log_probs    the FP32 bits recorded of each token of the responses: of the full distribution,
+                 and of the truncated one and of the experts where there are any
+    rewards      of each group as JSON, whose decimals keep every bit: rewards, those of several
+                 parts, and the baseline
+
+Numbers are little-endian and end to end, completion by completion, in the order of the groups.
+"""
+
+import hashlib
+import json
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+from isobit.records.text import Completion, Group
+
+
+def group_digests(groups: Sequence[Group]) -> dict[str, str]:
+    """Of graded groups, by name."""
+    return {
+        "tokens": _tokens(groups),
+        "log_probs": _log_probs(groups),
+        "rewards": rewards_digest(groups),
+    }
+
+
+def rewards_digest(groups: Sequence[Group]) -> str:
+    """Of what the groups have been given."""
+    given = [[group.rewards, group.reward_parts, group.baseline] for group in groups]
+    return hashlib.sha256(json.dumps(given).encode()).hexdigest()
+
+
+def _tokens(groups: Sequence[Group]) -> str:
+    answered = [
+        [
+            group.prompt.id,
+            group.visit,
+            [[one.sequence.length, one.finish_reason] for one in group.completions],
+        ]
+        for group in groups
+    ]
+    digest = hashlib.sha256(json.dumps(answered).encode())
+    for completion in _all(groups):
+        sequence = completion.sequence
+        digest.update(_bytes("i", sequence.token_ids))
+        digest.update(_bytes("i", sequence.weights_versions))
+    return digest.hexdigest()
+
+
+def _log_probs(groups: Sequence[Group]) -> str:
+    digest = hashlib.sha256()
+    for completion in _all(groups):
+        digest.update(_bytes("f", completion.log_probs))
+        if completion.truncated_log_probs is not None:
+            digest.update(_bytes("f", completion.truncated_log_probs))
+        if completion.routings is not None:
+            digest.update(_bytes("q", completion.routings))
+    return digest.hexdigest()
+
+
+def _all(groups: Sequence[Group]) -> Iterable[Completion]:
+    return (completion for group in groups for completion in group.completions)
+
+
+def _bytes(kind: str, numbers: Iterable[float]) -> array:
+    made = array(kind, numbers)
+    if sys.byteorder == "big":
+        made.byteswap()
+    return made

@@ -1,0 +1,88 @@
+"""``isobit replay RUN``: its lines, its exit codes, and that it starts processes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isobit.cli.main import main
+from isobit.config.run import RunConfig
+from isobit.run.rl.loop import train
+
+
+@pytest.fixture
+def run(make_config: Callable[..., RunConfig]) -> Path:
+    """Of two steps, without a checkpoint of the first."""
+    config = make_config(threads=1)
+    train(config)
+    return config.output
+
+
+def change_reward(run: Path) -> None:
+    path = run / "rewards.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    graded = [line for line in lines if line["prompts"][0][0].startswith("train")]
+    graded[1]["rewards"][0][1] = 0.5
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_equal_is_0_and_every_step_has_a_line(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["replay", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"replaying steps 1 to 2 of {run} from the start",
+        "step 1: tokens, log-probabilities, rewards and weights are equal",
+        "step 2: tokens, log-probabilities, rewards and weights are equal",
+        f"{run}/model: every file is equal",
+        f"{run}: steps 1 to 2 done again: all equal",
+    ]
+    assert main(["replay", str(run), "--step", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{run}: step 1 done again: all equal"
+
+
+def test_a_difference_is_1_and_names_the_step(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    change_reward(run)
+    assert main(["replay", str(run), "--step", "2"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[2].startswith("step 2: rewards differ: train/")
+    assert said[2].endswith("sample 1: 0.5 in rewards.jsonl, 0.0 graded again")
+    assert said[-1] == f"{run}: steps 1 to 2 done again: 1 difference, the first in step 2"
+    assert main(["replay", str(run), "--step", "1"]) == 0
+
+
+def test_what_cannot_be_replayed_is_2(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    for words in ([str(run), "--step", "3"], [str(tmp_path)], [str(run), "--seed", "1"]):
+        assert main(["replay", *words]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    with pytest.raises(SystemExit) as exit_:
+        main(["replay", str(run), "--step", "0"])
+    assert exit_.value.code == 2
+
+
+def test_a_fault_is_no_difference(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import isobit.run.rl.replay
+
+    monkeypatch.setattr(isobit.run.rl.replay, "take_step", lambda *_: 1 / 0)
+    assert main(["replay", str(run)]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_several_processes_say_once_what_they_found(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(run), "--processes", "2"]) == 0
+    change_reward(run)
+    assert main(["replay", str(run), "--processes", "2"]) == 1
+    printed = capfd.readouterr()
+    assert (printed.out + printed.err).count("0.5 in rewards.jsonl") == 1

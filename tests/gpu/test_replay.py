@@ -1,0 +1,104 @@
+"""On a GPU: checksums are those of the host, and a run that is done again is equal, whose moments
+travel to the host between updates, too.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from isobit.config.precision import PrecisionConfig
+from isobit.models.checksum import checksum_of
+from isobit.models.config import ModelConfig
+from isobit.models.policy import Policy, random_policy
+from isobit.models.saving import save_policy
+from isobit.starter import starter_folder
+
+SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
+REWARD = """
+def reward(prompt, completion):
+    return sum(token % 3 == 0 for token in completion.token_ids) / max(len(completion.token_ids), 1)
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+def test_a_checksum_is_that_of_the_host(dtype: torch.dtype) -> None:
+    data = torch.randint(0, 256, (9_000_011 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    there = data.cuda()
+    whole = checksum_of({"x": there})
+    assert whole == checksum_of({"x": data})
+    there.view(torch.uint8)[8_500_000] ^= 1
+    assert checksum_of({"x": there}) != whole
+
+
+def test_published_weights_have_a_checksum(shape: str, make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy(shape, "fp8")
+    whole = policy.checksum()
+    policy.weights("training").plain["norm.weight"].view(torch.uint8)[7] ^= 1
+    assert policy.checksum() != whole
+
+
+@pytest.fixture(params=["fp32", "fp8"])
+def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Six steps, and checkpoints after 2, 4 and 6."""
+    policy = random_policy(SMALL, PrecisionConfig(), 0, "cuda")
+    save_policy(policy, tmp_path / "model", tokenizer_from=starter_folder())
+    del policy
+    torch.cuda.empty_cache()
+    (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
+    content: dict[str, Any] = {
+        "model": str(tmp_path / "model"),
+        "output": str(tmp_path / "run"),
+        "device": "cuda",
+        "data": {
+            "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 32},
+            "eval": {"held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 8}},
+        },
+        "reward": {"function": f"{tmp_path / 'reward.py'}:reward", "in_process": True},
+        "rollout": {"max_new_tokens": 64, "kv_memory_gib": 2.0},
+        "training": {
+            "steps": 6,
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "tokens_per_microbatch": 256,
+            "learning_rate": 1e-4,
+            "moments": request.param,
+            "offload_moments": request.param == "fp32",
+        },
+        "evaluation": {"every": 3},
+        "checkpoint": {"every": 2, "keep_last": 3},
+    }
+    path = tmp_path / "recipe.toml"
+    path.write_text(tomli_w.dumps(content), encoding="utf-8")
+    return path
+
+
+def isobit(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "isobit.cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_run_done_again_is_equal_and_a_change_is_found(recipe: Path) -> None:
+    trained = isobit("train", str(recipe))
+    assert trained.returncode == 0, trained.stderr
+    assert "in memory are not" not in trained.stdout
+    run = recipe.with_name("run")
+    for words in ([], ["--step", "5"]):
+        made = isobit("replay", str(run), *words)
+        assert made.returncode == 0, made.stdout + made.stderr
+    path = run / "digests.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[4]["moments"] = "0" * 16
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = isobit("replay", str(run), "--step", "5")
+    assert made.returncode == 1, made.stdout + made.stderr
+    assert "step 5: AdamW's moments differ" in made.stdout

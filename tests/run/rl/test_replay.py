@@ -1,0 +1,395 @@
+"""Steps done again come out as they were recorded; of a recorded run of which anything was changed
+afterwards, what was changed is named with its step.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.config.run import RunConfig
+from isobit.errors import ConfigError
+from isobit.models.tensor_file import TensorFile
+from isobit.parallel.world import ALONE, World
+from isobit.run.rl.loop import train
+from isobit.run.rl.replay import ReplayResult, replay
+from isobit.store.checkpoint.format import CHUNK_BYTES, _json_sha256
+from tests.worlds import in_world
+
+REWARD = "def reward(prompt, completion):\n    return float(completion.token_ids[0] % 3)\n"
+STEPS = 6
+
+
+def settings(folder: Path, model: Path, output: Path, **sections: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "model": str(model),
+        "output": output,
+        "seed": 3,
+        "threads": 1,
+        "data": {
+            "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 16},
+            "eval": {"held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 3}},
+        },
+        "reward": {"function": f"{folder / 'reward.py'}:reward", "in_process": True},
+        "rollout": {"max_new_tokens": 6},
+        "training": {
+            "steps": STEPS,
+            "prompts_per_step": 2,
+            "samples_per_prompt": 4,
+            "learning_rate": 1e-2,
+        },
+        "evaluation": {"every": 2},
+        "checkpoint": {"every": 2, "keep_last": 3},
+    }
+    for name, value in sections.items():
+        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
+    return RunConfig.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tiny_folder: Path) -> Path:
+    """A finished run with checkpoints after steps 2, 4 and 6."""
+    torch.set_num_threads(1)
+    train(settings(folder, tiny_folder, folder / "run"))
+    return folder / "run"
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def found(result: ReplayResult) -> list[tuple[int, str]]:
+    return [(one.step, one.what) for one in result.differences]
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def change_line(path: Path, wanted: Callable[[dict[str, Any]], bool], change: Any) -> None:
+    """Change the first line that is wanted, as somebody with an editor does."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    one = next(line for line in lines if wanted(line))
+    change(one)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def flip_byte(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def make_consistent(folder: Path) -> None:
+    """Write the digests of a checkpoint's files as they are now into its manifest."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    for name, recorded in manifest["files"].items():
+        data = (folder / name).read_bytes()
+        assert len(data) < CHUNK_BYTES
+        recorded["sha256"] = [hashlib.sha256(data).hexdigest()]
+    path.write_text(json.dumps({**manifest, "sha256": _json_sha256(manifest)}))
+
+
+def test_all_steps_are_equal_and_nothing_is_written(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(whole)
+    said = list[str]()
+    result = replay(whole, say=said.append)
+    assert found(result) == [] and result.exit_code == 0
+    assert (result.first, result.last) == (1, STEPS)
+    assert said[0] == f"replaying steps 1 to 6 of {whole} from the start"
+    equal = [
+        f"step {n}: tokens, log-probabilities, rewards and weights are equal" for n in range(1, 7)
+    ]
+    assert said[1:] == [*equal, f"{whole / 'model'}: every file is equal"]
+    assert contents(whole) == before
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("step", "first"), [(1, 1), (2, 1), (3, 3), (4, 3), (6, 5)])
+def test_a_step_is_done_from_the_checkpoint_before_it(step: int, first: int, whole: Path) -> None:
+    result = replay(whole, step)
+    assert found(result) == [] and (result.first, result.last) == (first, step)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"asynchrony": {"lag": 2}},
+        {"replay": {"fraction": 0.5}},
+        {"algorithm": {"name": "ppo"}},
+        {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}, "reference": {"refresh_every": 2}},
+        {"algorithm": {"name": "remax"}},
+        {"precision": "bf16", "training": {"updates_per_batch": 2}},
+    ],
+    ids=["lag", "buffer", "ppo", "reference", "remax", "bf16"],
+)
+def test_what_can_be_resumed_can_be_replayed(
+    sections: dict[str, Any], folder: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    if "asynchrony" in sections:
+        sections = {"async": sections["asynchrony"]}
+    train(settings(folder, tiny_folder, tmp_path / "run", **sections))
+    for step in (None, 5):
+        assert found(replay(tmp_path / "run", step)) == []
+
+
+def test_a_run_that_was_resumed_is_replayed(
+    folder: Path, tiny_folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Interrupted after step 4, and with other evaluations than at first."""
+    root = tmp_path / "run"
+    constant = {"training": {"schedule": "constant"}}
+    train(settings(folder, tiny_folder, root, **{"training": {**constant["training"], "steps": 4}}))
+    train(settings(folder, tiny_folder, root, **constant, evaluation={"every": 3}), resume=True)
+    assert found(replay(root)) == []
+    assert found(replay(root, 6)) == []
+
+
+@pytest.mark.parametrize("step", [None, 6])
+def test_a_byte_of_the_trained_model(step: int | None, run: Path) -> None:
+    path = run / "model" / "model.safetensors"
+    flip_byte(path, path.stat().st_size - 3)
+    ((of, what),) = found(replay(run, step))
+    assert of == STEPS and what.startswith(f"weights differ: {path}, ")
+    last = list(TensorFile(path).stored)[-1]
+    assert f"{last} first" in what
+
+
+@pytest.mark.parametrize("step", [None, 4, 5])
+@pytest.mark.parametrize("file", ["masters.safetensors", "optimiser.safetensors", "state.json"])
+def test_a_byte_of_a_checkpoint(file: str, step: int | None, run: Path) -> None:
+    path = run / "checkpoints" / "step_000004" / file
+    flip_byte(path, path.stat().st_size - 30)
+    said = list[str]()
+    result = replay(run, step, said.append)
+    ((of, what),) = found(result)
+    assert of == 4 and what.startswith("checkpoint step_000004 is damaged: ")
+    assert str(path) in what and f"step 4: {what}" in said
+    assert result.first == (1 if step is None else 3), "from the one before it"
+
+
+@pytest.mark.parametrize("step", [None, 4, 5])
+@pytest.mark.parametrize(
+    ("file", "name"), [("masters.safetensors", "masters"), ("optimiser.safetensors", "moments")]
+)
+def test_a_byte_of_a_checkpoint_whose_manifest_was_changed_with_it(
+    file: str, name: str, step: int | None, run: Path
+) -> None:
+    folder = run / "checkpoints" / "step_000004"
+    flip_byte(folder / file, (folder / file).stat().st_size - 30)
+    make_consistent(folder)
+    ((of, what),) = found(replay(run, step))
+    assert of == 4 and f"does not hold the {name} that digests.jsonl has" in what
+
+
+def test_a_cursor_of_a_checkpoint_whose_manifest_was_changed_with_it(run: Path) -> None:
+    """It is in no digest: what follows from it is."""
+    path = run / "checkpoints" / "step_000004" / "state.json"
+    state = json.loads(path.read_text())
+    state["sampler"]["cursor"] -= 1
+    path.write_text(json.dumps(state))
+    manifest = path.with_name("manifest.json")
+    content = json.loads(manifest.read_text())
+    content["files"]["state.json"]["bytes"] = path.stat().st_size
+    manifest.write_text(json.dumps(content))
+    make_consistent(path.parent)
+    assert {of for of, _ in found(replay(run, 5))} == {5}
+
+
+@pytest.mark.parametrize("value", [7.25, 1.0000000000000002, None])
+def test_a_reward_of_training(value: float | None, run: Path) -> None:
+    def change(line: dict[str, Any]) -> None:
+        line["rewards"][1][2] = value
+
+    change_line(
+        run / "rewards.jsonl",
+        lambda line: line["prompts"][0][0].startswith("train") and line["weights_version"] == 3,
+        change,
+    )
+    ((of, what),) = found(replay(run))
+    assert of == 3 and f"sample 2: {value} in rewards.jsonl, " in what
+    ((of, _),) = found(replay(run, 3))
+    assert of == 3
+
+
+def test_a_reward_of_an_evaluation(run: Path) -> None:
+    for version, step in ((1, 0), (5, 4)):
+        change_line(
+            run / "rewards.jsonl",
+            lambda line, version=version: (
+                line["prompts"][0][0].startswith("held_out") and line["weights_version"] == version
+            ),
+            lambda line: line["rewards"][0].__setitem__(0, 9.0),
+        )
+        steps = [of for of, what in found(replay(run)) if "9.0 in rewards.jsonl" in what]
+        assert step in steps
+
+
+@pytest.mark.parametrize("key", ["completion", "token_texts", "log_probs", "reward", "prompt"])
+@pytest.mark.parametrize(("source", "step"), [("train", 5), ("held_out", 2)])
+def test_a_completion(key: str, source: str, step: int, run: Path) -> None:
+    def change(line: dict[str, Any]) -> None:
+        line[key] = [*line[key][:-1], "x"] if isinstance(line[key], list) else f"{line[key]}x"
+
+    change_line(
+        run / "completions.jsonl",
+        lambda line: line["step"] == step and line["source"] == source,
+        change,
+    )
+    ((of, what),) = found(replay(run))
+    assert of == step and what.startswith("completions.jsonl") and what.endswith(f": {key}")
+
+
+@pytest.mark.parametrize(
+    "name", ["tokens", "log_probs", "rewards", "weights", "masters", "moments"]
+)
+def test_a_digest(name: str, run: Path) -> None:
+    def change(line: dict[str, Any]) -> None:
+        line[name] = ("0" if line[name][0] != "0" else "1") + line[name][1:]
+
+    change_line(run / "digests.jsonl", lambda line: line["step"] == 3, change)
+    result = replay(run)
+    ((of, what),) = found(result)
+    assert of == 3 and "differ: digests.jsonl has" in what
+    assert result.last == (3 if name in ("weights", "masters", "moments") else STEPS)
+
+
+@pytest.mark.parametrize("file", ["digests.jsonl", "rewards.jsonl", "completions.jsonl"])
+def test_a_line_that_is_no_line_any_more(file: str, run: Path) -> None:
+    path = run / file
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = len(lines) // 2
+    lines[place] = lines[place][:-10] + b"\n"
+    path.write_bytes(b"".join(lines))
+    result = replay(run)
+    assert len({of for of, _ in found(result)}) == 1 and result.exit_code == 1
+    assert file in found(result)[0][1]
+
+
+def test_a_last_line_that_is_gone(run: Path) -> None:
+    path = run / "digests.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    for step in (None, STEPS):
+        result = replay(run, step)
+        assert found(result) == [(STEPS, "digests.jsonl has no whole line of it")]
+        assert result.last == STEPS
+
+
+def test_a_reward_that_does_not_repeat(folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    """It is a difference; with the recorded rewards the steps are equal."""
+    (tmp_path / "reward.py").write_text(
+        "import random\n\n"
+        "def reward(prompt, completion):\n    return random.SystemRandom().random()\n"
+    )
+    train(settings(tmp_path, tiny_folder, tmp_path / "run"))
+    result = replay(tmp_path / "run", 3)
+    assert {of for of, _ in found(result)} == {3}
+    whats = [what for _, what in found(result)]
+    assert any("graded again" in what for what in whats)
+    assert any(what.startswith("published weights differ") for what in whats)
+    assert not any(what.startswith(("tokens", "log-prob")) for what in whats)
+    for step in (None, 3):
+        assert found(replay(tmp_path / "run", step, recorded_rewards=True)) == []
+
+
+def test_a_recorded_reward_that_was_changed_is_not_believed(run: Path) -> None:
+    change_line(
+        run / "rewards.jsonl",
+        lambda line: line["prompts"][0][0].startswith("train") and line["weights_version"] == 3,
+        lambda line: line["rewards"][1].__setitem__(2, 7.25),
+    )
+    result = replay(run, recorded_rewards=True)
+    assert found(result)[0] == (3, found(result)[0][1]) and "rewards differ" in found(result)[0][1]
+
+
+def test_other_data_another_reward_and_other_settings_are_refused(
+    run: Path, folder: Path, tmp_path: Path
+) -> None:
+    manifest = json.loads((run / "run.json").read_text())
+    manifest["bits"]["torch"] = "1.0"
+    (run / "run.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        ConfigError, match=r"cannot be replayed(.|\n)*bits\.torch: '1\.0' in the run"
+    ):
+        replay(run)
+    assert found(replay(run, allowed=["bits.torch"])) == []
+    with pytest.raises(ConfigError, match=r"cannot be replayed(.|\n)*training\.learning_rate"):
+        replay(run, overrides=["--training.learning_rate", "1.0"])
+    assert found(replay(run, 1, allowed=["bits"], overrides=["--rollout.max_sequences", "3"])) == []
+
+
+def test_what_cannot_be_replayed_is_refused_by_name(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--step is 7, but of .* steps 1 to 6 can be done again"):
+        replay(run, 7)
+    with pytest.raises(ConfigError, match=r"holds no run \(there is no run.json\)"):
+        replay(tmp_path / "nothing")
+    digests = (run / "digests.jsonl").read_bytes()
+    (run / "digests.jsonl").unlink()
+    with pytest.raises(ConfigError, match="has no digests of its steps"):
+        replay(run)
+    # of a run that an older Isobit began
+    (run / "digests.jsonl").write_bytes(b"".join(digests.splitlines(keepends=True)[2:]))
+    with pytest.raises(ConfigError, match="steps 3 to 6 can be done again: the first step with"):
+        replay(run, 2)
+    assert (replay(run).first, found(replay(run))) == (3, [])
+    shutil.rmtree(run / "checkpoints" / "step_000002")
+    assert replay(run).first == 5
+    with pytest.raises(ConfigError, match="no checkpoint from which step 4 could be done again"):
+        replay(run, 4)
+    manifest = json.loads((run / "run.json").read_text())
+    del manifest["config"]["algorithm"]
+    (run / "run.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match="a run of `isobit sft`"):
+        replay(run)
+
+
+def test_a_run_that_went_on_as_another_one(folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    train(settings(folder, tiny_folder, root, training={"schedule": "constant", "steps": 4}))
+    other = settings(
+        folder, tiny_folder, root, training={"schedule": "constant", "learning_rate": 2e-2}
+    )
+    train(other, resume=True, allowed=["training.learning_rate"])
+    result = replay(root)
+    assert found(result) == [] and (result.first, result.last) == (5, 6)
+    with pytest.raises(ConfigError, match=r"steps 5 to 6 .*another training\.learning_rate"):
+        replay(root, 4)
+
+
+def by_a_rank(world: World, root: str) -> list[list[Any]]:
+    return [list(one) for one in found(replay(Path(root), world=world))]
+
+
+def test_several_processes_find_the_same(run: Path) -> None:
+    flip_byte(run / "checkpoints" / "step_000004" / "masters.safetensors", 5000)
+    change_line(
+        run / "completions.jsonl",
+        lambda line: line["step"] == 3,
+        lambda line: line.update(completion="x"),
+    )
+    one, other = in_world(2, "tests.run.rl.test_replay:by_a_rank", str(run))
+    assert one == other == by_a_rank(ALONE, str(run))
+    assert [of for of, _ in one] == [3, 4]
