@@ -33,10 +33,12 @@ from isobit.parallel.world import ALONE, World
 from isobit.run.course import Begins, Course, course
 from isobit.run.rl.log import RlLog
 from isobit.run.rl.loop import take_step
+from isobit.run.rl.replay_checkpoints import Difference
 from isobit.run.rl.replay_compare import Comparer, different_files
-from isobit.run.rl.replay_source import Difference, ReplaySource, find_source
+from isobit.run.rl.replay_source import ReplaySource, find_source
 from isobit.run.rl.setup import RlRun, prepare_rl
-from isobit.store.checkpoint.start import Start, begin_again
+from isobit.store.checkpoint.again import begin_again
+from isobit.store.checkpoint.start import Start
 from isobit.store.checkpoint.usable import Say
 from isobit.store.recorded_lines import read_lines
 from isobit.store.reward_record import KnownRewards, RewardRecord

@@ -26,7 +26,6 @@ from isobit.store.budget_record import drop_torn_line, read_changes
 from isobit.store.checkpoint import state
 from isobit.store.checkpoint.compatible import (
     MAY_CHANGE,
-    REPLAYING,
     RESUMING,
     Changes,
     Doing,
@@ -236,7 +235,7 @@ def begin(
         )
         yield Start(
             directory,
-            RewardRecord(say, rewards, _position(checkpoint, directory.rewards)),
+            RewardRecord(say, rewards, position_at(checkpoint, directory.rewards)),
             world,
             hosts,
             lock,
@@ -246,49 +245,6 @@ def begin(
             found["changed"],
             [BudgetChange(**change) for change in found["budget"]],
             allowed,
-        )
-
-
-@contextmanager
-def begin_again(
-    config: Recipe,
-    source: RunDirectory,
-    manifest: Mapping[str, Any],
-    checkpoint: Checkpoint | None,
-    rewards: RewardRecord,
-    say: Say,
-    world: World = ALONE,
-    allowed: Sequence[str] = (),
-) -> Iterator[Start]:
-    """Where steps of the run in ``source``, whose ``run.json`` holds ``manifest``, are done again:
-    at a checkpoint of its, or at the beginning, and in the empty directory ``config.output``, into
-    which alone is written.  Rewards come from ``rewards``, changes of the budget from the run.
-
-    ``Start.restore`` raises ConfigError for inputs or a class of bits that are others than the
-    run's and not ``allowed``.
-    """
-    directory, hosts = RunDirectory(config.output), world.messages(world.host)
-    found = told(
-        world,
-        lambda: [
-            asdict(change)
-            for change in read_changes(source.budget, _position(checkpoint, source.budget))
-        ],
-    )
-    changes = [BudgetChange(**change) for change in found]
-    with ExitStack() as lock:
-        yield Start(
-            directory,
-            rewards,
-            world,
-            hosts,
-            lock,
-            say,
-            manifest,
-            checkpoint,
-            budget_changes=changes,
-            allowed=allowed,
-            doing=REPLAYING,
         )
 
 
@@ -308,8 +264,8 @@ def _decide(
     changed = _check_settings(old, config, step, allowed)
     on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
     _plan_disk(config, shape, extra_bytes, on_disk).check()
-    rewards = whole_lines(directory.rewards, _position(checkpoint, directory.rewards))
-    budget = read_changes(directory.budget, _position(checkpoint, directory.budget))
+    rewards = whole_lines(directory.rewards, position_at(checkpoint, directory.rewards))
+    budget = read_changes(directory.budget, position_at(checkpoint, directory.budget))
     return json.dumps(
         {
             "old": old,
@@ -352,7 +308,7 @@ def preview(
     say(f"--resume would go on after step {step} of {config.training.steps}")
 
 
-def _position(checkpoint: Checkpoint | None, path: Path) -> int:
+def position_at(checkpoint: Checkpoint | None, path: Path) -> int:
     """Bytes of a file of the run at a checkpoint, of one that has lost some all that it has."""
     recorded = checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
     return min(recorded, path.stat().st_size) if path.is_file() else 0
