@@ -218,9 +218,15 @@ ROWS: dict[int, Row] = {
         ),
     ),
     19: Row(
-        "weights arrive stale: sampled with others than the specified ones",
-        "found by comparing every log-probability with the training forward",
+        "weights arrive stale, in part, or in another order; sampled with others than specified",
+        "a checksum of all bytes, each in its place, ends all ranks before a token is drawn; "
+        "every log-probability is compared with the training forward besides",
         (
+            "models/test_handover.py::"
+            "test_weights_that_arrive_otherwise_end_all_ranks_before_they_are_read",
+            "faults/test_ranks.py::"
+            "test_weights_that_arrive_permuted_end_the_run_before_anything_is_sampled_with_them",
+            "run/rl/test_apart.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
             "run/rl/test_lag.py::test_a_run_that_samples_with_the_newest_weights_is_found",
             "run/rl/test_lag.py::test_what_is_compared_after_the_weights_moved_differs",
             "proof/test_check.py::"

@@ -1,19 +1,26 @@
-"""A rank that is killed while all write a checkpoint ends the run, not the checkpoint before: one
-process goes on from it, to the bytes of the run that nothing happened to.
+"""A rank that is killed while all write a checkpoint ends the run, not the checkpoint before; nor
+do weights that arrive otherwise than they were sent.  One process goes on from it, to the bytes of
+the run that nothing happened to.
 """
 
 import os
 import signal
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from isobit.config.run import RunConfig
+from isobit.errors import MismatchError
+from isobit.models.published import Published
 from isobit.models.tensor_file import FilePlan
 from isobit.models.tensor_slices import Slice
 from isobit.parallel.world import World
+from isobit.precision.quant_tensor import QuantTensor
+from isobit.rollout.native.engine import NativeEngine
 from isobit.run.rl.loop import train
 from isobit.store.checkpoint import format as checkpoint_format
 from tests.worlds import in_world
@@ -47,6 +54,57 @@ def test_a_rank_killed_while_all_write(
         in_world(2, f"{__name__}:train_and_be_killed", config.model_dump(mode="json"))
     left = {path.name for path in (config.output / "checkpoints").iterdir()}
     assert left - {".step_000004.partial"} == {"step_000002"}
+    train(config, resume=True)
+    assert without_ranks(outcome(config.output)) == without_ranks(expected)
+
+
+def train_with_permuted_weights(world: World, values: dict[str, Any]) -> list[Any]:
+    """A run to whose last rank the rows of a matrix come in another order in step 3; -> what was
+    raised, the engine's steps after that, and the checkpoints.
+    """
+    gather, step = Published.gather, NativeEngine.step
+    publications, steps_after = count(1), list[int]()
+
+    def permuting(published: Published, *rest: Any) -> None:
+        gather(published, *rest)
+        if next(publications) < 5:  # two updates a step
+            return
+        steps_after.append(0)
+        if world.rank == world.size - 1:
+            matrix = published.sides["rollout"].linears["layers.0.gate_up_proj"].matrix
+            assert isinstance(matrix, QuantTensor)
+            rows = matrix.values.view(torch.uint8)
+            rows.copy_(rows.flip(0))
+
+    def stepping(engine: NativeEngine) -> Any:
+        if steps_after:
+            steps_after[0] += 1
+        return step(engine)
+
+    raised = "nothing"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Published, "gather", permuting)
+        patch.setattr(NativeEngine, "step", stepping)
+        config = RunConfig.model_validate(values)
+        try:
+            train(config, world=world)
+        except MismatchError as error:
+            raised = str(error)
+    left = sorted(path.name for path in (config.output / "checkpoints").iterdir())
+    return [raised, steps_after, left]
+
+
+def test_weights_that_arrive_permuted_end_the_run_before_anything_is_sampled_with_them(
+    make_config: MakeConfig,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
+) -> None:
+    config = make_config(cluster={"processes": 2})
+    found = in_world(2, f"{__name__}:train_with_permuted_weights", config.model_dump(mode="json"))
+    for raised, steps_after, left in found:
+        assert raised.startswith("the published weights of rank 1 are not those of rank 0 (version")
+        assert steps_after == [0]
+        assert left == ["step_000002"]
     train(config, resume=True)
     assert without_ranks(outcome(config.output)) == without_ranks(expected)
 

@@ -118,6 +118,8 @@ class Policy:
     def publish(self) -> None:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version``
         counts the publications.  All ranks together.
+
+        Raises MismatchError, on all, where one has other bytes afterwards.
         """
         self.change = PublishedChange(self.world)
         self._published.reads_folder = False
@@ -126,7 +128,7 @@ class Policy:
             if rows.start < rows.stop:
                 self._published.republish(name, master, rows.start, rows.stop, self.change)
         self._published.gather(self.world, self.ownership.cuts, self.ownership.places)
-        self.version += 1
+        self.version = self._compare(self.world, self.version + 1)
 
     @torch.no_grad()
     def restore(self, masters: Mapping[str, torch.Tensor], version: int) -> None:
@@ -156,18 +158,28 @@ class Policy:
         without = world.size - owners
         cuts = {name: (*at, *(at[-1:] * without)) for name, at in owned.items()}
         self._published.gather(world, cuts)
-        found = world.messages([self.version, self._published.checksum(owned)])
-        self.version, expected = found[0]
+        self.version = self._compare(world, self.version)
+
+    def _compare(self, world: World, version: int) -> int:
+        """Find all bytes that were published alike on all ranks of a world, before anybody reads
+        them; -> the version of the first rank.
+        """
+        if world.size == 1:
+            return version
+        found = world.messages([version, self._published.checksum(self.shapes)])
+        first, expected = found[0]
         for rank, (_, checksum) in enumerate(found):
             if checksum != expected:
                 raise agreed(
                     MismatchError(
-                        f"the weights of rank {rank} are not those of rank 0 after these were "
-                        f"passed on (checksums {checksum:016x} and {expected:016x}): the "
-                        "connection between them, or a memory, is faulty; take that host out and "
-                        "go on with --resume"
+                        f"the published weights of rank {world.numbers[rank]} are not those of "
+                        f"rank {world.numbers[0]} (version {first}; checksums "
+                        f"{checksum % 2**64:016x} and {expected % 2**64:016x}): the connection "
+                        "between them, or a memory, is faulty; take that host out and go on with "
+                        "--resume"
                     )
                 )
+        return first
 
     def _take(
         self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool

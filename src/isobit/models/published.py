@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 
 from isobit.kernels.backend import Backend
+from isobit.kernels.checksum import checksum, combined
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable
 from isobit.models.config import ModelConfig, inverse_frequencies
@@ -141,12 +142,11 @@ class Published:
         self._derive_head()
 
     def checksum(self, names: Iterable[str]) -> int:
-        """Of all bytes that are read of masters: their 64-bit words added up, which is exact in any
-        order, and each tensor's sum weighed by its place.
+        """Of all bytes that are read of masters, each in its place
+        (``isobit.kernels.checksum``).
         """
-        sums = [_word_sum(tensor) for tensor, _ in self._tensors(dict.fromkeys(names, (0,)))]
-        weights = torch.arange(1, len(sums) + 1, device=sums[0].device)
-        return int((torch.stack(sums) * weights).sum())
+        tensors = self._tensors(dict.fromkeys(names, (0,)))
+        return combined([checksum(tensor) for tensor, _ in tensors])
 
     def _tensors(
         self, cuts: Mapping[str, Sequence[int]]
@@ -212,13 +212,6 @@ def _blocks_at(matrix: QuantTensor, rows: Sequence[int]) -> list[int]:
     sizes = block_sizes(matrix.parts or (matrix.values.shape[0],))
     above = dict(zip(accumulate(sizes, initial=0), range(len(sizes) + 1), strict=True))
     return [above[row] for row in rows]
-
-
-def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """int64, modulo 2^64."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    whole = flat.numel() - flat.numel() % 8
-    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
 
 
 def _distinct(biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
