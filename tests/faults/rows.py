@@ -73,8 +73,14 @@ ROWS: dict[int, Row] = {
     ),
     5: Row(
         "a full disk while saving, a quota, a small file system",
-        "an error with the bytes needed and free; older checkpoints stay",
+        "the bytes needed and free are said, the write is tried again until there is room, a "
+        "signal comes or checkpoint.wait_for_space_s ends: then an error; older checkpoints stay",
         (
+            "faults/test_disk.py::test_a_save_goes_through_once_there_is_space",
+            "faults/test_disk.py::test_a_signal_ends_the_waiting_for_space_at_once",
+            "store/test_room.py::test_it_is_tried_again_and_said_now_and_then",
+            "store/test_room.py::test_it_ends_after_the_time_and_what_follows_at_once",
+            "store/test_room.py::test_ranks_wait_and_end_together",
             "faults/test_disk.py::test_too_little_space_is_said_before_anything_is_written",
             "faults/test_disk.py::test_a_disk_that_has_filled_up_stops_the_run_before_the_write",
             "faults/test_disk.py::test_a_file_size_quota_stops_the_run_with_bytes",
@@ -215,6 +221,7 @@ ROWS: dict[int, Row] = {
             "run/cluster/test_rank.py::test_an_error_under_another_launcher",
             "run/cluster/test_rank.py::test_a_rank_dies_and_no_launcher_ends_the_other",
             "parallel/test_watch.py::test_ranks_that_have_come_apart",
+            "faults/test_ranks.py::test_what_one_rank_alone_writes_ends_all_where_it_cannot",
         ),
     ),
     19: Row(

@@ -14,15 +14,19 @@ import pytest
 import torch
 
 from isobit.config.run import RunConfig
-from isobit.errors import MismatchError
+from isobit.errors import IsobitError, MismatchError
+from isobit.files import LineFile
 from isobit.models.published import Published
 from isobit.models.tensor_file import FilePlan
 from isobit.models.tensor_slices import Slice
+from isobit.parallel.agreement import is_agreed
 from isobit.parallel.world import World
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.rollout.native.engine import NativeEngine
 from isobit.run.rl.loop import train
+from isobit.run.rl.ranks import train_by_ranks
 from isobit.store.checkpoint import format as checkpoint_format
+from isobit.training.trainer import Trainer
 from tests.worlds import in_world
 
 MakeConfig = Callable[..., RunConfig]
@@ -107,6 +111,61 @@ def test_weights_that_arrive_permuted_end_the_run_before_anything_is_sampled_wit
         assert left == ["step_000002"]
     train(config, resume=True)
     assert without_ranks(outcome(config.output)) == without_ranks(expected)
+
+
+def train_with_a_broken_disk(world: World, values: dict[str, Any]) -> list[Any]:
+    """A run whose first rank cannot write its second line of metrics or rewards, or another change
+    of its micro-batches; -> what was raised, and whether all ranks knew, by file.
+    """
+    found: list[Any] = []
+    write = LineFile.write
+    for name in ("metrics.jsonl", "rewards.jsonl", "budget.jsonl"):
+        config = RunConfig.model_validate({**values, "output": f"{values['output']}-{name[:-6]}"})
+
+        def failing(file: LineFile, line: bytes, lasting: bool = False, broken: str = name) -> None:
+            if file._path.name == broken and (broken[0] == "b" or file._path.stat().st_size):
+                raise OSError(5, "Input/output error")
+            write(file, line, lasting)
+
+        raised: list[Any] = ["nothing"]
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 0:
+                patch.setattr(LineFile, "write", failing)
+            if name == "budget.jsonl":
+                short_of_memory(patch)
+            try:
+                train_by_ranks(config, world=world)
+            except (IsobitError, OSError) as error:
+                raised = [type(error).__name__, str(error).partition(" in ")[0], is_agreed(error)]
+        found.append(raised)
+    return found
+
+
+def short_of_memory(patch: pytest.MonkeyPatch) -> None:
+    """All ranks run out of memory in their first update."""
+    update, calls = Trainer.update, count(1)
+
+    def failing(trainer: Trainer, *rest: Any, **options: Any) -> Any:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return update(trainer, *rest, **options)
+
+    patch.setattr(Trainer, "update", failing)
+
+
+@pytest.mark.parametrize("rollouters", [0, 1])
+def test_what_one_rank_alone_writes_ends_all_where_it_cannot(
+    rollouters: int, make_config: MakeConfig
+) -> None:
+    cluster = {"processes": 2, "rollouters": rollouters}
+    config = make_config(cluster=cluster, **{"async": {"lag": rollouters}})
+    values = config.model_dump(mode="json", by_alias=True)
+    found = in_world(2, f"{__name__}:train_with_a_broken_disk", values)
+    for of_first, of_second in zip(*found, strict=True):
+        kind, text, all_know = of_first
+        assert kind == "StorageError" and "could not be written" in text and all_know
+        assert of_second[0] == ("PeerError" if rollouters else "StorageError")
+        assert of_second[2], "nobody is left waiting"
 
 
 def without_ranks(outcome: dict[str, Any]) -> dict[str, Any]:

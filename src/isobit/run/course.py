@@ -172,7 +172,9 @@ def course(
     interruption = Interruption(world)
     with (
         interruption.open_to_requests(),
-        begin(config, shape, resume, console.line, extra_bytes, world, allowed) as start,
+        begin(
+            config, shape, resume, console.line, extra_bytes, world, allowed, interruption.check
+        ) as start,
         open_graders(config) as graders,
     ):
         with console.busy("loading"):
@@ -186,7 +188,9 @@ def course(
             interruption,
             disk_errors(config.output, "the files of the run"),
         ):
-            grading = RecordedGrading(start.rewards, graders, run.model_scores, interruption, world)
+            grading = RecordedGrading(
+                start.rewards, graders, run.model_scores, interruption, world, start.room
+            )
             due = evaluation_is_due(config, start.step) and not start.has_evaluated
             first = evaluate(run, console, clock, grading, interruption, world) if due else None
             with (

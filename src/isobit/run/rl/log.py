@@ -46,8 +46,9 @@ class RlLog(TrainingLog[EvalResult]):
         metrics |= self._optional_figures(collected)
         metrics |= self._run.turns.figures()
         metrics |= self._waiting_figures()
-        self._write_metrics(step, metrics)
-        self._write_completions(step, "train", groups)
+        self._add_metrics(step, metrics)
+        self._add_completions(step, "train", groups)
+        self._write()
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
         self._totals["failed"] += grades.failed
