@@ -170,8 +170,12 @@ ROWS: dict[int, Row] = {
     ),
     13: Row(
         "the clock jumps back; a slow disk",
-        "events and steps keep their order; a large save is announced and says its seconds",
+        "events and steps keep their order; a save that took long, and much of the run's time, is "
+        "told of with its seconds, share and MB/s; a large one says its seconds",
         (
+            "store/checkpoint/test_save_time.py::"
+            "test_a_save_that_takes_long_and_much_of_the_time_is_told_of_with_its_figures",
+            "store/checkpoint/test_save_time.py::test_a_run_on_a_slow_disk_says_it_once",
             "observe/test_events.py::test_a_clock_that_runs_back_changes_no_order",
             "store/checkpoint/test_keeper.py::"
             "test_large_files_are_announced_with_their_size_and_then_the_seconds",

@@ -19,7 +19,7 @@ launcher ends them.  Errors that all have agreed on, signals too, are as good as
 (``isobit.parallel.agreement.is_agreed``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
@@ -32,8 +32,9 @@ from isobit.models.loaded import write_model
 from isobit.parallel.agreement import is_agreed, together
 from isobit.parallel.broadcast import told
 from isobit.parallel.writing import write_by_first
-from isobit.store.checkpoint.format import folder_name, write_checkpoint
+from isobit.store.checkpoint.format import Snapshot, folder_name, write_checkpoint
 from isobit.store.checkpoint.retention import apply_retention, worth
+from isobit.store.checkpoint.save_time import SaveTime
 from isobit.store.checkpoint.start import Start
 from isobit.store.checkpoint.state import Boundary, holds, snapshot
 from isobit.store.directory import RunDirectory, write_json
@@ -65,6 +66,10 @@ class Announces(Protocol):
         """A block in which ``what`` is written."""
         ...
 
+    def notes(self, notes: Sequence[str]) -> None:
+        """Print what is worth knowing and ends nothing."""
+        ...
+
 
 class CheckpointKeeper:
     """Entered for the steps of a run; with ``model_when_interrupted`` a signal leaves the policy as
@@ -84,6 +89,7 @@ class CheckpointKeeper:
         self._model_when_interrupted = model_when_interrupted
         self._directory, self._world, self._place = start.directory, start.world, start.place
         self._room = start.room
+        self._save_time = SaveTime(self._config.every)
         self._is_ours = True
         """Whether what is called as the run's directory was is that still."""
         self._on_disk = (
@@ -220,11 +226,15 @@ class CheckpointKeeper:
         content = snapshot(boundary, self._run)
         self._by_first(lambda: sync_journals(self._directory))
         with self._console.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
-            self._room.write(
-                lambda: write_checkpoint(self._directory.checkpoints, content, self._world)
-            )
+            self._room.write(lambda: self._write(content))
+        folder = self._directory.checkpoints
+        self._console.notes(self._save_time.notes(boundary.step, content.num_bytes, folder))
         self._on_disk = boundary.step
         self._apply_retention()
+
+    def _write(self, content: Snapshot) -> None:
+        with self._save_time.writing():
+            write_checkpoint(self._directory.checkpoints, content, self._world)
 
     def _check_finite(self) -> None:
         """Raise NonFiniteError, on all ranks, where a weight is not finite on any."""
