@@ -79,7 +79,7 @@ class TrainingLog(ABC, Generic[Result]):
         start.open(run)
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
-        self._room = start.room
+        self._room, self._rewards = start.room, start.rewards
         self._unwritten: deque[Callable[[], None]] = deque()
         self._writers: tuple[MetricsWriter, LineFile] | None = None
         self._room.by_first(self._open_writers)
@@ -189,9 +189,14 @@ class TrainingLog(ABC, Generic[Result]):
         )
 
     def _positions(self) -> Mapping[str, int]:
-        """Of the files that grow, where the directory is now: these are open, and go with it."""
+        """Of the files that grow, where the directory is now: these are open, and go with it.  The
+        record of rewards is longer where it still has gradings that come again.
+        """
         place = self._place.now()
-        return positions(RunDirectory(place)) if self._writers is not None and place else {}
+        if self._writers is None or place is None:
+            return {}
+        found, name = positions(RunDirectory(place)), self.directory.rewards.name
+        return found | ({name: self._rewards.position} if name in found else {})
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()
