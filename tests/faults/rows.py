@@ -22,7 +22,6 @@ class Row:
 
 
 NO_SERVER = "there is no server; no issue that is filed (up to 17) brings one"
-RESUMED = "the run ends with a checkpoint and is started again: the same bytes"
 
 ROWS: dict[int, Row] = {
     1: Row(
@@ -191,9 +190,16 @@ ROWS: dict[int, Row] = {
         ),
     ),
     15: Row(
-        "a rollout process is killed",
-        f"named with its phase; {RESUMED} (its requests are not sent to another)",
+        "a rollout process is killed, idle or while it serves",
+        "found at the next look (ours: a tenth of a second, the watch: a second) and named with its "
+        "phase; all end and are started again (cluster.restarts, torchrun's --max-restarts), its "
+        "requests are drawn anew with the same seeds and graded once: the same bytes",
         (
+            "faults/test_restarts.py::test_our_launcher",
+            "faults/test_restarts.py::test_torchrun",
+            "run/cluster/test_ranks.py::"
+            "test_a_death_is_found_at_the_next_look_and_the_others_are_asked_to_end",
+            "parallel/test_watch.py::test_a_process_that_is_gone",
             "run/rl/test_apart.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
             "faults/test_rank_deaths.py::"
             "test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run",
