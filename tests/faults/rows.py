@@ -191,7 +191,7 @@ ROWS: dict[int, Row] = {
     ),
     15: Row(
         "a rollout process is killed, idle or while it serves",
-        "found at the next look (ours: a tenth of a second, the watch: a second) and named with its "
+        "found at the next look (ours: a tenth of a second, the watch: one second), named with its "
         "phase; all end and are started again (cluster.restarts, torchrun's --max-restarts), its "
         "requests are drawn anew with the same seeds and graded once: the same bytes",
         (
@@ -554,9 +554,14 @@ ROWS: dict[int, Row] = {
     47: Row("requests that attack a server", "", absent=NO_SERVER),
     48: Row("a server's routes for administrators", "", absent=NO_SERVER),
     49: Row(
-        "secrets in the environment",
-        "in no file of the run, no line and no figure (what a recipe says is written, as it says)",
-        ("faults/test_secrets.py::test_the_environment_is_written_nowhere",),
+        "secrets in the environment, in options of a reward, in what it raises",
+        "in no file of the run, no line and no figure; an option takes them as env:NAME, and one "
+        "that stands in the recipe is told of",
+        (
+            "faults/test_secrets.py::test_the_environment_is_written_nowhere",
+            "faults/test_secrets.py::test_a_key_of_a_reward_stands_in_the_environment_alone",
+            "faults/test_secrets.py::test_a_key_that_stands_in_the_recipe_is_told_of",
+        ),
     ),
     50: Row(
         "paths that lead out: shards, links, lists and READMEs of datasets, links in a run's place",

@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from isobit.clock import Clock
 from isobit.config.recipe import Recipe
 from isobit.config.run import RunConfig
+from isobit.config.secrets import secret_notes
 from isobit.config.sft import SftConfig
 from isobit.files import disk_errors
 from isobit.memory.turns import Turns
@@ -184,6 +185,7 @@ def course(
             rewards = graders.describe() if graders is not None else []
         check_machines(world, run.model.policy.device)
         console.lines([*run.describe(), *rewards])
+        console.notes(secret_notes(config.reward))
         with (
             interruption,
             disk_errors(config.output, "the files of the run"),
