@@ -82,6 +82,10 @@ class StorageError(IsobitError):
     """
 
 
+class NoSpaceError(StorageError):
+    """A disk or a quota that has no room now, and may have some later."""
+
+
 class StoppedAtOnce(KeyboardInterrupt):
     """A second Ctrl-C: the process may be in the middle of anything, and nothing more is saved."""
 

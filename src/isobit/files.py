@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from isobit.errors import StorageError
+from isobit.errors import NoSpaceError, StorageError
 
 LARGE = 1 << 30
 """Bytes from which on writing or checking takes so long that it is announced."""
 _RESUME = "go on with --resume"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_LARGE_FILE = errno.EFBIG
+"""A limit on the size of a file, which no waiting lifts."""
 
 
 def lies_within(path: Path, folder: Path) -> bool:
@@ -98,10 +100,10 @@ def free_bytes(path: Path) -> int:
 
 
 def check_free(path: Path, needed: int, what: str) -> None:
-    """Raise StorageError, before anything is written, where ``needed`` bytes do not fit."""
+    """Raise NoSpaceError, before anything is written, where ``needed`` bytes do not fit."""
     free = free_bytes(path)
     if needed > free:
-        raise StorageError(
+        raise NoSpaceError(
             f"{what} needs {needed:,} bytes, but {free:,} are free in {path}; free some space, or "
             "use another disk"
         )
@@ -112,7 +114,7 @@ def disk_errors(
     path: Path, what: str, needed: int | None = None, again: str = _RESUME
 ) -> Iterator[None]:
     """Turn a failed write below ``path`` into a StorageError with what was being written, the bytes
-    needed, those free, and what to do ``again``.
+    needed, those free, and what to do ``again``; of a full disk or quota into a NoSpaceError.
     """
     try:
         yield
@@ -120,10 +122,12 @@ def disk_errors(
         raise
     except OSError as error:
         need = f"; needed: {needed:,} bytes" if needed is not None else ""
-        remedy = "free some space" if error.errno in _FULL else "make it writable"
+        is_full = error.errno in _FULL
+        is_room = is_full or error.errno == _LARGE_FILE
+        remedy = "free some space" if is_room else "make it writable"
         advice = f"{remedy}, then {again}"
         reason = error.strerror or str(error)
-        raise StorageError(
+        raise (NoSpaceError if is_full else StorageError)(
             f"{what} could not be written in {path}: {reason}{need}, free: {_free_text(path)}; "
             f"{advice}"
         ) from error
@@ -139,8 +143,10 @@ class LineFile:
         self._path, self._again = path, again
         self._file = path.open("ab", buffering=0)
 
-    def write(self, line: bytes) -> None:
-        """Add a line.  Raises StorageError."""
+    def write(self, line: bytes, lasting: bool = False) -> None:
+        """Add a line; if it is to be ``lasting``, it is on the disk when this returns.  Raises
+        StorageError.
+        """
         what = f"a line of {self._path.name}"
         with disk_errors(self._path.parent, what, len(line), self._again):
             size = self._file.seek(0, os.SEEK_END)
@@ -148,6 +154,8 @@ class LineFile:
                 written = 0
                 while written < len(line):
                     written += self._file.write(line[written:])
+                if lasting:
+                    os.fsync(self._file.fileno())
             except OSError:
                 with suppress(OSError):
                     self.cut(size)

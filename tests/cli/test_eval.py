@@ -56,8 +56,27 @@ def test_several_samples_as_json(tmp_path, capsys):
         == 0
     )
     result = json.loads(capsys.readouterr().out)["sums"]
+    assert result["accuracy"] == result["mean_reward"]
     assert (result["problems"], result["samples"]) == (3, 2)
     assert set(result["pass_at"]) == {"1", "2"}
+
+
+def test_standard_output_has_the_json_alone_whatever_a_reward_prints(tmp_path, capfd):
+    """The mean of this reward is no share, and so no accuracy."""
+    reward = tmp_path / "loud.py"
+    reward.write_text(
+        "import sys\n"
+        "print('loaded')\n"
+        "def f(prompt, completion):\n"
+        "    print('graded')\n"
+        "    sys.stdout.flush()\n"
+        "    return 1.5\n"
+    )
+    words = ["--data", "starter:held_out.jsonl", "--reward", f"{reward}:f", *SMALL, "--json"]
+    for in_process in ("false", "true"):
+        assert main(["eval", "starter", *words, "--reward.in_process", in_process]) == 0
+        found = json.loads(capfd.readouterr().out)["held_out"]
+        assert (found["mean_reward"], found["accuracy"], found["problems"]) == (1.5, None, 3)
 
 
 def test_what_is_too_long_is_left_out_and_said(tmp_path, capsys):

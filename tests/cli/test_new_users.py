@@ -104,3 +104,13 @@ def test_csv_and_parquet_files_are_named_by_their_ending(
     assert json.loads(capsys.readouterr().out)["sums"]["problems"] == 1
     assert main(["rollout", "starter", "--data", str(path), *SMALL]) == 0
     assert capsys.readouterr().out.startswith("[prompt/0, sample 0")
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_what_is_missing_is_the_recipe_alone(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = error_of(capsys, command)
+    assert said.endswith(
+        f"isobit {command}: error: the following arguments are required: RECIPE.toml\n"
+    )

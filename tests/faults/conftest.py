@@ -96,7 +96,7 @@ def values(place: Path) -> dict[str, Any]:
             "warmup_updates": 2,
         },
         "evaluation": {"every": 3},
-        "checkpoint": {"every": 2},
+        "checkpoint": {"every": 2, "wait_for_space_s": 0},
     }
 
 

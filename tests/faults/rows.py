@@ -22,7 +22,6 @@ class Row:
 
 
 NO_SERVER = "there is no server; no issue that is filed (up to 17) brings one"
-RESUMED = "the run ends with a checkpoint and is started again: the same bytes"
 
 ROWS: dict[int, Row] = {
     1: Row(
@@ -73,8 +72,14 @@ ROWS: dict[int, Row] = {
     ),
     5: Row(
         "a full disk while saving, a quota, a small file system",
-        "an error with the bytes needed and free; older checkpoints stay",
+        "the bytes needed and free are said, the write is tried again until there is room, a "
+        "signal comes or checkpoint.wait_for_space_s ends: then an error; older checkpoints stay",
         (
+            "faults/test_disk.py::test_a_save_goes_through_once_there_is_space",
+            "faults/test_disk.py::test_a_signal_ends_the_waiting_for_space_at_once",
+            "store/test_room.py::test_it_is_tried_again_and_said_now_and_then",
+            "store/test_room.py::test_it_ends_after_the_time_and_what_follows_at_once",
+            "store/test_room.py::test_ranks_wait_and_end_together",
             "faults/test_disk.py::test_too_little_space_is_said_before_anything_is_written",
             "faults/test_disk.py::test_a_disk_that_has_filled_up_stops_the_run_before_the_write",
             "faults/test_disk.py::test_a_file_size_quota_stops_the_run_with_bytes",
@@ -164,8 +169,12 @@ ROWS: dict[int, Row] = {
     ),
     13: Row(
         "the clock jumps back; a slow disk",
-        "events and steps keep their order; a large save is announced and says its seconds",
+        "events and steps keep their order; a save that took long, and much of the run's time, is "
+        "told of with its seconds, share and MB/s; a large one says its seconds",
         (
+            "store/checkpoint/test_save_time.py::"
+            "test_a_save_that_takes_long_and_much_of_the_time_is_told_of_with_its_figures",
+            "store/checkpoint/test_save_time.py::test_a_run_on_a_slow_disk_says_it_once",
             "observe/test_events.py::test_a_clock_that_runs_back_changes_no_order",
             "store/checkpoint/test_keeper.py::"
             "test_large_files_are_announced_with_their_size_and_then_the_seconds",
@@ -181,9 +190,16 @@ ROWS: dict[int, Row] = {
         ),
     ),
     15: Row(
-        "a rollout process is killed",
-        f"named with its phase; {RESUMED} (its requests are not sent to another)",
+        "a rollout process is killed, idle or while it serves",
+        "found at the next look (ours: a tenth of a second, the watch: one second), named with its "
+        "phase; all end and are started again (cluster.restarts, torchrun's --max-restarts), its "
+        "requests are drawn anew with the same seeds and graded once: the same bytes",
         (
+            "faults/test_restarts.py::test_our_launcher",
+            "faults/test_restarts.py::test_torchrun",
+            "run/cluster/test_ranks.py::"
+            "test_a_death_is_found_at_the_next_look_and_the_others_are_asked_to_end",
+            "parallel/test_watch.py::test_a_process_that_is_gone",
             "run/rl/test_apart.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
             "faults/test_rank_deaths.py::"
             "test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run",
@@ -215,12 +231,19 @@ ROWS: dict[int, Row] = {
             "run/cluster/test_rank.py::test_an_error_under_another_launcher",
             "run/cluster/test_rank.py::test_a_rank_dies_and_no_launcher_ends_the_other",
             "parallel/test_watch.py::test_ranks_that_have_come_apart",
+            "faults/test_ranks.py::test_what_one_rank_alone_writes_ends_all_where_it_cannot",
         ),
     ),
     19: Row(
-        "weights arrive stale: sampled with others than the specified ones",
-        "found by comparing every log-probability with the training forward",
+        "weights arrive stale, in part, or in another order; sampled with others than specified",
+        "a checksum of all bytes, each in its place, ends all ranks before a token is drawn; "
+        "every log-probability is compared with the training forward besides",
         (
+            "models/test_handover.py::"
+            "test_weights_that_arrive_otherwise_end_all_ranks_before_they_are_read",
+            "faults/test_ranks.py::"
+            "test_weights_that_arrive_permuted_end_the_run_before_anything_is_sampled_with_them",
+            "run/rl/test_apart.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
             "run/rl/test_lag.py::test_a_run_that_samples_with_the_newest_weights_is_found",
             "run/rl/test_lag.py::test_what_is_compared_after_the_weights_moved_differs",
             "proof/test_check.py::"
@@ -531,9 +554,14 @@ ROWS: dict[int, Row] = {
     47: Row("requests that attack a server", "", absent=NO_SERVER),
     48: Row("a server's routes for administrators", "", absent=NO_SERVER),
     49: Row(
-        "secrets in the environment",
-        "in no file of the run, no line and no figure (what a recipe says is written, as it says)",
-        ("faults/test_secrets.py::test_the_environment_is_written_nowhere",),
+        "secrets in the environment, in options of a reward, in what it raises",
+        "in no file of the run, no line and no figure; an option takes them as env:NAME, and one "
+        "that stands in the recipe is told of",
+        (
+            "faults/test_secrets.py::test_the_environment_is_written_nowhere",
+            "faults/test_secrets.py::test_a_key_of_a_reward_stands_in_the_environment_alone",
+            "faults/test_secrets.py::test_a_key_that_stands_in_the_recipe_is_told_of",
+        ),
     ),
     50: Row(
         "paths that lead out: shards, links, lists and READMEs of datasets, links in a run's place",

@@ -1,8 +1,9 @@
-"""A full disk, a file too large, a directory that cannot be written: the run stops, says how many
-bytes, and keeps what it had.
+"""A full disk, a file too large, a directory that cannot be written: the run waits for space where
+there may be some, stops, says how many bytes, and keeps what it had.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +15,12 @@ import tomli_w
 
 from isobit import files as storage
 from isobit.config.run import RunConfig
-from isobit.errors import StorageError
+from isobit.errors import NoSpaceError, StorageError
+from isobit.files import LineFile, disk_errors
+from isobit.models import saving
+from isobit.models.shards import write_shards
 from isobit.run.rl.loop import train
+from isobit.store import room
 from isobit.store.checkpoint import format as checkpoint_format
 from isobit.store.checkpoint import space
 
@@ -86,6 +91,75 @@ def test_no_space_in_the_middle_of_a_write_leaves_the_last_checkpoint_and_no_res
         train(config)
     assert [path.name for path in (config.output / "checkpoints").iterdir()] == ["step_000002"]
     assert "step_000002; once the cause is gone, go on with --resume" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["the checkpoint", "the model", "metrics.jsonl", "completions.jsonl", "rewards.jsonl"]
+)
+def test_a_save_goes_through_once_there_is_space(
+    name: str,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The disk is full for three pauses, and nothing is lost or written twice."""
+    config = make_config(checkpoint={"wait_for_space_s": 60})
+    slept: list[float] = []
+    monkeypatch.setattr(room, "sleep", slept.append)
+    monkeypatch.setattr(room, "LOOK_S", 1000.0)  # a pause is one sleep
+    sync, write = checkpoint_format.sync, LineFile.write
+
+    def fill() -> None:
+        if len(slept) < 3:
+            raise OSError(28, "No space left on device")
+
+    def full_sync(path: Path) -> None:
+        if name == "the checkpoint" and path.name == "optimiser.safetensors":
+            fill()
+        sync(path)
+
+    def full_write(file: LineFile, line: bytes, lasting: bool = False) -> None:
+        if file._path.name == name and file._path.stat().st_size > 2000:
+            with disk_errors(file._path, f"a line of {name}", len(line)):
+                fill()
+        write(file, line, lasting)
+
+    def full_shards(*arguments: Any) -> Any:
+        if name == "the model":
+            fill()
+        return write_shards(*arguments)
+
+    monkeypatch.setattr(checkpoint_format, "sync", full_sync)
+    monkeypatch.setattr(LineFile, "write", full_write)
+    monkeypatch.setattr(saving, "write_shards", full_shards)
+    train(config)
+    assert slept == [2.0, 4.0, 8.0]
+    assert outcome(config.output) == expected
+    said = capsys.readouterr().out
+    assert said.count("No space left on device") == 1, "once, and then rarely"
+    assert "trying again for 60 s (checkpoint.wait_for_space_s)" in said and "free: " in said
+    assert "there is room again, after 14 s: going on" in said
+
+
+def test_a_signal_ends_the_waiting_for_space_at_once(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, pauses = make_config(checkpoint={"wait_for_space_s": 600}), list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(room, "sleep", sleep)
+    first = config.output / "checkpoints" / "step_000002"
+    monkeypatch.setattr(storage, "free_bytes", lambda path: 1000 if first.exists() else 10**12)
+    with pytest.raises(NoSpaceError, match="the checkpoint of step 4 needs"):
+        train(config)  # which is why there is no checkpoint where the signal stopped the run
+    assert pauses == [0.5] * 7
+    assert [path.name for path in first.parent.iterdir()] == ["step_000002"]
 
 
 def test_a_file_size_quota_stops_the_run_with_bytes(values: dict[str, Any], tmp_path: Path) -> None:

@@ -3,7 +3,9 @@ refused.
 """
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from isobit.cli.main import main
 from isobit.config.run import RunConfig
 from isobit.errors import ConfigError, Interrupted, RewardError, StoppedAtOnce
+from isobit.run.rl.log import RlLog
 from isobit.run.rl.loop import train
 
 MakeConfig = Callable[..., RunConfig]
@@ -25,10 +28,10 @@ EVALUATION, STEP = 3, 16
 
 
 def stop(
-    config: RunConfig, hook: Hook, call: int, signal: str = "SIGTERM", resume: bool = False
+    config: RunConfig, hook: Hook, call: int, name: str = "SIGTERM", resume: bool = False
 ) -> None:
     """Run until the signal that comes while reward number ``call`` is computed."""
-    hook(STOP.format(call=call, signal=signal))
+    hook(STOP.format(call=call, signal=name))
     with pytest.raises(Interrupted):
         train(config, resume=resume)
 
@@ -247,3 +250,33 @@ def test_the_command_line_resumes_from_recipe_or_directory(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
     assert main(["train", str(recipe)]) == 2
     assert "--resume" in capsys.readouterr().err
+
+
+def test_interrupted_again_while_it_takes_rewards_from_the_record(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[str, Any],
+    outcome: Callable[[Path], dict[str, Any]],
+) -> None:
+    """Steps 3 to 6 were graded, and only the checkpoint of step 2 is left; resumed, the run is
+    stopped after step 3: the gradings of steps 4 to 6 lie before its new checkpoint in the file,
+    and behind it in the run.
+    """
+    config = make_config()
+    train(config)
+    for step in (4, 6):
+        shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}", ignore_errors=True)
+    log_step = RlLog.step
+
+    def stopped(log: RlLog, step: int, *rest: Any) -> None:
+        log_step(log, step, *rest)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RlLog, "step", stopped)
+        with pytest.raises(Interrupted):
+            train(config, resume=True)
+    assert (config.output / "checkpoints" / "step_000003").exists()
+    train(config, resume=True)
+    assert outcome(config.output) == expected

@@ -39,12 +39,14 @@ def test_lengths_are_of_all_completions() -> None:
 
 def test_a_line_and_an_event_a_figure_are_there_once_written(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "metrics.jsonl", tmp_path / "tensorboard") as writer:
-        writer.write(3, {"loss": 0.5, "grad_norm": math.nan})
+        for write in writer.writes(3, {"loss": 0.5, "grad_norm": math.nan}):
+            write()
         assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
             "step": 3,
             "loss": 0.5,
             "grad_norm": None,
         }
-        writer.write(4, {"loss": 0.25})
+        for write in writer.writes(4, {"loss": 0.25}):
+            write()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 0.5), (4, 0.25)]

@@ -3,7 +3,7 @@
 import pytest
 
 from isobit.errors import ConfigError
-from isobit.parallel.launched import first_host, is_launched, rank_of_host, take_place
+from isobit.parallel.launched import first_host, is_launched, rank_of_host, restarts, take_place
 
 STEP = {
     "SLURM_PROCID": "3",
@@ -58,6 +58,10 @@ def test_a_batch_script_is_no_step() -> None:
 )
 def test_the_first_host(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
+
+
+def test_how_often_torchrun_has_started_all_again() -> None:
+    assert [restarts({}), restarts({"TORCHELASTIC_RESTART_COUNT": "3"})] == [0, 3]
 
 
 def test_half_of_the_words() -> None:

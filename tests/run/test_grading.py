@@ -18,6 +18,7 @@ from isobit.rewards.grading import Graders
 from isobit.run.grading import RecordedGrading
 from isobit.run.interruption import Interruption
 from isobit.store.reward_record import RewardRecord
+from isobit.store.room import Room
 from tests.worlds import in_world
 
 REWARDS = """
@@ -70,7 +71,8 @@ def grade_all(world: World, argument: dict[str, str]) -> dict[str, Any]:
     def grading(graders: Graders, lines: Sequence[bytes] = ()) -> RecordedGrading:
         rewards = RewardRecord(told.append, lines)
         rewards.open(record) if world.rank == 0 else rewards.follow()
-        return RecordedGrading(rewards, graders, {"judge": judge}, Interruption(world), world)
+        room = Room(world, folder, 0, told.append, lambda: None)
+        return RecordedGrading(rewards, graders, {"judge": judge}, Interruption(world), world, room)
 
     def ask(name: str, grading: RecordedGrading, texts: Any, homes: list[int] | None) -> None:
         groups = groups_of(texts)

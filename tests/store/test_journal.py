@@ -67,7 +67,8 @@ def test_what_the_run_did_not_write_stays(directory: RunDirectory, tmp_path: Pat
 def test_the_events_of_a_run_are_known_by_their_names(directory: RunDirectory) -> None:
     recorded = positions(directory)
     with MetricsWriter(directory.metrics, directory.tensorboard) as writer:
-        writer.write(1, {"loss": 1.0})
+        for write in writer.writes(1, {"loss": 1.0}):
+            write()
     rewind(directory, recorded)
     assert positions(directory) == recorded
     assert [path.name for path in directory.tensorboard.iterdir()] == [EVENTS.format(1)]

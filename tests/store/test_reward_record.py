@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from isobit.errors import RewardError
+from isobit.errors import RewardError, StorageError
+from isobit.files import LineFile
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.function import RewardFunction
@@ -44,7 +45,13 @@ def test_what_was_graded_before_opening_and_after_is_recorded_and_replayed(tmp_p
     first = record.grade(groups(), by(some_fail))
     record.open(path)
     second = record.grade(groups(6), by(lambda prompt, completion: 0.1 + completion.token_ids[1]))
-    assert len(path.read_text().splitlines()) == 2 and record.position == path.stat().st_size
+    size = record.position
+    assert len(path.read_text().splitlines()) == 1 and size > path.stat().st_size
+    record.write()
+    record.write()
+    assert (
+        len(path.read_text().splitlines()) == 2 and record.position == path.stat().st_size == size
+    )
     content = path.read_bytes()
 
     again = RewardRecord(print, whole_lines(path, 0))
@@ -61,11 +68,13 @@ def test_other_completions_are_graded_anew_and_that_is_said(tmp_path: Path) -> N
     record.open(path)
     for token in (5, 6, 7):
         record.grade(groups(token), by(lambda prompt, completion: 1.0))
+    record.write()
     again = RewardRecord(said.append, whole_lines(path, 0))
     again.open(path)
     again.grade(groups(5), never)
     again.grade(groups(9), by(lambda prompt, completion: 2.0))
     again.grade(groups(7), by(lambda prompt, completion: 3.0))
+    again.write()
     assert len(said) == 1 and "graded anew" in said[0]
     assert [json.loads(line)["rewards"][0][0] for line in path.read_text().splitlines()] == [
         1.0,
@@ -80,6 +89,7 @@ def test_an_unfinished_line_is_cut_off(rest: bytes, tmp_path: Path) -> None:
     record = RewardRecord(print)
     record.open(path)
     record.grade(groups(), by(lambda prompt, completion: 1.0))
+    record.write()
     whole = path.read_bytes()
     path.write_bytes(whole + rest)
     again = RewardRecord(print, whole_lines(path, 0))
@@ -92,6 +102,7 @@ def test_a_grading_that_failed_is_not_recorded(tmp_path: Path) -> None:
     record.open(tmp_path / "rewards.jsonl")
     with pytest.raises(RewardError):
         record.grade(groups(), by(some_fail, 0.1))
+    record.write()
     assert (tmp_path / "rewards.jsonl").read_bytes() == b""
 
 
@@ -110,6 +121,7 @@ def test_several_rewards_are_recorded_each(tmp_path: Path) -> None:
     record = RewardRecord(print)
     record.open(path)
     first = record.grade(groups(), two)
+    record.write()
     again, replayed = RewardRecord(print, whole_lines(path, 0)), groups()
     assert again.is_ahead and again.grade(replayed, never) == first and not again.is_ahead
     assert list(replayed[1].reward_parts.items()) == [
@@ -132,6 +144,7 @@ def test_what_graders_met_is_recorded_where_they_met_something(tmp_path: Path) -
     record.open(path)
     first = record.grade(groups(), counting)
     record.grade(groups(6), by(some_fail))
+    record.write()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0]["counts"] == met and "counts" not in lines[1]
     again = RewardRecord(print, whole_lines(path, 0))
@@ -146,6 +159,7 @@ def test_gradings_made_elsewhere_are_those_of_the_record_again_or_new(tmp_path: 
     record.open(path)
     for token in (5, 6):
         record.grade(groups(token), by(some_fail))
+    record.write()
     content = path.read_bytes()
 
     goes_on = RewardRecord(print, whole_lines(path, 0))
@@ -158,7 +172,9 @@ def test_gradings_made_elsewhere_are_those_of_the_record_again_or_new(tmp_path: 
     sent.grade(groups(6), never)
     sent.grade(groups(7), by(some_fail))
     goes_on.append(sent.gradings)
+    goes_on.write()
     record.grade(groups(7), by(some_fail))
+    record.write()
     new = path.read_bytes().splitlines(keepends=True)
     assert b"".join(new[:2]) == content and new[2] == new[3] and not goes_on.is_ahead
 
@@ -169,9 +185,35 @@ def test_other_gradings_made_elsewhere_take_the_place_of_the_record(tmp_path: Pa
     record.open(path)
     for token in (5, 6):
         record.grade(groups(token), by(some_fail))
+    record.write()
     goes_on = RewardRecord(said.append, whole_lines(path, 0))
     goes_on.open(path)
     sent = SentRecord(print, goes_on.lines_ahead)
     sent.grade(groups(8), by(some_fail))
     goes_on.append(sent.gradings)
+    goes_on.write()
     assert len(said) == 1 and path.read_bytes() == b"".join(sent.gradings)
+
+
+def test_what_could_not_be_written_is_written_the_next_time_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "rewards.jsonl", LineFile.write
+    record = RewardRecord(print)
+    record.open(path)
+    for token in (5, 6, 7):
+        record.grade(groups(token), by(some_fail))
+    expected = record.position
+
+    def full_at_the_second(file: LineFile, line: bytes) -> None:
+        if path.stat().st_size:
+            raise StorageError("no space")
+        write(file, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LineFile, "write", full_at_the_second)
+        with pytest.raises(StorageError):
+            record.write()
+    assert len(path.read_text().splitlines()) == 1 and record.position == expected
+    record.write()
+    assert len(path.read_text().splitlines()) == 3 and path.stat().st_size == expected

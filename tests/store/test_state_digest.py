@@ -64,7 +64,7 @@ class TwoRanks(Alone):
     """A process alone that hears of another one with other published weights."""
 
     def messages(self, mine: list[int]) -> list[list[int]]:
-        return [mine, [mine[0] ^ 1, 0, 0]]
+        return [mine, [mine[0], mine[1] ^ 1]]
 
 
 def test_a_rank_that_reads_other_weights_is_named(make_config: MakeConfig) -> None:

@@ -88,11 +88,14 @@ def recipe_parser(
         help="check the recipe, print it with every default, and stop",
     )
     parser.add_argument("recipe", metavar="RECIPE.toml", help=f"for example {example}")
-    parser.add_argument(
+    overrides = parser.add_argument(
         "overrides",
         metavar="--KEY VALUE",
         nargs=REMAINDER,
         help="changes of the recipe, for example --training.steps 5",
+    )
+    overrides.required = (
+        False  # argparse asks for the rest of a line by its name, though none will do
     )
     return parser
 

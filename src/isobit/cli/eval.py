@@ -7,7 +7,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +64,7 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
     if world is not None and world.rank > 0:
         return 0
     if options.json:
-        print(json.dumps({name: asdict(result) for name, result in results.items()}, indent=2))
+        print(json.dumps({name: one.figures() for name, one in results.items()}, indent=2))
     else:
         Console().line(
             "\n".join(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import isobit
-from isobit.errors import Interrupted, IsobitError
+from isobit.errors import Interrupted, IsobitError, shown
 from isobit.terminal import prepare, say, settle
 
 COMMANDS = {
@@ -67,6 +67,14 @@ def _obey(words: Sequence[str]) -> int:
     except IsobitError as error:
         say(f"error: {error}")
         return error.exit_code
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        say(
+            f"error: {shown(error.filename)}: {error.strerror}; it, or a folder above it, is "
+            "closed to this user"
+        )
+        return IsobitError.exit_code
     except Interrupted as stop:
         say(str(stop))
         return stop.exit_code

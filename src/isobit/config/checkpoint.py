@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from isobit.config.base import Strict
-from isobit.config.limits import MAX_STEPS
+from isobit.config.limits import MAX_STEPS, MAX_WAIT_S
 
 
 class CheckpointConfig(Strict):
@@ -23,6 +23,10 @@ class CheckpointConfig(Strict):
     keep_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Also keep those of every that many steps (a multiple of ``every``); 0 keeps none for this
     reason.
+    """
+    wait_for_space_s: float = Field(default=600.0, ge=0, le=MAX_WAIT_S)
+    """Seconds that a run waits, trying again, where the disk or a quota is full: what was learnt
+    since the last checkpoint is not lost if somebody frees some space; 0 ends the run at once.
     """
     keep_best: str | None = None
     """Also write and keep the one with the highest value of this evaluation figure, for example

@@ -12,6 +12,7 @@ MAX_BATCH = 1_000_000
 """Prompts, or completions, of a step."""
 MAX_PROCESSES = 4096
 MAX_THREADS = 1024
+MAX_WAIT_S = 1e6
 MAX_FACTOR = 1e6
 """Of coefficients, in either direction."""
 MAX_SEED = (1 << 63) - 1

@@ -37,7 +37,9 @@ class RewardPart(Strict):
     weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """Of this reward in the sum; negative for a penalty, 0 for a figure that teaches nothing."""
     options: dict[str, Any] = Field(default={})
-    """Keyword arguments of the function."""
+    """Keyword arguments of the function; "env:NAME" is the value of an environment variable, which
+    is written nowhere.
+    """
 
 
 class RewardConfig(Strict):
@@ -48,7 +50,9 @@ class RewardConfig(Strict):
     ``path/to/file.py:function``; its form is told by the names of its parameters.
     """
     options: dict[str, Any] = Field(default={})
-    """Keyword arguments of the function."""
+    """Keyword arguments of the function; "env:NAME" is the value of an environment variable, which
+    is written nowhere.
+    """
     model: str | None = None
     """A reward model's folder or name of the hub, in place of a function."""
     model_precision: Literal["fp8", "bf16"] = "fp8"

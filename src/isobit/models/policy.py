@@ -118,6 +118,8 @@ class Policy:
     def publish(self) -> None:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version``
         counts the publications.  All ranks together.
+
+        Raises MismatchError, on all, where one has other bytes afterwards.
         """
         self.change = PublishedChange(self.world)
         self._published.reads_folder = False
@@ -127,6 +129,8 @@ class Policy:
                 self._published.republish(name, master, rows.start, rows.stop, self.change)
         self._published.gather(self.world, self.ownership.cuts, self.ownership.places)
         self.version += 1
+        if self.world.size > 1:
+            self.compare(self.world)
 
     @torch.no_grad()
     def restore(self, masters: Mapping[str, torch.Tensor], version: int) -> None:
@@ -162,18 +166,26 @@ class Policy:
         without = world.size - owners
         cuts = {name: (*at, *(at[-1:] * without)) for name, at in owned.items()}
         self._published.gather(world, cuts)
+        self.version, _ = self.compare(world)
+
+    def compare(self, world: World) -> tuple[int, int]:
+        """Find all published bytes alike on all ranks of a world; -> the version of the first one,
+        and their checksum.  Raises MismatchError, on all, where one has others.
+        """
         found = world.messages([self.version, self.checksum()])
-        self.version, expected = found[0]
+        first, expected = found[0]
         for rank, (_, checksum) in enumerate(found):
             if checksum != expected:
                 raise agreed(
                     MismatchError(
-                        f"the weights of rank {rank} are not those of rank 0 after these were "
-                        f"passed on (checksums {checksum:016x} and {expected:016x}): the "
-                        "connection between them, or a memory, is faulty; take that host out and "
-                        "go on with --resume"
+                        f"the published weights of rank {world.numbers[rank]} are not those of "
+                        f"rank {world.numbers[0]} (version {first}; checksums "
+                        f"{checksum:016x} and {expected:016x}): the connection "
+                        "between them, or a memory, is faulty; take that host out and go on with "
+                        "--resume"
                     )
                 )
+        return first, expected
 
     def _take(
         self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool

@@ -172,7 +172,7 @@ def describe_moment(step: int) -> str:
 
 def describe_result(name: str, result: EvalResult) -> str:
     """One evaluation set in one line."""
-    if 0 <= result.accuracy <= 1:
+    if result.has_shares:
         text, unit, digits = f"{name} accuracy {100 * result.accuracy:.1f}%", 100, 1
     else:  # rewards that are no shares
         text, unit, digits = f"{name} mean reward {result.accuracy:.3f}", 1, 3

@@ -10,7 +10,7 @@ out of every figure.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Self
 
@@ -42,6 +42,18 @@ class EvalResult:
     """Mean, tokens."""
     truncated: float
     """Share of the samples that the length limit ended."""
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether the mean reward can be a share of right answers, an accuracy."""
+        return 0 <= self.accuracy <= 1
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, ready for JSON: ``mean_reward``, which is the ``accuracy`` too where it can be
+        one; that is null elsewhere.
+        """
+        accuracy = self.accuracy if self.has_shares else None
+        return {"mean_reward": self.accuracy, **asdict(self), "accuracy": accuracy}
 
     def scalars(self, name: str) -> Metrics:
         """The figures for the metrics file, under ``eval/NAME/``."""

@@ -9,6 +9,7 @@ evaluation after it; a figure that is not finite is null.  Every line is flushed
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from types import TracebackType
@@ -218,14 +219,19 @@ class MetricsWriter:
         if self._tracker is not None:
             self._tracker.close(failed=error is not None)
 
-    def write(self, step: int, metrics: Metrics) -> None:
-        """One line and one event a figure, flushed."""
+    def writes(self, step: int, metrics: Metrics) -> list[Callable[[], None]]:
+        """What writes one line, and one event a figure, each flushed; what has raised StorageError
+        may be called again.
+        """
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._lines.write(json_line({"step": step, **finite}))
+        made: list[Callable[[], None]] = [
+            partial(self._lines.write, json_line({"step": step, **finite}))
+        ]
         if self._events is not None:
-            self._events.write(step, metrics)
+            made.append(partial(self._events.write, step, metrics))
         if self._tracker is not None:
-            self._tracker.write(step, metrics)
+            made.append(partial(self._tracker.write, step, metrics))
+        return made
 
 
 def _open_events(folder: Path, say: Callable[[str], None]) -> "Events | None":

@@ -10,9 +10,11 @@ part of it.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -78,7 +80,10 @@ class TrainingLog(ABC, Generic[Result]):
         start.open(run)
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
-        self._writers = self._open_writers() if start.writes else None
+        self._room, self._rewards = start.room, start.rewards
+        self._unwritten: deque[Callable[[], None]] = deque()
+        self._writers: tuple[MetricsWriter, LineFile] | None = None
+        self._room.by_first(self._open_writers)
         self._evaluations: dict[int, dict[str, Result]] = {}
         self._totals = dict.fromkeys(self.counts, 0)
         self._time_left = TimeLeft(run.config.training.steps)
@@ -111,9 +116,10 @@ class TrainingLog(ABC, Generic[Result]):
                 for name, result in results.items()
                 for key, value in result.scalars(name).items()
             }
-            self._write_metrics(step, {**scalars, "time/evaluation_s": seconds})
+            self._add_metrics(step, {**scalars, "time/evaluation_s": seconds})
         for name, (_, groups) in evaluation.items():
-            self._write_completions(step, name, groups)
+            self._add_completions(step, name, groups)
+        self._write()
         self._evaluations[step] = results
         self.boundary = self._take_boundary(step)
         self._say_evaluation(step, results)
@@ -123,8 +129,7 @@ class TrainingLog(ABC, Generic[Result]):
         boundary; on the disk when this returns.
         """
         step = self.boundary.step + 1
-        if self._writers is not None:
-            write_change(self.directory.budget, step, change)
+        self._room.by_first(lambda: write_change(self.directory.budget, step, change))
         if change.new < change.old:  # else the run ends, with an error that says why
             self._console.line(describe_change(step, change))
 
@@ -185,9 +190,14 @@ class TrainingLog(ABC, Generic[Result]):
         )
 
     def _positions(self) -> Mapping[str, int]:
-        """Of the files that grow, where the directory is now: these are open, and go with it."""
+        """Of the files that grow, where the directory is now: these are open, and go with it.  The
+        record of rewards is longer where it still has gradings that come again.
+        """
         place = self._place.now()
-        return positions(RunDirectory(place)) if self._writers is not None and place else {}
+        if self._writers is None or place is None:
+            return {}
+        found, name = positions(RunDirectory(place)), self.directory.rewards.name
+        return found | ({name: self._rewards.position} if name in found else {})
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()
@@ -209,14 +219,15 @@ class TrainingLog(ABC, Generic[Result]):
             "waiting/min_rank": waited.index(min(waited)),
         }
 
-    def _open_writers(self) -> tuple[MetricsWriter, LineFile]:
+    def _open_writers(self) -> None:
         """Of figures and of completions."""
         config, directory = self._training.config, self.directory
         tracker = open_tracker(config.tracking, directory.root, config.model_dump(mode="json"))
         metrics = MetricsWriter(
             directory.metrics, directory.tensorboard, tracker, self._console.line
         )
-        return self._files.enter_context(metrics), self._open_lines(directory.completions)
+        completions = self._open_lines(directory.completions)
+        self._writers = self._files.enter_context(metrics), completions
 
     def _open_lines(self, path: Path) -> LineFile:
         """A file that grows, until the log is closed."""
@@ -224,22 +235,36 @@ class TrainingLog(ABC, Generic[Result]):
         self._files.callback(file.close)
         return file
 
-    def _write_metrics(self, step: int, metrics: Metrics) -> None:
-        if self._writers is not None:
-            self._writers[0].write(step, metrics)
+    def _write(self) -> None:
+        """Write what has been added; of several ranks an error of the one that writes is that of
+        all.
+        """
+
+        def rest() -> None:
+            while self._unwritten:
+                self._unwritten[0]()
+                self._unwritten.popleft()
+
+        self._room.by_first(rest)
 
     def _write_summary(self, summary: RunSummary) -> None:
-        if self._writers is not None:
-            summary.write(self.directory.summary)
+        self._room.by_first(lambda: summary.write(self.directory.summary))
 
-    def _write_completions(self, step: int, source: str, groups: Sequence[Group]) -> None:
+    def _add_metrics(self, step: int, metrics: Metrics) -> None:
+        if self._writers is not None:
+            self._unwritten += self._writers[0].writes(step, metrics)
+
+    def _add_completions(self, step: int, source: str, groups: Sequence[Group]) -> None:
         if self._writers is None:
             return
         file = self._writers[1]
         for group in groups[:SAMPLES_KEPT]:
             for place in best_and_worst(group.rewards):
                 line = completion_line(step, source, group, place, self._training.model.tokenizer)
-                file.write(json_line(line))
+                self._add_line(file, json_line(line))
+
+    def _add_line(self, file: LineFile, line: bytes) -> None:
+        self._unwritten.append(partial(file.write, line))
 
 
 def describe_change(step: int, change: BudgetChange) -> str:

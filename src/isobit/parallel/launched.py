@@ -31,6 +31,13 @@ def rank_of_host(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or 0)
 
 
+def restarts(environment: Mapping[str, str] = os.environ) -> int:
+    """How often the launcher has started all processes again; torchrun (``--max-restarts``) keeps
+    what the dead ones have left in its store.
+    """
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
 def take_place(environment: MutableMapping[str, str] = os.environ) -> None:
     """Write what SLURM says in torch's words.  What is set already stays.
 

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from isobit.errors import ConfigError, PeerError
 from isobit.parallel.exchanges import Exchanges, PostedExchanges, Work
 from isobit.parallel.gather import complete
-from isobit.parallel.launched import is_launched, rank_of_host, take_place
+from isobit.parallel.launched import is_launched, rank_of_host, restarts, take_place
 from isobit.parallel.message import decode, encode
 from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
 from isobit.parallel.pulse import Pulse
@@ -338,7 +338,8 @@ def joined() -> Iterator[World]:
             f"MASTER_ADDR ({os.environ['MASTER_ADDR']}) at MASTER_PORT "
             f"({os.environ['MASTER_PORT']})?"
         ) from None
-    world = Processes(PrefixStore(f"world {next(_worlds)}", store), rank, size, rank_of_host())
+    own = PrefixStore(f"start {restarts()} world {next(_worlds)}", store)
+    world = Processes(own, rank, size, rank_of_host())
     yield world
     # Not where an error has come: the others may be elsewhere, and NCCL would wait for them.
     world.barrier("the end")

@@ -5,14 +5,15 @@ rank and its host.
 from collections.abc import Callable
 from typing import Any
 
-from isobit.errors import StorageError
+from isobit.errors import NoSpaceError, StorageError
 from isobit.parallel.agreement import agreed, gathered
 from isobit.parallel.world import World
 
 
 def write_together(world: World, attempt: Callable[[], Any]) -> list[Any]:
     """``attempt`` on every rank, and what each made of it (``isobit.parallel.message``).  Raises
-    StorageError on all where it did so on any; whatever else it raises, all raise, too.
+    StorageError on all where it did so on any, NoSpaceError where nothing but room was missing;
+    whatever else it raises, all raise, too.
     """
 
     def tried() -> dict[str, Any]:
@@ -21,12 +22,14 @@ def write_together(world: World, attempt: Callable[[], Any]) -> list[Any]:
         except StorageError as error:
             if world.size == 1:
                 raise
-            return {"failed": f"rank {world.rank} on {world.host}: {error}"}
+            where = f"rank {world.rank} on {world.host}"
+            return {"failed": f"{where}: {error}", "is_full": isinstance(error, NoSpaceError)}
 
     found = gathered(world, tried)
-    for one in found:
-        if "failed" in one:
-            raise agreed(StorageError(one["failed"]))
+    failed = [one for one in found if "failed" in one]
+    if failed:
+        kind = NoSpaceError if all(one["is_full"] for one in failed) else StorageError
+        raise agreed(kind(failed[0]["failed"]))
     return [one["made"] for one in found]
 
 

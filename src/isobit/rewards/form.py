@@ -21,9 +21,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from functools import cache, partial
 from typing import Any, Literal
 
+from isobit.config.secrets import is_secret
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
+from isobit.rewards.secrets import hidden
 
 Mode = Literal["each", "concurrent", "together"]
 """How the completions of a prompt are graded: one after the other, at the same time on one event
@@ -80,7 +82,7 @@ class Reward:
         """The function, its form and what it is called with, in a line."""
         names = [name for name in self._named if name in self.given or self.takes_columns]
         names += ["**columns"] if self.takes_columns and self._any_name else []
-        options = [f"{name}={value!r:.40}" for name, value in self._options.items()]
+        options = [f"{name}={_shown(name, value)}" for name, value in self._options.items()]
         kind = "async, " if self._is_async else ""
         return f"{self.name} ({kind}{self.form} form: {', '.join([*names, *options])})"
 
@@ -245,6 +247,13 @@ def recognise(
         f"the reward {name!r} takes ({', '.join(map(str, parameters.values()))}), which is no form "
         f"of a reward; {FORMS}"
     )
+
+
+def _shown(name: str, value: Any) -> str:
+    """An option's value, unless it is a secret by its name or its origin."""
+    if isinstance(value, str) and hidden(value) != value:
+        return hidden(value)
+    return ".." if is_secret(name) else f"{value!r:.40}"
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

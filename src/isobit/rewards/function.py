@@ -18,6 +18,7 @@ from isobit.records.text import Completion, Prompt
 from isobit.rewards.form import Reward, recognise
 from isobit.rewards.given import PREFIX, given_reward
 from isobit.rewards.graders import GRADERS
+from isobit.rewards.secrets import from_environment
 from isobit.user_module import describe_missing, run_file
 
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float]
@@ -27,12 +28,14 @@ _NO_MEMORY = ("annot allocate memory", "failed to map segment")
 
 
 def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
-    """The reward function called ``name``, with the keyword arguments that it is to have.
+    """The reward function called ``name``, with the keyword arguments that it is to have; of those
+    that are ``env:NAME``, the value of that environment variable.
 
-    Raises ``RewardError`` for a name of another kind, a module or file that is missing or fails on
-    import, a function that does not exist (with those that do), and one of no known form
-    (``isobit.rewards.form``).
+    Raises ``RewardError`` for a variable that is not set, a name of another kind, a module or file
+    that is missing or fails on import, a function that does not exist (with those that do), and one
+    of no known form (``isobit.rewards.form``).
     """
+    options = from_environment(options or {}, name)
     if name.startswith(PREFIX):
         return recognise(given_reward(name), name, options)
     place = GRADERS.get(name, name)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
 
+from isobit.rewards.secrets import hidden
+
 LARGEST = 1e18
 """A reward may be: sums of squares of such numbers are still numbers of FP32."""
 
@@ -23,6 +25,9 @@ class Failure:
     ``deadline`` or ``crash``.
     """
     message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", hidden(self.message))
 
 
 Outcome: TypeAlias = float | Failure

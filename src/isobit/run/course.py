@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from isobit.clock import Clock
 from isobit.config.recipe import Recipe
 from isobit.config.run import RunConfig
+from isobit.config.secrets import secret_notes
 from isobit.config.sft import SftConfig
 from isobit.files import disk_errors
 from isobit.memory.turns import Turns
@@ -68,7 +69,8 @@ Config = TypeVar("Config", RunConfig, SftConfig)
 Run = TypeVar("Run", bound=Runnable)
 Log = TypeVar("Log", bound=TrainingLog[Any])
 Begins = Callable[
-    [Recipe, ModelConfig, bool, Say, int, World, Sequence[str]], AbstractContextManager[Start]
+    [Recipe, ModelConfig, bool, Say, int, World, Sequence[str], Callable[[], None]],
+    AbstractContextManager[Start],
 ]
 """``isobit.store.checkpoint.start.begin``, or what stands in for it."""
 MakeLog = Callable[[Run, Start, Console, Clock], Log]
@@ -178,7 +180,9 @@ def course(
     interruption = Interruption(world)
     with (
         interruption.open_to_requests(),
-        begins(config, shape, resume, console.line, extra_bytes, world, allowed) as start,
+        begins(
+            config, shape, resume, console.line, extra_bytes, world, allowed, interruption.check
+        ) as start,
         open_graders(config) as graders,
     ):
         with console.busy("loading"):
@@ -188,11 +192,14 @@ def course(
             rewards = graders.describe() if graders is not None else []
         check_machines(world, run.model.policy.device)
         console.lines([*run.describe(), *rewards])
+        console.notes(secret_notes(config.reward))
         with (
             interruption,
             disk_errors(config.output, "the files of the run"),
         ):
-            grading = RecordedGrading(start.rewards, graders, run.model_scores, interruption, world)
+            grading = RecordedGrading(
+                start.rewards, graders, run.model_scores, interruption, world, start.room
+            )
             due = evaluation_is_due(config, start.step) and not start.has_evaluated
             first = evaluate(run, console, clock, grading, interruption, world) if due else None
             with (

@@ -20,6 +20,7 @@ from isobit.rewards.grade import GradeStats, Tally
 from isobit.rewards.grading import Graders, ModelScores
 from isobit.run.interruption import Interruption
 from isobit.store.reward_record import RewardRecord
+from isobit.store.room import Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class RecordedGrading:
     """What scores the parts that are reward models."""
     interruption: Interruption
     world: World
+    room: Room | None = None
+    """Of the run that has the record; None where it is sent to others."""
 
     def submit(self, group: Group) -> None:
         """Begin to grade a group, unless its rewards are recorded."""
@@ -49,7 +52,18 @@ class RecordedGrading:
 
         ``homes`` are the ranks that grade each: those that have submitted them.
         """
-        return self.record.grade(groups, partial(self._ask, homes))
+        stats = self.record.grade(groups, partial(self._ask, homes))
+        self._write()
+        return stats
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Record gradings that others have made.  All ranks together."""
+        self.record.append(lines)
+        self._write()
+
+    def _write(self) -> None:
+        if self.room is not None:
+            self.room.by_first(self.record.write)
 
     def _ask(self, homes: Sequence[int] | None, groups: Sequence[Group]) -> GradeStats:
         assert self.graders is not None, "nothing is graded without a reward"

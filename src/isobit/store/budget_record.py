@@ -14,16 +14,20 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from isobit.files import LineFile
 from isobit.store.journal import whole_lines
 from isobit.training.budget import BudgetChange
 
 
 def write_change(path: Path, step: int, change: BudgetChange) -> None:
-    """Add a line and wait until it is on the disk."""
-    with path.open("ab") as file:
-        file.write((json.dumps({"step": step, **asdict(change)}) + "\n").encode())
-        file.flush()
-        os.fsync(file.fileno())
+    """Add a line and wait until it is on the disk.  Raises OSError and StorageError, and leaves no
+    part of it then.
+    """
+    file = LineFile(path)
+    try:
+        file.write((json.dumps({"step": step, **asdict(change)}) + "\n").encode(), lasting=True)
+    finally:
+        file.close()
 
 
 def read_changes(path: Path, position: int) -> list[BudgetChange]:

@@ -34,7 +34,7 @@ class RewardRecord:
 
     def __init__(self, say: Say, lines: Sequence[bytes] = (), position: int = 0) -> None:
         """Go on at byte ``position`` of an older record, which has these lines from there on.
-        Nothing is written before ``open``.
+        Nothing is written before ``open``, and then by ``write`` alone.
         """
         self._say = say
         self._lines = deque(lines)
@@ -53,9 +53,15 @@ class RewardRecord:
         """Write to ``path`` from now on, and first what was graded before."""
         self._file = LineFile(path)
         self._file.cut(self._size + sum(map(len, self._lines)))
-        for line in self._unwritten:
-            self._write(line)
-        self._unwritten.clear()
+        self.write()
+
+    def write(self) -> None:
+        """Write what has been graded since, as far as there is a file; what could not be written is
+        kept for the next time.  Raises StorageError.
+        """
+        while self._file is not None and self._unwritten:
+            self._file.write(self._unwritten[0])
+            self._size += len(self._unwritten.pop(0))
 
     def close(self) -> None:
         """Write no more."""
@@ -86,7 +92,7 @@ class RewardRecord:
                 continue
             if self._lines:
                 self._drop()
-            self._write(line)
+            self._add(line)
 
     def grade(self, groups: Sequence[Group], grading: Grading) -> GradeStats:
         """Fill the rewards of groups: from the record where it has these completions, else by
@@ -107,7 +113,7 @@ class RewardRecord:
             "first_error": stats.first_error,
             **({"counts": stats.counts} if stats.counts else {}),
         }
-        self._write((json.dumps(content, allow_nan=False) + "\n").encode())
+        self._add((json.dumps(content, allow_nan=False) + "\n").encode())
         return stats
 
     @property
@@ -138,13 +144,11 @@ class RewardRecord:
         if self._file is not None:
             self._file.cut(self._size)
 
-    def _write(self, line: bytes) -> None:
-        if self._file is None and not self._follows:
+    def _add(self, line: bytes) -> None:
+        if self._follows:
+            self._size += len(line)
+        else:
             self._unwritten.append(line)
-            return
-        if self._file is not None:
-            self._file.write(line)
-        self._size += len(line)
 
 
 class SentRecord(RewardRecord):
@@ -163,7 +167,7 @@ class SentRecord(RewardRecord):
             self.gradings.append(ahead[0])
         return recorded
 
-    def _write(self, line: bytes) -> None:
+    def _add(self, line: bytes) -> None:
         self.gradings.append(line)
 
 

@@ -52,6 +52,24 @@ def test_one_that_is_lost_while_it_is_listened_to_is_the_one() -> None:
     assert failed.value.died
 
 
+def test_a_death_is_found_at_the_next_look_and_the_others_are_asked_to_end() -> None:
+    ranks, looks, asked_at = [Given(0), Given(1)], list[int](), list[int]()
+
+    def hear() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            ranks[1].exit_code = -9
+
+    def send(number: int) -> None:
+        asked_at.append(len(looks))
+        ranks[0].exit_code = -number
+
+    ranks[0].send = send
+    with pytest.raises(RankError):
+        Ranks(ranks, hear).run()
+    assert asked_at == [3]
+
+
 @pytest.mark.parametrize(
     ("notes", "exit_code", "died"),
     [

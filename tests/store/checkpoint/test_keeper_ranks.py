@@ -207,7 +207,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert by["restored"]
         assert by["from one process"]
         text, left = by["full disk"]
-        assert text.startswith(f"StorageError: rank 0 on {host}: the trained model could not be ")
+        assert text.startswith(f"NoSpaceError: rank 0 on {host}: the trained model could not be ")
         assert "No space left" in text
         assert left == ["model"]
         used, apart = by["refusals"]

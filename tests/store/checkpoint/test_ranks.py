@@ -221,7 +221,7 @@ def test_several_ranks(size: int, alone: Path) -> None:
     last = size - 1
     for one in found:
         assert one["own rows"] == one["from one"] == [True] * 3
-        assert one["full disk"].startswith(f"StorageError: rank {last} on ")
+        assert one["full disk"].startswith(f"NoSpaceError: rank {last} on ")
         for text in ("the checkpoint of step 6 could not be written", "No space left", "needed: "):
             assert text in one["full disk"]
         assert one["left"] == ["step_000005"]

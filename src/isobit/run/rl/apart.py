@@ -143,7 +143,7 @@ def lines_ahead(grading: RecordedGrading) -> list[str]:
 
 def append_lines(grading: RecordedGrading, lines: Sequence[str]) -> None:
     """Record gradings that the rollouters have made."""
-    grading.record.append([line.encode() for line in lines])
+    grading.append([line.encode() for line in lines])
 
 
 def check_parts(config: RunConfig, world: World) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from isobit.clock import Clock
 from isobit.errors import MismatchError
+from isobit.files import LineFile
 from isobit.observe.console import Console, describe_moment, describe_result
 from isobit.observe.eval_result import EvalResult
 from isobit.observe.metrics import Metrics, step_metrics
@@ -40,9 +41,13 @@ class RlLog(TrainingLog[EvalResult]):
         self._run = run
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
-        super().__init__(run, start, console, clock)
-        self._digests = self._open_lines(self.directory.digests) if start.writes else None
+        self._digests: LineFile | None = None
         self._left: StateDigest | None = None
+        super().__init__(run, start, console, clock)
+
+    def _open_writers(self) -> None:
+        super()._open_writers()
+        self._digests = self._open_lines(self.directory.digests)
 
     def check_state(self) -> None:
         """Whether the weights, masters and moments that are about to learn are what this process's
@@ -70,9 +75,10 @@ class RlLog(TrainingLog[EvalResult]):
         metrics |= self._optional_figures(collected)
         metrics |= self._run.turns.figures()
         metrics |= self._waiting_figures()
-        self._write_metrics(step, metrics)
-        self._write_completions(step, "train", groups)
-        self._write_digests(step, groups, state)
+        self._add_metrics(step, metrics)
+        self._add_completions(step, "train", groups)
+        self._add_digests(step, groups, state)
+        self._write()
         self._left = state
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
@@ -95,9 +101,9 @@ class RlLog(TrainingLog[EvalResult]):
             )
         )
 
-    def _write_digests(self, step: int, groups: Sequence[Group], state: StateDigest) -> None:
+    def _add_digests(self, step: int, groups: Sequence[Group], state: StateDigest) -> None:
         if self._digests is not None:
-            self._digests.write(StepDigests.of(step, groups, state).line())
+            self._add_line(self._digests, StepDigests.of(step, groups, state).line())
 
     @property
     def _phases_of_step(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ Nothing is written into the run's directory, and none of its files is held.
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +172,7 @@ def _begins(source: ReplaySource, recorded_rewards: bool, say: Say) -> Begins:
         extra_bytes: int,
         world: World,
         allowed: Sequence[str],
+        check: Callable[[], None],
     ) -> AbstractContextManager[Start]:
         rewards = RewardRecord(say)
         if recorded_rewards:
@@ -186,6 +187,7 @@ def _begins(source: ReplaySource, recorded_rewards: bool, say: Say) -> Begins:
             say,
             world,
             allowed,
+            check,
         )
 
     return begins

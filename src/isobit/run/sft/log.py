@@ -40,7 +40,8 @@ class SftLog(TrainingLog[HeldOut]):
         }
         metrics |= self._run.turns.figures()
         metrics |= self._waiting_figures()
-        self._write_metrics(step, metrics)
+        self._add_metrics(step, metrics)
+        self._write()
         self._totals["tokens"] += self._run.lesson.tokens(examples, update)
         self._totals["skipped"] += update.skipped is not None
         self.boundary = self._take_boundary(step)

@@ -2,7 +2,7 @@
 directory of their own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +17,7 @@ from isobit.store.checkpoint.start import Start, position_at
 from isobit.store.checkpoint.usable import Say
 from isobit.store.directory import RunDirectory
 from isobit.store.reward_record import RewardRecord
+from isobit.store.room import Room
 from isobit.training.budget import BudgetChange
 
 
@@ -30,10 +31,12 @@ def begin_again(
     say: Say,
     world: World = ALONE,
     allowed: Sequence[str] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Start]:
     """Where steps of the run in ``source``, whose ``run.json`` holds ``manifest``, are done again:
     at a checkpoint of its, or at the beginning, and in the empty directory ``config.output``, into
     which alone is written.  Rewards come from ``rewards``, changes of the budget from the run.
+    ``check`` is as in ``isobit.store.checkpoint.start.begin``.
 
     ``Start.restore`` raises ConfigError for inputs or a class of bits that are others than the
     run's and not ``allowed``.
@@ -47,12 +50,14 @@ def begin_again(
         ],
     )
     changes = [BudgetChange(**change) for change in found]
+    room = Room(world, directory.root, config.checkpoint.wait_for_space_s, say, check)
     with ExitStack() as lock:
         yield Start(
             directory,
             rewards,
             world,
             hosts,
+            room,
             lock,
             say,
             manifest,

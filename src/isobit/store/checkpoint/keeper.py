@@ -19,7 +19,7 @@ launcher ends them.  Errors that all have agreed on, signals too, are as good as
 (``isobit.parallel.agreement.is_agreed``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
@@ -32,8 +32,9 @@ from isobit.models.loaded import write_model
 from isobit.parallel.agreement import is_agreed, together
 from isobit.parallel.broadcast import told
 from isobit.parallel.writing import write_by_first
-from isobit.store.checkpoint.format import folder_name, write_checkpoint
+from isobit.store.checkpoint.format import Snapshot, folder_name, write_checkpoint
 from isobit.store.checkpoint.retention import apply_retention, worth
+from isobit.store.checkpoint.save_time import SaveTime
 from isobit.store.checkpoint.start import Start
 from isobit.store.checkpoint.state import Boundary, holds, snapshot
 from isobit.store.directory import RunDirectory, write_json
@@ -65,6 +66,10 @@ class Announces(Protocol):
         """A block in which ``what`` is written."""
         ...
 
+    def notes(self, notes: Sequence[str]) -> None:
+        """Print what is worth knowing and ends nothing."""
+        ...
+
 
 class CheckpointKeeper:
     """Entered for the steps of a run; with ``model_when_interrupted`` a signal leaves the policy as
@@ -83,6 +88,8 @@ class CheckpointKeeper:
         self._config = run.config.checkpoint
         self._model_when_interrupted = model_when_interrupted
         self._directory, self._world, self._place = start.directory, start.world, start.place
+        self._room = start.room
+        self._save_time = SaveTime(self._config.every)
         self._is_ours = True
         """Whether what is called as the run's directory was is that still."""
         self._on_disk = (
@@ -111,14 +118,18 @@ class CheckpointKeeper:
         self._place.check()
 
     def _save_at_the_end(self, is_interrupted: bool) -> None:
-        """What stands, and how to go on.  An error of its own is said: the first one counts."""
+        """What stands, and how to go on.  An error of its own is said: the first one counts.  Who
+        has asked to stop does not wait for a full disk.
+        """
         cause = "" if is_interrupted else "once the cause is gone, "
+        if is_interrupted:
+            self._room.give_up()
         try:
             self._follow()
             self._save_what_stands()
             if self._model_when_interrupted or not is_interrupted:
                 self._save_last_weights()
-        except Exception as second:
+        except (Exception, Interrupted) as second:
             if is_interrupted:
                 raise
             self._console.line(f"stopped early, and no more could be saved: {second}")
@@ -193,7 +204,7 @@ class CheckpointKeeper:
         self._world.pulse.beat("model folder")
         num_bytes = 2 * sum(map(prod, self._run.model.policy.shapes.values()))
         with self._console.writing("the trained model", num_bytes):
-            write_model(self._run.model, self._directory.model)
+            self._room.write(lambda: write_model(self._run.model, self._directory.model))
 
     def _save_last_weights(self) -> None:
         if all(self._world.messages(self._run.trainer.is_whole)):
@@ -215,9 +226,15 @@ class CheckpointKeeper:
         content = snapshot(boundary, self._run)
         self._by_first(lambda: sync_journals(self._directory))
         with self._console.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
-            write_checkpoint(self._directory.checkpoints, content, self._world)
+            self._room.write(lambda: self._write(content))
+        folder = self._directory.checkpoints
+        self._console.notes(self._save_time.notes(boundary.step, content.num_bytes, folder))
         self._on_disk = boundary.step
         self._apply_retention()
+
+    def _write(self, content: Snapshot) -> None:
+        with self._save_time.writing():
+            write_checkpoint(self._directory.checkpoints, content, self._world)
 
     def _check_finite(self) -> None:
         """Raise NonFiniteError, on all ranks, where a weight is not finite on any."""
@@ -240,7 +257,7 @@ class CheckpointKeeper:
             with disk_errors(self._directory.root, "the files of the run"):
                 attempt()
 
-        write_by_first(self._world, first)
+        self._room.write(lambda: write_by_first(self._world, first))
 
     def _is_best(self, step: int) -> bool:
         name = self._config.keep_best

@@ -6,7 +6,7 @@ no file but their part of a checkpoint.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,6 +50,7 @@ from isobit.store.lock import locked
 from isobit.store.manifest import environment, manifest, processes
 from isobit.store.place import Place
 from isobit.store.reward_record import RewardRecord
+from isobit.store.room import Room
 from isobit.store.shared_disk import check_shared
 from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
@@ -66,6 +67,8 @@ class Start:
     world: World
     hosts: Sequence[str]
     """By rank."""
+    room: Room
+    """For all that is written from ``open`` on."""
     _lock: ExitStack
     _say: Say
     old_manifest: Mapping[str, Any] | None = None
@@ -194,11 +197,12 @@ def begin(
     extra_bytes: int = 0,
     world: World = ALONE,
     allowed: Sequence[str] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Start]:
     """Find out where the run of a model of ``shape`` begins, whose checkpoints hold at most
     ``extra_bytes`` of extras; nothing is written or moved before ``Start.open``.  Settings that
     are ``allowed`` by name may be others than the run's.  All ranks together, with the same answer
-    on all.
+    on all.  ``check`` raises Interrupted where a signal has come while a full disk is waited for.
 
     Raises ConfigError for a directory that is used (without ``resume``), holds no run, is in use
     by another process, or is not the same on all hosts, and for a configuration that is not the
@@ -206,6 +210,7 @@ def begin(
     without room for what the run will write.
     """
     directory, hosts = RunDirectory(config.output), world.messages(world.host)
+    room = Room(world, directory.root, config.checkpoint.wait_for_space_s, say, check)
     if config.checkpoint.keep_last or resume:
         check_shared(world, directory.root)
     with ExitStack() as lock:
@@ -222,7 +227,7 @@ def begin(
             return True
 
         if not told(world, look):
-            yield Start(directory, RewardRecord(say), world, hosts, lock, say)
+            yield Start(directory, RewardRecord(say), world, hosts, room, lock, say)
             return
         checkpoint = newest_usable(directory, say, world)
         found = json.loads(
@@ -238,6 +243,7 @@ def begin(
             RewardRecord(say, rewards, position_at(checkpoint, directory.rewards)),
             world,
             hosts,
+            room,
             lock,
             say,
             found["old"],

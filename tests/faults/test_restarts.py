@@ -1,0 +1,114 @@
+"""A rollouter is killed, while it waits for the trainers and while it serves: the run is started
+again by whoever has started it, without a hand, as often as is allowed; what the dead one was
+drawing is drawn again with the same seeds, and graded once: the bytes are those of a run that
+nothing happened to.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from isobit.config.run import RunConfig
+from isobit.run.cluster.launcher import launch
+from isobit.run.cluster.restarts import with_restarts
+from isobit.run.rl.loop import train
+from tests.worlds import free_port
+
+PROGRAM = str(Path(__file__).with_name("rank.py"))
+OF_THE_MACHINE = ("memory/", "rollout/", "waiting/")
+
+
+@pytest.fixture(scope="session")
+def expected_ahead(
+    values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Callable[[Path], dict[str, Any]]], dict[str, Any]]:
+    """The outcome of one process with a lag of 1."""
+    root = tmp_path_factory.mktemp("ahead") / "run"
+
+    def of(outcome: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        if not root.exists():
+            train(RunConfig.model_validate({**values, "output": root, "async": {"lag": 1}}))
+        return without_the_machine(outcome(root))
+
+    return of
+
+
+def without_the_machine(outcome: dict[str, Any]) -> dict[str, Any]:
+    lines = [
+        {name: value for name, value in line.items() if not name.startswith(OF_THE_MACHINE)}
+        for line in outcome["metrics"]
+    ]
+    return {**outcome, "metrics": lines}
+
+
+@pytest.fixture
+def command(
+    values: dict[str, Any], tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[dict[str, int]], list[str]]:
+    """``rank.py`` with a run of one trainer and one rollouter, in ``tmp_path / "run"``, and with
+    where the rollouter dies in each start.
+    """
+    (place / "hook.py").unlink(missing_ok=True)
+    recipe = tmp_path / "recipe.toml"
+    run = {"output": str(tmp_path / "run"), "async": {"lag": 1}, "cluster": {"rollouters": 1}}
+    recipe.write_text(tomli_w.dumps({**values, **run}), encoding="utf-8")
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+
+    def of(ends: dict[str, int]) -> list[str]:
+        calls = ",".join(map(str, ends.values()))
+        return [PROGRAM, ",".join(ends), calls, str(int(signal.SIGKILL)), "train", str(recipe)]
+
+    return of
+
+
+def check(
+    root: Path, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]], starts: int
+) -> None:
+    assert (root.parent / "starts").stat().st_size == starts
+    assert without_the_machine(outcome(root)) == expected
+    lines = [json.loads(line) for line in (root / "rewards.jsonl").read_text().splitlines()]
+    asked = [json.dumps(line["prompts"]) for line in lines]
+    assert len(asked) == 6 + 3, "each batch and each evaluation was graded once"
+
+
+def test_our_launcher(
+    command: Callable[[dict[str, int]], list[str]],
+    tmp_path: Path,
+    expected_ahead: Callable[..., dict[str, Any]],
+    outcome: Callable[[Path], dict[str, Any]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = command({"idle": 6, "rollout": 20})
+    with_restarts(lambda words, _: launch(words, 2, threads=1), words, 2)
+    said = capfd.readouterr().err
+    assert said.count("rank 1 (") == said.count("was killed by SIGKILL in ") == 2
+    assert "restarts left: 0" in said
+    check(tmp_path / "run", expected_ahead(outcome), outcome, starts=3)
+
+
+def test_torchrun(
+    command: Callable[[dict[str, int]], list[str]],
+    tmp_path: Path,
+    expected_ahead: Callable[..., dict[str, Any]],
+    outcome: Callable[[Path], dict[str, Any]],
+) -> None:
+    words = command({"rollout": 20})
+    torchrun = ["--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *torchrun, *words, "--resume"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    check(tmp_path / "run", expected_ahead(outcome), outcome, starts=2)
