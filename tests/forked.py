@@ -17,8 +17,9 @@ from isobit.cli.main import main
 @cache
 def warm() -> ForkServerContext:
     """Its processes have imported what a run imports; nothing of it has run."""
+    loops = ["isobit.run.rl.loop", "isobit.run.sft.loop"]
     context = get_context("forkserver")
-    context.set_forkserver_preload(["isobit.run.rl.loop", "isobit.run.sft.loop", "pytest"])
+    context.set_forkserver_preload([*loops, "isobit.observe.events", "pytest"])
     return context
 
 
