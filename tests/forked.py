@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 from functools import cache
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-from isobit.cli.main import main
+from tests.forked_ranks import fork_ranks
 
 
 @cache
@@ -23,24 +25,43 @@ def warm() -> ForkServerContext:
     return context
 
 
-def become(environ: dict[str, str], folder: Path, log: Path) -> None:
-    """Take over where and how this process runs; what it prints goes to the log."""
+def become(environ: dict[str, str], folder: Path, log: Path, errors: Path | None = None) -> None:
+    """Take over where and how this process runs; what it prints goes to the log, or to two."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
-    with log.open("w") as said:
-        for stream in (1, 2):
-            os.dup2(said.fileno(), stream)
+    with log.open("w") as said, (errors or log).open("a") as complained:
+        os.dup2(said.fileno(), 1)
+        os.dup2(complained.fileno() if errors else said.fileno(), 2)
 
 
-def command(arguments: list[str], log: Path) -> BaseProcess:
-    """A command of isobit, running."""
-    process = warm().Process(target=_run, args=(arguments, dict(os.environ), Path.cwd(), log))
+def command(arguments: list[str], log: Path, errors: Path | None = None) -> BaseProcess:
+    """A command of isobit, running, whose ranks are forked too; what it says on standard error is
+    in a file of its own where one is given.
+    """
+    return called("isobit.cli.main:main", arguments, log, errors)
+
+
+def called(target: str, argument: Any, log: Path, errors: Path | None = None) -> BaseProcess:
+    """A process that ends with the exit code that a function of a module gives for an argument; the
+    launcher of ranks, in it, forks them.
+    """
+    place = dict(os.environ), Path.cwd(), log, errors
+    process = warm().Process(target=_run, args=(target, argument, *place))
     process.start()
     return process
 
 
-def _run(arguments: list[str], environ: dict[str, str], folder: Path, log: Path) -> None:
-    become(environ, folder, log)
-    sys.exit(main(arguments))
+def _run(
+    target: str,
+    argument: Any,
+    environ: dict[str, str],
+    folder: Path,
+    log: Path,
+    errors: Path | None,
+) -> None:
+    become(environ, folder, log, errors)
+    fork_ranks()
+    module, _, function = target.partition(":")
+    sys.exit(getattr(import_module(module), function)(argument))
