@@ -2,6 +2,7 @@
 that has.  ``command(["train", "my.toml"], log)`` starts ``isobit train my.toml`` so.
 """
 
+import json
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from isobit.run.cluster.deaths import RankError
+from isobit.run.cluster.launcher import launch
 from tests.forked_ranks import fork_ranks
 
 
@@ -43,14 +46,42 @@ def command(arguments: list[str], log: Path, errors: Path | None = None) -> Base
     return called("isobit.cli.main:main", arguments, log, errors)
 
 
-def called(target: str, argument: Any, log: Path, errors: Path | None = None) -> BaseProcess:
+def called(
+    target: str,
+    argument: Any,
+    log: Path,
+    errors: Path | None = None,
+    environ: dict[str, str] | None = None,
+) -> BaseProcess:
     """A process that ends with the exit code that a function of a module gives for an argument; the
     launcher of ranks, in it, forks them.
     """
-    place = dict(os.environ), Path.cwd(), log, errors
+    place = environ or dict(os.environ), Path.cwd(), log, errors
     process = warm().Process(target=_run, args=(target, argument, *place))
     process.start()
     return process
+
+
+def launched(arguments: list[str], log: Path, size: int = 2) -> RankError | None:
+    """How so many ranks of a program have ended, of a thread each, under our launcher."""
+    told = log.with_suffix(".end")
+    process = called("tests.forked:launch_and_tell", [arguments, size, str(told)], log)
+    process.join()
+    assert process.exitcode == 0, log.read_text()
+    end = json.loads(told.read_text())
+    return None if end is None else RankError(**end)
+
+
+def launch_and_tell(argument: tuple[list[str], int, str]) -> int:
+    """For ``launched``, in a process of its own."""
+    arguments, size, told = argument
+    end: dict[str, Any] | None = None
+    try:
+        launch(arguments, size, threads=1)
+    except RankError as error:
+        end = {"text": str(error), "exit_code": error.exit_code, "died": error.died}
+    Path(told).write_text(json.dumps(end))
+    return 0
 
 
 def _run(

@@ -14,10 +14,8 @@ import pytest
 import tomli_w
 
 from isobit.config.run import RunConfig
-from isobit.run.cluster.deaths import RankError
-from isobit.run.cluster.launcher import launch
 from isobit.run.rl.loop import train
-from tests.forked import called, command
+from tests.forked import command, launched
 
 PROGRAM = str(Path(__file__).with_name("rank.py"))
 OF_THE_MACHINE = ("memory/", "rollout/", "waiting/")
@@ -36,24 +34,9 @@ def recipe(values: dict[str, Any], tmp_path: Path, place: Path) -> Path:
 def interrupted(recipe: Path, where: str, call: int, number: signal.Signals) -> str:
     """What is said of a run, begun or resumed, whose rank 1 meets its end there."""
     words = [PROGRAM, where, str(call), str(int(number)), "train", str(recipe), "--resume"]
-    said = recipe.with_suffix(".said")
-    launcher = called(
-        f"{__name__}:code_of_launched", [words, str(said)], recipe.with_suffix(".log")
-    )
-    launcher.join()
-    assert launcher.exitcode == 137, recipe.with_suffix(".log").read_text()
-    return said.read_text()
-
-
-def code_of_launched(argument: tuple[list[str], str]) -> int:
-    """Of two ranks; what is said of their end goes to a file."""
-    words, said = argument
-    try:
-        launch(words, 2, threads=1)
-    except RankError as ended:
-        Path(said).write_text(str(ended))
-        return ended.exit_code
-    return 0
+    end = launched(words, recipe.with_suffix(".log"))
+    assert end is not None and end.exit_code == 137
+    return str(end)
 
 
 def without_the_machine(outcome: dict[str, Any]) -> dict[str, Any]:

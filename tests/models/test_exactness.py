@@ -18,7 +18,7 @@ AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 
 
 @cache
-def probed(avx2: bool) -> dict[int, tuple[dict[str, int], str]]:
+def probed(avx2: bool, /) -> dict[int, tuple[dict[str, int], str]]:
     """Number of threads -> how many log-probabilities differ, and with which instructions."""
     threads = (1, 2) if avx2 else (1, 2, 4)
     presets = EXACT if avx2 else (*EXACT, CONTROL)
@@ -45,5 +45,5 @@ def test_no_log_probability_differs(threads: int, avx2: bool) -> None:
 
 def test_the_control_differs() -> None:
     for threads in (1, 2, 4):
-        differing, _ = probed(avx2=False)[threads]
+        differing, _ = probed(False)[threads]
         assert differing[CONTROL] > 100
