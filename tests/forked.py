@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
@@ -43,21 +44,21 @@ def command(arguments: list[str], log: Path, errors: Path | None = None) -> Base
     """A command of isobit, running, whose ranks are forked too; what it says on standard error is
     in a file of its own where one is given.
     """
-    return called("isobit.cli.main:main", arguments, log, errors)
+    return called("isobit.cli.main:main", log, arguments, errors=errors)
 
 
 def called(
     target: str,
-    argument: Any,
     log: Path,
+    *arguments: Any,
     errors: Path | None = None,
-    environ: dict[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> BaseProcess:
-    """A process that ends with the exit code that a function of a module gives for an argument; the
-    launcher of ranks, in it, forks them.
+    """A process that ends with the exit code that a function of a module gives; the launcher of
+    ranks, in it, forks them.
     """
-    place = environ or dict(os.environ), Path.cwd(), log, errors
-    process = warm().Process(target=_run, args=(target, argument, *place))
+    place = dict(environ), Path.cwd(), log, errors
+    process = warm().Process(target=_run, args=(target, arguments, *place))
     process.start()
     return process
 
@@ -65,28 +66,26 @@ def called(
 def launched(arguments: list[str], log: Path, size: int = 2) -> RankError | None:
     """How so many ranks of a program have ended, of a thread each, under our launcher."""
     told = log.with_suffix(".end")
-    process = called("tests.forked:launch_and_tell", [arguments, size, str(told)], log)
+    process = called("tests.forked:launch_and_tell", log, arguments, size, told)
     process.join()
     assert process.exitcode == 0, log.read_text()
     end = json.loads(told.read_text())
     return None if end is None else RankError(**end)
 
 
-def launch_and_tell(argument: tuple[list[str], int, str]) -> int:
+def launch_and_tell(arguments: list[str], size: int, told: Path) -> None:
     """For ``launched``, in a process of its own."""
-    arguments, size, told = argument
     end: dict[str, Any] | None = None
     try:
         launch(arguments, size, threads=1)
     except RankError as error:
         end = {"text": str(error), "exit_code": error.exit_code, "died": error.died}
-    Path(told).write_text(json.dumps(end))
-    return 0
+    told.write_text(json.dumps(end))
 
 
 def _run(
     target: str,
-    argument: Any,
+    arguments: tuple[Any, ...],
     environ: dict[str, str],
     folder: Path,
     log: Path,
@@ -95,4 +94,4 @@ def _run(
     become(environ, folder, log, errors)
     fork_ranks()
     module, _, function = target.partition(":")
-    sys.exit(getattr(import_module(module), function)(argument))
+    sys.exit(getattr(import_module(module), function)(*arguments))

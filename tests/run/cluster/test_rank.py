@@ -45,7 +45,7 @@ def under_another_launcher(case: str, folder: Path) -> tuple[list[int | None], s
     """The exit codes of two ranks, and what they said."""
     port, logs = free_port(), [folder / f"{case}-{rank}" for rank in range(2)]
     ranks = [
-        called(f"{__name__}:be_a_rank", case, log, environ=environment(rank, 2, port))
+        called(f"{__name__}:be_a_rank", log, case, environ=environment(rank, 2, port))
         for rank, log in enumerate(logs)
     ]
     for rank in ranks:
