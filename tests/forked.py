@@ -63,18 +63,23 @@ def called(
     return process
 
 
-def launched(arguments: list[str], log: Path, size: int = 2) -> RankError | None:
-    """How so many ranks of a program have ended, of a thread each, under our launcher."""
-    told = log.with_suffix(".end")
-    process = called("tests.forked:launch_and_tell", log, arguments, size, told)
-    process.join()
-    assert process.exitcode == 0, log.read_text()
-    end = json.loads(told.read_text())
-    return None if end is None else RankError(**end)
+class Launched:
+    """So many ranks of a program, of a thread each, under our launcher."""
+
+    def __init__(self, arguments: list[str], log: Path, size: int = 2) -> None:
+        self._log, self._told = log, log.with_suffix(".end")
+        self._process = called("tests.forked:launch_and_tell", log, arguments, size, self._told)
+
+    def end(self) -> RankError | None:
+        """How they have ended, once they have."""
+        self._process.join()
+        assert self._process.exitcode == 0, self._log.read_text()
+        end = json.loads(self._told.read_text())
+        return None if end is None else RankError(**end)
 
 
 def launch_and_tell(arguments: list[str], size: int, told: Path) -> None:
-    """For ``launched``, in a process of its own."""
+    """For ``Launched``, in a process of its own."""
     end: dict[str, Any] | None = None
     try:
         launch(arguments, size, threads=1)

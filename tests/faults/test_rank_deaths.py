@@ -15,7 +15,7 @@ import tomli_w
 
 from isobit.config.run import RunConfig
 from isobit.run.rl.loop import train
-from tests.forked import command, launched
+from tests.forked import Launched, command
 
 PROGRAM = str(Path(__file__).with_name("rank.py"))
 OF_THE_MACHINE = ("memory/", "rollout/", "waiting/")
@@ -34,7 +34,7 @@ def recipe(values: dict[str, Any], tmp_path: Path, place: Path) -> Path:
 def interrupted(recipe: Path, where: str, call: int, number: signal.Signals) -> str:
     """What is said of a run, begun or resumed, whose rank 1 meets its end there."""
     words = [PROGRAM, where, str(call), str(int(number)), "train", str(recipe), "--resume"]
-    end = launched(words, recipe.with_suffix(".log"))
+    end = Launched(words, recipe.with_suffix(".log")).end()
     assert end is not None and end.exit_code == 137
     return str(end)
 
