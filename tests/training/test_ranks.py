@@ -57,7 +57,7 @@ CASES = [
     {"model": "untied with biases", "preset": "fp8-rollout", "moments": "fp8"},
     {"model": "mixture", "preset": "fp8", "moments": "bf16"},
 ]
-STEPS = 2
+STEPS = 3
 
 
 def sequences(count: int, seed: int) -> list[TokenSequence]:
