@@ -11,6 +11,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+os.environ["GOMP_SPINCOUNT"] = "0"  # threads that wait leave the cores to the other tests
 
 import isobit  # noqa: F401, I001  sets OpenMP's spinning, which must precede torch
 from collections.abc import Callable, Iterator

@@ -2,44 +2,101 @@
 that has.  ``command(["train", "my.toml"], log)`` starts ``isobit train my.toml`` so.
 """
 
+import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-from isobit.cli.main import main
+from isobit.run.cluster.deaths import RankError
+from isobit.run.cluster.launcher import launch
+from tests.forked_ranks import fork_ranks
 
 
 @cache
 def warm() -> ForkServerContext:
     """Its processes have imported what a run imports; nothing of it has run."""
+    loops = ["isobit.run.rl.loop", "isobit.run.sft.loop"]
     context = get_context("forkserver")
-    context.set_forkserver_preload(["isobit.run.rl.loop", "isobit.run.sft.loop", "pytest"])
+    context.set_forkserver_preload([*loops, "isobit.observe.events", "pytest"])
     return context
 
 
-def become(environ: dict[str, str], folder: Path, log: Path) -> None:
-    """Take over where and how this process runs; what it prints goes to the log."""
+def become(environ: dict[str, str], folder: Path, log: Path, errors: Path | None = None) -> None:
+    """Take over where and how this process runs; what it prints goes to the log, or to two."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
-    with log.open("w") as said:
-        for stream in (1, 2):
-            os.dup2(said.fileno(), stream)
+    with log.open("w") as said, (errors or log).open("a") as complained:
+        os.dup2(said.fileno(), 1)
+        os.dup2(complained.fileno() if errors else said.fileno(), 2)
 
 
-def command(arguments: list[str], log: Path) -> BaseProcess:
-    """A command of isobit, running."""
-    process = warm().Process(target=_run, args=(arguments, dict(os.environ), Path.cwd(), log))
+def command(arguments: list[str], log: Path, errors: Path | None = None) -> BaseProcess:
+    """A command of isobit, running, whose ranks are forked too; what it says on standard error is
+    in a file of its own where one is given.
+    """
+    return called("isobit.cli.main:main", log, arguments, errors=errors)
+
+
+def called(
+    target: str,
+    log: Path,
+    *arguments: Any,
+    errors: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> BaseProcess:
+    """A process that ends with the exit code that a function of a module gives; the launcher of
+    ranks, in it, forks them.
+    """
+    place = dict(environ), Path.cwd(), log, errors
+    process = warm().Process(target=_run, args=(target, arguments, *place))
     process.start()
     return process
 
 
-def _run(arguments: list[str], environ: dict[str, str], folder: Path, log: Path) -> None:
-    become(environ, folder, log)
-    sys.exit(main(arguments))
+class Launched:
+    """So many ranks of a program, of a thread each, under our launcher."""
+
+    def __init__(self, arguments: list[str], log: Path, size: int = 2) -> None:
+        self._log, self._told = log, log.with_suffix(".end")
+        self._process = called("tests.forked:launch_and_tell", log, arguments, size, self._told)
+
+    def end(self) -> RankError | None:
+        """How they have ended, once they have."""
+        self._process.join()
+        assert self._process.exitcode == 0, self._log.read_text()
+        end = json.loads(self._told.read_text())
+        return None if end is None else RankError(**end)
+
+
+def launch_and_tell(arguments: list[str], size: int, told: Path) -> None:
+    """For ``Launched``, in a process of its own."""
+    end: dict[str, Any] | None = None
+    try:
+        launch(arguments, size, threads=1)
+    except RankError as error:
+        end = {"text": str(error), "exit_code": error.exit_code, "died": error.died}
+    told.write_text(json.dumps(end))
+
+
+def _run(
+    target: str,
+    arguments: tuple[Any, ...],
+    environ: dict[str, str],
+    folder: Path,
+    log: Path,
+    errors: Path | None,
+) -> None:
+    become(environ, folder, log, errors)
+    fork_ranks()
+    module, _, function = target.partition(":")
+    sys.exit(getattr(import_module(module), function)(*arguments))

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from isobit.cli.main import main
+from tests.forked import command
 
 REWARD = ["--reward", "isobit.starter.tasks:correct_answer"]
 SMALL = [
@@ -26,12 +27,15 @@ def test_the_starter_on_its_held_out_problems(capsys):
     assert " on 3 problems" in shown
 
 
-def test_two_processes_that_share_the_model_find_what_one_finds(capfd):
+def test_two_processes_that_share_the_model_find_what_one_finds(tmp_path, capsys):
     words = ["--data", "starter:held_out.jsonl", *REWARD, *SMALL, "--json"]
     assert main(["eval", "starter", *words]) == 0
-    alone = json.loads(capfd.readouterr().out)
-    assert main(["eval", "starter", *words, "--cluster.rollout_tp", "2"]) == 0
-    assert json.loads(capfd.readouterr().out) == alone
+    alone = json.loads(capsys.readouterr().out)
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    process = command(["eval", "starter", *words, "--cluster.rollout_tp", "2"], out, errors)
+    process.join()
+    assert process.exitcode == 0, errors.read_text()
+    assert json.loads(out.read_text()) == alone
 
 
 def test_several_samples_as_json(tmp_path, capsys):

@@ -5,8 +5,9 @@ import pytest
 import isobit.proof.verify
 from isobit.cli.main import main
 from isobit.models.config import ModelConfig
+from tests.forked import command
 
-SMALL = ["--prompts", "4", "--samples", "2", "--max-new-tokens", "4", "--threads", "1"]
+SMALL = ["--prompts", "2", "--samples", "2", "--max-new-tokens", "4", "--threads", "1"]
 
 
 def test_an_exact_flow_has_no_difference_and_as_json_the_counts(capsys):
@@ -25,14 +26,17 @@ def test_a_flow_with_two_functions_exits_1(capsys):
     assert not total.startswith("fp8-rollout: 0 of ")
 
 
-def test_ranks_that_sample_together_say_once_what_they_found(capfd):
+def test_ranks_that_sample_together_say_once_what_they_found(tmp_path):
     shared = ["--cluster.rollout_tp", "2"]
-    assert main(["verify", "starter", "--precision", "fp8-rollout", *SMALL, *shared]) == 1
-    printed = capfd.readouterr()
-    assert printed.out.splitlines()[-1].startswith("fp8-rollout: ")
-    assert printed.out.count("roomy") == 1
-    assert "error: rank 0: " in printed.err
-    assert "log-probabilities differ" in printed.err
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    words = ["verify", "starter", "--precision", "fp8-rollout", *SMALL, *shared]
+    process = command(words, out, errors)
+    process.join()
+    assert process.exitcode == 1
+    assert out.read_text().splitlines()[-1].startswith("fp8-rollout: ")
+    assert out.read_text().count("roomy") == 1
+    assert "error: rank 0: " in errors.read_text()
+    assert "log-probabilities differ" in errors.read_text()
 
 
 def test_one_process_is_not_two(capsys):

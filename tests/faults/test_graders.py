@@ -2,9 +2,8 @@
 kill leaves no process and no lock, and out come the files of a run that calls them itself.
 """
 
+import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import tomli_w
 from isobit.cli.main import main
 from isobit.errors import RewardError
 from isobit.run.rl.loop import train
+from tests.forked import command
 
 MakeConfig = Callable[..., Any]
 Hook = Callable[[str], None]
@@ -67,28 +67,25 @@ def test_a_run_whose_reward_hangs_can_be_stopped_and_goes_on(
 ) -> None:
     hook(HANG)
     (place / "hang").touch()
-    first = subprocess.Popen(
-        [sys.executable, "-m", "isobit.cli.main", "train", str(recipe)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    errors = recipe.with_suffix(".errors")
+    first = command(["train", str(recipe)], recipe.with_suffix(".log"), errors)
+    assert first.pid is not None
     try:
         record = recipe.parent / "run" / "rewards.jsonl"
         while not (record.exists() and len(record.read_text().splitlines()) >= 2):
-            assert first.poll() is None, first.stderr and first.stderr.read()
+            assert first.is_alive(), errors.read_text()
             time.sleep(0.01)
         time.sleep(0.5)  # into the middle of a step that does not end
-        first.send_signal(how)
-        _, told = first.communicate()
+        os.kill(first.pid, how)
+        first.join()
     finally:
         (place / "hang").unlink()
         first.kill()
-        first.wait()
+        first.join()
     if how is signal.SIGKILL:
-        assert first.returncode == -how
+        assert first.exitcode == -how
     else:
-        assert first.returncode == 128 + how and f"stopped by {how.name}" in told
+        assert first.exitcode == 128 + how and f"stopped by {how.name}" in errors.read_text()
     graders = [int(pid) for pid in (place / "grader").read_text().split()]
     while any(exists(pid) for pid in graders):
         time.sleep(0.01)

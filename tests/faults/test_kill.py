@@ -158,11 +158,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def rank_of(pid: int) -> str | None:
-    """Of a process that a launcher started."""
+    """Of a process that a launcher forked (``tests.forked_ranks``)."""
     with suppress(OSError):
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if entry.startswith(b"LOCAL_RANK="):
-                return entry.partition(b"=")[2].decode()
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        return name.removeprefix("rank ") if name.startswith("rank ") else None
     return None
 
 

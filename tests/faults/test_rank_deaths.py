@@ -4,8 +4,6 @@ leaves the files of a run that nothing happened to.
 """
 
 import signal
-import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Callable
@@ -16,9 +14,8 @@ import pytest
 import tomli_w
 
 from isobit.config.run import RunConfig
-from isobit.run.cluster.deaths import RankError
-from isobit.run.cluster.launcher import launch
 from isobit.run.rl.loop import train
+from tests.forked import Launched, command
 
 PROGRAM = str(Path(__file__).with_name("rank.py"))
 OF_THE_MACHINE = ("memory/", "rollout/", "waiting/")
@@ -37,10 +34,9 @@ def recipe(values: dict[str, Any], tmp_path: Path, place: Path) -> Path:
 def interrupted(recipe: Path, where: str, call: int, number: signal.Signals) -> str:
     """What is said of a run, begun or resumed, whose rank 1 meets its end there."""
     words = [PROGRAM, where, str(call), str(int(number)), "train", str(recipe), "--resume"]
-    with pytest.raises(RankError) as ended:
-        launch(words, 2, threads=1)
-    assert ended.value.exit_code == 137
-    return str(ended.value)
+    end = Launched(words, recipe.with_suffix(".log")).end()
+    assert end is not None and end.exit_code == 137
+    return str(end)
 
 
 def without_the_machine(outcome: dict[str, Any]) -> dict[str, Any]:
@@ -73,21 +69,22 @@ def test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run(
 def test_a_signal_to_the_launcher_leaves_a_checkpoint_of_both(
     recipe: Path, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]]
 ) -> None:
-    command = [sys.executable, "-m", "isobit.cli.main", "train", str(recipe), "--resume"]
-    command += ["--cluster.processes", "2"]
-    run = recipe.parent / "run"
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = ["train", str(recipe), "--resume", "--cluster.processes", "2"]
+    run, shown, errors = (recipe.parent / name for name in ("run", "shown", "errors"))
+    first = command(words, shown, errors)
     while not (run / "checkpoints" / "step_000002").exists():
-        assert first.poll() is None, "\n".join(map(str, first.communicate()))
+        assert first.is_alive(), shown.read_text() + errors.read_text()
         time.sleep(0.01)
-    first.send_signal(signal.SIGTERM)
-    shown, errors = first.communicate()
-    assert first.returncode == 143
-    assert errors.count("SIGTERM: stopping where it is safe") == 1
-    assert errors.count("stopped by SIGTERM") == 1
-    assert "go on with --resume" in shown
-    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "after step 6" in done
+    first.terminate()
+    first.join()
+    assert first.exitcode == 143
+    assert errors.read_text().count("SIGTERM: stopping where it is safe") == 1
+    assert errors.read_text().count("stopped by SIGTERM") == 1
+    assert "go on with --resume" in shown.read_text()
+    second = command(words, shown)
+    second.join()
+    assert second.exitcode == 0
+    assert "after step 6" in shown.read_text()
     assert without_the_machine(outcome(run)) == without_the_machine(expected)
 
 

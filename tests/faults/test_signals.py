@@ -4,8 +4,6 @@ nothing half done is kept.
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from isobit.run.interruption import Interruption
 from isobit.run.rl.loop import train
 from isobit.training.optimiser import AdamW
 from isobit.training.trainer import Trainer
+from tests.forked import command
 
 MakeConfig = Callable[..., RunConfig]
 Hook = Callable[[str], None]
@@ -166,23 +165,18 @@ def test_two_processes_on_one_directory(recipe: Path, hook: Hook) -> None:
     free.
     """
     hook("import time\nif call == 5: time.sleep(3600)")  # it is killed long before
-    first = subprocess.Popen(
-        [sys.executable, "-m", "isobit.cli.main", "train", str(recipe)], stdout=subprocess.DEVNULL
-    )
+    logs = [recipe.with_suffix(f".{name}") for name in ("first", "second", "errors")]
+    first = command(["train", str(recipe)], logs[0])
     try:
         while not (recipe.parent / "run" / "rewards.jsonl").exists():
-            assert first.poll() is None
+            assert first.is_alive(), logs[0].read_text()
             time.sleep(0.01)
-        refused = subprocess.run(
-            [sys.executable, "-m", "isobit.cli.main", "train", str(recipe), "--resume"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert refused.returncode == 2
-        assert f"in use by process {first.pid} on " in refused.stderr
+        refused = command(["train", str(recipe), "--resume"], *logs[1:])
+        refused.join()
+        assert refused.exitcode == 2
+        assert f"in use by process {first.pid} on " in logs[2].read_text()
     finally:
         first.kill()
-        first.wait()
+        first.join()
     hook("")
     assert main(["train", str(recipe), "--resume"]) == 0

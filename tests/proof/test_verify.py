@@ -21,7 +21,7 @@ from isobit.models.policy import Policy, random_policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
 
 EXACT: tuple[Preset, ...] = ("fp32", "bf16", "fp8-linear", "fp8")
-SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=16)
+SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_avx2_kernels(tiny_folder: Path) -> None:
         "--samples",
         "2",
         "--max-new-tokens",
-        "16",
+        "6",
         "--threads",
         "2",
         "--json",

@@ -17,7 +17,7 @@ from isobit.rollout.native.batch import ForwardBatch
 from isobit.rollout.native.runner import PolicyRunner
 from isobit.rollout.native.scheduler import Plan
 
-OPTIONS = VerifyOptions(prompts=5, samples=2, max_new_tokens=16)
+OPTIONS = VerifyOptions(prompts=5, samples=2, max_new_tokens=6)
 
 
 def check(folder: Path, preset: Preset = "fp8") -> VerifyResult:

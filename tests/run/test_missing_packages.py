@@ -12,11 +12,14 @@ import tomli_w
 from isobit.config.run import RunConfig
 
 ABSENT = ("datasets", "reasoning_gym", "tensorboard", "wandb")
+COMPILER = "torch._dynamo"
+"""Every start would wait a second for it."""
 CODE = f"""
 import sys
 from importlib import metadata
 for name in {ABSENT!r}:
     sys.modules[name] = None
+sys.modules[{COMPILER!r}] = None
 found = metadata.version
 def version(name):
     if name.replace("-", "_") in {ABSENT!r}:
@@ -28,7 +31,7 @@ sys.exit(main(["train", sys.argv[1]]))
 """
 
 
-def test_a_run_on_jsonl_needs_neither_datasets_nor_reasoning_gym_nor_tensorboard(
+def test_a_run_on_jsonl_needs_no_datasets_no_reasoning_gym_no_tensorboard_and_no_compiler(
     make_config: Callable[..., RunConfig],
 ) -> None:
     config = make_config()

@@ -19,7 +19,7 @@ from isobit.run.rl.loop import train
 from isobit.starter import starter_folder
 from tests.worlds import in_world
 
-STEPS = 10
+STEPS = 6
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,
@@ -78,8 +78,8 @@ def run(world: World, case: dict[str, Any]) -> None:
                 "learning_rate": 1e-2,
                 "moments": case["moments"],
             },
-            "evaluation": {"every": 5},
-            "checkpoint": {"every": 5, "keep_last": 2},
+            "evaluation": {"every": 3},
+            "checkpoint": {"every": 3, "keep_last": 2},
             **case.get("settings", {}),
         }
     )

@@ -14,7 +14,6 @@ from isobit.training.optimiser import (
     clip_gradients,
     gradient_norm,
     learning_rate,
-    set_learning_rate,
 )
 
 SPEC = backend_of(torch.device("cpu"))
@@ -76,7 +75,7 @@ def test_adamw_against_its_formula_and_only_matrices_decay() -> None:
     for step, rate in enumerate(rates):
         for parameter in (matrix, vector):
             parameter.grad = gradients[parameter][step].clone()
-        set_learning_rate(optimiser, rate)
+        optimiser.learning_rate = rate
         optimiser.step()
     for parameter, decay in ((matrix, 0.5), (vector, 0.0)):
         x, m, v = start[parameter], torch.zeros(()), torch.zeros(())
@@ -196,7 +195,7 @@ def train_rows(
         for name, grad in of_all(10.0**-step).items():
             masters[name].grad = grad
         clip_gradients(optimiser, 3.0, 1.0)
-        set_learning_rate(optimiser, 0.01)
+        optimiser.learning_rate = 0.01
         optimiser.step()
     state = {
         f"{name}.{kind}": value

@@ -9,8 +9,9 @@ norms and biases have no scale to be held down.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -18,9 +19,6 @@ from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.adamw import FIRST, SECOND, AdamWFactors, noise_key, num_groups
 from isobit.kernels.backend import Backend
 from isobit.precision.formats import DTYPES
-
-_RATE = "rate"
-"""Of a parameter group: what its learning rate is, times the run's."""
 
 
 def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> float:
@@ -60,81 +58,100 @@ def moment_bytes(sizes: Iterable[int], moments: Moments) -> int:
     return 2 * DTYPES[moments].itemsize * sum(sizes)
 
 
-class AdamW(torch.optim.Optimizer):
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Masters that learn alike."""
+
+    masters: Sequence[torch.nn.Parameter]
+    weight_decay: float
+    rate: float = 1.0
+    """What their learning rate is, times the run's."""
+
+
+class AdamW:
     """AdamW over the rows that one rank owns of each master.
 
     Noise, which rounds moments of 16 and 8 bits, is keyed by (seed, step, number of the master,
     element of the whole master).  The state is laid out as torch's, ``step`` on the host; of 8-bit
-    moments it has the scales, too.
+    moments it has the scales, too.  The class is not ``torch.optim.Optimizer``'s: the first of
+    those in a process imports the compiler of torch, a second and 140 MB of every start.
     """
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: Sequence[Group],
         first_elements: Mapping[torch.nn.Parameter, int],
         config: TrainingConfig,
         seed: int,
         backend: Backend,
     ) -> None:
-        settings = {
-            "lr": config.learning_rate,
-            "betas": (config.beta1, config.beta2),
-            "eps": config.adam_epsilon,
-            "weight_decay": 0.0,
-        }
-        super().__init__(groups, settings)
-        self._first_elements = first_elements
-        self._moments: Moments = config.moments
-        self._seed = seed
-        self._backend = backend
+        self.state: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        """Of each master that has moved, by kind."""
+        self.learning_rate = config.learning_rate
+        """Of the next steps."""
         self.clip = 1.0
         """What the gradients of the next step are multiplied with."""
+        self._groups = groups
+        self._first_elements = first_elements
+        self._config = config
+        self._seed = seed
+        self._backend = backend
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (no closure is ever given)
+    def step(self) -> None:
         """One update of every master that has a gradient; one without rows counts its steps."""
-        numbered = enumerate(
-            (group, master) for group in self.param_groups for master in group["params"]
-        )
+        numbered = enumerate((group, master) for group in self._groups for master in group.masters)
         for number, (group, master) in numbered:
             if master.grad is None:
                 continue
-            state = self.state[master]
-            if not state:
-                state.update(self._zeros(master))
-            state["step"] += 1
+            if master not in self.state:
+                self.state[master] = self._zeros(master)
+            self.state[master]["step"] += 1
             if master.numel():
-                self._update(master, number, group, state)
+                self._update(master, number, group, self.state[master])
         self.clip = 1.0
+
+    def drop_gradients(self) -> None:
+        """Of all masters."""
+        for group in self._groups:
+            for master in group.masters:
+                master.grad = None
 
     def _update(
         self,
         master: torch.nn.Parameter,
         number: int,
-        group: Mapping[str, Any],
+        group: Group,
         state: Mapping[str, torch.Tensor],
     ) -> None:
         assert master.grad is not None
-        step, key, scales = int(state["step"]), None, None
-        if self._moments != "fp32":
+        config, step, key, scales = self._config, int(state["step"]), None, None
+        if config.moments != "fp32":
             key = noise_key(self._seed, step, number)
-        if self._moments == "fp8":
+        if config.moments == "fp8":
             scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
-        beta1, beta2 = group["betas"]
-        rate, epsilon, decay = group["lr"], group["eps"], group["weight_decay"]
-        factors = AdamWFactors.of(rate, beta1, beta2, epsilon, decay, step, self.clip)
+        factors = AdamWFactors.of(
+            self.learning_rate * group.rate,
+            config.beta1,
+            config.beta2,
+            config.adam_epsilon,
+            group.weight_decay,
+            step,
+            self.clip,
+        )
         moments, first = (state["exp_avg"], state["exp_avg_sq"]), self._first_elements[master]
         self._backend.adamw_step(master, master.grad, *moments, factors, key, scales, first)
 
     def _zeros(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state before the first step."""
-        first, second = (FIRST, SECOND) if self._moments == "fp8" else (DTYPES[self._moments],) * 2
+        moments = self._config.moments
+        first, second = (FIRST, SECOND) if moments == "fp8" else (DTYPES[moments],) * 2
         state = {
             "step": torch.zeros(()),
             "exp_avg": torch.zeros_like(master, dtype=first),
             "exp_avg_sq": torch.zeros_like(master, dtype=second),
         }
-        if self._moments == "fp8":
+        if moments == "fp8":
             for name in ("exp_avg_scale", "exp_avg_sq_scale"):
                 state[name] = torch.zeros(
                     num_groups(master.numel()), dtype=torch.uint8, device=master.device
@@ -166,23 +183,16 @@ def build_optimiser(
     heads = [master for name, master in masters.items() if name == head]
     matrices = [master for master in others if master.dim() >= 2]
     vectors = [master for master in others if master.dim() < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay, _RATE: 1.0},
-        {"params": vectors, "weight_decay": 0.0, _RATE: 1.0},
-        {"params": heads, "weight_decay": 0.0, _RATE: head_rate},
+    groups = [
+        Group(matrices, config.weight_decay),
+        Group(vectors, 0.0),
+        Group(heads, 0.0, head_rate),
     ]
     first_elements = {
         master: (first_rows or {}).get(name, 0) * prod(master.shape[1:])
         for name, master in masters.items()
     }
-    groups = [group for group in groups if group["params"]] or groups[:1]
     return AdamW(groups, first_elements, config, seed, backend)
-
-
-def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
-    """The learning rate of every parameter group, as ``build_optimiser`` has made them."""
-    for group in optimiser.param_groups:
-        group["lr"] = value * group[_RATE]
 
 
 def gradient_norm(squares: Iterable[float]) -> float:

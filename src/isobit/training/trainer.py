@@ -40,7 +40,6 @@ from isobit.training.optimiser import (
     clip_gradients,
     gradient_norm,
     learning_rate,
-    set_learning_rate,
 )
 from isobit.training.repeat import Pass, Repeat, compare_passes, digest_of, figures_text
 from isobit.training.rounds import Rounds
@@ -124,7 +123,7 @@ class Trainer:
             name, _, kind = key.rpartition(".")
             master = self.policy.masters[name]
             device = "cpu" if kind == "step" else master.device
-            self._optimiser.state[master][kind] = value.to(device, copy=True)
+            self._optimiser.state.setdefault(master, {})[kind] = value.to(device, copy=True)
 
     def update(
         self,
@@ -149,7 +148,7 @@ class Trainer:
                 with self.timing("optimiser"):
                     self._step(norm, rate)
         finally:
-            self._optimiser.zero_grad()
+            self._optimiser.drop_gradients()
             self.policy.gradient.release()
         self.updates += 1
         self._count_skip(problem)
@@ -177,7 +176,7 @@ class Trainer:
                 made = figures_text(rounds.figures(chosen))
                 found = gathered(policy.world, partial(_digests, policy, rounds))
             finally:
-                self._optimiser.zero_grad()
+                self._optimiser.drop_gradients()
                 policy.gradient.release()
             return made, {name: " ".join(one[name] for one in found) for name in policy.masters}
 
@@ -224,7 +223,7 @@ class Trainer:
 
     def _step(self, norm: float, rate: float) -> None:
         clip_gradients(self._optimiser, norm, self.config.max_grad_norm)
-        set_learning_rate(self._optimiser, rate)
+        self._optimiser.learning_rate = rate
         self.is_whole = False
         together(self.policy.world, self._optimiser.step)
         with self.timing("publish"):

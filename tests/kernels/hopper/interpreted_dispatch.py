@@ -80,7 +80,3 @@ def main() -> None:
             check_gradient(count, top_k, renormalise)
         for height in (None, 256):
             check_places(routing, height)
-
-
-if __name__ == "__main__":
-    main()

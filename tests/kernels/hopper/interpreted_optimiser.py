@@ -58,7 +58,3 @@ def main() -> None:
         check_slices(kind)
     for shape in ((1,), (200,), (256, 128), (300, 70), (257, 130), (130, 1000)):
         check_squares(shape)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,21 +3,21 @@ and FP32 are there what they are on a card.
 """
 
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+
+from tests.forked import called
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
-def test_in_the_interpreter() -> None:
-    """In a process of its own: the interpreter is chosen when a kernel's module is loaded."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.hopper.interpreted_dispatch"],
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
+def test_in_the_interpreter(tmp_path: Path) -> None:
+    """In a process of its own: the interpreter is chosen when Triton is imported."""
+    process = called(
+        "tests.kernels.hopper.interpreted_dispatch:main",
+        tmp_path / "log",
+        environ=os.environ | {"TRITON_INTERPRET": "1"},
     )
-    assert run.returncode == 0, run.stderr
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "log").read_text()

@@ -49,6 +49,20 @@ def roots(codes: Tensor, scales: Tensor) -> Tensor:
     return values * 2.0 ** (scales.double().repeat_interleave(GROUP)[: codes.numel()] - 127)
 
 
+def with_every_noise(value: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """A number 2^16 times, 64 in each group beside the largest, and noise that is another each
+    time.
+    """
+    x, noise = torch.zeros(1 << 10, GROUP), torch.zeros(1 << 10, GROUP, dtype=torch.int32)
+    x[:, 0], x[:, 1:65], noise[:, 1:65] = largest, value, NOISES.view(1 << 10, 64)
+    return x.view(-1), noise.view(-1)
+
+
+def of_every_noise(x: Tensor) -> Tensor:
+    """Of what was made from ``with_every_noise``, what became of the number."""
+    return x.view(-1, GROUP)[:, 1:65].flatten()
+
+
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_code_is_the_number_of_its_format(scale: int) -> None:
     scales = torch.full((2,), scale, dtype=torch.uint8)
@@ -92,14 +106,8 @@ def test_the_scale_is_the_least_that_holds_the_largest(largest: float) -> None:
 )
 def test_m_is_rounded_to_neighbours_and_right_in_the_mean(x: float) -> None:
     value = torch.tensor(x)
-    groups = torch.stack(
-        [torch.full((1 << 16,), 448.0), value.expand(1 << 16)], 1
-    )  # each element beside the largest
-    padded = torch.nn.functional.pad(groups, (0, GROUP - 2))
-    noise = torch.zeros_like(padded, dtype=torch.int32)
-    noise[:, 1] = NOISES
-    codes, scales = encode_first(padded.view(-1), noise.view(-1))
-    rounded = decode_first(codes, scales).view(-1, GROUP)[:, 1]
+    codes, scales = encode_first(*with_every_noise(value, 448.0))
+    rounded = of_every_noise(decode_first(codes, scales))
     near = rounded.unique()
     assert len(near) <= 2 and near.min() <= value <= near.max()
     assert rounded.double().mean().item() == pytest.approx(
@@ -110,15 +118,11 @@ def test_m_is_rounded_to_neighbours_and_right_in_the_mean(x: float) -> None:
 @pytest.mark.parametrize("root", [490.1, 256.01, 17.77, 0.3, 0.015626, 0.0151, 0.002, 0.0011])
 def test_v_not_its_root_is_right_in_the_mean(root: float) -> None:
     value = torch.tensor(root)
-    groups = torch.stack([torch.full((1 << 16,), 496.0), value.expand(1 << 16)], 1)
-    padded = torch.nn.functional.pad(groups, (0, GROUP - 2))
-    noise = torch.zeros_like(padded, dtype=torch.int32)
-    noise[:, 1] = NOISES
-    codes, scales = encode_second(padded.view(-1), noise.view(-1))
-    rounded = decode_second(codes, scales).view(-1, GROUP)[:, 1].double()
+    codes, scales = encode_second(*with_every_noise(value, 496.0))
+    rounded = of_every_noise(decode_second(codes, scales)).double()
     low, high = rounded.unique().tolist()
     exact = float(value.double() ** 2)
-    assert low < exact < high and int(codes.view(-1, GROUP)[:, 1].int().unique().diff()) == 1
+    assert low < exact < high and int(of_every_noise(codes).int().unique().diff()) == 1
     assert rounded.mean().item() == pytest.approx(exact, abs=(high - low) / (1 << 16))
 
 

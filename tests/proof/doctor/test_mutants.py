@@ -31,6 +31,7 @@ from isobit.kernels.spec import (
 )
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.precision.quant_tensor import QuantTensor
+from isobit.proof.doctor import examine
 from isobit.proof.doctor.examine import _verify_starter
 from isobit.proof.doctor.finding import Check, Finding
 from isobit.proof.doctor.kernels import gradient_checks, kernel_checks
@@ -334,5 +335,6 @@ def test_a_starter_model_that_differs_in_one_bit(monkeypatch: Patch) -> None:
         return log_probs
 
     monkeypatch.setattr(sampling, "log_softmax", log_softmax)
+    monkeypatch.setattr(examine, "_SMALL", replace(examine._SMALL, max_new_tokens=6))
     finding = Check("starter", _verify_starter, "fix").find()
     assert finding.status == "fail" and "log-probabilities differ" in finding.detail

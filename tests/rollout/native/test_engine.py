@@ -56,7 +56,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Request], dict[str, Any]]:
     return requests, sizes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batches())
 def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], dict[str, Any]]):
     requests, sizes = batch

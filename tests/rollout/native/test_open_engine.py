@@ -69,7 +69,7 @@ def is_prefix(completion: Completion, plain: tuple[list[int], list[float]]) -> b
 
 
 @both_executors
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     arrivals=st.lists(
         st.tuples(st.integers(0, 6), st.integers(1, 140), st.integers(1, 4)), min_size=1, max_size=6
@@ -217,7 +217,7 @@ def test_samples_that_wait_leave_their_prompt_to_those_who_run(pipelined: bool) 
 
 
 @both_executors
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_coming_and_going_leaves_an_empty_engine(pipelined: bool, data: st.DataObject) -> None:
     engine, _ = open_engine(

@@ -31,10 +31,10 @@ pytestmark = pytest.mark.skipif(
 FOLDER = Path(__file__).parent
 TOY, TRAINED = str(FOLDER / "toy.py"), str(FOLDER / "trained.py")
 RECIPE = str(FOLDER.parents[2] / "recipes" / "quickstart.toml")
-SMALL = ["--training.steps", "12", "--data.train.limit", "20", "--training.prompts_per_step", "4"]
+SMALL = ["--training.steps", "5", "--data.train.limit", "20", "--training.prompts_per_step", "2"]
 SMALL += ["--training.samples_per_prompt", "4", "--training.tokens_per_microbatch", "200"]
 SMALL += ["--evaluation.every", "0", "--data.eval.held_out.limit", "4"]
-SMALL += ["--threads", "1", "--checkpoint.every", "1"]
+SMALL += ["--threads", "1", "--checkpoint.every", "1", "--rollout.max_new_tokens", "8"]
 HEAD = """
 import os, sys
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
