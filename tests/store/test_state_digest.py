@@ -63,6 +63,10 @@ def test_any_byte_of_what_an_update_leaves_counts(
 class TwoRanks(Alone):
     """A process alone that hears of another one with other published weights."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = (0, 1)
+
     def messages(self, mine: list[int]) -> list[list[int]]:
         return [mine, [mine[0], mine[1] ^ 1]]
 
