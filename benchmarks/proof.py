@@ -4,12 +4,13 @@ seeds, on a real checkpoint.
     tools/smollm2.sh MODEL                                  # SmolLM2-135M-Instruct, in shared/
     python -m benchmarks.proof problems DIR
     python -m benchmarks.proof start DIR --model MODEL      # fine-tuned once, for all arms
-    python -m benchmarks.proof run DIR --task gsm [--seeds 4] [--cards 0 1] [--jobs 4] [--seconds S]
+    python -m benchmarks.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3] [--seconds S]
     python -m benchmarks.proof table ROWS                   # DIR/rows, or benchmarks/results/proof
     python -m benchmarks.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
 
 ``run`` goes on with what is not finished, ``--jobs`` runs at a time on each card, and tells its
 runs to write a checkpoint when the seconds are over; exit status 3 says that something is left.
+Rows of earlier sittings, copied to DIR/rows, are not made again.
 Anything behind ``--`` goes to ``isobit``: ``-- --training.steps 2``.
 """
 
@@ -34,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     drawn.add_argument("--out", type=Path, default=Path("proof.html"))
     drawn.add_argument("--picture", type=Path)
     start.add_argument("--model", type=Path, required=True)
-    run.add_argument("--task", choices=runs.NAMES, required=True)
+    run.add_argument("--tasks", nargs="+", choices=runs.NAMES, required=True)
     run.add_argument("--arms", nargs="+", choices=list(runs.ARMS), default=list(runs.ARMS))
     run.add_argument("--seeds", type=int, default=4)
     run.add_argument("--cards", nargs="+", default=["0"])
@@ -55,7 +56,7 @@ def main() -> int:
         case "start":
             return fine_tune(directory, arguments.model, changes)
         case "run":
-            wanted = runs.wanted(arguments.task, arguments.arms, range(arguments.seeds))
+            wanted = runs.wanted(arguments.tasks, arguments.arms, range(arguments.seeds))
             pairs = zip(changes[::2], changes[1::2], strict=True)
             settings = {key.removeprefix("--"): value for key, value in pairs}
             where = arguments.cards, arguments.jobs, arguments.seconds

@@ -68,10 +68,15 @@ class Run:
         return f"{self.task}-{self.arm}-{self.seed}"
 
 
-def wanted(task: str, arms: Sequence[str], seeds: Sequence[int]) -> list[Run]:
+def wanted(tasks: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> list[Run]:
     """All arms of a seed before the next seed, so that pairs are whole wherever a suite ends."""
-    known = ARMS if task == "gsm" else FEW_ARMS
-    return [Run(task, arm, seed) for seed in seeds for arm in arms if arm in known]
+    return [
+        Run(task, arm, seed)
+        for seed in seeds
+        for task in tasks
+        for arm in arms
+        if task == "gsm" or arm in FEW_ARMS
+    ]
 
 
 def command(run: Run, directory: Path, changes: Changes) -> list[str]:

@@ -71,7 +71,7 @@ def test_solutions_earn_the_reward_and_repeat() -> None:
 def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 4, "held_out": 3})
     problems.write_problems(tmp_path / "data")
-    (run,) = runs.wanted("gsm", ["fp8"], [0])
+    (run,) = runs.wanted(["gsm"], ["fp8"], [0])
     assert not runs.run_all([run], tmp_path, [""], 1, 0.0, TINY)  # no time: nothing begins
     assert runs.run_all([run], tmp_path, [""], 1, 120.0, TINY), (
         tmp_path / "runs" / f"{run.name}.log"

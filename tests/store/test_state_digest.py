@@ -65,7 +65,7 @@ class TwoRanks(Alone):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = (0, 1)
+        self.numbers: tuple[int, ...] = (0, 1)
 
     def messages(self, mine: list[int]) -> list[list[int]]:
         return [mine, [mine[0], mine[1] ^ 1]]
