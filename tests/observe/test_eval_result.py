@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from isobit.observe.console import describe_result
 from isobit.observe.eval_result import result_of
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
@@ -23,6 +24,13 @@ def test_accuracy_is_the_mean_over_problems_not_over_samples() -> None:
     result = result_of([group([1.0, 1.0, None, None]), group([0.0, 0.0, 0.0, 1.0])], samples=4)
     assert result.accuracy == pytest.approx((1.0 + 0.25) / 2)
     assert (result.problems, result.failed) == (2, 2)
+
+
+def test_a_mean_is_an_accuracy_only_where_every_reward_can_be_a_share() -> None:
+    assert result_of([group([0.0]), group([0.5]), group([1.0])], 1).figures()["accuracy"] == 0.5
+    beyond = result_of([group([2.0]), group([0.0]), group([0.0])], 1)
+    assert beyond.figures()["accuracy"] is None
+    assert describe_result("held_out", beyond).startswith("held_out mean reward 0.667 (95%")
 
 
 def test_a_problem_without_a_reward_is_left_out_and_never_counts_as_wrong() -> None:

@@ -43,10 +43,10 @@ class EvalResult:
     truncated: float
     """Share of the samples that the length limit ended."""
 
-    @property
-    def has_shares(self) -> bool:
-        """Whether the mean reward can be a share of right answers, an accuracy."""
-        return 0 <= self.accuracy <= 1
+    has_shares: bool = True
+    """Whether every reward lies between 0 and 1, so that their mean can be a share of right
+    answers, an accuracy.
+    """
 
     def figures(self) -> dict[str, Any]:
         """All of it, ready for JSON: ``mean_reward``, which is the ``accuracy`` too where it can be
@@ -101,6 +101,7 @@ def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
         pass_at=_pass_at(graded, samples),
         response_length=lengths["response_length/mean"],
         truncated=lengths["response_length/truncated"],
+        has_shares=all(0 <= reward <= 1 for rewards in graded for reward in rewards),
     )
 
 
