@@ -21,10 +21,13 @@ from tests.conftest import TINY
 CHUNK = 8
 
 
-@pytest.fixture
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of a few words, so that small tensors have several."""
+@pytest.fixture(params=[0, 5, CHUNK])
+def short_chunks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of a few words, so that small tensors have several; sums made one by one as on a CPU, or many
+    at once as on a GPU.
+    """
     monkeypatch.setattr(module, "_CHUNK", CHUNK)
+    monkeypatch.setattr(module, "_words_at_once", lambda device: request.param)
     module._inner.cache_clear()  # pyright: ignore[reportPrivateUsage]
     yield
     module._inner.cache_clear()  # pyright: ignore[reportPrivateUsage]
@@ -72,6 +75,14 @@ def test_a_flipped_bit_of_a_tensor_of_several_chunks_changes_it() -> None:
         data[place] ^= 0x80
         assert checksum_of({"x": tensor}) != whole, place
         data[place] ^= 0x80
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_many_tensors_are_what_the_formula_says(count: int, short_chunks: None) -> None:
+    sizes = [(29 * place) % 45 for place in range(count)]
+    data = {f"t{p}": torch.randint(0, 256, (size,)).byte() for p, size in enumerate(sizes)}
+    expected = sum(by_formula(name, bytes(one.tolist()), CHUNK) for name, one in data.items())
+    assert checksum_of(data) == expected % (1 << 64)
 
 
 def test_what_has_changed_places_changes_it(short_chunks: None) -> None:

@@ -13,11 +13,15 @@ u_i and v_c are random odd 64-bit numbers, v_c other ones for each name.  So
                         checksum of the whole: sums of integers have no order
 
 It finds faults and edits, not forgers: who knows the numbers can make other bytes that fit.
+
+A model has many small tensors, and a GPU takes longer to be asked than to add these up: there their
+words are put end to end, a chunk at a time, and the sum of each is a difference of the running one.
 """
 
 import hashlib
 from collections.abc import Iterable, Mapping
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch.nn.functional import pad
@@ -26,7 +30,7 @@ from isobit.kernels.noise import splitmix64, splitmix64_of
 from isobit.models.tensor_slices import Slice
 
 _CHUNK = 1 << 21
-"""Words; their products are 16 MiB, the most that a checksum takes beside a tensor."""
+"""Words; their products are 16 MiB, and a checksum takes three times that beside a tensor."""
 _WORD = 4
 _SEED = 5
 
@@ -35,21 +39,12 @@ def checksum(tensors: Iterable[tuple[str, Slice]]) -> int:
     """Of rows of tensors by name, from 0 to 2^64 - 1; 0 of none.  Rows begin with a word of the
     whole tensor.
     """
-    factors: list[int] = []
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    places: dict[torch.device, list[int]] = {}
+    sums: dict[torch.device, _Sums] = {}
     for name, rows in tensors:
         if rows.rows.numel():
-            chunk, made = _chunk_sums(rows)
-            device, seed = rows.rows.device, _seed_of(name)
-            places.setdefault(device, []).extend(range(len(factors), len(factors) + len(made)))
-            sums.setdefault(device, []).extend(made)
-            factors += [splitmix64_of(seed, chunk + place) | 1 for place in range(len(made))]
-    total = 0
-    for device, made in sums.items():  # one transfer each
-        numbers = zip(places[device], torch.stack(made).tolist(), strict=True)
-        total += sum(factors[place] * number for place, number in numbers)
-    return total % (1 << 64)
+            device = rows.rows.device
+            sums.setdefault(device, _Sums(device)).add(_seed_of(name), rows)
+    return added_up(one.total() for one in sums.values())
 
 
 def checksum_of(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -62,25 +57,60 @@ def added_up(checksums: Iterable[int]) -> int:
     return sum(checksums) % (1 << 64)
 
 
-@torch.no_grad()
-def _chunk_sums(of: Slice) -> tuple[int, list[torch.Tensor]]:
-    """The number of the first chunk, and int64 [] of each, on the tensor's device."""
-    rows = of.rows.detach()
-    words, row_bytes = _words(rows), rows.nbytes // len(rows) if rows.dim() else rows.nbytes
-    first, rest = divmod(of.first * row_bytes, _WORD)
-    assert rest == 0, (of.first, rows.shape, rows.dtype)
-    inner, sums = _inner(rows.device), list[torch.Tensor]()
-    chunk, place = divmod(first, _CHUNK)
-    for part in _chunks(words, _CHUNK - place):
-        sums.append((part * inner[place : place + len(part)]).sum())
-        place = 0
-    return chunk, sums
+class _Sums:
+    """On one device: v_c times the sum over chunk c, of every chunk of every tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._inner, self._at_once = _inner(device), _words_at_once(device)
+        self._outer: list[int] = []
+        """v_c of each."""
+        self._made: list[torch.Tensor] = []
+        """int64 [P] each, in the same order."""
+        self._words: list[torch.Tensor] = []
+        """Of chunks whose sums are not made yet, together no more than a whole one."""
+        self._factors: list[torch.Tensor] = []
+        self._size = 0
+
+    def add(self, seed: int, of: Slice) -> None:
+        """The chunks of a tensor's rows."""
+        rows = of.rows.detach()
+        row_bytes = rows.nbytes // len(rows) if rows.dim() else rows.nbytes
+        first, rest = divmod(of.first * row_bytes, _WORD)
+        assert rest == 0, (of.first, rows.shape, rows.dtype)
+        chunk, place = divmod(first, _CHUNK)
+        words = _words(rows)
+        while len(words):
+            part, words = words[: _CHUNK - place], words[_CHUNK - place :]
+            self._add_chunk(part, self._inner[place : place + len(part)])
+            self._outer.append(splitmix64_of(seed, chunk) | 1)
+            chunk, place = chunk + 1, 0
+
+    def total(self) -> int:
+        """Of all that was added; waits for the device, once."""
+        self._flush()
+        numbers = torch.cat(self._made).tolist()
+        return sum(v * number for v, number in zip(self._outer, numbers, strict=True))
+
+    def _add_chunk(self, words: torch.Tensor, factors: torch.Tensor) -> None:
+        if self._size + len(words) > self._at_once:
+            self._flush()
+        self._words.append(words)
+        self._factors.append(factors)
+        self._size += len(words)
+
+    def _flush(self) -> None:
+        if len(self._words) == 1:
+            self._made.append((self._words[0] * self._factors[0]).sum().view(1))
+        elif self._words:
+            products = torch.cat(self._words) * torch.cat(self._factors)
+            ends = torch.tensor([*accumulate(map(len, self._words))], device=products.device)
+            sums = products.cumsum(0)[ends - 1]
+            self._made.append(sums.diff(prepend=sums.new_zeros(1)))
+        self._words, self._factors, self._size = [], [], 0
 
 
-def _chunks(words: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
-    """The first so long, or as long as it can be, and all others whole but the last."""
-    head, rest = words[:first], words[first:]
-    return (head, *(rest.split(_CHUNK) if len(rest) else ()))
+def _words_at_once(device: torch.device) -> int:
+    return _CHUNK if device.type == "cuda" else 0
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
