@@ -1,17 +1,21 @@
 """Commands that several processes can obey as one: ``rollout``, ``eval`` and ``verify`` with
-``cluster.rollout_tp``, for a policy that one GPU cannot hold.
+``cluster.rollout_tp``, for a policy that one GPU cannot hold, and ``replay``.
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from isobit.cli.waiting import starting
+from isobit.errors import IsobitError
 from isobit.parallel.launched import end_with_launcher, is_launched
 
 if TYPE_CHECKING:
     from isobit.parallel.world import World
+
+NOT_COMPARED = 2
 
 
 def obey_as_rank(
@@ -27,6 +31,21 @@ def obey_as_rank(
         from isobit.run.cluster.rank import as_rank
     with as_rank(box) as world:
         return obey(arguments, world)
+
+
+def compare_as_rank(
+    arguments: Sequence[str], compare: "Callable[[Sequence[str], World | None], int]"
+) -> int:
+    """``obey_as_rank`` for a command whose exit code 1 means a difference: a fault of Isobit's is
+    none, and ends with ``NOT_COMPARED``.
+    """
+    try:
+        return obey_as_rank(arguments, compare)
+    except IsobitError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        return NOT_COMPARED
 
 
 def start_ranks(command: str, arguments: Sequence[str], ranks: int, threads: int | None) -> None:

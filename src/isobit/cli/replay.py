@@ -4,14 +4,13 @@ were recorded.
 Exit codes: 0 all equal, 1 something differs, 2 it cannot be replayed.
 """
 
-import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobit.cli.arguments import positive, whole
-from isobit.cli.ranks import obey_as_rank, start_ranks
+from isobit.cli.ranks import compare_as_rank, start_ranks
 from isobit.cli.waiting import starting
 from isobit.config.limits import MAX_PROCESSES
 from isobit.errors import IsobitError
@@ -20,20 +19,12 @@ if TYPE_CHECKING:
     from isobit.parallel.world import World
     from isobit.run.rl.replay import ReplayResult
 
-NOT_COMPARED = 2
-
 
 def run(arguments: Sequence[str]) -> int:
     """Replay, print what differs and return the exit code.  Raises IsobitError for anything that
     cannot be used.
     """
-    try:
-        return obey_as_rank(arguments, _replay)
-    except IsobitError:
-        raise
-    except Exception:  # a fault is no difference: 1 is kept for those
-        traceback.print_exc()
-        return NOT_COMPARED
+    return compare_as_rank(arguments, _replay)
 
 
 def _replay(arguments: Sequence[str], world: "World | None") -> int:

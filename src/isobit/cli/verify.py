@@ -6,14 +6,13 @@ Exit codes: 0 all equal, 1 some differ, 2 something could not be compared.
 
 import json
 import sys
-import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from, whole
-from isobit.cli.ranks import obey_as_rank, start_ranks
+from isobit.cli.ranks import compare_as_rank, start_ranks
 from isobit.cli.waiting import starting
 from isobit.errors import ConfigError, IsobitError
 
@@ -22,20 +21,12 @@ if TYPE_CHECKING:
     from isobit.parallel.world import World
     from isobit.proof.verify import ScenarioResult, VerifyResult
 
-NOT_COMPARED = 2
-
 
 def run(arguments: Sequence[str]) -> int:
     """Verify, print the counts and return the exit code.  Raises IsobitError for anything that
     cannot be used.
     """
-    try:
-        return obey_as_rank(arguments, _verify)
-    except IsobitError:
-        raise
-    except Exception:  # a fault is no difference: 1 is kept for those
-        traceback.print_exc()
-        return NOT_COMPARED
+    return compare_as_rank(arguments, _verify)
 
 
 def _verify(arguments: Sequence[str], world: "World | None") -> int:
