@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -88,3 +89,31 @@ def test_a_fault_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(main_module, "import_module", command_that(raises=AssertionError("broken")))
     with pytest.raises(AssertionError, match="broken"):
         main(["train"])
+
+
+def test_a_rank_does_not_abort_after_its_work() -> None:
+    """Threads that come back into the interpreter while that ends would (exit code -6)."""
+    program = """
+import threading, torch
+from isobit.cli import main
+
+def work():
+    a = torch.randn(100)
+    while True:
+        a + a
+
+for _ in range(4):
+    threading.Thread(target=work, daemon=True).start()
+main.main = lambda: 7
+print("its last line")
+main.program()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (7, "its last line\n"), ended.stderr

@@ -10,14 +10,18 @@ stopped by Ctrl-C, 143 by SIGTERM, 129 by a closed terminal (SIGHUP), 152 by a l
 once, and they go on from the checkpoint before. What ``train`` and ``sft`` print never ends them.
 """
 
+import atexit
+import os
 import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 import isobit
 from isobit.errors import Interrupted, IsobitError, shown
+from isobit.parallel.launched import is_launched
 from isobit.terminal import prepare, say, settle
 
 COMMANDS = {
@@ -57,6 +61,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if lost is not None and code == 0 and words[0] not in _TRAININGS:
         return _unread(lost)
     return code
+
+
+def program() -> NoReturn:
+    """``main`` as a process: it ends with the exit code.
+
+    One of several ranks ends without the interpreter's own end: a worker thread of gloo may still
+    hold tensors then, and a thread that asks for the interpreter while that ends is unwound through
+    C++ that does not allow it, which aborts the process after its work (SIGABRT, "terminate called
+    without an active exception"; pytorch/pytorch issue 38228 and pull request 179291).
+    """
+    code = main()
+    if is_launched():
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+        settle()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _obey(words: Sequence[str]) -> int:
@@ -108,4 +128,4 @@ def _parser() -> ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()
