@@ -4,6 +4,7 @@ seeds, on a real checkpoint.
     tools/smollm2.sh MODEL                                  # SmolLM2-135M-Instruct, in shared/
     python -m benchmarks.proof problems DIR
     python -m benchmarks.proof start DIR --model MODEL      # fine-tuned once, for all arms
+    python -m benchmarks.proof outliers DIR                 # the start of stress-outliers
     python -m benchmarks.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3] [--seconds S]
     python -m benchmarks.proof table ROWS                   # DIR/rows, or benchmarks/results/proof
     python -m benchmarks.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
@@ -19,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.arms import figures, page, problems, rows, runs
+from benchmarks.arms import figures, outliers, page, problems, rows, runs
 
 FINE_TUNE = Path(__file__).parent / "arms" / "fine_tune.toml"
 LEFT = 3
@@ -28,7 +29,7 @@ LEFT = 3
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("problems", "start", "run", "table", "page"):
+    for name in ("problems", "start", "outliers", "run", "table", "page"):
         commands.add_parser(name).add_argument("directory", type=Path)
     start, run = commands.choices["start"], commands.choices["run"]
     drawn = commands.choices["page"]
@@ -55,6 +56,9 @@ def main() -> int:
             problems.write_problems(directory / "data")
         case "start":
             return fine_tune(directory, arguments.model, changes)
+        case "outliers":
+            planted = runs.start_of(runs.OUTLIERS, directory)
+            outliers.plant(directory / "start" / "model", planted / "model")
         case "run":
             wanted = runs.wanted(arguments.tasks, arguments.arms, range(arguments.seeds))
             pairs = zip(changes[::2], changes[1::2], strict=True)

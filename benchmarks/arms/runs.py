@@ -3,6 +3,7 @@ what each left.
 
     DIR/data            problems (``problems``)
     DIR/start           the fine-tuned model that all arms begin with
+    DIR/outliers        the same function, with activation outliers, for one setting under stress
     DIR/runs/NAME       one run, NAME = TASK-ARM-SEED: a directory of ``isobit train --resume``
     DIR/rows            what is kept of the finished runs
 
@@ -36,10 +37,13 @@ ARMS: dict[str, Changes] = {
 }
 FEW_ARMS = ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis")
 """Of ``multiply``, whose runs take longer, and of the settings under stress."""
+OUTLIERS = "stress-outliers"
+"""Begins with the start in which outliers are planted (``benchmarks.arms.outliers``)."""
 STRESSES: dict[str, Changes] = {
     "stress-rate": {"training.learning_rate": "1e-4"},
     "stress-updates": {"training.learning_rate": "3e-5", "training.updates_per_batch": "4"},
     "stress-hot": {"training.learning_rate": "3e-5", "rollout.temperature": "1.3"},
+    OUTLIERS: {},
 }
 """``gsm`` in settings that are said to make a mismatch of rollout and training worse."""
 NAMES = (*TASKS, *STRESSES)
@@ -79,11 +83,16 @@ def wanted(tasks: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> l
     ]
 
 
+def start_of(task: str, directory: Path) -> Path:
+    """Where the model is that the runs of a task begin with."""
+    return directory / ("outliers" if task == OUTLIERS else "start")
+
+
 def command(run: Run, directory: Path, changes: Changes) -> list[str]:
     """``isobit train`` of a run, begun or resumed; ``changes`` come last."""
     data = directory / "data"
     settings = {
-        "model": str(directory / "start" / "model"),
+        "model": str(start_of(run.task, directory) / "model"),
         "output": str(directory / "runs" / run.name),
         "seed": str(run.seed),
         "data.train.path": str(data / f"{run.problems}.train.jsonl"),
