@@ -19,6 +19,7 @@ from isobit.errors import ConfigError
 if TYPE_CHECKING:
     from isobit.config.base import Strict
 
+ALLOW = "--allow-change"
 Settings = TypeVar("Settings", bound="Strict")
 
 
@@ -164,6 +165,16 @@ def add_threads(parser: ArgumentParser) -> None:
         metavar="N",
         help="CPU threads; by default torch's choice",
     )
+
+
+def add_allow_change(parser: ArgumentParser, help: str) -> None:
+    """The option whose names ``allowed_names`` gives."""
+    parser.add_argument(ALLOW, metavar="NAME[,NAME..]", action="append", default=[], help=help)
+
+
+def allowed_names(options: Namespace) -> list[str]:
+    """What may be other than in the run: settings, inputs, classes of bits."""
+    return [name for names in options.allow_change for name in names.split(",") if name]
 
 
 def given(**values: Any) -> dict[str, Any]:

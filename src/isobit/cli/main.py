@@ -21,7 +21,6 @@ from typing import NoReturn
 
 import isobit
 from isobit.errors import Interrupted, IsobitError, shown
-from isobit.parallel.launched import is_launched
 from isobit.terminal import prepare, say, settle
 
 COMMANDS = {
@@ -72,6 +71,8 @@ def program() -> NoReturn:
     without an active exception"; pytorch/pytorch issue 38228 and pull request 179291).
     """
     code = main()
+    from isobit.parallel.launched import is_launched
+
     if is_launched():
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
         settle()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import positive, whole
+from isobit.cli.arguments import add_allow_change, allowed_names, positive, whole
 from isobit.cli.ranks import compare_as_rank, start_ranks
 from isobit.cli.waiting import starting
 from isobit.config.limits import MAX_PROCESSES
@@ -36,7 +36,7 @@ def _replay(arguments: Sequence[str], world: "World | None") -> int:
         from isobit.parallel.world import ALONE
         from isobit.run.rl.replay import replay
 
-    allowed = [name for names in options.allow_change for name in names.split(",") if name]
+    allowed = allowed_names(options)
     result = replay(
         options.run,
         options.step,
@@ -105,13 +105,10 @@ def _parser() -> ArgumentParser:
         help="take the rewards from rewards.jsonl where it has these completions, for a reward "
         "that does not repeat (a judge, a clock); by default all are graded anew",
     )
-    parser.add_argument(
-        "--allow-change",
-        metavar="NAME[,NAME..]",
-        action="append",
-        default=[],
-        help="an input, or a class of bits, that may be other than in the run; a refused replay "
-        "names them",
+    add_allow_change(
+        parser,
+        "an input, or a class of bits, that may be other than in the run; a refused replay names "
+        "them",
     )
     parser.add_argument(
         "--processes",

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from isobit.cli.arguments import asks_for_help, flags_first, recipe_parser
+from isobit.cli.arguments import (
+    ALLOW,
+    add_allow_change,
+    allowed_names,
+    asks_for_help,
+    flags_first,
+    recipe_parser,
+)
 from isobit.cli.waiting import requests_wait, starting
 from isobit.errors import ConfigError
 from isobit.parallel.launched import end_with_launcher, is_launched
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
     from isobit.config.sft import SftConfig
     from isobit.parallel.world import World
 
-RESUME, ALLOW = "--resume", "--allow-change"
+RESUME = "--resume"
 FLAGS = ("--print-config", "--dry-run", RESUME)
 Config = TypeVar("Config", "RunConfig", "SftConfig")
 
@@ -78,12 +85,9 @@ class TrainingCommand(Generic[Config]):
             action="store_true",
             help="go on with the run in the output directory; RECIPE may be that",
         )
-        parser.add_argument(
-            ALLOW,
-            metavar="NAME[,NAME..]",
-            action="append",
-            default=[],
-            help="with --resume: a key or an input that may be other than in the run that goes on, "
+        add_allow_change(
+            parser,
+            "with --resume: a key or an input that may be other than in the run that goes on, "
             "which is recorded; a refused resume names them",
         )
         parser.add_argument(
@@ -92,7 +96,7 @@ class TrainingCommand(Generic[Config]):
             help="check the run, print what it would use and take, and touch nothing",
         )
         options = parser.parse_args(["--help"] if helps else flags_first(arguments, FLAGS, ALLOW))
-        allowed = [name for names in options.allow_change for name in names.split(",") if name]
+        allowed = allowed_names(options)
         if allowed and not options.resume:
             raise ConfigError(f"{ALLOW} is for {RESUME}: a new run has nothing to differ from")
         recipe = Path(options.recipe)

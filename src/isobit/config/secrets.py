@@ -8,6 +8,8 @@ from typing import Any
 
 from isobit.config.reward import RewardConfig
 
+ENVIRONMENT = "env:"
+"""What an option's value begins with that is the name of a variable."""
 _NAMES = re.compile(
     r"(?i)(^|[_-])(api|access|auth|private|secret)[_-]?(key|token)$|"
     r"(^|[_-])(password|passwd|secret|credentials?|bearer)$"
@@ -39,5 +41,5 @@ def _written(options: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, value in options.items()
-        if is_secret(name) and isinstance(value, str) and not value.startswith("env:")
+        if is_secret(name) and isinstance(value, str) and not value.startswith(ENVIRONMENT)
     ]

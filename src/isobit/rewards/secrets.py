@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from isobit.config.secrets import ENVIRONMENT
 from isobit.errors import RewardError
 
-ENVIRONMENT = "env:"
 _SHORTEST = 4
 """Characters of a value that is looked for in messages: a shorter one would be found in words."""
 _shown: dict[str, str] = {}

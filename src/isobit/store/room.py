@@ -42,6 +42,10 @@ class Room:
         self._world, self._root, self._say, self._look = world, root, say, look
         self._seconds = seconds
 
+    def follow(self, root: Path) -> None:
+        """The run's directory is there now."""
+        self._root = root
+
     def give_up(self) -> None:
         """The run ends: what does not fit from now on is an error at once."""
         self._seconds = 0

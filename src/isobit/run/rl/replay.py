@@ -53,8 +53,6 @@ class ReplayResult:
     first: int
     last: int
     """Steps that were done again."""
-    wanted: int
-    """The last step that should have been."""
     differences: tuple[Difference, ...]
     """In the order of their steps."""
 
@@ -80,7 +78,7 @@ def replay(
     Raises ConfigError as ``find_source`` does and for inputs or a class of bits that are others,
     and what a run raises.
     """
-    say = say if world.rank == 0 else _nothing
+    say = say if world.rank == 0 else silent().line
     source = find_source(root, step, overrides, allowed, say, world)
     start = f"the checkpoint of step {source.first - 1}" if source.checkpoint else "the start"
     say(f"replaying {describe_steps(source.first, source.last)} of {root} from {start}")
@@ -136,7 +134,7 @@ class _Replay:
             if _is_the_end(source):
                 self._compare_model(done)
         found = sorted(self._found, key=lambda one: one.step)
-        return ReplayResult(source.first, done, source.last, tuple(found))
+        return ReplayResult(source.first, done, tuple(found))
 
     def _compare(self, step: int) -> bool:
         """-> Whether all later steps differ, too."""
@@ -226,7 +224,3 @@ def _is_the_end(source: ReplaySource) -> bool:
     ``model/``.
     """
     return source.last == source.config.training.steps and source.directory.summary.is_file()
-
-
-def _nothing(text: str) -> None:
-    """Of a rank that is not the first."""

@@ -19,7 +19,7 @@ launcher ends them.  Errors that all have agreed on, signals too, are as good as
 (``isobit.parallel.agreement.is_agreed``).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
@@ -27,11 +27,9 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from isobit.errors import Interrupted, IsobitError, NonFiniteError, StoppedAtOnce, StorageError
-from isobit.files import disk_errors
 from isobit.models.loaded import write_model
 from isobit.parallel.agreement import is_agreed, together
 from isobit.parallel.broadcast import told
-from isobit.parallel.writing import write_by_first
 from isobit.store.checkpoint.format import Snapshot, folder_name, write_checkpoint
 from isobit.store.checkpoint.retention import apply_retention, worth
 from isobit.store.checkpoint.save_time import SaveTime
@@ -142,6 +140,7 @@ class CheckpointKeeper:
         root = told(self._world, self._root_now)
         if root != str(self._directory.root):
             self._directory = RunDirectory(Path(root))
+            self._room.follow(self._directory.root)
 
     def _root_now(self) -> str:
         place, root = self._place.now(), self._directory.root
@@ -224,7 +223,7 @@ class CheckpointKeeper:
         self._check_finite()
         self._world.pulse.beat("checkpoint")
         content = snapshot(boundary, self._run)
-        self._by_first(lambda: sync_journals(self._directory))
+        self._room.by_first(lambda: sync_journals(self._directory))
         with self._console.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
             self._room.write(lambda: self._write(content))
         folder = self._directory.checkpoints
@@ -250,14 +249,7 @@ class CheckpointKeeper:
         together(self._world, look)
 
     def _apply_retention(self) -> None:
-        self._by_first(lambda: apply_retention(self._directory.checkpoints, self._config))
-
-    def _by_first(self, attempt: Callable[[], None]) -> None:
-        def first() -> None:
-            with disk_errors(self._directory.root, "the files of the run"):
-                attempt()
-
-        self._room.write(lambda: write_by_first(self._world, first))
+        self._room.by_first(lambda: apply_retention(self._directory.checkpoints, self._config))
 
     def _is_best(self, step: int) -> bool:
         name = self._config.keep_best
