@@ -5,6 +5,7 @@ seeds, on a real checkpoint.
     python -m benchmarks.proof problems DIR
     python -m benchmarks.proof start DIR --model MODEL      # fine-tuned once, for all arms
     python -m benchmarks.proof outliers DIR                 # the start of stress-outliers
+    python -m benchmarks.proof flows DIR [--cards 0 1] [--jobs 3]       # where FP8 loses, untrained
     python -m benchmarks.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3] [--seconds S]
     python -m benchmarks.proof table ROWS                   # DIR/rows, or benchmarks/results/proof
     python -m benchmarks.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
@@ -20,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.arms import figures, outliers, page, problems, rows, runs
+from benchmarks.arms import figures, flows, outliers, page, problems, rows, runs, suite
 
 FINE_TUNE = Path(__file__).parent / "arms" / "fine_tune.toml"
 LEFT = 3
@@ -29,18 +30,19 @@ LEFT = 3
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("problems", "start", "outliers", "run", "table", "page"):
+    for name in ("problems", "start", "outliers", "flows", "run", "table", "page"):
         commands.add_parser(name).add_argument("directory", type=Path)
     start, run = commands.choices["start"], commands.choices["run"]
     drawn = commands.choices["page"]
     drawn.add_argument("--out", type=Path, default=Path("proof.html"))
     drawn.add_argument("--picture", type=Path)
     start.add_argument("--model", type=Path, required=True)
-    run.add_argument("--tasks", nargs="+", choices=runs.NAMES, required=True)
-    run.add_argument("--arms", nargs="+", choices=list(runs.ARMS), default=list(runs.ARMS))
+    run.add_argument("--tasks", nargs="+", choices=suite.NAMES, required=True)
+    run.add_argument("--arms", nargs="+", choices=suite.ALL_ARMS, default=suite.ALL_ARMS)
     run.add_argument("--seeds", type=int, default=4)
-    run.add_argument("--cards", nargs="+", default=["0"])
-    run.add_argument("--jobs", type=int, default=1)
+    for command in run, commands.choices["flows"]:
+        command.add_argument("--cards", nargs="+", default=["0"])
+        command.add_argument("--jobs", type=int, default=1)
     run.add_argument("--seconds", type=float, default=float("inf"))
     return parser
 
@@ -49,6 +51,8 @@ def main() -> int:
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
     changes = words[cut + 1 :]
+    pairs = zip(changes[::2], changes[1::2], strict=True)
+    settings = {key.removeprefix("--"): value for key, value in pairs}
     arguments = make_parser().parse_args(words[:cut])
     directory: Path = arguments.directory
     match arguments.command:
@@ -57,12 +61,13 @@ def main() -> int:
         case "start":
             return fine_tune(directory, arguments.model, changes)
         case "outliers":
-            planted = runs.start_of(runs.OUTLIERS, directory)
+            planted = runs.start_of(suite.OUTLIERS, directory)
             outliers.plant(directory / "start" / "model", planted / "model")
+        case "flows":
+            found = flows.answer_all(directory, arguments.cards, arguments.jobs, settings)
+            print("\n".join(flows.markdown(found)))
         case "run":
-            wanted = runs.wanted(arguments.tasks, arguments.arms, range(arguments.seeds))
-            pairs = zip(changes[::2], changes[1::2], strict=True)
-            settings = {key.removeprefix("--"): value for key, value in pairs}
+            wanted = suite.wanted(arguments.tasks, arguments.arms, range(arguments.seeds))
             where = arguments.cards, arguments.jobs, arguments.seconds
             done = runs.run_all(wanted, directory, *where, settings)
             return 0 if done else LEFT

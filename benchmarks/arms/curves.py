@@ -9,7 +9,7 @@ from statistics import fmean
 
 from benchmarks.arms.figures import by_arm
 from benchmarks.arms.rows import Row
-from benchmarks.arms.runs import ARMS
+from benchmarks.arms.suite import ARMS
 from isobit.observe.report.chart import Chart, Panel, draw
 from isobit.observe.report.comparison import MOST_RUNS
 from isobit.observe.report.series import Curve

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.arms import repeats, settings
 from benchmarks.arms.rows import Row, name_of
-from benchmarks.arms.runs import ARMS
+from benchmarks.arms.suite import ARMS, SITES
 
 BASE = "bf16"
 DRAWS = 10_000
@@ -30,11 +30,12 @@ COLUMNS = (
     "seeds",
     "before",
     "after",
+    "after, in another flow",
     f"minus {BASE}, points (95%)",
     f"reward of the last {LAST} steps",
     "differing log-probabilities",
     "mean abs(d)",
-    "mean exp(abs(d))",
+    "exp(abs(d)), median step",
     "rollout, s a step",
     "training, s a step",
     "runs at a time",
@@ -71,10 +72,19 @@ def markdown(found: Iterable[Table]) -> list[str]:
 
 
 def by_task(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The tasks of the proof first, then those of stress, each in order of its name."""
+    """The tasks of the proof first, then those of stress, each in order of its name; ``sites`` with
+    the runs of ``multiply`` that they are compared with.
+    """
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["task"].startswith(STRESS), row["task"])):
         found.setdefault(row["task"], []).append(row)
+    if sites := found.get(SITES):
+        seeds = {row["seed"] for row in sites}
+        sites += [
+            row
+            for row in found.get("multiply", [])
+            if row["arm"] in (BASE, "fp8") and row["seed"] in seeds
+        ]
     return found
 
 
@@ -121,7 +131,7 @@ def paired(ours: Iterable[Row], base: Iterable[Row]) -> torch.Tensor | None:
 
 
 def mean_difference(rows: Iterable[Row], name: str) -> float | None:
-    """A figure of ``log_prob_diff`` or ``mismatch`` over all tokens compared, not all steps."""
+    """A figure of ``log_prob_diff`` over all tokens compared, not all steps."""
     found = [
         (value, tokens)
         for row in rows
@@ -148,13 +158,14 @@ def _cells(arm: str, ours: Sequence[Row], base: Sequence[Row]) -> Iterator[str]:
     yield str(len(ours))
     yield f"{fmean(fmean(before(row)) for row in ours):.1%}"
     yield f"{fmean(fmean(after(row)) for row in ours):.1%}"
+    yield _elsewhere(ours)
     yield "-" if arm == BASE else _points(ours, base)
     yield _text(fmean(fmean(_known(row, "reward/mean")[-LAST:]) for row in ours), ".3f")
     yield _differing(ours)
     yield _text(mean_difference(ours, "log_prob_diff/mean"), ".4g")
-    yield _text(mean_difference(ours, "mismatch/mult_prob_error"), ".4f")
+    yield _text(_median_of_steps(ours, "mismatch/mult_prob_error"), ".4f")
     for phase in ("rollout", "training"):
-        yield _text(_median_seconds(ours, phase), ".2f")
+        yield _text(_median_of_steps(ours, f"time/{phase}_s", first=2), ".2f")
     yield ", ".join(map(str, sorted({row["jobs"] for row in ours})))
 
 
@@ -169,6 +180,15 @@ def _points(ours: Sequence[Row], base: Sequence[Row]) -> str:
     return f"{mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f}){pairs}"
 
 
+def _elsewhere(rows: Iterable[Row]) -> str:
+    """The mean accuracy of the last weights in the flow that is not their own, and its name."""
+    found = [row["other_flow"] for row in rows if "other_flow" in row]
+    if not found:
+        return "-"
+    accuracy = fmean(one["sets"]["held_out"]["accuracy"] for one in found)
+    return f"{accuracy:.1%} ({found[0]['precision']['preset']})"
+
+
 def _differing(rows: Iterable[Row]) -> str:
     """Log-probabilities of rollout and training that differ, of those compared."""
     steps = [row["steps"] for row in rows]
@@ -177,13 +197,15 @@ def _differing(rows: Iterable[Row]) -> str:
     return f"{found:,.0f} of {compared:,.0f}"
 
 
-def _median_seconds(rows: Iterable[Row], phase: str) -> float | None:
-    """Of a step, the first one aside, which compiles."""
+def _median_of_steps(rows: Iterable[Row], name: str, first: int = 1) -> float | None:
+    """Of all steps from ``first`` on: one token can be the whole mean of exp(abs(d)), and the first
+    step compiles.
+    """
     found = [
-        seconds
+        value
         for row in rows
-        for step, seconds in zip(row["steps"]["step"], row["steps"][f"time/{phase}_s"], strict=True)
-        if step > 1 and seconds is not None
+        for step, value in zip(row["steps"]["step"], row["steps"][name], strict=True)
+        if step >= first and value is not None
     ]
     return median(found) if found else None
 

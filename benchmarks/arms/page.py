@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.arms import figures
 from benchmarks.arms.curves import STEPS_A_POINT, accuracy_chart, charts, places_of
+from benchmarks.arms.problems import TASKS
 from benchmarks.arms.rows import Row
 from benchmarks.arms.settings import Settings, settings_of
 from isobit.observe.report.chart import Chart
@@ -77,7 +78,7 @@ def write_picture(rows: Sequence[Row], out: Path) -> Path:
     """The accuracy of all arms over the steps, a chart for each task of the proof, as SVG.  Raises
     ValueError where none of the rows is of these, ConfigError where another file is there.
     """
-    ours = [row for row in rows if not row["task"].startswith(figures.STRESS)]
+    ours = [row for row in rows if row["task"] in TASKS]
     places = places_of(ours)
     charts_of = ((task, accuracy_chart(one, places)) for task, one in figures.by_task(ours).items())
     tasks = [(task, chart) for task, chart in charts_of if chart is not None]

@@ -9,6 +9,8 @@
     completions     SHA-256 of rewards.jsonl, which has digests of all completions and their rewards
     steps           a column a figure that the table and the page use, and the times
     evaluations     step, seconds and mean length of each, and the reward of each held-out problem
+    other_flow      how the last weights answer in another flow (``benchmarks.arms.answers``); rows
+                    of the first sitting have none
 
 The same content makes the same bytes, compressed: about 20 KB for 150 steps.  A run that was made
 again lies in a folder below, ``ROWS/repeats``, under the same name.

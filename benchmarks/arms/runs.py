@@ -4,83 +4,30 @@ what each left.
     DIR/data            problems (``problems``)
     DIR/start           the fine-tuned model that all arms begin with
     DIR/outliers        the same function, with activation outliers, for one setting under stress
-    DIR/runs/NAME       one run, NAME = TASK-ARM-SEED: a directory of ``isobit train --resume``
+    DIR/runs/NAME       one run, NAME = TASK-ARM-SEED: a directory of ``isobit train --resume``;
+                        beside it its log, and how its model answers in another flow
     DIR/rows            what is kept of the finished runs
 
 A run is resumed from its last checkpoint until it is finished, so a sitting may end at any time.
 All arms of a task and seed see the same prompts in the same order and sample by the same noise.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.arms import rows
-from benchmarks.arms.problems import TASKS
+from benchmarks.arms import answers, rows
+from benchmarks.arms.suite import OUTLIERS, Changes, Run
 
-Changes = Mapping[str, str]
 HERE = Path(__file__).parent
-_TIS = '[{type = "tis", level = "token", max = 2.0}]'
-_TRAINERS: Changes = {"precision": "fp8-rollout", "training.old_log_probs": "recomputed"}
-ARMS: dict[str, Changes] = {
-    "bf16": {"precision": "bf16"},
-    "fp8": {"precision": "fp8"},
-    "fp8-linear": {"precision": "fp8-linear"},
-    "fp8-rollout": _TRAINERS,
-    "fp8-rollout-tis": {**_TRAINERS, "corrections": _TIS},
-    "fp8-fp32-scales": {"precision": '{preset = "fp8", scales = "fp32"}'},
-}
-FEW_ARMS = ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis")
-"""Of ``multiply``, whose runs take longer, and of the settings under stress."""
-OUTLIERS = "stress-outliers"
-"""Begins with the start in which outliers are planted (``benchmarks.arms.outliers``)."""
-STRESSES: dict[str, Changes] = {
-    "stress-rate": {"training.learning_rate": "1e-4"},
-    "stress-updates": {"training.learning_rate": "3e-5", "training.updates_per_batch": "4"},
-    "stress-hot": {"training.learning_rate": "3e-5", "rollout.temperature": "1.3"},
-    OUTLIERS: {},
-}
-"""``gsm`` in settings that are said to make a mismatch of rollout and training worse."""
-NAMES = (*TASKS, *STRESSES)
-"""Of all tasks, for a run."""
 _GRACE_S = 60.0
 """From SIGTERM to a written checkpoint."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training."""
-
-    task: str
-    """One of ``NAMES``."""
-    arm: str
-    seed: int
-
-    @property
-    def problems(self) -> str:
-        """What it is trained and measured on: the task of a setting under stress is ``gsm``."""
-        return "gsm" if self.task in STRESSES else self.task
-
-    @property
-    def name(self) -> str:
-        """Also of its files."""
-        return f"{self.task}-{self.arm}-{self.seed}"
-
-
-def wanted(tasks: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """All arms of a seed before the next seed, so that pairs are whole wherever a suite ends."""
-    return [
-        Run(task, arm, seed)
-        for seed in seeds
-        for task in tasks
-        for arm in arms
-        if task == "gsm" or arm in FEW_ARMS
-    ]
 
 
 def start_of(task: str, directory: Path) -> Path:
@@ -88,22 +35,41 @@ def start_of(task: str, directory: Path) -> Path:
     return directory / ("outliers" if task == OUTLIERS else "start")
 
 
-def command(run: Run, directory: Path, changes: Changes) -> list[str]:
+def training_command(run: Run, directory: Path, changes: Changes) -> list[str]:
     """``isobit train`` of a run, begun or resumed; ``changes`` come last."""
+    words = words_of({**_settings(run, directory), **run.settings, **changes})
+    recipe = str(recipe_of(run.problems))
+    return [sys.executable, "-m", "isobit.cli.main", "train", recipe, "--resume", *words]
+
+
+def answers_command(run: Run, directory: Path, changes: Changes) -> list[str]:
+    """What answers with a run's last weights in another flow (``benchmarks.arms.answers``)."""
+    flow = {"precision": answers.other_flow(run.arm)}
+    words = words_of({**_settings(run, directory), **changes, **flow})
+    folder = directory / "runs" / run.name / "model"
+    out = _answers_path(run, directory)
+    return answers.command(folder, recipe_of(run.problems), out, words)
+
+
+def recipe_of(problems: str) -> Path:
+    """Of all runs that are trained on these problems."""
+    return HERE / f"{problems}.toml"
+
+
+def words_of(settings: Changes) -> list[str]:
+    """As the command line takes them."""
+    return [word for key, value in settings.items() for word in (f"--{key}", value)]
+
+
+def _settings(run: Run, directory: Path) -> dict[str, str]:
     data = directory / "data"
-    settings = {
+    return {
         "model": str(start_of(run.task, directory) / "model"),
         "output": str(directory / "runs" / run.name),
         "seed": str(run.seed),
         "data.train.path": str(data / f"{run.problems}.train.jsonl"),
         "data.eval.held_out.path": str(data / f"{run.problems}.held_out.jsonl"),
-        **STRESSES.get(run.task, {}),
-        **ARMS[run.arm],
-        **changes,
     }
-    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    recipe = str(HERE / f"{run.problems}.toml")
-    return [sys.executable, "-m", "isobit.cli.main", "train", recipe, "--resume", *words]
 
 
 def run_all(
@@ -130,6 +96,9 @@ def run_all(
         time.sleep(1.0)
         for one in [one for one in live if one.process.poll() is not None]:
             live.remove(one)
+            if one.process.returncode == 0 and not one.answers:
+                live.append(_start(one.run, directory, changes, one.card, answers=True))
+                continue
             free.append(one.card)
             are_kept &= _keep_if_finished(one, directory, jobs)
     _stop(live)
@@ -143,10 +112,15 @@ class Live:
     run: Run
     card: str
     process: subprocess.Popen[bytes]
+    answers: bool
+    """Whether it is trained, and answers in another flow."""
 
 
-def _start(run: Run, directory: Path, changes: Changes, card: str) -> Live:
-    print(f"{run.name} begins or goes on, on card {card}", flush=True)
+def _start(
+    run: Run, directory: Path, changes: Changes, card: str, *, answers: bool = False
+) -> Live:
+    command = answers_command if answers else training_command
+    print(f"{run.name} {'answers' if answers else 'begins or goes on'}, on card {card}", flush=True)
     with _log(run, directory).open("ab") as log:
         process = subprocess.Popen(  # noqa: S603 (this file)
             command(run, directory, changes),
@@ -154,7 +128,7 @@ def _start(run: Run, directory: Path, changes: Changes, card: str) -> Live:
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": card},
         )
-    return Live(run, card, process)
+    return Live(run, card, process, answers)
 
 
 def _keep_if_finished(ended: Live, directory: Path, jobs: int) -> bool:
@@ -184,6 +158,10 @@ def _log(run: Run, directory: Path) -> Path:
     return directory / "runs" / f"{run.name}.log"
 
 
+def _answers_path(run: Run, directory: Path) -> Path:
+    return directory / "runs" / f"{run.name}.answers.json"
+
+
 def row_path(run: Run, directory: Path) -> Path:
     """Of what is kept of a finished run."""
     return directory / "rows" / f"{run.name}{rows.SUFFIX}"
@@ -192,4 +170,6 @@ def row_path(run: Run, directory: Path) -> Path:
 def keep(run: Run, directory: Path, jobs: int) -> None:
     """Write a finished run's row (``benchmarks.arms.rows``)."""
     who = {"task": run.task, "arm": run.arm, "seed": run.seed, "jobs": jobs}
-    rows.write_row(row_path(run, directory), {**who, **rows.row_of(directory / "runs" / run.name)})
+    other = json.loads(_answers_path(run, directory).read_text(encoding="utf-8"))
+    found = rows.row_of(directory / "runs" / run.name)
+    rows.write_row(row_path(run, directory), {**who, **found, "other_flow": other})

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.arms import figures, problems, rows, runs
+from benchmarks.arms import figures, flows, problems, rows, runs, suite
 from benchmarks.arms.problems import product_worked_out, rows_of
+from isobit.starter import starter_folder
 
 TINY = {
     "model": "starter",
@@ -71,7 +72,7 @@ def test_solutions_earn_the_reward_and_repeat() -> None:
 def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 4, "held_out": 3})
     problems.write_problems(tmp_path / "data")
-    (run,) = runs.wanted(["gsm"], ["fp8"], [0])
+    (run,) = suite.wanted(["gsm"], ["fp8"], [0])
     assert not runs.run_all([run], tmp_path, [""], 1, 0.0, TINY)  # no time: nothing begins
     assert runs.run_all([run], tmp_path, [""], 1, 120.0, TINY), (
         tmp_path / "runs" / f"{run.name}.log"
@@ -83,7 +84,9 @@ def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     assert row["start"].keys() == {"model.safetensors"}
     assert row["summary"]["tokens_differing"] == 0 < row["summary"]["tokens_compared"]
     (line,) = figures.tables([row])[0].lines
-    assert line[:2] == ("fp8", "1") and line[4] == "-"  # nothing to be paired with
+    assert line[:2] == ("fp8", "1") and line[5] == "-"  # nothing to be paired with
+    assert row["other_flow"]["precision"]["preset"] == "bf16"
+    assert row["other_flow"]["sets"]["held_out"]["problems"] == 3
     before = json.dumps(row)
     assert runs.run_all([run], tmp_path, [""], 1, 0.0, TINY)  # is there
     assert json.dumps(rows.read_finished(tmp_path / "rows")[0]) == before
@@ -102,3 +105,33 @@ def test_differences_are_paired_by_seed_and_problem() -> None:
     low, high = figures.interval(difference.repeat(1, 50))
     assert 0.19 < low < 0.25 < high < 0.31
     assert figures.interval(torch.zeros(3, 10)) == (0.0, 0.0)
+
+
+def test_each_task_has_its_arms_and_problems() -> None:
+    found = suite.wanted(suite.NAMES, suite.ALL_ARMS, [0])
+    arms = {task: [run.arm for run in found if run.task == task] for task in suite.NAMES}
+    assert arms["gsm"] == list(suite.ARMS) and len(arms["multiply"]) == 4
+    assert "bf16" not in arms["sites"] and "fp8-wgrad-bf16" in arms["sites"]
+    problems_of = {run.task: run.problems for run in found}
+    assert problems_of["sites"] == "multiply" and problems_of["stress-hot"] == "gsm"
+    hot = suite.Run("stress-hot", "fp8-rollout-tis", 0).settings
+    assert hot.keys() == {
+        "rollout.temperature",
+        "precision",
+        "training.old_log_probs",
+        "corrections",
+    }
+
+
+def test_the_start_answers_in_every_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 1, "held_out": 2})
+    monkeypatch.setattr(flows, "FLOWS", {"plain": "bf16", "mixed": flows.FLOWS["down_proj alone"]})
+    problems.write_problems(tmp_path / "data")
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "model").symlink_to(starter_folder())
+    settings = {key: value for key, value in TINY.items() if key != "model"}
+    found = flows.answer_all(tmp_path, [""], 2, settings)
+    kept = found["mixed"]["precision"]["modules_bf16"]
+    assert kept == ["qkv_proj", "o_proj", "gate_up_proj"]
+    assert [one["problems"] for one in found["plain"]["sets"].values()] == [2, 2]
+    assert flows.markdown(found)[-1] == "| mixed | 0.0% | 0.0% |"

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import proof
 from benchmarks.arms import page
 from benchmarks.arms.curves import charts, places_of, series_of
-from benchmarks.arms.runs import ARMS
+from benchmarks.arms.suite import ARMS
 from isobit.errors import ConfigError
 from tests.observe.pages import Page, assert_self_contained
 

@@ -84,7 +84,7 @@ def test_the_table_has_what_is_finished() -> None:
     cells = dict(zip(("arm", *figures.COLUMNS), gsm.lines[1], strict=True))
     assert cells["seeds"] == "2" and cells["runs at a time"] == "2, 4"
     assert cells["minus bf16, points (95%)"].endswith("), 1 of 2 seeds")
-    assert gsm.lines[0][4] == "-" == stress.lines[0][4]
+    assert gsm.lines[0][5] == "-" == stress.lines[0][5]
     text = "\n".join(figures.markdown([gsm, stress]))
     assert text.index("| gsm |") < text.index("| stress-lr |")
 
@@ -103,11 +103,45 @@ def test_differences_of_log_probabilities_are_means_over_tokens() -> None:
 def test_times_are_medians_without_the_first_step() -> None:
     row = small("fp8")
     row["steps"]["time/rollout_s"] = [1000.0, 2.0, *[3.0] * 22, 1000.0]
-    (table,) = figures.tables([row])
-    assert (
-        dict(zip(("arm", *figures.COLUMNS), table.lines[0], strict=True))["rollout, s a step"]
-        == "3.00"
-    )
+    assert cells_of([row])["rollout, s a step"] == "3.00"
+
+
+def test_one_token_is_not_the_probability_error_of_a_run() -> None:
+    """A rollout that draws what training holds for impossible: e^24 in one step of 25."""
+    row = small("fp8-rollout")
+    row["steps"]["mismatch/mult_prob_error"] = [1.05, *[1.01] * 23, 2.6e10]
+    assert cells_of([row])["exp(abs(d)), median step"] == "1.0100"
+
+
+def test_answers_in_another_flow_stand_in_the_table() -> None:
+    """Rows of the first sitting have none."""
+    other = {"precision": {"preset": "bf16"}, "sets": {"held_out": {"accuracy": 0.625}}}
+    again = {"precision": {"preset": "bf16"}, "sets": {"held_out": {"accuracy": 0.375}}}
+    name = "after, in another flow"
+    assert cells_of([small("fp8")])[name] == "-"
+    rows_of_arm = [small("fp8", seed, other_flow=one) for seed, one in enumerate((other, again))]
+    assert cells_of([*rows_of_arm, small("fp8", 2)])[name] == "50.0% (bf16)"
+
+
+def test_sites_stand_beside_what_they_are_compared_with() -> None:
+    """The runs of ``multiply`` of the same seeds, ``bf16`` and ``fp8`` alone."""
+    multiply = [
+        {**small(arm, seed), "task": "multiply"}
+        for arm in ("bf16", "fp8", "fp8-rollout")
+        for seed in range(2)
+    ]
+    sites = {**small("fp8-wgrad-bf16"), "task": "sites"}
+    found = {table.task: table for table in figures.tables([*multiply, sites])}
+    assert [line[0] for line in found["sites"].lines] == ["bf16", "fp8", "fp8-wgrad-bf16"]
+    assert [line[1] for line in found["sites"].lines] == ["1", "1", "1"]
+    assert found["sites"].lines[2][5] != "-"  # paired with bf16
+    assert [line[1] for line in found["multiply"].lines] == ["2", "2", "2"]
+
+
+def cells_of(found: list[dict[str, Any]]) -> dict[str, str]:
+    """Of the one arm of the rows."""
+    ((line,),) = (table.lines for table in figures.tables(found))
+    return dict(zip(("arm", *figures.COLUMNS), line, strict=True))
 
 
 def test_what_differs_without_an_arms_doing_is_said() -> None:

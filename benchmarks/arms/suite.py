@@ -1,0 +1,97 @@
+"""What is run: tasks, arms, and the settings that each changes.
+
+A run has a task, an arm and a seed, and the name TASK-ARM-SEED.  Besides the two tasks of the proof
+there are settings under stress, and ``sites``, which looks for where ``fp8`` loses: these are
+trained on the problems of one of the two.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.arms.problems import TASKS, Task
+
+Changes = Mapping[str, str]
+_TIS = '[{type = "tis", level = "token", max = 2.0}]'
+_TRAINERS: Changes = {"precision": "fp8-rollout", "training.old_log_probs": "recomputed"}
+ARMS: dict[str, Changes] = {
+    "bf16": {"precision": "bf16"},
+    "fp8": {"precision": "fp8"},
+    "fp8-linear": {"precision": "fp8-linear"},
+    "fp8-rollout": _TRAINERS,
+    "fp8-rollout-tis": {**_TRAINERS, "corrections": _TIS},
+    "fp8-fp32-scales": {"precision": '{preset = "fp8", scales = "fp32"}'},
+}
+_FEW = ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis")
+"""Of ``multiply``, whose runs take longer, and of the settings under stress."""
+_SITE_ARMS: dict[str, Changes] = {
+    "fp8-linear": ARMS["fp8-linear"],
+    "fp8-fp32-scales": ARMS["fp8-fp32-scales"],
+    "fp8-ends-bf16": {"precision": '{preset = "fp8", first_layers_bf16 = 3, last_layers_bf16 = 3}'},
+    "fp8-wgrad-bf16": {"precision": '{preset = "fp8", wgrad = "bf16"}'},
+}
+SITES = "sites"
+"""``multiply`` where something of ``fp8`` is kept in BF16: attention and KV cache (``fp8-linear``),
+the first and last three layers, or the weight gradients' operands; or its scales in FP32.
+"""
+OUTLIERS = "stress-outliers"
+"""Begins with the start in which outliers are planted (``benchmarks.arms.outliers``)."""
+STRESSES: dict[str, Changes] = {
+    "stress-rate": {"training.learning_rate": "6e-5"},
+    "stress-collapse": {"training.learning_rate": "1e-4"},
+    "stress-updates": {"training.updates_per_batch": "4"},
+    "stress-hot": {"rollout.temperature": "1.3"},
+    OUTLIERS: {},
+}
+"""``gsm`` in settings that are said to make a mismatch of rollout and training worse."""
+NAMES = (*TASKS, SITES, *STRESSES)
+"""Of all tasks, for a run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    task: str
+    """One of ``NAMES``."""
+    arm: str
+    seed: int
+
+    @property
+    def problems(self) -> Task:
+        """What it is trained and measured on."""
+        return "multiply" if self.task in ("multiply", SITES) else "gsm"
+
+    @property
+    def name(self) -> str:
+        """Also of its files."""
+        return f"{self.task}-{self.arm}-{self.seed}"
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What it changes in the recipe of its problems."""
+        return {**STRESSES.get(self.task, {}), **arms_of(self.task)[self.arm]}
+
+
+def arms_of(task: str) -> dict[str, Changes]:
+    """The arms of a task, by name."""
+    match task:
+        case "gsm":
+            return ARMS
+        case "sites":
+            return _SITE_ARMS
+        case _:
+            return {name: ARMS[name] for name in _FEW}
+
+
+ALL_ARMS = tuple(dict.fromkeys(arm for task in NAMES for arm in arms_of(task)))
+
+
+def wanted(tasks: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> list[Run]:
+    """All arms of a seed before the next seed, so that pairs are whole wherever a suite ends."""
+    return [
+        Run(task, arm, seed)
+        for seed in seeds
+        for task in tasks
+        for arm in arms_of(task)
+        if arm in arms
+    ]
