@@ -5,7 +5,10 @@ travel to the host between updates, too.
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,11 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.config.precision import PrecisionConfig
-from isobit.models.checksum import checksum_of
+from isobit.models.checksum import checksum, checksum_of
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
+from isobit.models.tensor_slices import Slice
 from isobit.starter import starter_folder
 
 SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)
@@ -38,6 +42,63 @@ def test_a_checksum_is_that_of_the_host(dtype: torch.dtype) -> None:
     assert whole == checksum_of({"x": data})
     there.view(torch.uint8)[8_500_000] ^= 1
     assert checksum_of({"x": there}) != whole
+
+
+def assert_equal_there(rows: dict[str, Slice]) -> None:
+    """Of the host and of the GPU; the rows on the GPU are copies that lie in memory as the host's
+    do.
+    """
+    there = {name: replace(one, rows=as_it_lies(one.rows)) for name, one in rows.items()}
+    assert checksum(there.items()) == checksum(rows.items())
+
+
+def as_it_lies(rows: torch.Tensor) -> torch.Tensor:
+    whole = torch.empty(0, dtype=rows.dtype).set_(rows.untyped_storage()).cuda()
+    return whole.as_strided(rows.shape, rows.stride(), rows.storage_offset())
+
+
+def test_a_checksum_of_many_tensors_is_that_of_the_host() -> None:
+    """Small ones of odd sizes beside one of more chunks than a program takes, all bits set."""
+    sizes = [1 + (37 * place) % 9001 for place in range(500)]
+    data = {f"t{place}": torch.randint(0, 256, (n,)).byte() for place, n in enumerate(sizes)}
+    data["bfloat16"] = torch.randn(1001).bfloat16()
+    data["number"] = torch.tensor(1.5, dtype=torch.float64)
+    data["transposed"] = torch.randn(300, 5000).t()
+    data["columns"] = torch.randn(300, 5000)[:, 3:4000]
+    data["long"] = torch.full((40 * (1 << 23) + 12_345,), 255, dtype=torch.uint8)
+    assert_equal_there({name: Slice.whole(tensor) for name, tensor in data.items()})
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8, 16])
+def test_bytes_may_lie_anywhere(offset: int) -> None:
+    data = torch.randint(0, 256, (20_000_003,), dtype=torch.uint8)
+    assert_equal_there({"x": Slice.whole(data[offset:])})
+    assert_equal_there({"x": Slice((1 << 30,), 1 << 23, data[offset:])})
+
+
+@pytest.mark.parametrize("cuts", [(0, 3000), (0, 1, 2047, 2050, 3000), (0, 128, 2944, 3000)])
+def test_checksums_of_rows_are_those_of_the_host(cuts: tuple[int, ...]) -> None:
+    """Whose first words are multiples of four, and not."""
+    for width in (1, 5, 2048):
+        tensor = torch.randn(3000, width)
+        parts = [Slice((3000, width), a, tensor[a:b]) for a, b in pairwise(cuts)]
+        there = [replace(part, rows=part.rows.cuda()) for part in parts]
+        for part in parts:
+            assert_equal_there({"x": part})
+        assert checksum(("x", part) for part in there) == checksum_of({"x": tensor})
+
+
+def test_a_checksum_waits_for_the_gpu_once() -> None:
+    data = {f"t{place}": torch.randn(place, 100, device="cuda") for place in range(1, 200)}
+    whole = checksum_of(data)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert checksum_of(data) == whole
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("called a synchronizing" in str(one.message) for one in said) == 1
 
 
 def test_published_weights_have_a_checksum(shape: str, make_policy: Callable[..., Policy]) -> None:

@@ -1,17 +1,16 @@
-"""The checksum of a tensor's bytes: what it is by its formula in whole numbers, that any changed
-byte changes it, and that rows of several ranks add up.
+"""The checksum of tensors by name: what names add to it, that what has changed places changes it,
+and that rows of several ranks add up.
 """
 
 import hashlib
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 import torch
 
 from isobit.config.precision import PrecisionConfig
-from isobit.kernels.noise import splitmix64_of
-from isobit.models import checksum as module
+from isobit.kernels.checksum import Rows
+from isobit.kernels.spec import checksum as specification
 from isobit.models.checksum import added_up, checksum, checksum_of
 from isobit.models.policy import Policy, random_policy
 from isobit.models.tensor_slices import Slice
@@ -21,68 +20,28 @@ from tests.conftest import TINY
 CHUNK = 8
 
 
-@pytest.fixture(params=[0, 5, CHUNK])
-def short_chunks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Of a few words, so that small tensors have several; sums made one by one as on a CPU, or many
-    at once as on a GPU.
-    """
-    monkeypatch.setattr(module, "_CHUNK", CHUNK)
-    monkeypatch.setattr(module, "_words_at_once", lambda device: request.param)
-    module._inner.cache_clear()  # pyright: ignore[reportPrivateUsage]
-    yield
-    module._inner.cache_clear()  # pyright: ignore[reportPrivateUsage]
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few words, so that small tensors have several."""
+    monkeypatch.setattr(specification, "CHUNK", CHUNK)
 
 
-def by_formula(name: str, data: bytes, chunk: int) -> int:
-    """The same in Python's whole numbers."""
-    data += bytes(-len(data) % 4)
-    seed = int.from_bytes(
-        hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True
-    )
-    total = 0
-    for place in range(0, len(data), 4):
-        number, inside = divmod(place // 4, chunk)
-        word = int.from_bytes(data[place : place + 4], "little", signed=True)
-        total += (splitmix64_of(seed, number) | 1) * (splitmix64_of(5, inside) | 1) * word
-    return total % (1 << 64)
+def seed_of(name: str) -> int:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 4, 31, 32, 33, 64, 65, 200])
-def test_it_is_what_the_formula_says(size: int, short_chunks: None) -> None:
-    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    assert checksum_of({"x": data}) == by_formula("x", bytes(data.tolist()), CHUNK)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64]
-)
-def test_any_flipped_bit_of_any_byte_changes_it(dtype: torch.dtype, short_chunks: None) -> None:
-    tensor = torch.randint(0, 256, (13 * 5 * 8,), dtype=torch.uint8).view(dtype)
-    whole, data = checksum_of({"x": tensor}), tensor.view(torch.uint8)
-    for place in range(len(data)):
-        for bit in range(8):
-            data[place] ^= 1 << bit
-            assert checksum_of({"x": tensor}) != whole, (place, bit)
-            data[place] ^= 1 << bit
-    assert checksum_of({"x": tensor}) == whole
-
-
-def test_a_flipped_bit_of_a_tensor_of_several_chunks_changes_it() -> None:
-    """With chunks as they are: a byte in each, and the first and the last."""
-    tensor = torch.randn(2_500_000)
-    whole, data = checksum_of({"x": tensor}), tensor.view(torch.uint8)
-    for place in (0, 3, 4_194_303, 4_194_304, 8_388_607, 8_388_608, len(data) - 1):
-        data[place] ^= 0x80
-        assert checksum_of({"x": tensor}) != whole, place
-        data[place] ^= 0x80
-
-
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_many_tensors_are_what_the_formula_says(count: int, short_chunks: None) -> None:
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_a_name_is_a_seed(count: int, short_chunks: None) -> None:
     sizes = [(29 * place) % 45 for place in range(count)]
     data = {f"t{p}": torch.randint(0, 256, (size,)).byte() for p, size in enumerate(sizes)}
-    expected = sum(by_formula(name, bytes(one.tolist()), CHUNK) for name, one in data.items())
-    assert checksum_of(data) == expected % (1 << 64)
+    rows = [Rows(one, 0, seed_of(name)) for name, one in data.items() if len(one)]
+    assert checksum_of(data) == specification.checksum(rows)
+
+
+def test_a_tensor_without_dimensions_has_one() -> None:
+    number = torch.tensor(3.5, dtype=torch.float64)
+    assert checksum_of({"x": number}) == checksum_of({"x": number.view(1)})
 
 
 def test_what_has_changed_places_changes_it(short_chunks: None) -> None:
@@ -111,12 +70,6 @@ def test_rows_add_up_to_the_whole(
         for first, last in pairwise(cuts)
     ]
     assert added_up(parts) == whole
-
-
-def test_numbers_mapped_behind_others_need_not_be_aligned() -> None:
-    data = torch.randint(0, 256, (42,), dtype=torch.uint8)
-    assert checksum_of({"x": data[2:]}) == checksum_of({"x": data[2:].clone()})
-    assert checksum_of({"x": data[2:].view(torch.bfloat16)}) == checksum_of({"x": data[2:]})
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "fp8-rollout"])

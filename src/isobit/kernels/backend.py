@@ -30,6 +30,7 @@ import torch
 from isobit.config.base import Device
 from isobit.errors import ConfigError
 from isobit.kernels.adamw import AdamWFactors
+from isobit.kernels.checksum import Rows
 from isobit.kernels.operands import (
     Attend,
     AttendWithBackward,
@@ -407,6 +408,12 @@ class Backend(Protocol):
         ...
 
     # For proofs
+
+    def checksum(self, rows: Sequence[Rows]) -> int:
+        """The checksum (``isobit.kernels.checksum``) of rows of one tensor or more, from 0 to
+        2^64 - 1; waits for the device, once.
+        """
+        ...
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
         """[M, K] in 1x128 groups, in the specification's layout: bytes are the same everywhere."""

@@ -12,6 +12,7 @@ from isobit.kernels.backend import Backend, Captured
 from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.adamw import adamw_step
 from isobit.kernels.hopper.attention import PART
+from isobit.kernels.hopper.checksum import checksum
 from isobit.kernels.hopper.embedding_backward import embedding_backward
 from isobit.kernels.hopper.experts import experts, experts_saving
 from isobit.kernels.hopper.experts_backward import experts_backward
@@ -97,6 +98,8 @@ class HopperBackend:
     adamw_step = staticmethod(adamw_step)
     gradient_squares = staticmethod(gradient_squares)
     add_in_order = staticmethod(add_in_order)
+
+    checksum = staticmethod(checksum)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

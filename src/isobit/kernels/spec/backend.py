@@ -14,6 +14,7 @@ from isobit.kernels.backend import Backend, Captured
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.adamw import adamw_step
+from isobit.kernels.spec.checksum import checksum
 from isobit.kernels.spec.embedding import embedding, embedding_backward
 from isobit.kernels.spec.experts import experts, experts_backward, experts_saving
 from isobit.kernels.spec.gradient_squares import gradient_squares
@@ -92,6 +93,8 @@ class SpecBackend:
     adamw_step = staticmethod(adamw_step)
     gradient_squares = staticmethod(gradient_squares)
     add_in_order = staticmethod(add_in_order)
+
+    checksum = staticmethod(checksum)
 
     def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
         """See ``Backend``, as for all below."""
