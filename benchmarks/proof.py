@@ -4,9 +4,11 @@ seeds, on a real checkpoint.
     tools/smollm2.sh MODEL                                  # SmolLM2-135M-Instruct, in shared/
     python -m benchmarks.proof problems DIR
     python -m benchmarks.proof start DIR --model MODEL      # fine-tuned once, for all arms
+    python -m benchmarks.proof start DIR --model MODEL --precision fp8      # for from-fp8
     python -m benchmarks.proof outliers DIR                 # the start of stress-outliers
     python -m benchmarks.proof flows DIR [--cards 0 1] [--jobs 3]       # where FP8 loses, untrained
     python -m benchmarks.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3] [--seconds S]
+    python -m benchmarks.proof look DIR                     # how far all runs are
     python -m benchmarks.proof table ROWS                   # DIR/rows, or benchmarks/results/proof
     python -m benchmarks.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
 
@@ -21,7 +23,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.arms import figures, flows, outliers, page, problems, rows, runs, suite
+from benchmarks.arms import figures, flows, look, outliers, page, problems, rows, runs, suite
 
 FINE_TUNE = Path(__file__).parent / "arms" / "fine_tune.toml"
 LEFT = 3
@@ -30,13 +32,14 @@ LEFT = 3
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("problems", "start", "outliers", "flows", "run", "table", "page"):
+    for name in ("problems", "start", "outliers", "flows", "run", "look", "table", "page"):
         commands.add_parser(name).add_argument("directory", type=Path)
     start, run = commands.choices["start"], commands.choices["run"]
     drawn = commands.choices["page"]
     drawn.add_argument("--out", type=Path, default=Path("proof.html"))
     drawn.add_argument("--picture", type=Path)
     start.add_argument("--model", type=Path, required=True)
+    start.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
     run.add_argument("--tasks", nargs="+", choices=suite.NAMES, required=True)
     run.add_argument("--arms", nargs="+", choices=suite.ALL_ARMS, default=suite.ALL_ARMS)
     run.add_argument("--seeds", type=int, default=4)
@@ -59,10 +62,9 @@ def main() -> int:
         case "problems":
             problems.write_problems(directory / "data")
         case "start":
-            return fine_tune(directory, arguments.model, changes)
+            return fine_tune(directory, arguments.model, arguments.precision, changes)
         case "outliers":
-            planted = runs.start_of(suite.OUTLIERS, directory)
-            outliers.plant(directory / "start" / "model", planted / "model")
+            outliers.plant(directory / "start" / "model", directory / "outliers" / "model")
         case "flows":
             found = flows.answer_all(directory, arguments.cards, arguments.jobs, settings)
             print("\n".join(flows.markdown(found)))
@@ -71,6 +73,8 @@ def main() -> int:
             where = arguments.cards, arguments.jobs, arguments.seconds
             done = runs.run_all(wanted, directory, *where, settings)
             return 0 if done else LEFT
+        case "look":
+            print("\n".join(look.look(directory)))
         case _:
             report(arguments)
     return 0
@@ -92,15 +96,17 @@ def report(arguments: argparse.Namespace) -> None:
         print(page.write_picture(found[0], arguments.picture))
 
 
-def fine_tune(directory: Path, model: Path, changes: list[str]) -> int:
+def fine_tune(directory: Path, model: Path, precision: str, changes: list[str]) -> int:
     """``isobit sft`` on the solutions of both tasks, in one file."""
     data = directory / "data"
     solutions = [data / f"{task}.solutions.jsonl" for task in problems.TASKS]
     joined = data / "solutions.jsonl"
     joined.write_bytes(b"".join(path.read_bytes() for path in solutions))
+    output = directory / ("start" if precision == "bf16" else f"start-{precision}")
     held_out = {task: data / f"{task}.held_out.jsonl" for task in problems.TASKS}
     words = [
-        *("--model", model, "--output", directory / "start", "--data.train.path", joined),
+        *("--model", model, "--output", output, "--data.train.path", joined),
+        *("--precision", precision),
         *(part for task, path in held_out.items() for part in (f"--data.eval.{task}.path", path)),
         *changes,
     ]

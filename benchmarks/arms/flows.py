@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.arms import answers
-from benchmarks.arms.runs import recipe_of, start_of, words_of
+from benchmarks.arms.runs import recipe_of, words_of
 
 _LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -75,7 +75,7 @@ def answer_all(
 
 
 def _run(directory: Path, out: Path, changes: Mapping[str, str], card: str) -> None:
-    data, start = directory / "data", start_of("multiply", directory) / "model"
+    data, start = directory / "data", directory / "start" / "model"
     given = {
         "model": str(start),
         "output": str(out.with_suffix("")),

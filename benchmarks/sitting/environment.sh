@@ -1,0 +1,5 @@
+# Sourced by the other scripts: where everything lies on the borrowed machine.
+export TREE=/tmp/tree PROOF=/tmp/proof CARRIED=/tmp/carried BEGUN=/tmp/begun
+export PYTHONPATH=/tmp/site:$TREE/src:$TREE DG_JIT_CACHE_DIR=/tmp/caches/deep_gemm TRITON_CACHE_DIR=/tmp/caches/triton
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+since() { echo "$1: $(( $(date +%s) - $(cat $BEGUN) )) s after the beginning"; }
