@@ -27,6 +27,16 @@ def test_the_starter_on_its_held_out_problems(capsys):
     assert " on 3 problems" in shown
 
 
+def test_a_precision_may_be_a_recipes_table(capsys):
+    words = ["--data", "starter:held_out.jsonl", *REWARD, *SMALL]
+    table = '{preset = "fp8", modules_bf16 = ["down_proj"]}'
+    assert main(["eval", "starter", *words, "--precision", table]) == 0
+    assert capsys.readouterr().out.startswith("fp8: held_out accuracy ")
+    table = '{preset = "fp8", modules_bf16 = ["gone_proj"]}'
+    assert main(["eval", "starter", *words, "--precision", table]) == 2
+    assert "'gone_proj', which the model does not have" in capsys.readouterr().err
+
+
 def test_two_processes_that_share_the_model_find_what_one_finds(tmp_path, capsys):
     words = ["--data", "starter:held_out.jsonl", *REWARD, *SMALL, "--json"]
     assert main(["eval", "starter", *words]) == 0

@@ -53,9 +53,11 @@ def folder_parser(
         )
     parser.add_argument(
         "--precision",
+        type=precision_value,
         metavar="NAME",
         default="fp8",
-        help="fp32, bf16, fp8-rollout, fp8-linear or fp8 (default)",
+        help="fp32, bf16, fp8-rollout, fp8-linear or fp8 (default), or a recipe's table, such as "
+        '\'{preset = "fp8", scales = "fp32"}\'',
     )
     if with_seed:
         parser.add_argument(
@@ -67,6 +69,13 @@ def folder_parser(
         )
     add_threads(parser)
     return parser
+
+
+def precision_value(text: str) -> Any:
+    """A preset's name or a table, as in a recipe and its overrides."""
+    from isobit.config.overrides import read_value
+
+    return read_value("precision", text)
 
 
 def recipe_parser(

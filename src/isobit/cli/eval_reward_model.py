@@ -14,6 +14,7 @@ from isobit.cli.arguments import (
     check_new,
     given,
     positive,
+    precision_value,
     set_threads,
     settings_from,
 )
@@ -96,7 +97,11 @@ def _parser() -> ArgumentParser:
         help="a JSONL file, or a Hugging Face dataset's folder",
     )
     parser.add_argument(
-        "--precision", metavar="NAME", default="fp8", help="fp32, bf16, or fp8 (default)"
+        "--precision",
+        type=precision_value,
+        metavar="NAME",
+        default="fp8",
+        help="fp32, bf16, or fp8 (default)",
     )
     add_threads(parser)
     parser.add_argument(

@@ -5,9 +5,9 @@ BF16 or in FP8.
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import add_threads, positive, set_threads
+from isobit.cli.arguments import add_threads, positive, precision_value, set_threads
 from isobit.cli.waiting import starting
 from isobit.errors import ConfigError
 
@@ -46,12 +46,12 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _precision(preset: str | None, overrides: Sequence[str]) -> "PrecisionConfig | None":
+def _precision(given: Any, overrides: Sequence[str]) -> "PrecisionConfig | None":
     """The flow of the command line; None where it says nothing of it."""
     from isobit.cli.arguments import settings_from
     from isobit.config.commands import ExportConfig
 
-    values = {"precision": preset} if preset is not None else {}
+    values = {"precision": given} if given is not None else {}
     return settings_from(ExportConfig, values, overrides).precision
 
 
@@ -110,6 +110,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--precision",
+        type=precision_value,
         metavar="NAME",
         help="with fp8, the flow; by default the run's own, as it is stored, or fp8",
     )
