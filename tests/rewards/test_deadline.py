@@ -21,6 +21,19 @@ def test_what_takes_too_long_is_interrupted_whatever_it_survives() -> None:
         survives()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_alarm_that_python_swallows_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isobit.rewards.deadline.AGAIN_S", 0.3)
+
+    class Rubbish:
+        def __del__(self) -> None:
+            time.sleep(0.1)  # the alarm strikes here, where no exception gets out
+
+    with pytest.raises(DeadlineError), deadline(0.05):
+        Rubbish()
+        time.sleep(5)
+
+
 def test_what_is_in_time_is_left_alone() -> None:
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0)  # pytest's own alarm
     before = signal.getsignal(signal.SIGALRM)

@@ -1,6 +1,8 @@
 """A deadline for a computation in this process, where one can be had.
 
 An alarm of the operating system interrupts Python code, also code that survives any ``Exception``.
+Python swallows what is raised while it collects garbage, in a destructor or in a callback; so the
+alarm comes again until it is heard.
 It exists in the main thread only, and it does not interrupt a library that never returns to Python:
 the grading pool's own deadline, which ends the process, stands behind it.
 """
@@ -11,6 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
+
+
+AGAIN_S = 1.0
+"""Longer than it takes to say what was swallowed."""
 
 
 class DeadlineError(BaseException):
@@ -27,10 +33,13 @@ def deadline(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, _over)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:  # an alarm that came on the way to the line above has skipped it
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         if left:
