@@ -29,9 +29,12 @@ def test_an_alarm_that_python_swallows_comes_again(monkeypatch: pytest.MonkeyPat
         def __del__(self) -> None:
             time.sleep(0.1)  # the alarm strikes here, where no exception gets out
 
-    with pytest.raises(DeadlineError), deadline(0.05):
+    def leaves_rubbish() -> None:
         Rubbish()
         time.sleep(5)
+
+    with pytest.raises(DeadlineError), deadline(0.05):
+        leaves_rubbish()
 
 
 def test_what_is_in_time_is_left_alone() -> None:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-
 AGAIN_S = 1.0
 """Longer than it takes to say what was swallowed."""
 
