@@ -154,7 +154,8 @@ def test_nothing_in_the_peers_timed_step_happens_for_the_first_time(
     sequences: int | None, rest: int, parts: Any, tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = parts.training_peer
-    monkeypatch.setattr(module, "SETTINGS", {"none": (2, 1), "full": (2,)})
+    # one size of micro-batches: which of several is the fastest depends on the machine
+    monkeypatch.setattr(module, "SETTINGS", {"none": (2,), "full": (2,)})
     monkeypatch.setattr(module, "FORWARD_TOKENS", 100)
     trainer, done = module.PeerTrainer(tiny, "cpu"), list[Any]()
     forward, start, step = trainer._peer.log_probs, trainer._phases.start, trainer._optimiser.step
