@@ -36,12 +36,21 @@ class _Subprocess(ModuleType):
     def Popen(  # noqa: N802
         self, words: Sequence[str], *, env: Mapping[str, str], pass_fds: tuple[int, ...], **how: Any
     ) -> Any:
-        """``python -P ARGUMENTS``, forked: ``preexec_fn`` never returns to begin a program."""
+        """``python -P ARGUMENTS``, forked."""
+        return forked(words, env, pass_fds, **how)
 
-        def begin() -> None:
-            _be_a_program(words[2:], env, pass_fds)
 
-        return subprocess.Popen(words, pass_fds=pass_fds, preexec_fn=begin, **how)  # noqa: PLW1509
+def forked(
+    args: Sequence[str], env: Mapping[str, str], pass_fds: tuple[int, ...] = (), **how: Any
+) -> subprocess.Popen[Any]:
+    """``subprocess.Popen`` of ``python -FLAG ARGUMENTS``: ``preexec_fn`` never returns to begin a
+    program.
+    """
+
+    def begin() -> None:
+        _be_a_program(args[2:], env, pass_fds)
+
+    return subprocess.Popen(args, pass_fds=pass_fds, preexec_fn=begin, **how)  # noqa: PLW1509
 
 
 def _be_a_program(words: Sequence[str], environ: Mapping[str, str], kept: tuple[int, ...]) -> None:

@@ -7,9 +7,8 @@ nothing happened to.
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from isobit.config.run import RunConfig
 from isobit.run.cluster.launcher import launch
 from isobit.run.cluster.restarts import with_restarts
 from isobit.run.rl.loop import train
+from tests.forked import called
+from tests.forked_ranks import forked
 from tests.worlds import free_port
 
 PROGRAM = str(Path(__file__).with_name("rank.py"))
@@ -79,19 +80,33 @@ def check(
     assert len(asked) == 6 + 3, "each batch and each evaluation was graded once"
 
 
+def start_again(words: list[str], restarts: int) -> None:
+    """Under our launcher, in a process of its own."""
+    with_restarts(lambda words, _: launch(words, 2, threads=1), words, restarts)
+
+
 def test_our_launcher(
     command: Callable[[dict[str, int]], list[str]],
     tmp_path: Path,
     expected_ahead: Callable[..., dict[str, Any]],
     outcome: Callable[[Path], dict[str, Any]],
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    words = command({"idle": 6, "rollout": 20})
-    with_restarts(lambda words, _: launch(words, 2, threads=1), words, 2)
-    said = capfd.readouterr().err
+    words, log = command({"idle": 6, "rollout": 20}), tmp_path / "log"
+    launcher = called("tests.faults.test_restarts:start_again", log, words, 2)
+    launcher.join()
+    said = log.read_text()
+    assert launcher.exitcode == 0, said
     assert said.count("rank 1 (") == said.count("was killed by SIGKILL in ") == 2
     assert "restarts left: 0" in said
     check(tmp_path / "run", expected_ahead(outcome), outcome, starts=3)
+
+
+def start_torchrun(words: list[str]) -> None:
+    """Its agent, in a process of its own, which forks the ranks that it would start."""
+    agent = import_module("torch.distributed.run")
+    handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    vars(import_module(handler))["Popen"] = forked
+    agent.main(words)
 
 
 def test_torchrun(
@@ -100,15 +115,11 @@ def test_torchrun(
     expected_ahead: Callable[..., dict[str, Any]],
     outcome: Callable[[Path], dict[str, Any]],
 ) -> None:
-    words = command({"rollout": 20})
-    torchrun = ["--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *torchrun, *words, "--resume"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    words = ["--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    words += [*command({"rollout": 20}), "--resume"]
+    log, environ = tmp_path / "log", {**os.environ, "OMP_NUM_THREADS": "1"}
+    agent = called("tests.faults.test_restarts:start_torchrun", log, words, environ=environ)
+    agent.join()
+    assert agent.exitcode == 0, log.read_text()[-2000:]
     check(tmp_path / "run", expected_ahead(outcome), outcome, starts=2)
