@@ -1,10 +1,13 @@
 """Processes for a test that need not import torch, which takes seconds: they are forked by one
-that has.  ``command(["train", "my.toml"], log)`` starts ``isobit train my.toml`` so.
+that has.  ``command(["train", "my.toml"], log)`` starts ``isobit train my.toml`` so, and
+``ran("isobit.cli.main:main", folder, ["train", "my.toml"])`` is what came of it.
 """
 
 import json
 import os
+import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -61,6 +64,26 @@ def called(
     process = warm().Process(target=_run, args=(target, arguments, *place))
     process.start()
     return process
+
+
+def ran(target: str, folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """What ``subprocess.run`` says of such a process; its output goes through files of the
+    folder.
+    """
+    out, errors = folder / "stdout", folder / "stderr"
+    errors.unlink(missing_ok=True)
+    process = called(target, out, *arguments, errors=errors)
+    process.join()
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(
+        [target, *arguments], process.exitcode, out.read_text(), errors.read_text()
+    )
+
+
+def be_module(name: str, *words: str) -> None:
+    """For ``ran``: ``python -m name words``."""
+    sys.argv = [name, *words]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 class Launched:
