@@ -9,6 +9,7 @@ import pytest
 from isobit.cli.main import main
 from isobit.config.run import RunConfig
 from isobit.run.rl.loop import train
+from tests.forked import ran
 
 
 @pytest.fixture
@@ -78,11 +79,10 @@ def test_a_fault_is_no_difference(
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_several_processes_say_once_what_they_found(
-    run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["replay", str(run), "--processes", "2"]) == 0
+def test_several_processes_say_once_what_they_found(run: Path, tmp_path: Path) -> None:
+    words = ["replay", str(run), "--processes", "2"]
+    assert ran("isobit.cli.main:main", tmp_path, words).returncode == 0
     change_reward(run)
-    assert main(["replay", str(run), "--processes", "2"]) == 1
-    printed = capfd.readouterr()
-    assert (printed.out + printed.err).count("0.5 in rewards.jsonl") == 1
+    done = ran("isobit.cli.main:main", tmp_path, words)
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count("0.5 in rewards.jsonl") == 1

@@ -5,6 +5,7 @@ import pytest
 from isobit.cli.main import main
 from isobit.errors import StorageError
 from isobit.files import LineFile
+from tests.forked import ran
 
 SMALL = [
     "--max-new-tokens",
@@ -25,16 +26,17 @@ def test_a_prompt_is_completed_with_the_starter_model(capsys):
     assert any(line.startswith("[prompt/0, sample 1: ") for line in lines)
 
 
-def test_two_processes_that_share_the_model_write_what_one_writes(tmp_path, capfd):
+def test_two_processes_that_share_the_model_write_what_one_writes(tmp_path):
     words = ["--prompt", "3+8+2+9=", "--samples", "2", *SMALL, "--precision", "fp8"]
     alone, shared = tmp_path / "alone.jsonl", tmp_path / "shared.jsonl"
     assert main(["rollout", "starter", *words, "--out", str(alone)]) == 0
     tp = ["--cluster.rollout_tp", "2"]
-    assert main(["rollout", "starter", *words, *tp, "--out", str(shared)]) == 0
+    words = ["rollout", "starter", *words, *tp, "--out", str(shared)]
+    done = ran("isobit.cli.main:main", tmp_path, words)
+    assert done.returncode == 0, done.stderr
     assert shared.read_bytes() == alone.read_bytes()
-    printed = capfd.readouterr()
-    assert printed.out.splitlines()[1:] == [f"2 completions in {shared}"]
-    assert "2 processes" in printed.err
+    assert done.stdout.splitlines() == [f"2 completions in {shared}"]
+    assert "2 processes" in done.stderr
 
 
 def test_a_file_of_prompts_gives_json_lines(tmp_path, capsys):
