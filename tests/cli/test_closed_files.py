@@ -2,10 +2,8 @@
 reads it.
 """
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,19 +11,11 @@ from tempfile import TemporaryDirectory
 import pytest
 import tomli_w
 
+from isobit.cli.main import main
 from isobit.starter import starter_folder
+from tests.forked import ran
 
 NOBODY = 65534
-AS_NOBODY = f"""
-import json, os, sys
-from isobit.cli.main import main
-recipes = json.loads(sys.argv[1])
-assert main(["train", recipes.pop("open"), "--dry-run"]) == 0  # imports what is root's to read
-os.seteuid({NOBODY})
-for name, recipe in recipes.items():
-    print(f"== {{name}}", file=sys.stderr, flush=True)
-    print(f"code {{main(['train', recipe, '--dry-run'])}}", file=sys.stderr, flush=True)
-"""
 CASES = {
     "recipe": "recipe.toml",
     "recipe's folder": "closed/recipe.toml",
@@ -38,6 +28,15 @@ CASES = {
     "model's folder": "closed/model",
 }
 """What is closed to others in each case: a file of mode 0600, or the folder ``closed``, 0700."""
+
+
+def as_nobody(recipes: dict[str, str]) -> None:
+    """What each of them says, in a process of its own."""
+    assert main(["train", recipes.pop("open"), "--dry-run"]) == 0  # imports what is root's to read
+    os.seteuid(NOBODY)
+    for name, recipe in recipes.items():
+        print(f"== {name}", file=sys.stderr, flush=True)
+        print(f"code {main(['train', recipe, '--dry-run'])}", file=sys.stderr, flush=True)
 
 
 def recipe_of(folder: Path, case: str) -> str:
@@ -76,22 +75,17 @@ def recipe_of(folder: Path, case: str) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_closed_file_or_folder_is_named() -> None:
+def test_a_closed_file_or_folder_is_named(tmp_path: Path) -> None:
     with TemporaryDirectory() as name:  # pytest closes its own to others
         Path(name).chmod(0o755)
-        _check_in(Path(name))
+        _check_in(Path(name), tmp_path)
 
 
-def _check_in(place: Path) -> None:
+def _check_in(place: Path, logs: Path) -> None:
     recipes = {
         case: recipe_of(place / str(number), case) for number, case in enumerate(["open", *CASES])
     }
-    done = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, json.dumps(recipes)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran(f"{__name__}:as_nobody", logs, recipes)
     assert done.returncode == 0, done.stderr
     _, *said = done.stderr.split("== ")
     assert [text.partition("\n")[0] for text in said] == list(CASES)
