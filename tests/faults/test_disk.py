@@ -3,6 +3,7 @@ there may be some, stops, says how many bytes, and keeps what it had.
 """
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import tomli_w
 
 from isobit import files as storage
+from isobit.cli.main import main
 from isobit.config.run import RunConfig
 from isobit.errors import NoSpaceError, StorageError
 from isobit.files import LineFile, disk_errors
@@ -23,6 +25,7 @@ from isobit.run.rl.loop import train
 from isobit.store import room
 from isobit.store.checkpoint import format as checkpoint_format
 from isobit.store.checkpoint import space
+from tests.forked import ran
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -168,18 +171,19 @@ def test_a_file_size_quota_stops_the_run_with_bytes(values: dict[str, Any], tmp_
     """
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps({**values, "output": str(tmp_path / "run")}), encoding="utf-8")
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, "
-        "resource.RLIM_INFINITY));"
-        f"from isobit.cli.main import main; sys.exit(main(['train', {str(recipe)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = ran(f"{__name__}:train_within_a_quota", tmp_path, recipe)
     assert done.returncode == 2
     assert "the checkpoint of step 2 could not be written" in done.stderr
     assert (
         "File too large" in done.stderr and "needed: 1," in done.stderr and "free: " in done.stderr
     )
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def train_within_a_quota(recipe: Path) -> int:
+    """In a process of its own."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY))
+    return main(["train", str(recipe)])
 
 
 def test_a_small_file_system_stops_the_run_and_it_goes_on_with_more_space(
