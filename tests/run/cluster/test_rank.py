@@ -26,14 +26,11 @@ PROGRAM = str(Path(__file__).with_name("trained.py"))
         ("alone", "rank 1: no such file"),
     ],
 )
-def test_an_error_under_our_launcher(
-    case: str, text: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(RankError) as failed:
-        launch([PROGRAM, case], 2, threads=1)
-    assert str(failed.value) == text
-    assert failed.value.exit_code == 2
-    assert "no such file" not in "".join(capfd.readouterr())
+def test_an_error_under_our_launcher(case: str, text: str, tmp_path: Path) -> None:
+    end = Launched([PROGRAM, case], tmp_path / "log").end()
+    assert end is not None and str(end) == text
+    assert end.exit_code == 2
+    assert "no such file" not in (tmp_path / "log").read_text()
 
 
 def test_a_fault_shows_its_traceback() -> None:
