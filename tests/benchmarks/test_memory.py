@@ -3,8 +3,6 @@ CPU.
 """
 
 import json
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,13 @@ from benchmarks.passes import turns
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models import shapes
 from isobit.models.config import ModelConfig
+from tests.forked import ran
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_holds_the_tables() -> None:
-    command = [sys.executable, "-m", "benchmarks.memory", "plan"]
-    done = subprocess.run(
-        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
-    )
+def test_the_page_holds_the_tables(tmp_path: Path) -> None:
+    done = ran("tests.forked:be_module", tmp_path, "benchmarks.memory", "plan")
     assert done.returncode == 0, done.stderr
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     for table in done.stdout.strip().split("\n\n"):

@@ -3,8 +3,6 @@ small, on a CPU.
 """
 
 import json
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +14,7 @@ import torch
 from isobit.errors import ConfigError
 from isobit.models import shapes
 from isobit.models.config import ModelConfig
-
-ROOT = Path(__file__).parents[2]
+from tests.forked import ran
 
 
 @pytest.fixture
@@ -199,10 +196,7 @@ def step_row(engine: str, mode: str, rate: float, **other: Any) -> dict[str, Any
 
 def table(folder: Path, rows: list[dict[str, Any]]) -> str:
     (folder / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    command = [sys.executable, "-m", "benchmarks.training", "table", folder]
-    done = subprocess.run(
-        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
-    )
+    done = ran("tests.forked:be_module", folder, "benchmarks.training", "table", str(folder))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
