@@ -1,11 +1,11 @@
-"""Run in a process of its own by test_exactness.py: the log-probabilities of paged decoding and of
-packed training, as one JSON line for each number of threads.
-
-A process, because the instruction set is fixed before torch starts.
+"""For test_exactness.py: how many log-probabilities of paged decoding and of packed training
+differ; as a program, because the instruction set is fixed before torch starts, one JSON line for
+each number of threads.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -22,7 +22,9 @@ from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 
 CONFIG = ModelConfig("qwen2", 128, 256, 1152, 2, 4, 2, 64, 256, 1e-6, 1e4, True)
-LENGTHS = (1, 40, 67, 130)
+LENGTHS = (1, 18, 67, 130)
+LEFT = 16
+"""Tokens behind the first chunk of a sequence of more than a page: they reach into its last one."""
 
 
 def make_policy(preset: str) -> Policy:
@@ -51,7 +53,7 @@ def packed(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch
 
 def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
     """One token a step for every sequence that is not finished; those of more than a page start
-    with a chunk that leaves 30 tokens.
+    with a chunk that leaves ``LEFT`` tokens.
     """
     pages = -(-max(lengths) // 64)
     table = torch.arange(len(lengths) * pages).flip(0).view(len(lengths), pages)
@@ -60,7 +62,7 @@ def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.
     done = [0] * len(lengths)
     log_probs = torch.empty(ids.numel())
     while members := [s for s, n in enumerate(lengths) if done[s] < n]:
-        counts = [lengths[s] - 30 if done[s] == 0 and lengths[s] > 64 else 1 for s in members]
+        counts = [lengths[s] - LEFT if done[s] == 0 and lengths[s] > 64 else 1 for s in members]
         sequence = torch.tensor(members).repeat_interleave(torch.tensor(counts))
         positions = torch.cat(
             [torch.arange(done[s], done[s] + c) for s, c in zip(members, counts, strict=True)]
@@ -80,8 +82,8 @@ def paged(policy: Policy, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.
 
 
 @torch.no_grad()
-def main(threads: int, presets: list[str]) -> None:
-    """One line."""
+def compared(threads: int, presets: Sequence[str]) -> tuple[dict[str, int], str]:
+    """How many differ in each preset, and with which instructions."""
     torch.set_num_threads(threads)
     ids = torch.randint(0, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     differing = {}
@@ -91,13 +93,9 @@ def main(threads: int, presets: list[str]) -> None:
         differing[preset] = int((paged(policy, ids, LENGTHS) != training).sum())
         last = packed(policy, ids[-LENGTHS[-1] :], LENGTHS[-1:])
         differing[f"{preset}, alone"] = int((last != training[-LENGTHS[-1] :]).sum())
-    print(
-        json.dumps(
-            {"differing": differing, "instructions": torch.backends.cpu.get_cpu_capability()}
-        )
-    )
+    return differing, torch.backends.cpu.get_cpu_capability()
 
 
 if __name__ == "__main__":
     for count in sys.argv[1].split(","):
-        main(int(count), sys.argv[2:])
+        print(json.dumps(compared(int(count), sys.argv[2:])))
