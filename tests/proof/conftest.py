@@ -1,11 +1,15 @@
-"""Which side computes now."""
+"""Which side computes now, and one scenario of the check instead of all."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from isobit.proof import scenarios, verify
+from isobit.proof.bisect import bisect
 from isobit.rollout.native.engine import NativeEngine
+
+SCENARIO = "few pages, small chunks, temperature 0.7"
 
 
 @pytest.fixture
@@ -23,3 +27,14 @@ def in_rollout(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
     monkeypatch.setattr(NativeEngine, "step", step)
     return lambda: depth[0] > 0
+
+
+@pytest.fixture
+def one_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one in which the most happens; a fault that any of all would show is shown by this."""
+
+    def chosen(workload: scenarios.Workload) -> tuple[scenarios.Scenario, ...]:
+        return tuple(s for s in scenarios.engine_scenarios(workload) if s.name == SCENARIO)
+
+    monkeypatch.setattr(verify, "engine_scenarios", chosen)
+    monkeypatch.setattr(bisect, "engine_scenarios", chosen)

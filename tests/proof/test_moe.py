@@ -78,11 +78,13 @@ def test_exact_flows_route_alike(preset: Preset) -> None:
     assert result.as_json()["routings_differing"] == 0
 
 
+@pytest.mark.usefixtures("one_scenario")
 def test_two_functions_route_differently() -> None:
     counts = verify_policy(make("fp8-rollout"), SMALL).comparison
     assert 0 < counts.routings_differing < counts.routings_compared == counts.tokens_compared
 
 
+@pytest.mark.usefixtures("one_scenario")
 def test_a_dense_model_compares_no_routing() -> None:
     config = ModelConfig("qwen3", 96, 72, 64, 1, 4, 2, 16, 192, 1e-6, 1e4, True)
     result = verify_policy(random_policy(config, PrecisionConfig(preset="bf16"), 0), SMALL)
@@ -90,6 +92,7 @@ def test_a_dense_model_compares_no_routing() -> None:
     assert "routings_compared" not in result.as_json()
 
 
+@pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize(
     ("mutant", "site", "kind"),
     [
@@ -114,6 +117,7 @@ def test_a_router_that_differs_is_named(
     assert site in describe_bisect(result)[0]
 
 
+@pytest.mark.usefixtures("one_scenario")
 def test_other_experts_of_equal_outputs_are_a_difference(
     in_rollout: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

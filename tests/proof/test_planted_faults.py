@@ -27,8 +27,7 @@ from isobit.kernels.spec.kv_cache import SpecKvCache
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.quant_tensor import QuantTensor
-from isobit.proof import scenarios, verify
-from isobit.proof.bisect import bisect as bisecting
+from isobit.proof import verify
 from isobit.proof.bisect.bisect import bisect_policy
 from isobit.proof.bisect.describe import describe_bisect
 from isobit.proof.verify import VerifyOptions
@@ -45,7 +44,6 @@ Fault = Callable[[Patch, InRollout], None]
 CONFIG = ModelConfig("qwen3", 128, 128, 300, 1, 4, 2, 32, 256, 1e-6, 1e4, tied_embeddings=True)
 """Three blocks of K, the last one short, in down_proj."""
 OPTIONS = VerifyOptions(prompts=5, samples=2, max_new_tokens=6)
-SCENARIO = "few pages, small chunks, temperature 0.7"
 
 
 def rope_beyond_64(patch: Patch, in_rollout: InRollout) -> None:
@@ -264,17 +262,6 @@ def policy() -> Policy:
                 master.mul_(4)
     made.publish()
     return made
-
-
-@pytest.fixture
-def one_scenario(monkeypatch: Patch) -> None:
-    """The one in which the most happens."""
-
-    def chosen(workload: scenarios.Workload) -> tuple[scenarios.Scenario, ...]:
-        return tuple(s for s in scenarios.engine_scenarios(workload) if s.name == SCENARIO)
-
-    monkeypatch.setattr(verify, "engine_scenarios", chosen)
-    monkeypatch.setattr(bisecting, "engine_scenarios", chosen)
 
 
 @pytest.mark.usefixtures("one_scenario")

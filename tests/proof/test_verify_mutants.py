@@ -34,6 +34,7 @@ class TorchWith:
         return getattr(torch, name)
 
 
+@pytest.mark.usefixtures("one_scenario")
 def test_exp2_on_both_sides(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides compute the same formula, but torch's exp2 depends on the place of a number in its
     tensor.
@@ -43,6 +44,7 @@ def test_exp2_on_both_sides(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert check(tiny_folder, "fp32").exit_code == 1
 
 
+@pytest.mark.usefixtures("one_scenario")
 def test_fp32_products_in_the_rollouts_attention(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,6 +61,7 @@ def test_fp32_products_in_the_rollouts_attention(
     assert check(tiny_folder, "bf16").exit_code == 1
 
 
+@pytest.mark.usefixtures("one_scenario")
 def test_one_unit_in_the_last_place_of_one_log_probability(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +80,7 @@ def test_one_unit_in_the_last_place_of_one_log_probability(
     assert result.comparison.max_abs_diff < 1e-6
 
 
+@pytest.mark.usefixtures("one_scenario")
 def test_a_shared_partial_page_that_is_not_copied(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
