@@ -18,7 +18,9 @@ from isobit.config.precision import PrecisionConfig, Preset
 from isobit.errors import ConfigError, NonFiniteError
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
+from isobit.models.saving import save_policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
+from tests.conftest import TINY
 
 EXACT: tuple[Preset, ...] = ("fp32", "bf16", "fp8-linear", "fp8")
 SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=6)
@@ -33,17 +35,18 @@ def config() -> ModelConfig:
 
 
 @pytest.fixture(scope="module")
-def planted(config: ModelConfig) -> Callable[[Preset], Policy]:
+def planted(config: ModelConfig) -> Callable[..., Policy]:
     """Outliers of 100 times the rest in four channels of the activations, and biases of up to 60 on
     K.
     """
 
-    def make(preset: Preset) -> Policy:
-        policy = random_policy(config, PrecisionConfig(preset=preset), seed=1)
+    def make(preset: Preset, num_layers: int = config.num_layers) -> Policy:
+        shape = replace(config, num_layers=num_layers)
+        policy = random_policy(shape, PrecisionConfig(preset=preset), seed=1)
         generator = torch.Generator().manual_seed(2)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         with torch.no_grad():
-            for layer in range(config.num_layers):
+            for layer in range(num_layers):
                 policy.masters[f"layers.{layer}.input_norm.weight"][[3, 40, 77, 127]] = 100.0
                 bias = policy.masters[f"layers.{layer}.qkv_proj.bias"]
                 bias[queries : queries + keys] = 120 * torch.rand(keys, generator=generator) - 60
@@ -58,9 +61,12 @@ def is_proved(result: VerifyResult) -> bool:
 
 
 HEADS: dict[str, tuple[Preset, dict[str, Any]]] = {
-    "a window in a tile, heads of 80": ("fp8", {"sliding_window": 20, "head_dim": 80}),
+    "a window in a tile, heads of 80": (
+        "fp8",
+        {"num_layers": 1, "sliding_window": 20, "head_dim": 80},
+    ),
     "a window above a full layer": ("bf16", {"sliding_window": 100, "full_layers": 1}),
-    "heads of 256": ("fp8", {"head_dim": 256, "family": "qwen3"}),
+    "heads of 256": ("fp8", {"num_layers": 1, "head_dim": 256, "family": "qwen3"}),
 }
 
 
@@ -90,25 +96,26 @@ def test_two_functions_show_their_differences(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8"])
-def test_outliers_and_large_biases_on_k(
-    preset: Preset, planted: Callable[[Preset], Policy]
-) -> None:
+def test_outliers_and_large_biases_on_k(preset: Preset, planted: Callable[..., Policy]) -> None:
     assert is_proved(verify_policy(planted(preset), SMALL))
 
 
 @pytest.mark.parametrize(("preset", "count"), [("bf16", 2), ("fp8", 2), ("fp8", 4)])
-def test_any_number_of_threads(
-    preset: Preset, count: int, planted: Callable[[Preset], Policy]
-) -> None:
+def test_any_number_of_threads(preset: Preset, count: int, planted: Callable[..., Policy]) -> None:
+    """Every operation of a layer."""
     torch.set_num_threads(count)
-    assert is_proved(verify_policy(planted(preset), SMALL))
+    assert is_proved(verify_policy(planted(preset, num_layers=1), SMALL))
 
 
-def test_avx2_kernels(tiny_folder: Path) -> None:
-    """In a process of its own, since the instruction set is chosen at the first use."""
+def test_avx2_kernels(tmp_path: Path) -> None:
+    """Every operation of a layer, in a process of its own, since the instruction set is chosen at
+    the first use.
+    """
+    policy = random_policy(replace(TINY, num_layers=1), PrecisionConfig(preset="fp32"), seed=0)
+    save_policy(policy, tmp_path / "model")
     arguments = [
         "verify",
-        str(tiny_folder),
+        str(tmp_path / "model"),
         "--prompts",
         "5",
         "--samples",
