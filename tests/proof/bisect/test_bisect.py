@@ -164,7 +164,7 @@ def test_the_operation_is_named(
         return layer is None or call is None or where.calls[name] == call + 1
 
     plant(monkeypatch, owner[side] if isinstance(owner, dict) else owner, name, is_due)
-    assert_named(part(), site, kind, side)
+    assert_named(part(scenario="small chunks"), site, kind, side)
 
 
 def assert_named(parting: Parting | None, site: str, kind: str, side: Side) -> None:
