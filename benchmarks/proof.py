@@ -54,8 +54,6 @@ def main() -> int:
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
     changes = words[cut + 1 :]
-    pairs = zip(changes[::2], changes[1::2], strict=True)
-    settings = {key.removeprefix("--"): value for key, value in pairs}
     arguments = make_parser().parse_args(words[:cut])
     directory: Path = arguments.directory
     match arguments.command:
@@ -66,18 +64,26 @@ def main() -> int:
         case "outliers":
             outliers.plant(directory / "start" / "model", directory / "outliers" / "model")
         case "flows":
-            found = flows.answer_all(directory, arguments.cards, arguments.jobs, settings)
+            where = arguments.cards, arguments.jobs
+            found = flows.answer_all(directory, *where, by_key(changes))
             print("\n".join(flows.markdown(found)))
         case "run":
             wanted = suite.wanted(arguments.tasks, arguments.arms, range(arguments.seeds))
             where = arguments.cards, arguments.jobs, arguments.seconds
-            done = runs.run_all(wanted, directory, *where, settings)
+            done = runs.run_all(wanted, directory, *where, by_key(changes))
             return 0 if done else LEFT
         case "look":
             print("\n".join(look.look(directory)))
         case _:
             report(arguments)
     return 0
+
+
+def by_key(words: list[str]) -> dict[str, str]:
+    """``--KEY VALUE ...`` as settings."""
+    return {
+        key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
+    }
 
 
 def report(arguments: argparse.Namespace) -> None:

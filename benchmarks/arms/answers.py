@@ -6,7 +6,6 @@ in the weights, and what in the arithmetic of the answers.
 OUT is written as a whole: the figures of each evaluation set, with the flow that answered.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from isobit import load_config
 from isobit.run.evaluate import evaluate_folder
+from isobit.store.directory import write_json
 
 
 def command(folder: Path, recipe: Path, out: Path, words: Sequence[str]) -> list[str]:
@@ -38,10 +38,7 @@ def answer(folder: Path, recipe: Path, words: Sequence[str]) -> dict[str, Any]:
 
 def main() -> None:
     folder, recipe, out = map(Path, sys.argv[1:4])
-    found = json.dumps(answer(folder, recipe, sys.argv[4:]))
-    partial = out.with_suffix(".partial")
-    partial.write_text(found, encoding="utf-8")
-    partial.rename(out)
+    write_json(out, answer(folder, recipe, sys.argv[4:]))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ pass alone.  FLOWS keeps one thing of ``fp8`` in BF16 at a time, or has one thin
 """
 
 import json
-import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +13,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.arms import answers
-from benchmarks.arms.runs import recipe_of, words_of
+from benchmarks.arms.runs import on_card, places_of, recipe_of, words_of
+from benchmarks.arms.suite import Run
 
 _LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -75,20 +74,15 @@ def answer_all(
 
 
 def _run(directory: Path, out: Path, changes: Mapping[str, str], card: str) -> None:
-    data, start = directory / "data", directory / "start" / "model"
     given = {
-        "model": str(start),
+        **places_of(Run("multiply", "bf16", 0), directory),
         "output": str(out.with_suffix("")),
-        "data.train.path": str(data / "multiply.train.jsonl"),
-        "data.eval.held_out.path": str(data / "multiply.held_out.jsonl"),
         "data.eval.gsm.type": "jsonl",
-        "data.eval.gsm.path": str(data / "gsm.held_out.jsonl"),
+        "data.eval.gsm.path": str(directory / "data" / "gsm.held_out.jsonl"),
     }
     words = words_of({**given, **changes})
-    command = answers.command(start, recipe_of("multiply"), out, words)
-    with out.with_suffix(".log").open("wb") as log:
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": card}
-        subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)  # noqa: S603 (this file)
+    command = answers.command(Path(given["model"]), recipe_of("multiply"), out, words)
+    on_card(card, command, out.with_suffix(".log")).wait()
 
 
 def markdown(found: Answered) -> list[str]:

@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from isobit.store.journal import whole_lines
+
 _TEN = 10
 
 
@@ -14,9 +16,7 @@ def look(directory: Path) -> Iterator[str]:
     seconds a step, and how many log-probabilities differ.
     """
     for path in sorted((directory / "runs").glob("*/metrics.jsonl")):
-        text = path.read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
-        yield f"{path.parent.name}: {_described(lines)}"
+        yield f"{path.parent.name}: {_described(list(map(json.loads, whole_lines(path, 0))))}"
 
 
 def _described(lines: list[dict[str, Any]]) -> str:

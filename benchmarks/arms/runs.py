@@ -33,7 +33,7 @@ _GRACE_S = 60.0
 
 def training_command(run: Run, directory: Path, changes: Changes) -> list[str]:
     """``isobit train`` of a run, begun or resumed; ``changes`` come last."""
-    words = words_of({**_settings(run, directory), **run.settings, **changes})
+    words = words_of({**places_of(run, directory), **run.settings, **changes})
     recipe = str(recipe_of(run.problems))
     return [sys.executable, "-m", "isobit.cli.main", "train", recipe, "--resume", *words]
 
@@ -41,7 +41,7 @@ def training_command(run: Run, directory: Path, changes: Changes) -> list[str]:
 def answers_command(run: Run, directory: Path, changes: Changes) -> list[str]:
     """What answers with a run's last weights in another flow (``benchmarks.arms.answers``)."""
     flow = {"precision": answers.other_flow(run.arm)}
-    words = words_of({**_settings(run, directory), **changes, **flow})
+    words = words_of({**places_of(run, directory), **changes, **flow})
     folder = directory / "runs" / run.name / "model"
     out = _answers_path(run, directory)
     return answers.command(folder, recipe_of(run.problems), out, words)
@@ -57,7 +57,8 @@ def words_of(settings: Changes) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 
-def _settings(run: Run, directory: Path) -> dict[str, str]:
+def places_of(run: Run, directory: Path) -> dict[str, str]:
+    """Of a run's model, output and data, and its seed: what its task and arm do not change."""
     data = directory / "data"
     return {
         "model": str(directory / run.start / "model"),
@@ -117,14 +118,19 @@ def _start(
 ) -> Live:
     command = answers_command if answers else training_command
     print(f"{run.name} {'answers' if answers else 'begins or goes on'}, on card {card}", flush=True)
-    with _log(run, directory).open("ab") as log:
-        process = subprocess.Popen(  # noqa: S603 (this file)
-            command(run, directory, changes),
-            stdout=log,
+    process = on_card(card, command(run, directory, changes), _log(run, directory))
+    return Live(run, card, process, answers)
+
+
+def on_card(card: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """A command that sees one card; what it says is added to the log."""
+    with log.open("ab") as said:
+        return subprocess.Popen(  # noqa: S603 (this file)
+            command,
+            stdout=said,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": card},
         )
-    return Live(run, card, process, answers)
 
 
 def _keep_if_finished(ended: Live, directory: Path, jobs: int) -> bool:

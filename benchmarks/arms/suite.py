@@ -21,7 +21,7 @@ ARMS: dict[str, Changes] = {
     "fp8-rollout-tis": {**_TRAINERS, "corrections": _TIS},
     "fp8-fp32-scales": {"precision": '{preset = "fp8", scales = "fp32"}'},
 }
-_FEW = ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis")
+_FEW = {name: ARMS[name] for name in ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis")}
 """Of ``multiply``, whose runs take longer, and of the settings under stress."""
 _SITE_ARMS: dict[str, Changes] = {
     "fp8-linear": ARMS["fp8-linear"],
@@ -45,6 +45,12 @@ STRESSES: dict[str, Changes] = {
     OUTLIERS: {},
 }
 """``gsm`` in settings that are said to make a mismatch of rollout and training worse."""
+_ARMS_OF: dict[str, dict[str, Changes]] = {
+    "gsm": ARMS,
+    SITES: _SITE_ARMS,
+    FROM_FP8: {name: ARMS[name] for name in ("bf16", "fp8")},
+}
+"""Of the tasks that have not just the few."""
 NAMES = (*TASKS, SITES, FROM_FP8, *STRESSES)
 """Of all tasks, for a run."""
 
@@ -81,15 +87,7 @@ class Run:
 
 def arms_of(task: str) -> dict[str, Changes]:
     """The arms of a task, by name."""
-    match task:
-        case "gsm":
-            return ARMS
-        case "sites":
-            return _SITE_ARMS
-        case "from-fp8":
-            return {name: ARMS[name] for name in ("bf16", "fp8")}
-        case _:
-            return {name: ARMS[name] for name in _FEW}
+    return _ARMS_OF.get(task, _FEW)
 
 
 ALL_ARMS = tuple(dict.fromkeys(arm for task in NAMES for arm in arms_of(task)))
