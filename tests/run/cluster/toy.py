@@ -15,6 +15,8 @@ def main() -> None:
     box, rank, case = end_with_launcher(), int(os.environ["RANK"]), sys.argv[1]
     assert box is not None
     box.write(phase="training")
+    if ignored := _IGNORED.get((case, rank)):  # before any test knows of this process
+        signal.signal(ignored, signal.SIG_IGN)
     print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
     if len(sys.argv) > 2 and sys.argv[2] != "--resume":
         Path(sys.argv[2], str(rank)).write_text(str(os.getpid()))
@@ -36,8 +38,6 @@ def main() -> None:
 
 
 def _other(case: str) -> None:
-    if case == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if case == "error":
         time.sleep(0.1)
         sys.exit(4)
@@ -74,11 +74,6 @@ def _stdin() -> None:
     assert sys.stdin.read() == ""
 
 
-def _stubborn() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    time.sleep(3600)
-
-
 _CASES = {
     "exit": _exit_3,
     "deaf": _exit_3,
@@ -87,8 +82,10 @@ _CASES = {
     "raise": _raise,
     "sleep": _sleep,
     "stdin": _stdin,
-    "stubborn": _stubborn,
+    "stubborn": _sleep,
 }
+_IGNORED = {("deaf", 0): signal.SIGTERM, ("stubborn", 1): signal.SIGINT}
+"""By case and rank."""
 
 if __name__ == "__main__":
     main()
