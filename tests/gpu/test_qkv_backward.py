@@ -24,7 +24,12 @@ class Case:
     """Random gradients of T tokens, the forward's input, and a layer's constants, on the CPU."""
 
     def __init__(
-        self, tokens: int, layout: tuple[int, int, int], norms: bool = True, bias: bool = True
+        self,
+        tokens: int,
+        layout: tuple[int, int, int],
+        norms: bool = True,
+        bias: bool = True,
+        hadamard: bool = True,
     ) -> None:
         generator = torch.Generator().manual_seed(tokens)
 
@@ -33,7 +38,7 @@ class Case:
 
         heads, kv_heads, dim = layout
         vectors = heads + 2 * kv_heads
-        self.layout, self.norms = layout, norms
+        self.layout, self.norms, self.hadamard = layout, norms, hadamard
         self.gradients = [
             (normal(tokens, n, dim) * torch.exp(2 * normal(tokens, n, 1))).bfloat16()
             for n in (heads, kv_heads, kv_heads)
@@ -62,7 +67,8 @@ class Case:
             None if w is None else w.to(device) for w in (self.q_norm, self.k_norm, self.bias)
         )
         cos, sin = self.rope.cos.to(device), self.rope.sin.to(device)
-        return QkvTransform(*self.layout, cos, sin, EPSILON, q_norm, k_norm, bias)
+        weights = q_norm, k_norm, bias
+        return QkvTransform(*self.layout, cos, sin, EPSILON, *weights, hadamard=self.hadamard)
 
     def run(self, rows: slice = slice(None)) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """-> d_qkv, and the gradients that there are of norms and bias, which were ``start``
@@ -90,10 +96,11 @@ class Case:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [1, 37, MANY])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("hadamard", [True, False])
 def test_without_norms_the_bits_are_those_of_the_specification(
-    tokens: int, layout: tuple[int, int, int], bias: bool
+    tokens: int, layout: tuple[int, int, int], bias: bool, hadamard: bool
 ) -> None:
-    case = Case(tokens, layout, norms=False, bias=bias)
+    case = Case(tokens, layout, norms=False, bias=bias, hadamard=hadamard)
     (d_qkv, _), (expected, _) = case.run(), case.specification()
     assert d_qkv.dtype == torch.bfloat16 and torch.equal(d_qkv.cpu(), expected)
 

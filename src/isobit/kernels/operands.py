@@ -142,7 +142,7 @@ class QkvTransform:
     """What a layer does to Q, K and V between its projection and attention.
 
     x = x + bias;  Q and K: RMSNorm of each head, then rotary positions.  Each result is rounded to
-    the format between operators.
+    the format between operators.  Before E4M3: Q and K times a Hadamard matrix.
     """
 
     num_heads: int
@@ -159,6 +159,8 @@ class QkvTransform:
     """[(H + 2 G) D]"""
     window: int | None = None
     """Attention's: a query at position p sees the keys p - window + 1 .. p; None, all up to p."""
+    hadamard: bool = False
+    """Whether Q and K are what attention in E4M3 reads (``isobit.kernels.spec.hadamard``)."""
 
 
 @dataclass(frozen=True, slots=True)

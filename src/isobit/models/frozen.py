@@ -287,7 +287,7 @@ def _copy(weights: Weights, decoder: Decoder) -> Weights:
     }
     plain = {name: copies[id(x)] for name, x in weights.plain.items() if id(x) in copies}
     rope = RopeTable(copies[id(weights.rope.cos)], copies[id(weights.rope.sin)])
-    return Weights(weights.backend, rope, linears, plain)
+    return Weights(weights.backend, rope, weights.graph, linears, plain)
 
 
 def _same_bytes(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:

@@ -40,7 +40,9 @@ class Published:
         frequencies = inverse_frequencies(config)
         rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
         rope, decoder = rope.to(backend.device), build_decoder(config)
-        self.sides: dict[Side, Weights] = {side: Weights(backend, rope) for side in SIDES}
+        self.sides: dict[Side, Weights] = {
+            side: Weights(backend, rope, flow.graph(side)) for side in SIDES
+        }
         self.conversion = ScaleConversion()
         """Of a folder's FP8 whose scales the flow does not have."""
         self.reads_folder = False

@@ -10,6 +10,7 @@ from isobit.kernels.backend import Backend
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.rope import RopeTable
 from isobit.models.cut import WHOLE, TensorCut
+from isobit.precision.flow import Graph
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class Weights:
 
     backend: Backend
     rope: RopeTable
+    graph: Graph
     linears: dict[str, LinearWeight] = field(default_factory=dict)
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     cut: TensorCut = WHOLE

@@ -113,12 +113,14 @@ def test_block_sums(columns: int) -> None:
     assert stack == 0 and "LDG.E.128" in sass
 
 
+@pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("layout", [(32, 8, 128), (14, 2, 64), (5, 5, 128), (64, 8, 128)])
-def test_qkv(layout: tuple[int, int, int]) -> None:
+def test_qkv(layout: tuple[int, int, int], hadamard: bool) -> None:
     constants: dict[str, Any] = {
         **dict(zip("HGD", layout, strict=True)),
         "N": qkv_backward.N,
         "HEADS": qkv_backward.HEADS,
+        "HADAMARD": hadamard,
     }
     without_bias: dict[str, Any] = {"BIAS": None, "BIAS_SUMS": None}
     without_norms: dict[str, Any] = {"Q_NORM": None, "K_NORM": None, "Q_SUMS": None, "K_SUMS": None}

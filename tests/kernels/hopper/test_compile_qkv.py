@@ -68,6 +68,7 @@ def test_encode(dim: int, e4m3: bool, paged: bool, tiling: qkv.Tiling) -> None:
         "TILE": qkv.TILE,
         "N": tiling.tokens,
         "HEADS": tiling.heads,
+        "HADAMARD": e4m3,
         "E4M3": e4m3,
     }
     constants |= {} if e4m3 else {"Q_SCALE": None, "K_BYTE": None, "V_BYTE": None}

@@ -10,23 +10,25 @@ from torch.nn import functional
 
 from isobit.kernels.operands import QkvGradients, QkvTransform
 from isobit.kernels.rope import RopeTable
+from isobit.kernels.spec.hadamard import hadamard
 from isobit.kernels.spec.qkv import qkv_backward, transform_qkv, with_bias
 
 H, G, D, TOKENS = 6, 2, 32, 40
 WIDTH = (H + 2 * G) * D
 TABLE = RopeTable.build(0.1 ** torch.arange(D // 2, dtype=torch.float64), 100)
 DTYPES = [torch.float32, torch.bfloat16]
-KINDS = ["llama", "qwen2", "qwen3", "both"]
+KINDS = ["llama", "qwen2", "qwen3", "both", "e4m3"]
 
 
 def make(kind: str, dtype: torch.dtype) -> QkvTransform:
-    """Qwen2 has a bias, Qwen3 norms of Q and K, Llama neither."""
+    """Qwen2 has a bias, Qwen3 norms of Q and K, Llama neither; before E4M3 there is a matrix."""
     q_norm, k_norm = (1 + 0.3 * torch.randn(D) for _ in range(2))
     bias = torch.randn(WIDTH).to(dtype)
     plain = QkvTransform(H, G, D, TABLE.cos, TABLE.sin, 1e-6, None, None, None)
-    if kind in ("qwen3", "both"):
+    plain = replace(plain, hadamard=kind == "e4m3")
+    if kind in ("qwen3", "both", "e4m3"):
         plain = replace(plain, q_norm=q_norm.to(dtype), k_norm=k_norm.to(dtype))
-    return replace(plain, bias=bias) if kind in ("qwen2", "both") else plain
+    return replace(plain, bias=bias) if kind in ("qwen2", "both", "e4m3") else plain
 
 
 def masters(transform: QkvTransform) -> list[torch.Tensor]:
@@ -54,7 +56,11 @@ def plain(
         x1, x2 = x.chunk(2, -1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
 
-    return torch.cat([turn(q), turn(k), v], 1)
+    q, k = turn(q), turn(k)
+    if transform.hadamard:
+        matrix = hadamard(torch.eye(D)).to(qkv.dtype)
+        q, k = q @ matrix / D, k @ matrix
+    return torch.cat([q, k, v], 1)
 
 
 def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
@@ -84,7 +90,8 @@ def test_values_and_gradients(kind: str, dtype: torch.dtype) -> None:
     dq, dk, dv = d.split([H, G, G], 1)
     d_qkv = qkv_backward(dq, dk, dv, qkv, transform, positions, grads)
     found = [x for x in (grads.q_norm, grads.k_norm, grads.bias) if x is not None]
-    assert made.dtype == d_qkv.dtype == dtype
+    assert d_qkv.dtype == dtype
+    assert made.dtype == (torch.float32 if transform.hadamard else dtype)
     for ours, wanted, theirs in zip((made, d_qkv, *found), exact, yardstick, strict=True):
         assert error(ours, wanted) <= 1.5 * error(theirs, wanted) + 3e-7
 

@@ -127,7 +127,8 @@ FAULTS = {
     "quantiser": (linear, "quantise_rows", 3, "layers.1.down_proj.input"),
     "GEMM": (linear, "fp8_gemm_nt", 1, "layers.1.o_proj.unrounded"),
     "norm": (norm, "rms_norm", 0, "layers.1.input_norm"),
-    "RoPE": (qkv, "rotated_wide", 0, "layers.1.rope.q.unrounded"),
+    "RoPE": (qkv, "rotate", 0, "layers.1.rope.q.unrounded"),
+    "Hadamard matrix": (qkv, "hadamard", 0, "layers.1.hadamard.q"),
     "attention": (
         {"rollout": paged_attention, "training": packed_attention},
         "attend",

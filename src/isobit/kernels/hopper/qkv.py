@@ -4,11 +4,12 @@ positions, and the flow's format.
     x = BF16(qkv + bias)                           Q, K and V, if there is a bias; added in FP32
     x = BF16(x / sqrt(mean(x^2) + eps) w)          Q and K, in models that have these norms
     x = BF16(x1 cos - x2 sin | x2 cos + x1 sin)    Q and K, products and sums in FP32
+    x = H x                                        Q and K, before e4m3, in FP32; Q's divided by D
     e4m3: byte  = that of max(amax, 2^-60) / 448 rounded up to a power of two
           value = E4M3(x 2^(127 - byte))
     bf16: value = x
 
-That is ``isobit.models.decoder`` and ``Heads.encode``, and the bytes are theirs, except where the
+That is ``isobit.kernels.spec.qkv`` and ``Heads.encode``, and the bytes are theirs, except where the
 sum of squares rounds to another number: here it adds two numbers at a time along one fixed tree.
 Every operation of a vector is written so that neither the block size nor the layout can change its
 bits (the tree, `max`, which has no order, no contraction to fma), so decode, prefill and training
@@ -39,6 +40,7 @@ import triton.language as tl
 
 from isobit.errors import ConfigError
 from isobit.kernels.hopper.attention import TILE, PackedKeys, PagedKeys
+from isobit.kernels.hopper.hadamard import hadamard
 from isobit.kernels.hopper.quantise import _INF_BITS, _ROUND_UP_ABOVE_1_75, FLOOR_BITS
 from isobit.kernels.hopper.support import HEAD_SIZES
 from isobit.kernels.operands import QkvTransform
@@ -92,10 +94,10 @@ def _sum_of_squares(x1, x2, N: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def _rotated(
     QKV, BIAS, NORM, cos, sin, t, inside, first, epsilon, WIDTH: tl.constexpr, N: tl.constexpr,
-    HALF: tl.constexpr
+    HALF: tl.constexpr, HADAMARD: tl.constexpr
 ):  # fmt: skip
     """The head that begins at column ``first``, normed and rotated: its two halves, BF16 numbers in
-    FP32 [N, HALF].
+    FP32 [N, HALF], or H times them.
     """
     j = tl.arange(0, HALF)
     x1 = _load(QKV, BIAS, t, inside, first + j, WIDTH)
@@ -116,6 +118,8 @@ def _rotated(
         )
     y1 = (x1 * cos - x2 * sin).to(tl.bfloat16).to(tl.float32)
     y2 = (x2 * cos + x1 * sin).to(tl.bfloat16).to(tl.float32)
+    if HADAMARD:
+        y1, y2 = hadamard(y1, y2, N, HALF)
     return y1, y2
 
 
@@ -155,14 +159,17 @@ def _store_halves(OUT, row, inside, y1, y2, HALF: tl.constexpr):
 def _queries(
     QKV, BIAS, NORM, cos, sin, Q, Q_SCALE, t, inside, unit, epsilon,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
-    E4M3: tl.constexpr,
+    HADAMARD: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS query heads of N tokens, to Q [T, H, D]."""
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, H), num_stages=1):
         y1, y2 = _rotated(
             QKV, BIAS, NORM, cos, sin, t, inside, head * (2 * HALF), epsilon,
-            (H + 2 * G) * (2 * HALF), N, HALF,
+            (H + 2 * G) * (2 * HALF), N, HALF, HADAMARD,
         )  # fmt: skip
+        if HADAMARD:  # a power of two: exact
+            y1 /= 2 * HALF
+            y2 /= 2 * HALF
         row = t * H + head
         if E4M3:
             byte = _scale_byte(tl.maximum(_amax_bits(y1), _amax_bits(y2)))
@@ -187,13 +194,13 @@ def _keys(
     QKV, BIAS, NORM, cos, sin, K, K_BYTE, t, slot, inside, unit, epsilon,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr,
-    PAGED: tl.constexpr, E4M3: tl.constexpr,
+    PAGED: tl.constexpr, HADAMARD: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS key heads of N tokens, to pages or packed; in qkv they follow the query heads."""
     for g in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, G), num_stages=1):
         y1, y2 = _rotated(
             QKV, BIAS, NORM, cos, sin, t, inside, (H + g) * (2 * HALF), epsilon,
-            (H + 2 * G) * (2 * HALF), N, HALF,
+            (H + 2 * G) * (2 * HALF), N, HALF, HADAMARD,
         )  # fmt: skip
         row = _vector_row(t, slot, g, G, TILE, PAGED)
         if E4M3:
@@ -300,7 +307,7 @@ def _encode_kernel(
     QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_BYTE, V, V_BYTE, tokens,
     epsilon,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr, E4M3: tl.constexpr,
+    HEADS: tl.constexpr, HADAMARD: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """One program N tokens and HEADS query heads, or HEADS key heads, or one value head.  Without
     SLOT, K and V are packed.
@@ -333,13 +340,13 @@ def _encode_kernel(
         if unit < QUERY_UNITS:
             _queries(
                 QKV, BIAS, Q_NORM, cos, sin, Q, Q_SCALE, t, inside, unit, epsilon,
-                H, G, HALF, N, HEADS, E4M3,
+                H, G, HALF, N, HEADS, HADAMARD, E4M3,
             )  # fmt: skip
         else:
             _keys(
                 QKV, BIAS, K_NORM, cos, sin, K, K_BYTE, t, slot, written, unit - QUERY_UNITS,
                 epsilon,
-                H, G, HALF, TILE, N, HEADS, SLOT is not None, E4M3,
+                H, G, HALF, TILE, N, HEADS, SLOT is not None, HADAMARD, E4M3,
             )  # fmt: skip
     else:
         g = unit - QUERY_UNITS - KEY_UNITS
@@ -423,8 +430,8 @@ def _encode(
             qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos, transform.sin,
             positions, slots, values, scales,
             out.keys, out.key_bytes, out.values, out.value_bytes, tokens, transform.epsilon,
-            heads, kv_heads, dim, TILE, plan.tokens, plan.heads, quantised, num_warps=plan.warps,
-            enable_fp_fusion=False,
+            heads, kv_heads, dim, TILE, plan.tokens, plan.heads, transform.hadamard, quantised,
+            num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return Queries(values, scales)
 

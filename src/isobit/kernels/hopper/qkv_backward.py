@@ -1,7 +1,8 @@
 """The backward of ``isobit.kernels.hopper.qkv``, from attention's gradients to the qkv GEMM's, in
 one kernel.
 
-    g = BF16(dq1 cos + dq2 sin | dq2 cos - dq1 sin)         Q and K: rotated by minus the angle
+    y = H y                                                 Q and K in e4m3, in FP32; dQ / D
+    g = BF16(y1 cos + y2 sin | y2 cos - y1 sin)             Q and K: rotated by minus the angle
     n = x / sqrt(mean(x^2) + eps),  x = BF16(qkv + bias)    Q and K, in models that have these norms
     s = g w
     d = BF16((s - n mean(s n)) / rms)                       dw += sum over tokens and heads of g n
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.block_sums import add_block_sums
+from isobit.kernels.hopper.hadamard import hadamard
 from isobit.kernels.hopper.qkv import _load, _sum_of_squares
 from isobit.kernels.operands import QkvGradients, QkvTransform
 
@@ -68,11 +70,12 @@ def _rotated_heads(
     D_HEADS, QKV, BIAS, NORM, COS, SIN, POSITION, D_QKV, NORM_SUMS, BIAS_SUMS, tokens, epsilon,
     unit, units, first_head,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, HADAMARD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS of the COUNT heads of Q or of K, which stand in qkv from ``first_head`` on.
 
-    A head is two halves [N, HALF] in registers, since the rotation pairs j with HALF + j.
+    A head is two halves [N, HALF] in registers, since the rotation pairs j with HALF + j.  Behind
+    the matrix H (HADAMARD) it was divided by SIZE.
     """
     block = tl.program_id(0).to(tl.int64)
     t = block * N + tl.arange(0, N)
@@ -86,10 +89,14 @@ def _rotated_heads(
     sum1 = tl.zeros([N, HALF], tl.float32)
     sum2 = tl.zeros([N, HALF], tl.float32)
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, COUNT), num_stages=1):
-        # Back through the rotation: D_HEADS is [T, COUNT, D].
+        # Back through H and the rotation: D_HEADS is [T, COUNT, D].
         at = D_HEADS + (t * COUNT + head)[:, None] * (2 * HALF) + j[None, :]
         y1 = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
         y2 = tl.load(at + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
+        if HADAMARD:
+            y1, y2 = hadamard(y1, y2, N, HALF)
+            y1 /= SIZE
+            y2 /= SIZE
         d1 = (y1 * cos + y2 * sin).to(tl.bfloat16)
         d2 = (y2 * cos - y1 * sin).to(tl.bfloat16)
         column = (first_head + head) * (2 * HALF) + j
@@ -139,6 +146,7 @@ def _qkv_kernel(
     DQ, DK, DV, QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, D_QKV, Q_SUMS, K_SUMS, BIAS_SUMS,
     tokens, epsilon,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
+    HADAMARD: tl.constexpr,
 ):  # fmt: skip
     """One program N tokens and up to HEADS heads of Q, of K or of V."""
     WIDTH: tl.constexpr = (H + 2 * G) * D
@@ -149,13 +157,13 @@ def _qkv_kernel(
         _rotated_heads(
             DQ, QKV, BIAS, Q_NORM, COS, SIN, POSITION, D_QKV, Q_SUMS, BIAS_SUMS, tokens, epsilon,
             unit, QUERY_UNITS, 0,
-            H, WIDTH, D // 2, N, HEADS,
+            H, WIDTH, D // 2, N, HEADS, HADAMARD, D,
         )  # fmt: skip
     elif unit < QUERY_UNITS + KEY_UNITS:
         _rotated_heads(
             DK, QKV, BIAS, K_NORM, COS, SIN, POSITION, D_QKV, K_SUMS, BIAS_SUMS, tokens, epsilon,
             unit - QUERY_UNITS, KEY_UNITS, H,
-            G, WIDTH, D // 2, N, HEADS,
+            G, WIDTH, D // 2, N, HEADS, HADAMARD, 1,
         )  # fmt: skip
     else:
         _value_heads(
@@ -209,7 +217,7 @@ def qkv_backward(
         dq, dk, dv, qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos,
         transform.sin, positions, d_qkv,
         *(part for _, part in parts), tokens, transform.epsilon, heads, kv_heads, dim, N, HEADS,
-        num_warps=WARPS, enable_fp_fusion=False,
+        transform.hadamard, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     # One order of adding, whatever the order in which programs ran.
     for grad, part in parts:

@@ -34,7 +34,8 @@ class SpecKvCache:
         different.
         """
         pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
-        arena, heads = self.layers[layer], Heads.encode(torch.stack([k, v]), self.formats[layer])
+        arena, both = self.layers[layer], torch.stack([k, v.to(k.dtype)])
+        heads = Heads.encode(both, self.formats[layer])
         for target, source in (
             (_raw(arena.values), _raw(heads.values)),
             (arena.bytes, heads.bytes),

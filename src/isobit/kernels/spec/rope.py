@@ -8,11 +8,6 @@ from isobit.kernels.rope import RopeTable
 
 
 def rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
-    """x [T, heads, D] -> the same shape and dtype; ``table`` holds the rows of its T positions."""
-    return rotated_wide(x, table).to(x.dtype)
-
-
-def rotated_wide(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
-    """``rotate`` before its rounding: FP32."""
+    """x [T, heads, D] -> the same shape in FP32; ``table`` holds the rows of its T positions."""
     x1, x2 = x.float().chunk(2, -1)
     return torch.cat([x1 * table.cos - x2 * table.sin, x2 * table.cos + x1 * table.sin], -1)

@@ -181,6 +181,7 @@ class Attention:
             plain[f"{path}.k_norm.weight"] if config.qk_norm else None,
             weights.linears[self._qkv.path].bias,
             config.window(self._layer),
+            hadamard=weights.graph.attention_format(self._layer) == "e4m3",
         )
 
     def _gradients(self, gradient: Gradient) -> QkvGradients:

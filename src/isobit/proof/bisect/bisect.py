@@ -52,6 +52,8 @@ _KINDS = {
     "q": "quantiser",
     "rope.q": "RoPE",
     "rope.k": "RoPE",
+    "hadamard.q": "Hadamard matrix",
+    "hadamard.k": "Hadamard matrix",
     "kv_cache.k": "KV write",
     "kv_cache.v": "KV write",
     "attention": "attention",
