@@ -4,6 +4,9 @@ qkv GEMM to attention and back, the kernels' bits are the specification's.
 The interpreter cuts numbers off where a card rounds them to nearest; here it rounds as torch does.
 """
 
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# (Triton's types know neither plain numbers for constants nor what a kernel calls)
+
 import numpy as np
 import torch
 import triton
