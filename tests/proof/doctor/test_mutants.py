@@ -16,6 +16,7 @@ from isobit.kernels.spec import (
     experts,
     gemm,
     grid,
+    hadamard,
     linear,
     log_prob,
     norm,
@@ -146,6 +147,17 @@ def rotation_backwards(patch: Patch) -> None:
     patch.setattr(rope, "rotate", lambda x, table: exact(x, table.backward()))
 
 
+def hadamard_without_its_last_step(patch: Patch) -> None:
+    exact = hadamard.hadamard
+    patch.setattr(hadamard, "hadamard", lambda x: exact(x.unflatten(-1, (2, -1))).flatten(-2))
+
+
+def hadamard_by_a_library_for_one_row(patch: Patch) -> None:
+    exact = hadamard.hadamard
+    matrix = exact(torch.eye(64))
+    patch.setattr(hadamard, "hadamard", lambda x: exact(x) if len(x) > 1 else x @ matrix)
+
+
 def silu_of_torch(patch: Patch) -> None:
     def forward(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -235,6 +247,8 @@ def exp_that_depends_on_its_place(patch: Patch) -> None:
         (norm_that_forgets_epsilon, "cpu: RMSNorm"),
         (norm_that_is_split_over_threads, "cpu: RMSNorm"),
         (rotation_backwards, "cpu: rotary positions"),
+        (hadamard_without_its_last_step, "cpu: Hadamard matrix"),
+        (hadamard_by_a_library_for_one_row, "cpu: Hadamard matrix"),
         (silu_of_torch, "cpu: SwiGLU"),
         (router_in_bf16, "cpu: router"),
         (experts_in_the_wrong_order, "cpu: experts"),
@@ -292,6 +306,7 @@ BACKWARDS: list[tuple[Any, str, int | None, str]] = [
     (qkv, "rms_norm_backward", None, "Q, K and V"),
     (qkv, "rms_norm_backward", 5, "Q, K and V"),
     (qkv, "rotate", None, "Q, K and V"),
+    (qkv, "hadamard", None, "Q, K and V before E4M3"),
     (PackedAttention, "backward", None, "attention"),
     (swiglu, "swiglu_backward", None, "SwiGLU"),
     (experts, "experts_backward", None, "experts"),

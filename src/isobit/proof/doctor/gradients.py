@@ -31,6 +31,7 @@ from isobit.kernels.spec import (
     swiglu,
     token_log_probs,
 )
+from isobit.kernels.spec.hadamard import hadamard
 from isobit.kernels.spec.packed_attention import PackedAttention
 from isobit.kernels.spec.publish import publish
 from isobit.precision.flow import Graph, Site
@@ -109,11 +110,13 @@ def check_swiglu() -> None:
     _require("SwiGLU", {"gate_up": made}, _swiglu, {"gate_up": gate_up}, dy)
 
 
-def check_qkv() -> None:
-    """Through rotation, head norms and bias."""
+def check_qkv(is_e4m3: bool) -> None:
+    """Through rotation, head norms and bias, and before E4M3 through the Hadamard matrix."""
     table = RopeTable.build(torch.exp(torch.linspace(0.0, -9.0, 16, dtype=torch.float64)), _TOKENS)
     q_norm, k_norm, bias = _random(32, seed=1), _random(32, seed=2), _random(8 * 32, seed=3)
-    transform = QkvTransform(4, 2, 32, table.cos, table.sin, 1e-6, q_norm, k_norm, bias)
+    weights = q_norm, k_norm, bias
+    transform = QkvTransform(4, 2, 32, table.cos, table.sin, 1e-6, *weights, hadamard=is_e4m3)
+    matrix = hadamard(torch.eye(32)).double() if is_e4m3 else torch.eye(32).double()
     x, positions = _random(_TOKENS, 8 * 32), torch.arange(_TOKENS)
     d = _random(_TOKENS, 8, 32, seed=4)
     grads = QkvGradients(torch.zeros(32), torch.zeros(32), torch.zeros(8 * 32))
@@ -131,7 +134,8 @@ def check_qkv() -> None:
         turned = torch.cat([_rms_norm(q, q_norm), _rms_norm(k, k_norm)], 1)
         first, second = turned.chunk(2, -1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-        return torch.cat([turned, v], 1)
+        q, k = (turned @ matrix).split([4, 2], 1)
+        return torch.cat([q / (32 if is_e4m3 else 1), k, v], 1)
 
     _require(
         "Q, K and V",

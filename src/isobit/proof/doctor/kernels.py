@@ -51,6 +51,7 @@ def kernel_checks(threads: Sequence[int]) -> list[Check]:
         },
         "cpu: RMSNorm": operations.check_rms_norm,
         "cpu: rotary positions": operations.check_rope,
+        "cpu: Hadamard matrix": operations.check_hadamard,
         "cpu: SwiGLU": operations.check_swiglu,
         "cpu: router": operations.check_route,
         "cpu: experts": operations.check_experts,
@@ -78,7 +79,8 @@ def gradient_checks(threads: Sequence[int]) -> list[Check]:
             for format in _FORMATS
         },
         "cpu: gradients of RMSNorm": gradients.check_rms_norm,
-        "cpu: gradients of Q, K and V": gradients.check_qkv,
+        "cpu: gradients of Q, K and V": partial(gradients.check_qkv, is_e4m3=False),
+        "cpu: gradients of Q, K and V before E4M3": partial(gradients.check_qkv, is_e4m3=True),
         "cpu: gradients of attention": gradients.check_attention,
         "cpu: gradients of SwiGLU": gradients.check_swiglu,
         "cpu: gradients of experts": gradients.check_experts,

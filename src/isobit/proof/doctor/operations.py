@@ -15,6 +15,7 @@ from isobit.kernels.rope import RopeTable
 from isobit.kernels.spec import (
     experts,
     gemm,
+    hadamard,
     linear,
     log_prob,
     noise,
@@ -159,6 +160,18 @@ def check_rope() -> torch.Tensor:
         -1,
     )
     require_close("the rotation", whole, expected.flatten(1), 1e-6)
+    return whole
+
+
+def check_hadamard() -> torch.Tensor:
+    """Heads times a Hadamard matrix, whose entry is -1 where i and j share an odd number of
+    bits.
+    """
+    heads = _random(_ROWS, 3 * 64)
+    whole = rows_alone(lambda rows: hadamard.hadamard(rows.view(-1, 3, 64)).flatten(1), heads)
+    signs = [[(-1) ** (i & j).bit_count() for j in range(64)] for i in range(64)]
+    expected = heads.double().view(_ROWS, 3, 64) @ torch.tensor(signs).double()
+    require_close("the Hadamard matrix", whole, expected.flatten(1), 1e-6)
     return whole
 
 
