@@ -167,9 +167,9 @@ def _queries(
             QKV, BIAS, NORM, cos, sin, t, inside, head * (2 * HALF), epsilon,
             (H + 2 * G) * (2 * HALF), N, HALF, HADAMARD,
         )  # fmt: skip
-        if HADAMARD:  # a power of two: exact
-            y1 /= 2 * HALF
-            y2 /= 2 * HALF
+        if HADAMARD:  # by a power of two: exact, where a division might be an approximation
+            y1 *= 1.0 / (2 * HALF)
+            y2 *= 1.0 / (2 * HALF)
         row = t * H + head
         if E4M3:
             byte = _scale_byte(tl.maximum(_amax_bits(y1), _amax_bits(y2)))

@@ -95,8 +95,8 @@ def _rotated_heads(
         y2 = tl.load(at + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
         if HADAMARD:
             y1, y2 = hadamard(y1, y2, N, HALF)
-            y1 /= SIZE
-            y2 /= SIZE
+            y1 *= 1.0 / SIZE
+            y2 *= 1.0 / SIZE
         d1 = (y1 * cos + y2 * sin).to(tl.bfloat16)
         d2 = (y2 * cos - y1 * sin).to(tl.bfloat16)
         column = (first_head + head) * (2 * HALF) + j
