@@ -53,7 +53,7 @@ def test_the_split_is_disjoint_complete_and_fixed() -> None:
     assert not train & held_out
     assert len(train | held_out) == 10_000
     assert (len(train), len(held_out)) == (9011, 989)
-    assert problems(held_out=True)[:3] == [(2, 3, 2, 1), (7, 0, 8, 5), (6, 8, 6, 7)]
+    assert problems(held_out=True)[:3] == ((2, 3, 2, 1), (7, 0, 8, 5), (6, 8, 6, 7))
     assert all(is_held_out(problem) for problem in held_out)
 
 

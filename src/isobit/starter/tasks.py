@@ -8,6 +8,7 @@ the answer out, which it does a third of the time; reinforcement learning has to
 pays.
 """
 
+from functools import cache
 from hashlib import sha256
 from itertools import accumulate, product
 from random import Random
@@ -26,18 +27,13 @@ HELD_OUT_OF_256 = 26
 """Of 256 values of the hash's last byte, those that hold a problem out."""
 
 
-def problems(held_out: bool) -> list[Problem]:
+@cache
+def problems(held_out: bool) -> tuple[Problem, ...]:
     """The held-out problems (989), or those to train on (9,011), in the order of their hashes: any
     first n are a fair sample.
     """
-    return sorted(
-        (
-            problem
-            for problem in product(DIGITS, DIGITS, DIGITS, DIGITS)
-            if is_held_out(problem) == held_out
-        ),
-        key=_digest,
-    )
+    found = (p for p in product(DIGITS, DIGITS, DIGITS, DIGITS) if is_held_out(p) == held_out)
+    return tuple(sorted(found, key=_digest))
 
 
 def is_held_out(problem: Problem) -> bool:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import Any
@@ -73,6 +74,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+@cache  # each checkpoint asks, and the answers stand in files
 def _version(library: str) -> str:
     try:
         return version(library)
