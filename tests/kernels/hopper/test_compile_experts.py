@@ -1,12 +1,10 @@
-"""The kernels of experts compile for sm_90 ahead of time, without a GPU: whole vectors of bytes, no
-atomics, products of the tensor cores, nothing that spills.
+"""The kernels of experts compile for sm_90 ahead of time, without a GPU: whole vectors of bytes,
+products of the tensor cores, nothing that spills.
 """
 
 from typing import Any
 
 import pytest
-
-from .test_compile import MOST_SHARED, compile_for_hopper, stack_bytes
 
 triton = pytest.importorskip(
     "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
@@ -19,9 +17,9 @@ from isobit.kernels.hopper import (  # noqa: E402
     grouped_gemm,
     routing,
 )
+from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper  # noqa: E402
 
-E4M3 = "*fp8e4nv"
-POINTERS = {
+TYPES = {
     **dict.fromkeys(("EXPERTS", "COUNTS", "PLACES", "TOTALS", "STARTS"), "*i32"),
     **dict.fromkeys(("LOGITS", "WEIGHTS", "D_WEIGHTS", "D_LOGITS", "SCALES", "GRAD"), "*fp32"),
     **dict.fromkeys(("A_SCALE", "B_SCALE", "OUT_SCALES"), "*fp32"),
@@ -36,57 +34,52 @@ def compiled(
     kernel: Any,
     constants: dict[str, Any],
     warps: int,
-    stages: int = 3,
-    **also: str,
-) -> tuple[Any, str]:
-    """-> the compiled kernel and its SASS, which neither spills nor adds in any order."""
-    names = {parameter.name for parameter in kernel.params}
-    known = {name: type for name, type in (POINTERS | also).items() if name in names}
-    made, sass, usage = compile_for_hopper(kernel, known, constants, warps, stages)
-    assert stack_bytes(usage) == 0
-    assert "ATOM" not in sass and "RED.E" not in sass
-    assert made.metadata.shared <= MOST_SHARED
-    return made, sass
+    types: dict[str, str] | None = None,
+    **how: Any,
+) -> Compiled:
+    """One that does not spill."""
+    made = compile_for_hopper(kernel, TYPES | (types or {}), constants, warps, **how)
+    assert made.stack == 0
+    return made
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(256, 16)])
-def test_choice(num_experts: int, top_k: int) -> None:
-    width = triton.next_power_of_2(num_experts)
-    sizes = {"NUM_EXPERTS": num_experts, "E": width, "TOP_K": top_k}
-    for renormalise in (True, False):
-        ranks = {"RANKS": triton.next_power_of_2(top_k), "RENORMALISE": renormalise}
-        compiled(routing._choose_kernel, sizes | ranks, 1)
-        ranks.pop("RANKS")
-        compiled(routing._choose_backward_kernel, sizes | ranks, 1)
+NUM_EXPERTS, TOP_K = 256, 16  # both powers of two
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(256, 16)])
-def test_places(num_experts: int, top_k: int) -> None:
-    width = triton.next_power_of_2(num_experts)
-    sizes = {"TOP_K": top_k, "E": width}
-    compiled(dispatch._count_kernel, sizes, 8)
-    sizes["NUM_EXPERTS"] = num_experts
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_choice(renormalise: bool) -> None:
+    sizes = {"NUM_EXPERTS": NUM_EXPERTS, "E": NUM_EXPERTS, "TOP_K": TOP_K}
+    sizes["RENORMALISE"] = renormalise
+    compiled(routing._choose_kernel, sizes | {"RANKS": TOP_K}, 1)
+    compiled(routing._choose_backward_kernel, sizes, 1)
+
+
+def test_places() -> None:
+    chosen = {"TOP_K": TOP_K, "E": NUM_EXPERTS}
+    compiled(dispatch._count_kernel, chosen, 8, fuses=True)
     for masked in (True, False):
-        compiled(dispatch._place_kernel, sizes | {"MASKED": masked}, 8)
-    del sizes["TOP_K"]
-    compiled(dispatch._label_kernel, sizes, 4)
+        sizes = chosen | {"NUM_EXPERTS": NUM_EXPERTS, "MASKED": masked}
+        compiled(dispatch._place_kernel, sizes, 8, fuses=True)
+    sizes = {"NUM_EXPERTS": NUM_EXPERTS, "E": NUM_EXPERTS}
+    compiled(dispatch._label_kernel, sizes, 4, fuses=True)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_gather(scaled: bool) -> None:
     sizes = {"C": 2048, "WIDTH": 1024, "TOP_K": 8, "GROUPS": 16}
     absent = {} if scaled else dict.fromkeys(("SCALES", "OUT_SCALES"))
-    words = dict.fromkeys(("X", "OUT"), "*u8" if scaled else "*bf16")
-    _, sass = compiled(dispatch._gather_kernel, sizes | absent, 4, **words)
-    assert ("LDG.E.64" if scaled else "LDG.E.128") in sass
+    words: dict[str, str] = dict.fromkeys(("X", "OUT"), "*u8" if scaled else "*bf16")
+    made = compiled(dispatch._gather_kernel, sizes | absent, 4, words, fuses=True)
+    assert "ld.global.v2.b32" in made.ptx if scaled else made.wide_loads
 
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_combine(weighted: bool) -> None:
     sizes = {"C": 2048, "WIDTH": 1024, "TOP_K": 8}
     absent = {} if weighted else {"WEIGHTS": None}
-    _, sass = compiled(dispatch._combine_kernel, sizes | absent, 4)
-    assert "LDG.E.128" in sass and "FFMA" not in sass
+    made = compiled(dispatch._combine_kernel, sizes | absent, 4)
+    assert made.wide_loads
+    assert not weighted or ("fma" not in made.ptx and "FFMA" not in made.sass)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -94,41 +87,49 @@ def test_combine(weighted: bool) -> None:
 def test_swiglu(columns: int, scaled: bool) -> None:
     sizes = {"C": columns, "GROUPS": 8 if columns > 128 else 1, "POWER_OF_TWO": True}
     absent = {} if scaled else {"SCALES": None}
-    values = E4M3 if scaled else "*bf16"
-    compiled(experts._swiglu_rows_kernel, sizes | absent, 4, VALUES=values)
+    values = {"VALUES": E4M3 if scaled else "*bf16"}
+    compiled(experts._swiglu_rows_kernel, sizes | absent, 4, values)
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize(("n", "k", "part"), [(1536, 2048, 768), (192, 160, 96)])
-@pytest.mark.parametrize(("rows", "warps"), [(64, 4), (128, 8)])
-def test_grouped_gemm(rows: int, warps: int, n: int, k: int, part: int, scaled: bool) -> None:
-    sizes = {"N": n, "K": k, "PART": part, "BLOCK_M": rows, "BLOCK_N": 128, "SCALED": scaled}
+@pytest.mark.parametrize(
+    ("rows", "warps", "sizes", "scaled"),
+    [
+        (64, 4, (1536, 2048, 768), True),
+        (64, 4, (192, 160, 96), False),
+        (128, 8, (1536, 2048, 768), False),
+        (128, 8, (192, 160, 96), True),
+    ],
+)  # any two of a tile, whole blocks and a format
+def test_grouped_gemm(rows: int, warps: int, sizes: tuple[int, int, int], scaled: bool) -> None:
+    constants: dict[str, Any] = dict(zip(("N", "K", "PART"), sizes, strict=True))
+    constants |= {"BLOCK_M": rows, "BLOCK_N": 128, "SCALED": scaled}
     absent = {} if scaled else dict.fromkeys(("A_SCALE", "B_SCALE"))
     stages = grouped_gemm.stages(rows, 1 if scaled else 2)
-    _, sass = compiled(
-        grouped_gemm._grouped_gemm_kernel, sizes | absent, warps, stages,
-        **dict.fromkeys("AB", E4M3 if scaled else "*bf16"),
+    made = compiled(
+        grouped_gemm._grouped_gemm_kernel, constants | absent, warps,
+        dict.fromkeys("AB", E4M3 if scaled else "*bf16"), num_stages=stages,
     )  # fmt: skip
-    assert ("QGMMA" if scaled else "HGMMA") in sass and "HMMA" not in sass.replace("HGMMA", "")
+    assert made.products == {"e4m3" if scaled else "bf16"}
 
 
 @pytest.mark.parametrize(("n", "k"), [(1536, 2048), (192, 160)])
 def test_grouped_wgrad(n: int, k: int) -> None:
     sizes = {"N": n, "K": k, "BLOCK_N": 128, "BLOCK_K": 128, "ROWS": 64}
-    _, sass = compiled(grouped_gemm._grouped_wgrad_kernel, sizes, 8, 4)
-    assert "HGMMA" in sass and "HMMA" not in sass.replace("HGMMA", "")
+    made = compiled(grouped_gemm._grouped_wgrad_kernel, sizes, 8, num_stages=4, fuses=True)
+    assert made.products == {"bf16"}
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_transpose(scaled: bool) -> None:
     sizes = {"N": 1536, "K": 2048, "PART": 768, "COLUMNS": 1536}
     absent = {} if scaled else dict.fromkeys(("SCALES", "OUT_SCALES"))
-    words = dict.fromkeys(("VALUES", "OUT_VALUES"), "*u8" if scaled else "*i16")
-    _, sass = compiled(grouped_gemm._transpose_kernel, sizes | absent, 4, **words)
-    assert "LDG.E.128" in sass and "STG.E.128" in sass
+    integers = "*u8" if scaled else "*i16"
+    words: dict[str, str] = dict.fromkeys(("VALUES", "OUT_VALUES"), integers)
+    made = compiled(grouped_gemm._transpose_kernel, sizes | absent, 4, words, fuses=True)
+    assert made.wide_loads and made.wide_stores
 
 
 def test_weigh() -> None:
     sizes = {"C": 2048, "WIDTH": 2048, "TOP_K": 8}
-    _, sass = compiled(experts_backward._weigh_kernel, sizes, 4)
-    assert "LDG.E.128" in sass and "STG.E.128" in sass
+    made = compiled(experts_backward._weigh_kernel, sizes, 4)
+    assert made.wide_loads and made.wide_stores

@@ -11,59 +11,18 @@ triton = pytest.importorskip(
     "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
 )
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
 from isobit.kernels.hopper import log_prob, publish, quantise, sampling, triton_gemm  # noqa: E402
-from tests.kernels.hopper.disassembly import disassembled  # noqa: E402
+from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper  # noqa: E402
 
-MOST_SHARED = 227 * 1024
-POINTERS = {
-    **dict.fromkeys(
-        (
-            "LOGITS",
-            "TEMPERATURE",
-            "STATS",
-            "LOG_SUM",
-            "ENTROPY",
-            "LOG_PROB",
-            "MASTER",
-            "SCALES",
-            "A_SCALE",
-            "B_SCALE",
-        ),
-        "*fp32",
-    ),
+TYPES = {
+    **dict.fromkeys(("LOGITS", "TEMPERATURE", "STATS", "LOG_SUM", "ENTROPY", "LOG_PROB"), "*fp32"),
+    **dict.fromkeys(("MASTER", "SCALES", "A_SCALE", "B_SCALE"), "*fp32"),
     **dict.fromkeys(("KEY", "POSITION", "TOKEN"), "*i64"),
-    "CHANGED": "*i32",
+    **dict.fromkeys(("CHANGED", "ROW"), "*i32"),
     **dict.fromkeys(("m", "n", "k", "a_scale_stride", "out_stride"), "i32"),
-    "VALUES": "*fp8e4nv",
-    "GATE_UP": "*bf16",
-    "ROW": "*i32",
+    **dict.fromkeys(("GATE_UP", "OUT"), "*bf16"),
+    "VALUES": E4M3,
 }
-
-
-def compile_for_hopper(
-    kernel: Any,
-    constants: dict[str, Any],
-    types: dict[str, str] | None = None,
-    **options: int,
-) -> tuple[Any, str, int]:
-    """-> the compiled kernel, its SASS and the bytes of stack of a thread."""
-    names = [parameter.name for parameter in kernel.params]
-    known = POINTERS | (types or {}) | dict.fromkeys(constants, "constexpr")
-    signature = {name: known[name] for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or name in ("n", "k", "out_stride")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, **options}
-    )
-    sass, usage = disassembled(compiled.asm["cubin"])
-    return compiled, sass, max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
 
 
 def vocabulary(size: int, *names: str) -> dict[str, int]:
@@ -79,50 +38,52 @@ def vocabulary(size: int, *names: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("size", [151936, 4096, 40])
 def test_chunk_statistics(size: int) -> None:
-    _, sass, stack = compile_for_hopper(
-        log_prob._chunk_kernel, vocabulary(size, "V", "CHUNK", "CHUNKS"), num_warps=4
-    )
-    assert stack == 0 and "LDG.E.128" in sass
-    _, _, stack = compile_for_hopper(
-        log_prob._combine_kernel, vocabulary(size, "CHUNKS", "PADDED"), num_warps=1
-    )
-    assert stack == 0
+    constants = vocabulary(size, "V", "CHUNK", "CHUNKS")
+    made = compile_for_hopper(log_prob._chunk_kernel, TYPES, constants, 4)
+    assert made.stack == 0 and made.wide_loads
+    constants = vocabulary(size, "CHUNKS", "PADDED")
+    assert compile_for_hopper(log_prob._combine_kernel, TYPES, constants, 1).stack == 0
 
 
 @pytest.mark.parametrize("size", [151936, 40])
 def test_draw(size: int) -> None:
     constants = vocabulary(size, "V", "CHUNK", "CHUNKS", "PADDED")
-    _, sass, stack = compile_for_hopper(sampling._draw_kernel, constants, num_warps=8)
-    assert stack == 0 and "LDG.E.128" in sass
+    made = compile_for_hopper(sampling._draw_kernel, TYPES, constants, 8)
+    assert made.stack == 0 and made.wide_loads
 
 
-@pytest.mark.parametrize(("k", "rows"), [(4096, None), (576, 192), (1536, 576)])
-@pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("power_of_two", [True, False])
-def test_publish(power_of_two: bool, counted: bool, k: int, rows: int | None) -> None:
-    constants = {"K": k, "ROWS": rows, "POWER_OF_TWO": power_of_two}
-    constants |= {} if counted else {"CHANGED": None}
-    _, sass, stack = compile_for_hopper(publish._publish_kernel, constants, num_warps=8)
-    assert stack == 0 and "LDG.E.128" in sass
-    assert (
-        len(re.findall(r"\bR1\b", sass)) == 1
-    )  # the stack's, set and never used: a ptxas that loses a number takes it instead
+@pytest.mark.parametrize(
+    ("sizes", "counted", "power_of_two"),
+    [
+        ((4096, None), True, True),
+        ((4096, None), False, False),
+        ((576, 192), True, False),
+        ((576, 192), False, True),
+        ((1536, 576), True, True),
+        ((1536, 576), False, False),
+    ],
+)  # any two of them
+def test_publish(sizes: tuple[int, int | None], counted: bool, power_of_two: bool) -> None:
+    constants: dict[str, Any] = dict(zip(("K", "ROWS"), sizes, strict=True))
+    constants |= {"POWER_OF_TWO": power_of_two} | ({} if counted else {"CHANGED": None})
+    made = compile_for_hopper(publish._publish_kernel, TYPES, constants, 8, fuses=True)
+    assert made.stack == 0 and made.wide_loads
+    # The stack's, set and never used: a ptxas that loses a number takes it instead.
+    assert len(re.findall(r"\bR1\b", made.sass)) == 1
 
 
 def test_swiglu() -> None:
     constants = {"C": 12288, "WIDTH": 1024}
-    _, sass, stack = compile_for_hopper(
-        quantise._swiglu_kernel, constants, {"OUT": "*bf16"}, num_warps=4
-    )
-    assert stack == 0 and "LDG.E.128" in sass
+    made = compile_for_hopper(quantise._swiglu_kernel, TYPES, constants, 4)
+    assert made.stack == 0 and made.wide_loads
 
 
-@pytest.mark.parametrize("e4m3", [True, False])
-@pytest.mark.parametrize(("m", "n"), [(16, 4096), (4096, 4096)])
-@pytest.mark.parametrize("whole_k", [True, False])
-def test_gemm(e4m3: bool, m: int, n: int, whole_k: bool) -> None:
-    rows, warps = triton_gemm.tile(m, n)
-    stages = triton_gemm.stages(rows, 1 if e4m3 else 2)
+@pytest.mark.parametrize(
+    ("m", "whole_k", "e4m3"),
+    [(16, True, True), (16, False, False), (4096, False, True), (4096, True, False)],
+)  # any two of them
+def test_gemm(m: int, whole_k: bool, e4m3: bool) -> None:
+    rows, warps = triton_gemm.tile(m, 4096)
     constants: dict[str, Any] = {
         "BLOCK_M": rows,
         "BLOCK_N": 128,
@@ -130,10 +91,13 @@ def test_gemm(e4m3: bool, m: int, n: int, whole_k: bool) -> None:
         "WHOLE_K": whole_k,
     }
     constants |= {} if e4m3 else {"A_SCALE": None, "B_SCALE": None}
-    operand = "*fp8e4nv" if e4m3 else "*bf16"
-    types = {"A": operand, "B": operand, "OUT": "*bf16" if e4m3 else "*fp32"}
-    compiled, sass, stack = compile_for_hopper(
-        triton_gemm._gemm_kernel, constants, types, num_warps=warps, num_stages=stages
+    types = dict.fromkeys("AB", E4M3 if e4m3 else "*bf16") | {"OUT": "*bf16" if e4m3 else "*fp32"}
+    made = compile_for_hopper(
+        triton_gemm._gemm_kernel,
+        TYPES | types,
+        constants,
+        warps,
+        multiples=("n", "k", "out_stride"),
+        num_stages=triton_gemm.stages(rows, 1 if e4m3 else 2),
     )
-    assert stack == 0 and compiled.metadata.shared <= MOST_SHARED
-    assert ("QGMMA" if e4m3 else "HGMMA") in sass and "HMMA" not in sass.replace("HGMMA", "")
+    assert made.stack == 0 and made.products == {"e4m3" if e4m3 else "bf16"}

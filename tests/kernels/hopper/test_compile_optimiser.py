@@ -2,7 +2,6 @@
 sm_90 ahead of time, without a GPU.
 """
 
-import re
 from typing import Any
 
 import pytest
@@ -11,11 +10,8 @@ triton = pytest.importorskip(
     "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
 )
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
 from isobit.kernels.hopper import adamw, gradient_squares, ordered_sum, token_log_probs  # noqa: E402
-from tests.kernels.hopper.disassembly import disassembled  # noqa: E402
+from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper  # noqa: E402
 
 TYPES = {
     **dict.fromkeys(
@@ -25,75 +21,48 @@ TYPES = {
     **dict.fromkeys(
         ("clip", "beta1", "rest1", "beta2", "rest2", "root", "epsilon", "size", "decay"), "fp32"
     ),
-    **dict.fromkeys(("SUMS", "OUT"), "*fp64"),
+    **dict.fromkeys(("TOTAL", *(f"A{place}" for place in range(8))), "*fp32"),
+    **dict.fromkeys(("n", "stride", "blocks", "pieces"), "i32"),
+    **dict.fromkeys(("key", "first"), "i64"),
+    "SUMS": "*fp64",
     "TARGET": "*i64",
-    "key": "i64",
-    "first": "i64",
-    "n": "i32",
 }
+MULTIPLES = ("n",)  # for all but the smallest tensors
 
 
-def compile_for_hopper(
-    kernel: Any, constants: dict[str, Any], types: dict[str, str] | None = None
-) -> tuple[str, str, int]:
-    """-> PTX, SASS and the bytes of stack of a thread; ``n`` is a multiple of 16, as it is for all
-    but the smallest tensors.
-    """
-    names = [parameter.name for parameter in kernel.params]
-    known = TYPES | (types or {}) | dict.fromkeys(constants, "constexpr")
-    signature = {name: known[name] for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or name == "n"
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4, "enable_fp_fusion": False},
-    )
-    sass, usage = disassembled(compiled.asm["cubin"])
-    return (
-        compiled.asm["ptx"],
-        sass,
-        max(int(number) for number in re.findall(r"STACK:(\d+)", usage)),
-    )
+def assert_rounded(made: Compiled) -> None:
+    """Every operation is rounded, as the CPU's are."""
+    assert "div.rn.f32" in made.ptx and "sqrt.rn.f32" in made.ptx
+    assert "fma" not in made.ptx and ".ftz" not in made.ptx
 
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_adamw(noise: bool) -> None:
-    moments = "*bf16" if noise else "*fp32"
+    moments = dict.fromkeys(("FIRST", "SECOND"), "*bf16" if noise else "*fp32")
     constants = {"WIDTH": adamw._WIDTH, "NOISE": noise}
-    ptx, sass, stack = compile_for_hopper(
-        adamw._adamw_kernel, constants, {"FIRST": moments, "SECOND": moments}
+    made = compile_for_hopper(
+        adamw._adamw_kernel, TYPES | moments, constants, 4, multiples=MULTIPLES
     )
-    assert stack == 0 and "STL" not in sass
-    assert "LDG.E.128" in sass and "STG.E.128" in sass
-    assert len(re.findall(r"LDG\.E", sass)) == (6 if noise else 8) and len(
-        re.findall(r"STG\.E", sass)
-    ) == (4 if noise else 6)
-    assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "fma" not in ptx and ".ftz" not in ptx
+    assert made.stack == 0
+    assert made.wide_loads == (6 if noise else 8) == made.count("LDG")
+    assert made.wide_stores == (4 if noise else 6) == made.count("STG")
+    assert_rounded(made)
 
 
 def test_adamw_with_8_bit_moments() -> None:
-    codes: dict[str, str] = dict.fromkeys(
-        ("FIRST", "SECOND", "FIRST_SCALES", "SECOND_SCALES"), "*u8"
+    codes = dict.fromkeys(("FIRST", "SECOND", "FIRST_SCALES", "SECOND_SCALES"), "*u8")
+    constants = {"GROUPS": adamw._WIDTH // 128}
+    made = compile_for_hopper(
+        adamw._adamw_8_bits_kernel, TYPES | codes, constants, 4, multiples=MULTIPLES
     )
-    ptx, sass, stack = compile_for_hopper(
-        adamw._adamw_8_bits_kernel, {"GROUPS": adamw._WIDTH // 128}, codes
-    )
-    assert stack == 0 and "STL" not in sass
+    assert made.stack == 0
     for width, reads, writes in (
-        (".128", 4, 2),
-        (".64", 2, 2),
-        (".U8", 2, 2),
+        ("128", 4, 2),
+        ("64", 2, 2),
+        ("U8", 2, 2),
     ):  # master and gradient, codes, scales
-        assert (
-            len(re.findall(rf"LDG\.E{width}", sass)) == reads
-            and len(re.findall(rf"STG\.E{width}", sass)) == writes
-        )
-    assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "fma" not in ptx and ".ftz" not in ptx
+        assert made.count(f"LDG.E.{width}") == reads and made.count(f"STG.E.{width}") == writes
+    assert_rounded(made)
 
 
 @pytest.mark.parametrize(
@@ -107,32 +76,29 @@ def test_adamw_with_8_bit_moments() -> None:
 )
 def test_gradient_squares(size: int, piece: int) -> None:
     constants = {"SIZE": size, "PIECE": piece, "WIDTH": min(gradient_squares._WIDTH, piece)}
-    _, sass, stack = compile_for_hopper(
-        gradient_squares._squares_kernel, constants, {"stride": "i32"}
-    )
-    assert stack == 0 and "ATOM" not in sass and "RED.E" not in sass
-    assert ("LDG.E.128" in sass) == (size >= 128 * 128)
+    made = compile_for_hopper(gradient_squares._squares_kernel, TYPES, constants, 4)
+    assert made.stack == 0
+    assert (made.wide_loads > 0) == (size >= 128 * 128)
 
 
 def test_sums_of_a_blocks_pieces() -> None:
-    _, _, stack = compile_for_hopper(
-        gradient_squares._add_kernel,
-        {"BLOCKS": gradient_squares._BLOCKS},
-        {"blocks": "i32", "pieces": "i32"},
-    )
-    assert stack == 0
+    constants = {"BLOCKS": gradient_squares._BLOCKS}
+    types = TYPES | {"OUT": "*fp64"}
+    made = compile_for_hopper(gradient_squares._add_kernel, types, constants, 4, fuses=True)
+    assert made.stack == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_an_ordered_sum_reads_each_number_once(count: int) -> None:
-    tensors = dict.fromkeys(("TOTAL", *(f"A{place}" for place in range(8))), "*fp32")
     constants = {"COUNT": count, "WIDTH": ordered_sum._WIDTH}
-    _, sass, stack = compile_for_hopper(ordered_sum._add_kernel, constants, tensors)
-    vectors = ordered_sum._WIDTH // (4 * 32 * 4)  # of four numbers, by four warps
-    assert stack == 0
-    assert len(re.findall(r"LDG\.E\.128", sass)) == (count + 1) * vectors
-    assert len(re.findall(r"STG\.E\.128", sass)) == vectors
-    assert sass.count("FADD") == count * 4 * vectors
+    made = compile_for_hopper(
+        ordered_sum._add_kernel, TYPES, constants, 8, multiples=MULTIPLES, fuses=True
+    )
+    vectors = ordered_sum._WIDTH // (8 * 32 * 4)  # of four numbers, by eight warps
+    assert made.stack == 0
+    assert made.wide_loads == (count + 1) * vectors
+    assert made.wide_stores == vectors
+    assert made.ptx.count("add.f32") == count * 4 * vectors
 
 
 @pytest.mark.parametrize("of_entropies", [True, False])
@@ -140,9 +106,8 @@ def test_an_ordered_sum_reads_each_number_once(count: int) -> None:
 def test_gradient_of_the_logits(size: int, of_entropies: bool) -> None:
     constants: dict[str, Any] = {"V": size, "WIDTH": token_log_probs._WIDTH}
     constants |= {} if of_entropies else {"ENTROPY": None, "D_ENTROPY": None}
-    _, sass, stack = compile_for_hopper(
-        token_log_probs._gradient_kernel, constants, {"OUT": "*bf16"}
-    )
-    assert stack == 0
+    types = TYPES | {"OUT": "*bf16"}
+    made = compile_for_hopper(token_log_probs._gradient_kernel, types, constants, 4)
+    assert made.stack == 0
     if size % 16 == 0:
-        assert "LDG.E.128" in sass and "STG.E.128" in sass
+        assert made.wide_loads and made.wide_stores
