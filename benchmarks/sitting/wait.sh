@@ -1,9 +1,13 @@
-# A further call of a sitting (README.md): wait so many seconds, or for the end of the queue; say how far all is, keep what there is.
+# A further call of a sitting (README.md): wait so many seconds, or for the end of the queue; say how far all is, keep what there is.  Rows and
+# logs are kept each minute, too: a call that is ended before it is over still brings them back.
 . benchmarks/sitting/environment.sh
 [ -d $TREE ] || { echo "the machine was given back"; exit 9; }
-cd $TREE || exit 1; until=$(( $(date +%s) + $1 ))
-while [ "$(date +%s)" -lt $until ] && [ ! -e /tmp/queue.ended ]; do sleep 1; done
+keep() { (cd /tmp && tar c $(ls -d proof/rows proof/flows proof/runs/*.log proof/runs/*/metrics.jsonl ./*.log 2>/dev/null) | xz -3 -T0 > kept.part && cp kept.part "$OUT/kept.new" && mv "$OUT/kept.new" "$OUT/kept.txz"); }
+cd $TREE || exit 1; until=$(( $(date +%s) + $1 )); kept=$(date +%s)
+while [ "$(date +%s)" -lt $until ] && [ ! -e /tmp/queue.ended ]; do
+  sleep 1; [ $(( $(date +%s) - kept )) -lt 60 ] || { keep; kept=$(date +%s); }
+done
 tail -n 30 /tmp/queue.log; python3 -m benchmarks.proof look $PROOF; nvidia-smi --query-gpu=memory.used,utilization.gpu --format=csv,noheader
-cd /tmp && tar c $(ls -d proof/rows proof/flows proof/runs/*.log proof/runs/*/metrics.jsonl ./*.log 2>/dev/null) | xz -3 -T0 > "$OUT/kept.txz"
-[ -e /tmp/caches.kept ] || { tar c caches | xz -3 -T0 > "$OUT/caches.txz"; touch /tmp/caches.kept; }
+keep
+[ -e /tmp/caches.kept ] || { tar c -C /tmp caches | xz -3 -T0 | split -b 15M - "$OUT/caches.txz."; touch /tmp/caches.kept; }
 since waited
