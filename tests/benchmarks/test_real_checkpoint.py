@@ -11,6 +11,7 @@ from benchmarks.pretrained.answers import compare_answers
 from benchmarks.pretrained.perplexity import linear_formats, of_transformers, ours
 from benchmarks.pretrained.results import write_result
 from benchmarks.pretrained.table import print_table
+from benchmarks.real_checkpoint import make_parser
 from isobit.config.precision import PrecisionConfig
 from isobit.models.folder import load_policy
 from isobit.starter import starter_folder
@@ -33,6 +34,21 @@ def test_perplexities_agree_and_every_linear_is_quantised() -> None:
     # random text, of which the starter expects nothing: 19 nats a token
     assert found != theirs and math.log(found) == pytest.approx(math.log(theirs), rel=0.01)
     assert set(linear_formats(quantised)) == {"e4m3"}
+
+
+def test_a_precision_is_a_preset_or_a_table_of_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = '{preset = "fp8", last_layers_bf16 = 1}'
+    words = ["perplexity", str(starter_folder()), "--windows", "1", "--length", "16"]
+    options = make_parser().parse_args([*words, "--precisions", table, "--out", str(tmp_path)])
+    options.run(options)
+    assert f"\n{table}: " in capsys.readouterr().out
+    (result,) = (json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.iterdir())
+    assert set(result["linears"][table]) == {"e4m3", "bf16"} and table in result["perplexity"]
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([*words, "--precisions", "fp7", "--out", str(tmp_path)])
+    assert "fp7 is no precision" in capsys.readouterr().err
 
 
 def test_results_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
