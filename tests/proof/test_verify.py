@@ -101,10 +101,10 @@ def test_two_functions_show_their_differences(two_functions: VerifyResult) -> No
 
 
 @pytest.mark.parametrize(("preset", "threads"), [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8", 4)])
-def test_outliers_and_large_biases_on_k_on_any_number_of_threads(
+def test_outliers_and_large_biases_on_k(
     preset: Preset, threads: int, planted: Callable[..., Policy]
 ) -> None:
-    """Every operation of a layer."""
+    """Every operation of a layer, on any number of threads."""
     torch.set_num_threads(threads)
     assert is_proved(verify_policy(planted(preset), SMALL))
 
