@@ -129,7 +129,7 @@ def make_config(tiny_folder: Path, tmp_path: Path) -> Callable[..., RunConfig]:
                 },
             },
             "reward": {"function": reward, "in_process": True},
-            "rollout": {"max_new_tokens": 8},
+            "rollout": {"max_new_tokens": 5},
             "training": {
                 "steps": 2,
                 "prompts_per_step": 2,

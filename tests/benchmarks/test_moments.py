@@ -23,6 +23,7 @@ def to_nearest(key: int, first: int, count: int) -> tuple[torch.Tensor, torch.Te
     return half, half
 
 
+SEEDS = (0, 1)
 wide = cache(partial(descend, "fp32", 0.999))
 """By seed."""
 
@@ -30,7 +31,7 @@ wide = cache(partial(descend, "fp32", 0.999))
 def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for seed in range(3):
+    for seed in SEEDS:
         loss, second = wide(seed)
         small_loss, small_second = descend("bf16", 0.999, seed)
         assert small_second == pytest.approx(second, rel=0.02)
@@ -45,7 +46,7 @@ def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does
 
 
 def test_8_bit_moments_end_where_fp32_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(3):
+    for seed in SEEDS:
         loss, second = wide(seed)
         small_loss, small_second = descend("fp8", 0.999, seed)
         assert small_second == pytest.approx(second, rel=0.03)
@@ -56,7 +57,7 @@ def test_8_bit_moments_end_where_fp32_ones_do(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_runs_of_the_decoder_differ_in_their_moments_alone(text: Path, tmp_path: Path) -> None:
-    moments.run_decoder("tiny", 0, 4, 1e-3, text, tmp_path / "out")
+    moments.run_decoder("tiny", 0, 2, 1e-3, text, tmp_path / "out")
     (path,) = (tmp_path / "out").glob("*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["moments"], row["beta2"]) for row in rows] == [

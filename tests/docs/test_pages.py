@@ -27,7 +27,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.fixture
 def small_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The recipes in a directory of their own, the quickstart cut down to two steps."""
+    """The recipes in a directory of their own, the quickstart cut down to two steps on few rows."""
     (tmp_path / "recipes").mkdir()
     for path in (ROOT / "recipes").iterdir():
         if path.is_file():
@@ -37,6 +37,7 @@ def small_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for full, small in (
         ("steps = 20", "steps = 2"),
         ("limit = 500", "limit = 20"),
+        ('"starter:train.jsonl"', '"starter:train.jsonl"\nlimit = 200'),
         ("prompts_per_step = 16", "prompts_per_step = 4"),
     ):
         assert full in text

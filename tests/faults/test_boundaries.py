@@ -58,21 +58,22 @@ def test_dying_at_any_write_boundary_loses_nothing(
     outcome: Callable[[Path], dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    # The state at step 4, from which the last two steps, the last checkpoint, its retention, model
-    # and summary are written.
-    train_to_4 = make_config(output=tmp_path / "at4", checkpoint={"keep_last": 1})
+    # The state at step 5, from which the last step, the last checkpoint, its retention, model and
+    # summary are written.
+    checkpoint = {"every": 1, "keep_last": 1}
+    train_to_5 = make_config(output=tmp_path / "at5", checkpoint=checkpoint)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             keeper.CheckpointKeeper,
             "save_if_due",
-            stop_after_4(keeper.CheckpointKeeper.save_if_due),
+            stop_after_5(keeper.CheckpointKeeper.save_if_due),
         )
         with pytest.raises(Death):
-            train(train_to_4)
+            train(train_to_5)
     moment, finished = 0, False
     while not finished:
-        config = make_config(output=tmp_path / f"death{moment}", checkpoint={"keep_last": 1})
-        shutil.copytree(train_to_4.output, config.output)
+        config = make_config(output=tmp_path / f"death{moment}", checkpoint=checkpoint)
+        shutil.copytree(train_to_5.output, config.output)
         with pytest.MonkeyPatch.context() as patch:
             die_at(patch, moment)
             try:
@@ -88,10 +89,10 @@ def test_dying_at_any_write_boundary_loses_nothing(
     assert moment > 20
 
 
-def stop_after_4(save_if_due: Callable[..., None]) -> Callable[..., None]:
+def stop_after_5(save_if_due: Callable[..., None]) -> Callable[..., None]:
     def run(self: keeper.CheckpointKeeper, step: int) -> None:
         save_if_due(self, step)
-        if step == 4:
+        if step == 5:
             raise Death
 
     return run

@@ -40,15 +40,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._sizes:
+                if storage._cdata not in self._sizes and not _holds(storage, (args, kwargs)):
                     self._sizes[storage._cdata] = storage.nbytes()
                     weakref.finalize(storage, self._gone, storage._cdata)
                     self.now += storage.nbytes()
@@ -57,6 +52,15 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
+
+
+def _holds(storage: torch.UntypedStorage, given: Any) -> bool:
+    """Whether one of the tensors that an operation was given is of that storage."""
+    return any(
+        leaf.untyped_storage()._cdata == storage._cdata
+        for leaf in tree_leaves(given)
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
 class _NoKernel:

@@ -1,10 +1,9 @@
 """For test_exactness.py: how many log-probabilities of paged decoding and of packed training
-differ; as a program, because the instruction set is fixed before torch starts, one JSON line for
-each number of threads.
+differ; as a program, because the instruction set is chosen at the first use of torch, one JSON line
+for each number of threads.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -96,6 +95,8 @@ def compared(threads: int, presets: Sequence[str]) -> tuple[dict[str, int], str]
     return differing, torch.backends.cpu.get_cpu_capability()
 
 
-if __name__ == "__main__":
-    for count in sys.argv[1].split(","):
-        print(json.dumps(compared(int(count), sys.argv[2:])))
+def main(counts: Sequence[int], presets: Sequence[str]) -> int:
+    """The program."""
+    for count in counts:
+        print(json.dumps(compared(count, presets)))
+    return 0

@@ -4,8 +4,6 @@ where there must be some.
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.cli.main import main
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.errors import ConfigError, NonFiniteError
 from isobit.models.config import ModelConfig
@@ -21,6 +20,7 @@ from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
 from tests.conftest import TINY
+from tests.forked import called
 
 EXACT: tuple[Preset, ...] = ("fp32", "bf16", "fp8-linear", "fp8")
 SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=6)
@@ -36,20 +36,19 @@ def config() -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def planted(config: ModelConfig) -> Callable[..., Policy]:
-    """Outliers of 100 times the rest in four channels of the activations, and biases of up to 60 on
-    K.
+    """One layer, with outliers of 100 times the rest in four channels of the activations, and
+    biases of up to 60 on K.
     """
 
-    def make(preset: Preset, num_layers: int = config.num_layers) -> Policy:
-        shape = replace(config, num_layers=num_layers)
+    def make(preset: Preset) -> Policy:
+        shape = replace(config, num_layers=1)
         policy = random_policy(shape, PrecisionConfig(preset=preset), seed=1)
         generator = torch.Generator().manual_seed(2)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         with torch.no_grad():
-            for layer in range(num_layers):
-                policy.masters[f"layers.{layer}.input_norm.weight"][[3, 40, 77, 127]] = 100.0
-                bias = policy.masters[f"layers.{layer}.qkv_proj.bias"]
-                bias[queries : queries + keys] = 120 * torch.rand(keys, generator=generator) - 60
+            policy.masters["layers.0.input_norm.weight"][[3, 40, 77, 127]] = 100.0
+            bias = policy.masters["layers.0.qkv_proj.bias"]
+            bias[queries : queries + keys] = 120 * torch.rand(keys, generator=generator) - 60
         policy.publish()
         return policy
 
@@ -88,23 +87,26 @@ def test_exact_flows_have_no_differences(preset: Preset, tiny_folder: Path) -> N
     )
 
 
-def test_two_functions_show_their_differences(tiny_folder: Path) -> None:
-    result = verify(tiny_folder, PrecisionConfig(preset="fp8-rollout"), SMALL)
+@pytest.fixture(scope="module")
+def two_functions(tiny_folder: Path) -> VerifyResult:
+    torch.set_num_threads(1)
+    return verify(tiny_folder, PrecisionConfig(preset="fp8-rollout"), SMALL)
+
+
+def test_two_functions_show_their_differences(two_functions: VerifyResult) -> None:
+    result = two_functions
     assert result.exit_code == 1
     assert all(scenario.comparison.tokens_differing for scenario in result.scenarios)
     assert result.comparison.max_abs_diff > 1e-5
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp8"])
-def test_outliers_and_large_biases_on_k(preset: Preset, planted: Callable[..., Policy]) -> None:
+@pytest.mark.parametrize(("preset", "threads"), [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8", 4)])
+def test_outliers_and_large_biases_on_k(
+    preset: Preset, threads: int, planted: Callable[..., Policy]
+) -> None:
+    """Every operation of a layer, on any number of threads."""
+    torch.set_num_threads(threads)
     assert is_proved(verify_policy(planted(preset), SMALL))
-
-
-@pytest.mark.parametrize(("preset", "count"), [("bf16", 2), ("fp8", 2), ("fp8", 4)])
-def test_any_number_of_threads(preset: Preset, count: int, planted: Callable[..., Policy]) -> None:
-    """Every operation of a layer."""
-    torch.set_num_threads(count)
-    assert is_proved(verify_policy(planted(preset, num_layers=1), SMALL))
 
 
 def test_avx2_kernels(tmp_path: Path) -> None:
@@ -113,35 +115,28 @@ def test_avx2_kernels(tmp_path: Path) -> None:
     """
     policy = random_policy(replace(TINY, num_layers=1), PrecisionConfig(preset="fp32"), seed=0)
     save_policy(policy, tmp_path / "model")
-    arguments = [
-        "verify",
-        str(tmp_path / "model"),
-        "--prompts",
-        "5",
-        "--samples",
-        "2",
-        "--max-new-tokens",
-        "6",
-        "--threads",
-        "2",
-        "--json",
-    ]
-    code = (
-        "from isobit.cli.main import main\n"
-        "for name in ('bf16', 'fp8'):\n"
-        f"    print('code', main([*{arguments}, '--precision', name]), end=';')"
-    )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    outputs = done.stdout.split(";")[:-1]
-    assert len(outputs) == 2
+    words = ["verify", str(tmp_path / "model"), "--threads", "2", "--json"]
+    for name in ("prompts", "samples", "max_new_tokens"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(SMALL, name))]
+    said = tmp_path / "said"
+    process = called("tests.proof.test_verify:below_avx512", said, words, environ=environment)
+    process.join()
+    outputs = said.read_text().split(";")[:-1]
+    assert process.exitcode == 0 and len(outputs) == 2, said.read_text()
     for output in outputs:
         written, _, exit_code = output.rpartition("code ")
         counts = json.loads(written)
         assert (exit_code, counts["tokens_differing"], counts["max_abs_diff"]) == ("0", 0, 0.0)
         assert counts["tokens_compared"] > 0
+
+
+def below_avx512(words: list[str]) -> int:
+    """For ``test_avx2_kernels``: verify in two flows."""
+    assert torch.backends.cpu.get_cpu_capability() != "AVX512"
+    for name in ("bf16", "fp8"):
+        print("code", main([*words, "--precision", name]), end=";")
+    return 0
 
 
 def test_what_did_not_happen_is_not_proved(tiny_folder: Path) -> None:
@@ -172,13 +167,8 @@ def test_weights_that_overflow_could_not_be_compared(config: ModelConfig) -> Non
         verify_policy(policy, SMALL)
 
 
-def test_json_has_the_counts_over_everything_and_by_scenario(tiny_folder: Path) -> None:
-    result = verify(
-        tiny_folder,
-        PrecisionConfig(preset="fp8-rollout"),
-        VerifyOptions(prompts=4, samples=2, max_new_tokens=8),
-    )
-    written = json.loads(json.dumps(result.as_json()))
+def test_json_has_the_counts_over_everything_and_by_scenario(two_functions: VerifyResult) -> None:
+    written = json.loads(json.dumps(two_functions.as_json()))
     for name in ("tokens_compared", "tokens_differing"):
         assert (
             written[name] == sum(scenario[name] for scenario in written["scenarios"].values()) > 0

@@ -542,6 +542,14 @@ def test_a_working_directory_has_no_say_in_what_is_imported(
     assert graded.rewards == [1.0]
 
 
+def test_a_process_that_grades_is_up_soon(make_graders: MakeGraders) -> None:
+    """It loads nothing that takes long and that it does not need."""
+    graders = make_graders("return float('pydantic' in sys.modules or 'asyncio' in sys.modules)")
+    graded = group("a")
+    graders.collect([graded])
+    assert graded.rewards == [0.0]
+
+
 def test_modules_are_found_where_the_trainer_finds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

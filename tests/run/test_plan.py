@@ -46,7 +46,8 @@ def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
     assert plan.flow == run.model.policy.flow
     assert plan.outline.model.config == run.model.policy.config
     assert plan.outline.longest == max(
-        len(prompt.token_ids) + 8 for prompt in read_rl(config).data.prompts
+        len(prompt.token_ids) + config.rollout.max_new_tokens
+        for prompt in read_rl(config).data.prompts
     ), "a prompt and the longest completion"
     assert plan.outline.updates == run.trainer.total_updates
     assert isinstance(plan.memory, MemoryEstimate)
@@ -154,9 +155,7 @@ def test_a_run_on_a_gpu_is_planned_with_its_memory(
     on_a_gpu(monkeypatch, 8 << 30)
     text = "\n".join(plan_run(make_config(rollout={"kv_pages": 50})).describe(PLENTY))
     assert re.search(r"device memory, of 8 GiB: +rollout +training", text)
-    assert (
-        "50 pages of 128 tokens in rollout; micro-batches of up to 102 tokens in training" in text
-    )
+    assert "50 pages of 128 tokens in rollout; micro-batches of up to 84 tokens in training" in text
     with pytest.raises(RequestError, match="2 pages of 128 tokens, and the KV cache has 1"):
         plan_run(make_config(rollout={"max_new_tokens": 150, "kv_pages": 1}))
 
@@ -164,7 +163,7 @@ def test_a_run_on_a_gpu_is_planned_with_its_memory(
 @pytest.mark.parametrize(
     ("processes", "said"),
     [
-        (2, "of 6 sequences of 17 tokens: 2; rounds: 1; idle in the last: 0 of 2 processes, 0.0%"),
+        (2, "of 6 sequences of 14 tokens: 2; rounds: 1; idle in the last: 0 of 2 processes, 0.0%"),
         (5, "tokens: 2; rounds: 1; idle in the last: 3 of 5 processes, 60.0% of the time of all"),
     ],
 )
@@ -189,7 +188,7 @@ def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
     monkeypatch.setattr(model_source, "load_policy", None)
     on_a_gpu(monkeypatch, 1 << 30)
     for start in (plan_run, prepare_rl):
-        with pytest.raises(ConfigError, match="training a micro-batch of 102 tokens would take"):
+        with pytest.raises(ConfigError, match="training a micro-batch of 84 tokens would take"):
             start(make_config())
     on_a_gpu(monkeypatch, 8 << 30, main_memory=1000)
     for start in (plan_run, prepare_rl):

@@ -1,11 +1,14 @@
 """The house's figures: small trees with one of each thing, and this tree's own path of a token."""
 
 from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import isobit
+from tests.forked import ran
 from tools.house import __main__ as house
 from tools.house import source
 
@@ -83,9 +86,17 @@ def test_the_largest_file_and_function(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def passed() -> dict[str, Any]:
-    """This tree's step, watched once, by a process of its own."""
-    return house.measure_passes(TREE)
+def passed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """This tree's step, watched once, by a process of its own, which is forked."""
+    folder = tmp_path_factory.mktemp("passes")
+
+    def run(words: list[str], **_: Any) -> CompletedProcess[str]:
+        assert words[1] == "-m"
+        return ran("tests.forked:be_module", folder, *words[2:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(house, "subprocess", SimpleNamespace(run=run))
+        return house.measure_passes(TREE)
 
 
 def test_a_token_is_followed_from_prompt_to_gradient(passed: dict[str, Any]) -> None:
@@ -102,10 +113,11 @@ def test_a_token_is_followed_from_prompt_to_gradient(passed: dict[str, Any]) -> 
 
 
 def test_the_table_has_a_column_a_tree(
-    passed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    passed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sources(tmp_path)
     monkeypatch.setattr(house, "measure_passes", lambda tree: passed)
-    figures = house.figures_of(TREE)
+    figures = house.figures_of(tmp_path)
     lines = house.table(["before", "after"], [figures, figures]).splitlines()
     assert lines[0] == "| | before | after |"
     assert all(line.count("|") == 4 for line in lines)

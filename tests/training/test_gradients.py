@@ -49,7 +49,7 @@ def pretraining_batches() -> list[PackedBatch]:
     """Problems with answers in the two styles of the pretraining text."""
     tokenizer, random = load_tokenizer(starter_folder()), Random(0)
     pairs = []
-    for problem in problems(held_out=False)[:512]:
+    for problem in problems(held_out=False)[:192]:
         answer = tokenizer(pretraining_answer(problem, random), add_special_tokens=False)[
             "input_ids"
         ]
@@ -67,7 +67,7 @@ def sampled_batches() -> list[PackedBatch]:
             tuple(tokenizer(question(problem))["input_ids"]),
             {"answer": str(sum(problem))},
         )
-        for problem in problems(held_out=False)[:16]
+        for problem in problems(held_out=False)[:8]
     ]
     sampling = SamplingParams(max_new_tokens=16, stop_token_ids=(EOS_ID,))
     engine = NativeEngine(starter("fp8"), RolloutConfig(), tokenizer, seed=0)

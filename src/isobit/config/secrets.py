@@ -1,12 +1,15 @@
 """Keys and passwords that stand in a recipe as they are: ``run.json`` would have them, too, and
 every checkpoint.  They belong into the environment (``isobit.rewards.secrets``).
+
+Each process that grades imports this as it starts: it shall not wait for pydantic.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isobit.config.reward import RewardConfig
+if TYPE_CHECKING:
+    from isobit.config.reward import RewardConfig
 
 ENVIRONMENT = "env:"
 """What an option's value begins with that is the name of a variable."""
@@ -21,7 +24,7 @@ def is_secret(name: str) -> bool:
     return _NAMES.search(name) is not None
 
 
-def secret_notes(reward: RewardConfig | None) -> list[str]:
+def secret_notes(reward: "RewardConfig | None") -> list[str]:
     """What should be said of options with the name of a secret, whose values are there."""
     if reward is None:
         return []

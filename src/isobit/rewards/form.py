@@ -15,17 +15,19 @@ lists of messages where it is messages, as in TRL.  Any of the functions may be 
 give a dict with ``score`` for a number, as verl's do.  Further parameters are given by options.
 """
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from isobit.config.secrets import is_secret
 from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.rewards.secrets import hidden
+
+if TYPE_CHECKING:
+    import asyncio
 
 Mode = Literal["each", "concurrent", "together"]
 """How the completions of a prompt are graded: one after the other, at the same time on one event
@@ -287,6 +289,8 @@ def _value_of(call: Callable[[], Any]) -> Any:
 
 
 def _all_at_once(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Outcome]]:
+    import asyncio  # only where it is needed: each process that grades would wait for it
+
     loop = _loop()
     tasks = {loop.create_task(_outcome_of_async(call)): index for index, call in enumerate(calls)}
     while tasks:
@@ -309,8 +313,10 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 @cache
-def _loop() -> asyncio.AbstractEventLoop:
+def _loop() -> "asyncio.AbstractEventLoop":
     """One for the process, so that a client that a reward keeps open stays usable."""
+    import asyncio
+
     return asyncio.new_event_loop()
 
 

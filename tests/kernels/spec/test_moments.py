@@ -213,7 +213,7 @@ def train(
 
 @cache
 def second_moment(every: int, mutant: str = "", wide: bool = False) -> Tensor:
-    """Its mean over the last 1,000 of 2,000 steps, of 2,048 elements; a gradient in one step of so
+    """Its mean over the last 600 of 1,200 steps, of 2,048 elements; a gradient in one step of so
     many.
     """
     sizes = torch.logspace(0, -2, GROUP).repeat(16)
@@ -221,7 +221,7 @@ def second_moment(every: int, mutant: str = "", wide: bool = False) -> Tensor:
     def gradient(step: int) -> Tensor:
         return sizes if step % every == 0 else torch.zeros_like(sizes)
 
-    return train(gradient, 2000, wide=wide)[2].double()
+    return train(gradient, 1200, wide=wide)[2].double()
 
 
 def error_of_the_second_moment(every: int, mutant: str = "") -> float:

@@ -41,7 +41,7 @@ from isobit.rollout.native.runner import PolicyRunner
 from isobit.rollout.native.scheduler import Plan
 
 Side = Literal["rollout", "training"]
-CONFIG = ModelConfig("qwen3", 128, 128, 128, 2, 4, 2, 64, 256, 1e-6, 10000.0, tied_embeddings=True)
+CONFIG = ModelConfig("qwen3", 128, 128, 128, 2, 2, 1, 64, 256, 1e-6, 10000.0, tied_embeddings=True)
 """Every linear fills FP8 blocks."""
 LAYER = 1
 
@@ -111,7 +111,7 @@ def plant(
 
 def workload() -> Workload:
     return build_workload(
-        128, 256, prompts=4, samples=2, max_new_tokens=6, seed=0, page_tokens=kv_cache.PAGE_TOKENS
+        128, 256, prompts=2, samples=2, max_new_tokens=4, seed=0, page_tokens=kv_cache.PAGE_TOKENS
     )
 
 

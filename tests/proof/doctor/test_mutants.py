@@ -37,6 +37,7 @@ from isobit.proof.doctor.examine import _verify_starter
 from isobit.proof.doctor.finding import Check, Finding
 from isobit.proof.doctor.kernels import gradient_checks, kernel_checks
 from isobit.proof.doctor.quantisers import quantiser_checks
+from isobit.proof.verify import VerifyOptions
 
 Patch = pytest.MonkeyPatch
 
@@ -350,6 +351,6 @@ def test_a_starter_model_that_differs_in_one_bit(monkeypatch: Patch) -> None:
         return log_probs
 
     monkeypatch.setattr(sampling, "log_softmax", log_softmax)
-    monkeypatch.setattr(examine, "_SMALL", replace(examine._SMALL, max_new_tokens=6))
+    monkeypatch.setattr(examine, "_SMALL", VerifyOptions(prompts=1, samples=2, max_new_tokens=2))
     finding = Check("starter", _verify_starter, "fix").find()
     assert finding.status == "fail" and "log-probabilities differ" in finding.detail

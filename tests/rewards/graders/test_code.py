@@ -223,17 +223,25 @@ sys.setrecursionlimit(10**9)
 def square(x): return square(x)
 """,
 }
+ENDLESS = {"deep recursion"}
+"""What the time limit ends on any machine."""
 
 
-@pytest.mark.parametrize("code", PATCHES.values(), ids=PATCHES.keys())
+@pytest.mark.parametrize("name", PATCHES)
 @pytest.mark.parametrize("row", [SQUARE, CHECK], ids=["asserts", "check"])
-def test_a_faked_pass_scores_zero(code: str, row: dict[str, Any]) -> None:
-    assert score(code, row, seconds=2) == 0.0
+def test_a_faked_pass_scores_zero(name: str, row: dict[str, Any]) -> None:
+    seconds = 0.5 if name in ENDLESS else 2
+    assert score(PATCHES[name], row, seconds=seconds) == 0.0
 
 
 @pytest.mark.parametrize("name", ["os._exit", "sys.exit", "atexit", "printed verdict"])
 def test_a_faked_program_scores_zero(name: str) -> None:
     assert score(PATCHES[name], PRINTED) == 0.0
+
+
+def limit_for(kind: str) -> float:
+    """Short where it is what is met; elsewhere a slow machine must not meet it."""
+    return 0.5 if kind == "code: time limit" else 5
 
 
 @pytest.mark.parametrize(
@@ -256,7 +264,7 @@ def test_a_faked_program_scores_zero(name: str) -> None:
     ],
 )
 def test_what_is_hostile_scores_zero_and_is_counted(code: str, kind: str) -> None:
-    assert score(code, SQUARE, seconds=1.5, memory_mib=256) == 0.0
+    assert score(code, SQUARE, seconds=limit_for(kind), memory_mib=256) == 0.0
     assert counts.take() == {kind: 1}
 
 
@@ -283,7 +291,7 @@ def test_a_packed_bomb_is_bounded_by_memory() -> None:
     ],
 )
 def test_hostile_programs_score_zero_and_are_counted(code: str, kind: str) -> None:
-    assert score(code, PRINTED, seconds=1.5) == 0.0
+    assert score(code, PRINTED, seconds=limit_for(kind)) == 0.0
     assert counts.take() == {kind: 1}
 
 

@@ -14,10 +14,9 @@ import torch
 
 from isobit.config.rollout import RolloutConfig
 from isobit.kernels.backend import backend_of
-from isobit.kernels.noise import sample_key
+from isobit.kernels.noise import sample_key, splitmix64_of
 from isobit.kernels.operands import Drawn, Draws
 from isobit.kernels.spec.log_prob import log_softmax
-from isobit.kernels.spec.noise import uniforms
 from isobit.kernels.spec.sampling import draw, draw_tokens, truncate
 from isobit.models.cut import WHOLE
 from isobit.records.text import Prompt, SamplingParams
@@ -31,16 +30,28 @@ VOCAB = 11
 MODULUS = (1 << 61) - 1
 
 
-def history_hash(tokens: Sequence[int]) -> int:
-    value = 0
+MULTIPLIERS = torch.tensor([splitmix64_of(0, token) | 1 for token in range(VOCAB)])
+
+
+def history_hashes(tokens: Sequence[int], first: int) -> list[int]:
+    """Of the history up to each token from place ``first`` on."""
+    value, hashes = 0, list[int]()
     for token in tokens:
         value = (value * 1_000_003 + token + 1) % MODULUS
-    return value
+        hashes.append(value)
+    return hashes[first:]
+
+
+def history_hash(tokens: Sequence[int]) -> int:
+    return history_hashes(tokens, len(tokens) - 1)[0]
 
 
 def logits_of(hashes: torch.Tensor, version: int) -> torch.Tensor:
-    """FP32 [N, VOCAB], a pseudo-random function of the history and of the weights."""
-    return uniforms(hashes, torch.full_like(hashes, version), VOCAB).mul(5).float()
+    """FP32 [N, VOCAB] from 0 to 5, a pseudo-random function of the history and of the weights: the
+    high bits of a product, which few operations make.
+    """
+    mixed = hashes[:, None] * MULTIPLIERS + splitmix64_of(1, version)
+    return (mixed >> 40).bitwise_and_(0xFFFF).float().mul_(5 / 0x10000)
 
 
 @dataclass
@@ -82,9 +93,7 @@ class HistoryModel:
             assert batch.positions[end - count : end].tolist() == list(
                 range(length - count, length)
             )
-            hashes += [
-                history_hash(history[: position + 1]) for position in range(length - count, length)
-            ]
+            hashes += history_hashes(history, length - count)
         return States(torch.tensor(hashes).unsqueeze(1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -158,12 +167,23 @@ def request(index: int, length: int, samples: int = 1, **sampling: Any) -> Reque
     return Request(Prompt(f"p/{index}", "", token_ids), 0, samples, SamplingParams(**sampling))
 
 
-def plain_samples(
-    request: Request, seed: int = 0, context: int = 512, version: int = 0
-) -> list[tuple[list[int], list[float]]]:
-    """The tokens and log-probabilities of every sample, one token at a time over a plain list."""
+Samples = list[tuple[list[int], list[float]]]
+_known: dict[str, Samples] = {}
+
+
+def plain_samples(request: Request, seed: int = 0, context: int = 512, version: int = 0) -> Samples:
+    """The tokens and log-probabilities of every sample, one token at a time over a plain list;
+    remembered, since several engines are asked for the same.
+    """
+    name = repr((request, seed, context, version))
+    if name not in _known:
+        _known[name] = _drawn_one_by_one(request, seed, context, version)
+    return _known[name]
+
+
+def _drawn_one_by_one(request: Request, seed: int, context: int, version: int) -> Samples:
     sampling = request.sampling
-    results: list[tuple[list[int], list[float]]] = []
+    results: Samples = []
     for index in range(request.samples):
         key = torch.tensor([sample_key(seed, request.prompt.id, request.visit, index)])
         tokens = list(request.prompt.token_ids)

@@ -43,7 +43,7 @@ def check_left_alone(runner: DelayedRunner) -> None:
     assert runner.waited == runner.steps
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batches())
 def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], dict[str, Any]]):
     wanted, sizes = batch

@@ -40,8 +40,7 @@ def lagging(make_config: MakeConfig, write_reward: Callable[[str], str]) -> Make
             training=training,
             evaluation={"every": 2},
             checkpoint={"every": 1, "keep_last": 9, **sections.pop("checkpoint", {})},
-            **{"async": {"lag": lag}},
-            **sections,
+            **{"async": {"lag": lag}, "rollout": {"max_new_tokens": 4}, **sections},
         )
         return config
 

@@ -5,7 +5,7 @@ afterwards, what was changed is named with its step.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from isobit.models.tensor_file import TensorFile
 from isobit.parallel.world import ALONE, World
 from isobit.run.rl.loop import train
 from isobit.run.rl.replay import ReplayResult, replay
+from isobit.run.rl.replay_compare import NAMES
 from isobit.store.checkpoint.format import CHUNK_BYTES, _json_sha256
 from tests.worlds import in_world
 
@@ -36,7 +37,7 @@ def settings(folder: Path, model: Path, output: Path, **sections: Any) -> RunCon
             "eval": {"held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 3}},
         },
         "reward": {"function": f"{folder / 'reward.py'}:reward", "in_process": True},
-        "rollout": {"max_new_tokens": 6},
+        "rollout": {"max_new_tokens": 3},
         "training": {
             "steps": STEPS,
             "prompts_per_step": 2,
@@ -88,8 +89,7 @@ def contents(root: Path) -> dict[str, bytes]:
 def change_line(path: Path, wanted: Callable[[dict[str, Any]], bool], change: Any) -> None:
     """Change the first line that is wanted, as somebody with an editor does."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    one = next(line for line in lines if wanted(line))
-    change(one)
+    change(next(line for line in lines if wanted(line)))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
@@ -137,7 +137,7 @@ def test_a_step_is_done_from_the_checkpoint_before_it(step: int, first: int, who
 @pytest.mark.parametrize(
     "sections",
     [
-        {"asynchrony": {"lag": 2}},
+        {"async": {"lag": 2}},
         {"replay": {"fraction": 0.5}},
         {"algorithm": {"name": "ppo"}},
         {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}, "reference": {"refresh_every": 2}},
@@ -149,10 +149,9 @@ def test_a_step_is_done_from_the_checkpoint_before_it(step: int, first: int, who
 def test_what_can_be_resumed_can_be_replayed(
     sections: dict[str, Any], folder: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    if "asynchrony" in sections:
-        sections = {"async": sections["asynchrony"]}
+    sections["training"] = {"steps": 4, **sections.get("training", {})}
     train(settings(folder, tiny_folder, tmp_path / "run", **sections))
-    for step in (None, 5):
+    for step in (None, 3):
         assert found(replay(tmp_path / "run", step)) == []
 
 
@@ -178,31 +177,59 @@ def test_a_byte_of_the_trained_model(step: int | None, run: Path) -> None:
     assert f"{last} first" in what
 
 
-@pytest.mark.parametrize("step", [None, 4, 5])
-@pytest.mark.parametrize("file", ["masters.safetensors", "optimiser.safetensors", "state.json"])
-def test_a_byte_of_a_checkpoint(file: str, step: int | None, run: Path) -> None:
-    path = run / "checkpoints" / "step_000004" / file
+PARTS = {"masters.safetensors": "masters", "optimiser.safetensors": "moments", "state.json": ""}
+"""The files of a checkpoint, and what the digests call what they hold."""
+
+
+def flip_byte_of(file: str, step: int, run: Path) -> Path:
+    """The file of a checkpoint in which it was done."""
+    path = run / "checkpoints" / f"step_{step:06}" / file
     flip_byte(path, path.stat().st_size - 30)
+    return path
+
+
+@pytest.mark.parametrize(("file", "step"), list(zip(PARTS, (4, 5, 5), strict=True)))
+def test_a_byte_of_a_checkpoint(file: str, step: int, run: Path) -> None:
+    path = flip_byte_of(file, 4, run)
     said = list[str]()
     result = replay(run, step, said.append)
     ((of, what),) = found(result)
     assert of == 4 and what.startswith("checkpoint step_000004 is damaged: ")
     assert str(path) in what and f"step 4: {what}" in said
-    assert result.first == (1 if step is None else 3), "from the one before it"
+    assert result.first == 3, "from the one before it"
 
 
-@pytest.mark.parametrize("step", [None, 4, 5])
+def test_a_byte_of_each_checkpoint(run: Path) -> None:
+    """Another file of each."""
+    paths = {
+        step: flip_byte_of(file, step, run) for file, step in zip(PARTS, (2, 4, 6), strict=True)
+    }
+    result = replay(run)
+    assert [of for of, _ in found(result)] == list(paths) and result.first == 1
+    for of, what in found(result):
+        assert what.startswith(f"checkpoint step_00000{of} is damaged: ") and str(paths[of]) in what
+
+
 @pytest.mark.parametrize(
-    ("file", "name"), [("masters.safetensors", "masters"), ("optimiser.safetensors", "moments")]
+    ("file", "step"),
+    [("masters.safetensors", 4), ("masters.safetensors", 5), ("optimiser.safetensors", 5)],
 )
 def test_a_byte_of_a_checkpoint_whose_manifest_was_changed_with_it(
-    file: str, name: str, step: int | None, run: Path
+    file: str, step: int, run: Path
 ) -> None:
-    folder = run / "checkpoints" / "step_000004"
-    flip_byte(folder / file, (folder / file).stat().st_size - 30)
-    make_consistent(folder)
+    make_consistent(flip_byte_of(file, 4, run).parent)
     ((of, what),) = found(replay(run, step))
-    assert of == 4 and f"does not hold the {name} that digests.jsonl has" in what
+    assert of == 4 and f"does not hold the {PARTS[file]} that digests.jsonl has" in what
+
+
+def test_a_byte_of_each_checkpoint_whose_manifest_was_changed_with_it(run: Path) -> None:
+    changed = {2: "masters.safetensors", 4: "optimiser.safetensors"}
+    for step, file in changed.items():
+        make_consistent(flip_byte_of(file, step, run).parent)
+    differences = found(replay(run))
+    assert [of for of, _ in differences] == list(changed)
+    for of, what in differences:
+        assert f"does not hold the {PARTS[changed[of]]} that digests.jsonl has" in what
 
 
 def test_a_cursor_of_a_checkpoint_whose_manifest_was_changed_with_it(run: Path) -> None:
@@ -219,62 +246,90 @@ def test_a_cursor_of_a_checkpoint_whose_manifest_was_changed_with_it(run: Path) 
     assert {of for of, _ in found(replay(run, 5))} == {5}
 
 
-@pytest.mark.parametrize("value", [7.25, 1.0000000000000002, None])
-def test_a_reward_of_training(value: float | None, run: Path) -> None:
-    def change(line: dict[str, Any]) -> None:
-        line["rewards"][1][2] = value
-
+def change_reward(run: Path, source: str, version: int, place: tuple[int, int], value: Any) -> None:
+    """Of the grading that the weights of a version were given; ``place`` is prompt and sample."""
     change_line(
         run / "rewards.jsonl",
-        lambda line: line["prompts"][0][0].startswith("train") and line["weights_version"] == 3,
-        change,
+        lambda line: (
+            line["prompts"][0][0].startswith(source) and line["weights_version"] == version
+        ),
+        lambda line: line["rewards"][place[0]].__setitem__(place[1], value),
     )
-    ((of, what),) = found(replay(run))
-    assert of == 3 and f"sample 2: {value} in rewards.jsonl, " in what
+
+
+def test_rewards_of_training(run: Path) -> None:
+    values = {1: 7.25, 3: 1.0000000000000002, 5: None}
+    for step, value in values.items():
+        change_reward(run, "train", step, (1, 2), value)
+    differences = found(replay(run))
+    assert [of for of, _ in differences] == list(values)
+    for of, what in differences:
+        assert f"sample 2: {values[of]} in rewards.jsonl, " in what
     ((of, _),) = found(replay(run, 3))
     assert of == 3
 
 
-def test_a_reward_of_an_evaluation(run: Path) -> None:
-    for version, step in ((1, 0), (5, 4)):
-        change_line(
-            run / "rewards.jsonl",
-            lambda line, version=version: (
-                line["prompts"][0][0].startswith("held_out") and line["weights_version"] == version
-            ),
-            lambda line: line["rewards"][0].__setitem__(0, 9.0),
-        )
-        steps = [of for of, what in found(replay(run)) if "9.0 in rewards.jsonl" in what]
-        assert step in steps
+def test_rewards_of_evaluations(run: Path) -> None:
+    for version in (1, 5):
+        change_reward(run, "held_out", version, (0, 0), 9.0)
+    assert [of for of, what in found(replay(run)) if "9.0 in rewards.jsonl" in what] == [0, 4]
 
 
-@pytest.mark.parametrize("key", ["completion", "token_texts", "log_probs", "reward", "prompt"])
-@pytest.mark.parametrize(("source", "step"), [("train", 5), ("held_out", 2)])
-def test_a_completion(key: str, source: str, step: int, run: Path) -> None:
-    def change(line: dict[str, Any]) -> None:
-        line[key] = [*line[key][:-1], "x"] if isinstance(line[key], list) else f"{line[key]}x"
-
-    change_line(
-        run / "completions.jsonl",
-        lambda line: line["step"] == step and line["source"] == source,
-        change,
-    )
-    ((of, what),) = found(replay(run))
-    assert of == step and what.startswith("completions.jsonl") and what.endswith(f": {key}")
+KEYS = ("completion", "token_texts", "log_probs", "reward", "prompt")
 
 
 @pytest.mark.parametrize(
-    "name", ["tokens", "log_probs", "rewards", "weights", "masters", "moments"]
+    "places",
+    [
+        [*((step, "train") for step in (1, 2, 3, 4, 5)), (6, "held_out")],
+        [(step, "held_out") for step in (0, 2, 4, 6)],
+    ],
+    ids=["train", "held_out"],
 )
-def test_a_digest(name: str, run: Path) -> None:
+def test_completions(places: list[tuple[int, str]], run: Path) -> None:
+    """Each key in another place; of the evaluations, which are four, the last one is among those
+    of training.
+    """
+    changes = list(zip((*KEYS, "prompt"), places, strict=False))
+    for key, (step, source) in changes:
+
+        def change(line: dict[str, Any], key: str = key) -> None:
+            line[key] = [*line[key][:-1], "x"] if isinstance(line[key], list) else f"{line[key]}x"
+
+        def wanted(line: dict[str, Any], step: int = step, source: str = source) -> bool:
+            return (line["step"], line["source"]) == (step, source)
+
+        change_line(run / "completions.jsonl", wanted, change)
+    differences = found(replay(run))
+    assert [of for of, _ in differences] == [step for step, _ in places]
+    for (key, _), (_, what) in zip(changes, differences, strict=True):
+        assert what.startswith("completions.jsonl") and what.endswith(f": {key}")
+
+
+def change_digests(run: Path, names: Sequence[str]) -> None:
     def change(line: dict[str, Any]) -> None:
-        line[name] = ("0" if line[name][0] != "0" else "1") + line[name][1:]
+        for name in names:
+            line[name] = ("0" if line[name][0] != "0" else "1") + line[name][1:]
 
     change_line(run / "digests.jsonl", lambda line: line["step"] == 3, change)
+
+
+@pytest.mark.parametrize("name", ["weights", "masters", "moments"])
+def test_a_digest_of_what_a_step_left(name: str, run: Path) -> None:
+    """No later step could be equal."""
+    change_digests(run, [name])
     result = replay(run)
     ((of, what),) = found(result)
-    assert of == 3 and "differ: digests.jsonl has" in what
-    assert result.last == (3 if name in ("weights", "masters", "moments") else STEPS)
+    assert of == result.last == 3 and what.startswith(f"{NAMES[name]} differ: digests.jsonl has")
+
+
+def test_digests_of_what_a_step_was_given(run: Path) -> None:
+    names = ("tokens", "log_probs", "rewards")
+    change_digests(run, names)
+    result = replay(run)
+    assert [of for of, _ in found(result)] == [3] * 3 and result.last == STEPS
+    for name, (_, what) in zip(names, found(result), strict=True):
+        assert what.startswith(f"{NAMES[name]} differ: digests.jsonl has")
 
 
 @pytest.mark.parametrize("file", ["digests.jsonl", "rewards.jsonl", "completions.jsonl"])
@@ -304,7 +359,7 @@ def test_a_reward_that_does_not_repeat(folder: Path, tiny_folder: Path, tmp_path
         "import random\n\n"
         "def reward(prompt, completion):\n    return random.SystemRandom().random()\n"
     )
-    train(settings(tmp_path, tiny_folder, tmp_path / "run"))
+    train(settings(tmp_path, tiny_folder, tmp_path / "run", training={"steps": 4}))
     result = replay(tmp_path / "run", 3)
     assert {of for of, _ in found(result)} == {3}
     whats = [what for _, what in found(result)]
@@ -316,11 +371,7 @@ def test_a_reward_that_does_not_repeat(folder: Path, tiny_folder: Path, tmp_path
 
 
 def test_a_recorded_reward_that_was_changed_is_not_believed(run: Path) -> None:
-    change_line(
-        run / "rewards.jsonl",
-        lambda line: line["prompts"][0][0].startswith("train") and line["weights_version"] == 3,
-        lambda line: line["rewards"][1].__setitem__(2, 7.25),
-    )
+    change_reward(run, "train", 3, (1, 2), 7.25)
     result = replay(run, recorded_rewards=True)
     assert found(result)[0] == (3, found(result)[0][1]) and "rewards differ" in found(result)[0][1]
 
