@@ -10,11 +10,11 @@
 #
 # PYTHON        the interpreter to use, 3.11 to 3.13
 # TORCH_INDEX   an index of CPU builds of torch, for example https://download.pytorch.org/whl/cpu; empty is pip's own index
-# TEST_WORKERS  processes of the test suite; each uses one thread
+# TEST_WORKERS  processes of the test suite, of a thread each: one more than cores, since some tests wait
 
 PYTHON ?= python3
 TORCH_INDEX ?=
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip

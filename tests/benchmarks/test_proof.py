@@ -3,7 +3,10 @@ differences are paired.
 """
 
 import json
+import os
 import random
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from benchmarks.arms import figures, flows, look, problems, rows, runs, suite
 from benchmarks.arms.problems import product_worked_out, rows_of
 from isobit.starter import starter_folder
+from tests.forked import called
 
 TINY = {
     "model": "starter",
@@ -27,6 +31,41 @@ TINY = {
     "evaluation.max_new_tokens": "4",
     "checkpoint.keep_last": "0",
 }
+
+
+class Job:
+    """What is asked of a Popen, of a command that is forked."""
+
+    def __init__(self, card: str, command: Sequence[str], log: Path) -> None:
+        python, option, module, *words = map(str, command)
+        assert (python, option) == (sys.executable, "-m")
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": card}
+        self._process = called("tests.forked:be_module", log, module, *words, environ=environ)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+@pytest.fixture
+def forked_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs on a card need not import torch, which takes seconds."""
+    for module in (runs, flows):
+        monkeypatch.setattr(module, "on_card", Job)
+
+
+def test_a_job_sees_its_card_alone_and_adds_to_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    for card in ("0", "1"):
+        program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+        assert runs.on_card(card, [sys.executable, "-c", program], log).wait() == 0
+    assert log.read_text() == "0\n1\n"
 
 
 def test_a_product_is_worked_out_rightly() -> None:
@@ -69,6 +108,7 @@ def test_solutions_earn_the_reward_and_repeat() -> None:
         assert all(row["completion"].endswith(f"#### {row['answer']}") for row in rows)
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 4, "held_out": 3})
     problems.write_problems(tmp_path / "data")
@@ -130,6 +170,7 @@ def test_each_task_has_its_arms_and_problems() -> None:
     }
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_the_start_answers_in_every_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 1, "held_out": 2})
     monkeypatch.setattr(flows, "FLOWS", {"plain": "bf16", "mixed": flows.FLOWS["down_proj alone"]})
