@@ -65,13 +65,16 @@ def the_dead_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def sigint_is_heard() -> Iterator[None]:
-    """Also where the tests run in the background of a shell, which lets its children ignore it, as
-    a run then rightly does.
+def signals_are_heard() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, or under nohup, which let their
+    children ignore SIGINT and SIGHUP, as a run then rightly does.
     """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # a handler is none in who is started
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: None)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 TINY = ModelConfig(
