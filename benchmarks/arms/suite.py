@@ -28,12 +28,14 @@ _SITE_ARMS: dict[str, Changes] = {
     "fp8-fp32-scales": ARMS["fp8-fp32-scales"],
     "fp8-ends-bf16": {"precision": '{preset = "fp8", first_layers_bf16 = 3, last_layers_bf16 = 3}'},
     "fp8-wgrad-bf16": {"precision": '{preset = "fp8", wgrad = "bf16"}'},
-    "fp8-qkv-bf16": {"precision": '{preset = "fp8", modules_bf16 = ["qkv_proj"]}'},
+    "fp8-stream-bf16": {
+        "precision": '{preset = "fp8", modules_bf16 = ["qkv_proj", "gate_up_proj"]}'
+    },
 }
 SITES = "sites"
 """``multiply`` where something of ``fp8`` is kept in BF16: attention and KV cache (``fp8-linear``),
-the first and last three layers, the weight gradients' operands, or of all linears the one whose
-rounding costs most (``qkv_proj``); or its scales in FP32.
+the first and last three layers, the weight gradients' operands, or the linears that read the
+residual stream, whose rounding costs most; or its scales in FP32.
 """
 FROM_FP8 = "from-fp8"
 """``multiply`` from a start that was fine-tuned in ``fp8``."""
