@@ -19,9 +19,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from benchmarks.comparison.command import run_command
+from isobit.config.commands import InspectConfig
+from isobit.config.load import build
 from isobit.config.overrides import read_value
 from isobit.config.precision import PrecisionConfig
 from isobit.errors import ConfigError
@@ -55,8 +55,9 @@ def make_parser() -> argparse.ArgumentParser:
 def named_flow(text: str) -> tuple[str, PrecisionConfig]:
     """A preset or a table, as the command line of ``isobit`` takes it, and what it says."""
     try:
-        return text, PrecisionConfig.model_validate(read_value("precision", text))
-    except (ConfigError, ValidationError) as error:
+        values = {"precision": read_value("precision", text)}
+        return text, build(InspectConfig, values, "--precisions").precision
+    except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{text} is no precision: {error}") from None
 
 

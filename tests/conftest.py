@@ -15,7 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 os.environ["GOMP_SPINCOUNT"] = "0"  # threads that wait leave the cores to the other tests
 
 import isobit  # noqa: F401, I001  sets OpenMP's spinning, which must precede torch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,20 +33,24 @@ from isobit.models.policy import random_policy
 from isobit.starter import starter_folder
 from tests.death import lie_still
 
-gc.disable()  # until the tests are collected: see pytest_collection_finish
 settings.register_profile(
     "isobit", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("isobit")
 
 
-def pytest_collection_finish() -> None:
-    """What was imported to collect the tests lives as long as they do.  Looking through it for
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported to collect the tests lives as long as they do.  Looking through it for
     garbage takes 4 s while it grows, and 0.3 s in each full collection, of which a run that is out
     of memory makes its own.
     """
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +74,7 @@ def signals_are_heard() -> Iterator[None]:
     children ignore SIGINT and SIGHUP, as a run then rightly does.
     """
     before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # a handler is none in who is started
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # of the tests alone: exec resets it
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: None)
     yield
     for number, handler in before.items():

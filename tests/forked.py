@@ -22,6 +22,9 @@ from isobit.run.cluster.deaths import RankError
 from isobit.run.cluster.launcher import launch
 from tests.forked_ranks import fork_ranks
 
+AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+"""For a process on a machine without AVX-512: the instructions are chosen at torch's first use."""
+
 
 @cache
 def warm() -> ForkServerContext:
@@ -66,13 +69,15 @@ def called(
     return process
 
 
-def ran(target: str, folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
+def ran(
+    target: str, folder: Path, *arguments: Any, environ: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
     """What ``subprocess.run`` says of such a process; its output goes through files of the
     folder.
     """
     out, errors = folder / "stdout", folder / "stderr"
     errors.unlink(missing_ok=True)
-    process = called(target, out, *arguments, errors=errors)
+    process = called(target, out, *arguments, errors=errors, environ=environ)
     process.join()
     assert process.exitcode is not None
     return subprocess.CompletedProcess(

@@ -45,9 +45,7 @@ class Job:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
+    returncode = property(poll)
 
     def wait(self) -> None:
         self._process.join()

@@ -4,37 +4,29 @@ exact flow; and the test can fail.
 
 import json
 import os
-from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.forked import called
+from tests.forked import AVX2, ran
 from tests.models import exactness_probe
 
 EXACT = ("fp32", "bf16", "fp8-linear", "fp8")
 CONTROL = "fp8-rollout"
-AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-
-
 Compared = tuple[dict[str, int], str]
 
 
-@pytest.fixture(scope="module")
-def with_avx2(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[int, Compared]]:
-    """By number of threads, from a process of its own, once it is asked for."""
-    counts, log = (1, 2), tmp_path_factory.mktemp("avx2") / "log"
-
-    @cache
-    def found() -> dict[int, Compared]:
-        environ = os.environ | AVX2
-        target = "tests.models.exactness_probe:main"
-        process = called(target, log, counts, EXACT, environ=environ)
-        process.join()
-        assert process.exitcode == 0, log.read_text()
-        return dict(zip(counts, map(json.loads, log.read_text().splitlines()), strict=True))
-
-    return found
+@cache
+def with_avx2() -> dict[int, Compared]:
+    """By number of threads, from a process of its own."""
+    counts = (1, 2)
+    with TemporaryDirectory() as folder:
+        target, environ = "tests.models.exactness_probe:main", os.environ | AVX2
+        done = ran(target, Path(folder), counts, EXACT, environ=environ)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(counts, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @cache
@@ -45,9 +37,7 @@ def with_all_instructions(threads: int) -> Compared:
 @pytest.mark.parametrize(
     ("threads", "avx2"), [(1, False), (2, False), (4, False), (1, True), (2, True)]
 )
-def test_no_log_probability_differs(
-    threads: int, avx2: bool, with_avx2: Callable[[], dict[int, Compared]]
-) -> None:
+def test_no_log_probability_differs(threads: int, avx2: bool) -> None:
     differing, instructions = with_avx2()[threads] if avx2 else with_all_instructions(threads)
     counts = [differing[name] for preset in EXACT for name in (preset, f"{preset}, alone")]
     assert set(counts) == {0}, differing

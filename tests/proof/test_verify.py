@@ -20,7 +20,7 @@ from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
 from tests.conftest import TINY
-from tests.forked import called
+from tests.forked import AVX2, ran
 
 EXACT: tuple[Preset, ...] = ("fp32", "bf16", "fp8-linear", "fp8")
 SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=6)
@@ -115,15 +115,13 @@ def test_avx2_kernels(tmp_path: Path) -> None:
     """
     policy = random_policy(replace(TINY, num_layers=1), PrecisionConfig(preset="fp32"), seed=0)
     save_policy(policy, tmp_path / "model")
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
     words = ["verify", str(tmp_path / "model"), "--threads", "2", "--json"]
     for name in ("prompts", "samples", "max_new_tokens"):
         words += [f"--{name.replace('_', '-')}", str(getattr(SMALL, name))]
-    said = tmp_path / "said"
-    process = called("tests.proof.test_verify:below_avx512", said, words, environ=environment)
-    process.join()
-    outputs = said.read_text().split(";")[:-1]
-    assert process.exitcode == 0 and len(outputs) == 2, said.read_text()
+    environ = os.environ | AVX2
+    done = ran("tests.proof.test_verify:below_avx512", tmp_path, words, environ=environ)
+    outputs = done.stdout.split(";")[:-1]
+    assert done.returncode == 0 and len(outputs) == 2, done.stdout + done.stderr
     for output in outputs:
         written, _, exit_code = output.rpartition("code ")
         counts = json.loads(written)

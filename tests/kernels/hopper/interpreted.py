@@ -3,13 +3,12 @@
 import os
 from pathlib import Path
 
-from tests.forked import called
+from tests.forked import ran
 
 
 def run_interpreted(name: str, folder: Path) -> None:
     """``MODULE:FUNCTION`` in a process of its own: the interpreter is chosen when Triton is
     imported.
     """
-    process = called(name, folder / "log", environ=os.environ | {"TRITON_INTERPRET": "1"})
-    process.join()
-    assert process.exitcode == 0, (folder / "log").read_text()
+    done = ran(name, folder, environ=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -149,7 +149,7 @@ def test_a_step_is_done_from_the_checkpoint_before_it(step: int, first: int, who
 def test_what_can_be_resumed_can_be_replayed(
     sections: dict[str, Any], folder: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    sections["training"] = {"steps": 4, **sections.get("training", {})}
+    sections = {**sections, "training": {"steps": 4, **sections.get("training", {})}}
     train(settings(folder, tiny_folder, tmp_path / "run", **sections))
     for step in (None, 3):
         assert found(replay(tmp_path / "run", step)) == []
