@@ -7,13 +7,16 @@ seeds, on a real checkpoint.
     python -m benchmarks.proof start DIR --model MODEL --precision fp8      # for from-fp8
     python -m benchmarks.proof outliers DIR                 # the start of stress-outliers
     python -m benchmarks.proof flows DIR [--cards 0 1] [--jobs 3]       # where FP8 loses, untrained
-    python -m benchmarks.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3] [--seconds S]
+    python -m benchmarks.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3] [--threads 3]
+        [--seconds S]
     python -m benchmarks.proof look DIR                     # how far all runs are
     python -m benchmarks.proof table ROWS                   # DIR/rows, or benchmarks/results/proof
     python -m benchmarks.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
 
 ``run`` goes on with what is not finished, ``--jobs`` runs at a time on each card, and tells its
 runs to write a checkpoint when the seconds are over; exit status 3 says that something is left.
+With ``--threads`` each of the jobs is a process that makes so many runs at once
+(``benchmarks.arms.threads``).
 Rows of earlier sittings, copied to DIR/rows, are not made again.
 Anything behind ``--`` goes to ``isobit``: ``-- --training.steps 2``.
 """
@@ -23,7 +26,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.arms import figures, flows, look, outliers, page, problems, rows, runs, suite
+from benchmarks.arms import (
+    figures,
+    flows,
+    look,
+    outliers,
+    page,
+    problems,
+    rows,
+    runs,
+    suite,
+    threads,
+)
 
 FINE_TUNE = Path(__file__).parent / "arms" / "fine_tune.toml"
 LEFT = 3
@@ -46,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     for command in run, commands.choices["flows"]:
         command.add_argument("--cards", nargs="+", default=["0"])
         command.add_argument("--jobs", type=int, default=1)
+    run.add_argument("--threads", type=int, default=1)
     run.add_argument("--seconds", type=float, default=float("inf"))
     return parser
 
@@ -65,25 +80,22 @@ def main() -> int:
             outliers.plant(directory / "start" / "model", directory / "outliers" / "model")
         case "flows":
             where = arguments.cards, arguments.jobs
-            found = flows.answer_all(directory, *where, by_key(changes))
+            found = flows.answer_all(directory, *where, runs.by_key(changes))
             print("\n".join(flows.markdown(found)))
         case "run":
             wanted = suite.wanted(arguments.tasks, arguments.arms, range(arguments.seeds))
-            where = arguments.cards, arguments.jobs, arguments.seconds
-            done = runs.run_all(wanted, directory, *where, by_key(changes))
+            where = arguments.cards, arguments.jobs
+            how = arguments.seconds, runs.by_key(changes)
+            if arguments.threads > 1:
+                done = threads.run_all(wanted, directory, *where, arguments.threads, *how)
+            else:
+                done = runs.run_all(wanted, directory, *where, *how)
             return 0 if done else LEFT
         case "look":
             print("\n".join(look.look(directory)))
         case _:
             report(arguments)
     return 0
-
-
-def by_key(words: list[str]) -> dict[str, str]:
-    """``--KEY VALUE ...`` as settings."""
-    return {
-        key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
-    }
 
 
 def report(arguments: argparse.Namespace) -> None:

@@ -33,18 +33,27 @@ _GRACE_S = 60.0
 
 def training_command(run: Run, directory: Path, changes: Changes) -> list[str]:
     """``isobit train`` of a run, begun or resumed; ``changes`` come last."""
-    words = words_of({**places_of(run, directory), **run.settings, **changes})
+    words = training_words(run, directory, changes)
     recipe = str(recipe_of(run.problems))
     return [sys.executable, "-m", "isobit.cli.main", "train", recipe, "--resume", *words]
 
 
+def training_words(run: Run, directory: Path, changes: Changes) -> list[str]:
+    """What a run changes in its recipe."""
+    return words_of({**places_of(run, directory), **run.settings, **changes})
+
+
 def answers_command(run: Run, directory: Path, changes: Changes) -> list[str]:
     """What answers with a run's last weights in another flow (``benchmarks.arms.answers``)."""
+    folder, words = answers_words(run, directory, changes)
+    return answers.command(folder, recipe_of(run.problems), answers_path(run, directory), words)
+
+
+def answers_words(run: Run, directory: Path, changes: Changes) -> tuple[Path, list[str]]:
+    """The folder of the last weights, and what the recipe is changed in to answer with them."""
     flow = {"precision": answers.other_flow(run.arm)}
     words = words_of({**places_of(run, directory), **changes, **flow})
-    folder = directory / "runs" / run.name / "model"
-    out = _answers_path(run, directory)
-    return answers.command(folder, recipe_of(run.problems), out, words)
+    return directory / "runs" / run.name / "model", words
 
 
 def recipe_of(problems: str) -> Path:
@@ -55,6 +64,13 @@ def recipe_of(problems: str) -> Path:
 def words_of(settings: Changes) -> list[str]:
     """As the command line takes them."""
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
+
+
+def by_key(words: Sequence[str]) -> dict[str, str]:
+    """``--KEY VALUE ...`` as settings."""
+    return {
+        key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
+    }
 
 
 def places_of(run: Run, directory: Path) -> dict[str, str]:
@@ -118,7 +134,7 @@ def _start(
 ) -> Live:
     command = answers_command if answers else training_command
     print(f"{run.name} {'answers' if answers else 'begins or goes on'}, on card {card}", flush=True)
-    process = on_card(card, command(run, directory, changes), _log(run, directory))
+    process = on_card(card, command(run, directory, changes), log_path(run, directory))
     return Live(run, card, process, answers)
 
 
@@ -135,7 +151,7 @@ def on_card(card: str, command: Sequence[str], log: Path) -> subprocess.Popen[by
 
 def _keep_if_finished(ended: Live, directory: Path, jobs: int) -> bool:
     if ended.process.returncode != 0:
-        print(f"{ended.run.name} failed: see {_log(ended.run, directory)}", flush=True)
+        print(f"{ended.run.name} failed: see {log_path(ended.run, directory)}", flush=True)
         return False
     try:
         keep(ended.run, directory, jobs)
@@ -156,11 +172,13 @@ def _stop(live: Sequence[Live]) -> None:
             print(f"{one.run.name} wrote no checkpoint in {_GRACE_S:.0f} s", flush=True)
 
 
-def _log(run: Run, directory: Path) -> Path:
+def log_path(run: Run, directory: Path) -> Path:
+    """What a run says, and its answers in another flow."""
     return directory / "runs" / f"{run.name}.log"
 
 
-def _answers_path(run: Run, directory: Path) -> Path:
+def answers_path(run: Run, directory: Path) -> Path:
+    """Of how a run's last weights answer in another flow."""
     return directory / "runs" / f"{run.name}.answers.json"
 
 
@@ -172,6 +190,6 @@ def row_path(run: Run, directory: Path) -> Path:
 def keep(run: Run, directory: Path, jobs: int) -> None:
     """Write a finished run's row (``benchmarks.arms.rows``)."""
     who = {"task": run.task, "arm": run.arm, "seed": run.seed, "jobs": jobs}
-    other = json.loads(_answers_path(run, directory).read_text(encoding="utf-8"))
+    other = json.loads(answers_path(run, directory).read_text(encoding="utf-8"))
     found = rows.row_of(directory / "runs" / run.name)
     rows.write_row(row_path(run, directory), {**who, **found, "other_flow": other})

@@ -9,5 +9,5 @@ while [ "$(date +%s)" -lt $until ] && [ ! -e /tmp/queue.ended ]; do
 done
 tail -n 30 /tmp/queue.log; python3 -m benchmarks.proof look $PROOF; nvidia-smi --query-gpu=memory.used,utilization.gpu --format=csv,noheader
 keep
-[ -e /tmp/caches.kept ] || { tar c -C /tmp caches | xz -3 -T0 | split -b 15M - "$OUT/caches.txz."; touch /tmp/caches.kept; }
+tar c -C /tmp caches | xz -3 -T0 | split -b 15M - "$OUT/caches.txz."
 since waited

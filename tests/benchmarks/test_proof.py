@@ -8,11 +8,12 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.arms import figures, flows, look, problems, rows, runs, suite
+from benchmarks.arms import figures, flows, look, problems, rows, runs, suite, threads
 from benchmarks.arms.problems import product_worked_out, rows_of
 from isobit.starter import starter_folder
 from tests.forked import called
@@ -47,8 +48,12 @@ class Job:
 
     returncode = property(poll)
 
-    def wait(self) -> None:
+    def wait(self) -> int | None:
         self._process.join()
+        return self.returncode
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 @pytest.fixture
@@ -130,6 +135,52 @@ def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     before = json.dumps(row)
     assert runs.run_all([run], tmp_path, [""], 1, 0.0, TINY)  # is there
     assert json.dumps(rows.read_finished(tmp_path / "rows")[0]) == before
+
+
+@pytest.mark.usefixtures("forked_jobs")
+def test_runs_in_threads_leave_what_runs_in_processes_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 4, "held_out": 3})
+    wanted = suite.wanted(["gsm"], ["bf16", "fp8"], [0])
+    processes, together = tmp_path / "processes", tmp_path / "threads"
+    for directory in (processes, together):
+        problems.write_problems(directory / "data")
+    assert runs.run_all(wanted, processes, [""], 2, 120.0, TINY)
+    assert not threads.run_all(wanted, together, [""], 1, 2, 0.0, TINY)  # no time: they are killed
+    assert threads.run_all(wanted, together, [""], 1, 2, 120.0, TINY)
+    found = [rows.read_finished(directory / "rows") for directory in (processes, together)]
+    for alone, beside in zip(*found, strict=True):
+        for part in ("start", "final", "completions", "evaluations", "other_flow"):
+            assert drop_times(beside[part]) == drop_times(alone[part]), part
+    assert [row["jobs"] for row in found[1]] == [2, 2]
+    for run in wanted:
+        log = (together / "runs" / f"{run.name}.log").read_text()
+        assert log.count("step 1/1") == 1 and f"{run.arm}: 0 of " in log, "each has its own"
+
+
+def drop_times(part: Any) -> Any:
+    """What a repeat has in common."""
+    if isinstance(part, list):
+        return [drop_times(one) for one in part]
+    if isinstance(part, dict):
+        return {name: drop_times(one) for name, one in part.items() if "second" not in name}
+    return part
+
+
+@pytest.mark.usefixtures("forked_jobs")
+def test_a_run_that_fails_in_a_thread_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 4, "held_out": 3})
+    problems.write_problems(tmp_path / "data")
+    failing, other = suite.wanted(["gsm"], ["bf16", "fp8"], [0])
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / failing.name).write_text("no directory")
+    assert not threads.run_all([failing, other], tmp_path, [""], 1, 2, 120.0, TINY)
+    (row,) = rows.read_finished(tmp_path / "rows")
+    assert rows.name_of(row) == other.name
+    assert "Error" in (tmp_path / "runs" / f"{failing.name}.log").read_text()
 
 
 def test_differences_are_paired_by_seed_and_problem() -> None:

@@ -27,7 +27,13 @@ from isobit.kernels.hopper.linear import (
     output_gradient,
     wgrad,
 )
-from isobit.kernels.hopper.memory import CapturedGraph, HopperMemory, HostCopies, to_device
+from isobit.kernels.hopper.memory import (
+    CapturedGraph,
+    HopperMemory,
+    HostCopies,
+    synchronize,
+    to_device,
+)
 from isobit.kernels.hopper.norm import add_rms_norm
 from isobit.kernels.hopper.norm_backward import rms_norm_backward
 from isobit.kernels.hopper.ordered_sum import add_in_order
@@ -146,7 +152,7 @@ class HopperBackend:
 
     def synchronize(self) -> None:
         """Wait for the GPU."""
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def describe(self) -> Mapping[str, str]:
         """The products' libraries."""

@@ -3,14 +3,21 @@
 ``allocate_in_pages``: what torch keeps of freed blocks is given back between the turns of engine
 and trainer.  For that its blocks must not be held by a small tensor in each of them, moments among
 activations for example, so they are made of pages that come and go by themselves.
+
+Several runs may go on in one process, each in a thread with a stream of its own (``torch.cuda.
+stream``): their kernels then run at once.  While one captures, nobody may wait for the whole device
+or give memory back, which would end the capture: hence ``_DEVICE``.
 """
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
+_DEVICE = threading.Lock()
+"""Held by the thread that captures, and by one that does what concerns the device as a whole."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -30,7 +37,8 @@ class HopperMemory:
 
     def release_cached(self) -> None:
         """See ``DeviceMemory``, as for all below."""
-        torch.cuda.empty_cache()
+        with _DEVICE:
+            torch.cuda.empty_cache()
 
     def peak(self) -> int:
         """Bytes of tensors."""
@@ -54,6 +62,12 @@ def _set_allocator(settings: str) -> None:
     """torch has no public function for it; the one for every accelerator is the newer one."""
     newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (newer or torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that was launched on a GPU, by any thread."""
+    with _DEVICE:
+        torch.cuda.synchronize(device)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -97,18 +111,20 @@ class CapturedGraph:
         """
         step()
         self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        torch.cuda.synchronize()
-        collects = gc.isenabled()
-        gc.disable()  # a collection could free GPU memory in the middle of the capture
-        try:
-            with torch.cuda.stream(stream):
-                pool = None if beside is None else beside._graph.pool()
-                self._graph.capture_begin(pool=pool)
-                self._outputs = step()
-                self._graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
+        with _DEVICE:
+            torch.cuda.synchronize()
+            collects = gc.isenabled()
+            gc.disable()  # a collection could free GPU memory in the middle of the capture
+            try:
+                with torch.cuda.stream(stream):
+                    pool = None if beside is None else beside._graph.pool()
+                    # other threads may go on to launch and to allocate
+                    self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    self._outputs = step()
+                    self._graph.capture_end()
+            finally:
+                if collects:
+                    gc.enable()
 
     def replay(self) -> tuple[torch.Tensor, ...]:
         """Launch it; the outputs are overwritten by the next replay."""

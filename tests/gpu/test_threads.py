@@ -1,0 +1,79 @@
+"""Several runs in one process, each in a thread with a stream of its own, make the bits that each
+makes alone: while one captures its steps, others launch, allocate, give memory back and wait.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier
+
+import pytest
+import torch
+
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from isobit.models.policy import Policy
+from isobit.records.text import Completion, Prompt, SamplingParams
+from isobit.rollout.engine import generate
+from isobit.rollout.native.engine import NativeEngine
+from isobit.rollout.request import Request
+from isobit.training.supervised import SupervisedObjective, pack_pairs
+from isobit.training.trainer import Trainer
+
+MakePolicy = Callable[..., Policy]
+Left = tuple[list[list[list[Completion]]], list[torch.Tensor]]
+PRESETS = ("fp8", "bf16", "fp8-linear")
+STEPS = 4
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "smollm2"])
+def test_threads_leave_what_each_run_leaves_alone(shape: str, make_policy: MakePolicy) -> None:
+    alone = [run(partial(make_policy, shape, preset), None) for preset in PRESETS]
+    together = Barrier(len(PRESETS), timeout=120.0)
+    with ThreadPoolExecutor(len(PRESETS)) as pool:
+        begun = [
+            pool.submit(run, partial(make_policy, shape, preset), together) for preset in PRESETS
+        ]
+        beside = [one.result() for one in begun]
+    for (drawn, masters), (drawn_alone, masters_alone) in zip(beside, alone, strict=True):
+        assert drawn == drawn_alone, "tokens and log-probabilities"
+        assert all(torch.equal(a, b) for a, b in zip(masters, masters_alone, strict=True))
+        assert drawn[0] != drawn[-1], "it has learnt"
+
+
+def run(make: Callable[[], Policy], together: Barrier | None) -> Left:
+    """Steps of a rollout, after which the engine gives all back, and an update; all threads begin a
+    step at the same time.
+    """
+    with torch.cuda.stream(torch.cuda.Stream()):
+        policy = make()
+        engine = NativeEngine(policy, RolloutConfig(kv_pages=200), None, seed=1)
+        trainer = Trainer(policy, TrainingConfig(learning_rate=1e-3), total_updates=STEPS)
+        drawn: list[list[list[Completion]]] = []
+        for step in range(STEPS):
+            if together is not None:
+                together.wait()
+            drawn.append(generate(engine, requests()))
+            engine.release()
+            batches = pack_pairs(examples(step), 2048)
+            metrics = trainer.update(batches, SupervisedObjective())
+            assert metrics.skipped is None, metrics.skipped
+        policy.backend.synchronize()
+        return drawn, [master.detach().clone() for master in policy.masters.values()]
+
+
+def requests() -> list[Request]:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [tuple(torch.randint(1000, (n,), generator=generator).tolist()) for n in (5, 130)]
+    sampling = SamplingParams(64)
+    return [Request(Prompt(f"p{i}", "", ids), 0, 8, sampling) for i, ids in enumerate(prompts)]
+
+
+def examples(seed: int) -> list[tuple[tuple[int, ...], list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(1000, (n,), generator=generator).tolist() for n in (300, 900, 700)]
+    return [((first,), rest) for first, *rest in rows]
