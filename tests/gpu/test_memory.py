@@ -3,6 +3,7 @@ is what was planned.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.clock import Clock
+from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlanner
 from isobit.memory.turns import DeviceTurns
 from isobit.models.config import ModelConfig
@@ -131,10 +133,13 @@ def test_moments_on_the_host_leave_the_gpu_and_keep_their_bits(
     )
 
 
+@pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])
-def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute) -> None:
-    """Within 4% and 64 MiB: torch rounds blocks up, and libraries take workspaces from it."""
+def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute, stays: bool) -> None:
+    """Within 4% and 64 MiB: torch rounds blocks up, and libraries take workspaces from it.  The
+    engine's cache takes turns with the trainer, or stays.
+    """
     torch.cuda.empty_cache()
     standing = torch.cuda.memory_allocated()
     config = TrainingConfig(
@@ -149,18 +154,23 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute) -> Non
     backend = policy.backend
     assert backend.memory is not None
     planner = DevicePlanner(WIDE, policy.flow, backend.sizes, backend.memory.available())
+    if not stays:
+        needed = sum(planner.training_bytes(config, 8192, 8192).values())
+        planner = replace(planner, total=needed + RESERVE)
     plan = planner.plan(rollout, config, 8192)
+    assert plan.engine_stays == stays
     engine, trainer = (
         NativeEngine(policy, rollout, None, seed=0),
         Trainer(policy, config, total_updates=4),
     )
     turns, clock = DeviceTurns(plan, engine, trainer), Clock()
-    drawn = []
+    drawn, made = [], engine._works
     for _ in range(2):
         drawn.append(answers(engine))
         with turns.training(clock):
             update(trainer, (8192, 4096, 4096))
     assert drawn[0] != drawn[1], "the second rollout reads the new weights"
+    assert (engine._works is made) == stays
     assert answers(NativeEngine(policy, rollout, None, seed=0)) == answers(engine)
     measured = {
         phase: turns.figures()[f"memory/{phase}_peak_gib"] * (1 << 30) - standing

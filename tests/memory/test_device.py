@@ -308,6 +308,26 @@ def test_without_an_engine_training_alone_is_planned() -> None:
     assert "rollout" not in text and "KV" not in text
 
 
+def test_an_engine_stays_where_training_fits_beside_its_cache() -> None:
+    training, rollout = TrainingConfig(moments="bf16"), RolloutConfig(kv_pages=2000)
+
+    def made(total: int, **changes: Any) -> DevicePlan:
+        return replace(planner(total=total), **changes).plan(rollout, training, 4096)
+
+    alone = made(H200)
+    cache = alone.rollout["KV pages"]
+    enough = sum(alone.training.values()) + cache + RESERVE
+    assert not alone.engine_stays and enough > H200, "by turns, as its own peak says"
+    beside = made(enough)
+    assert beside.engine_stays
+    assert beside.training == {**alone.training, "KV pages": cache}
+    assert beside.rollout == alone.rollout and beside.pages == alone.pages
+    assert "the engine keeps its cache" in beside.describe()[-1]
+    for by_turns in (made(enough - 1), made(enough, processes=2)):
+        assert not by_turns.engine_stays
+        assert "keeps" not in "\n".join(by_turns.describe())
+
+
 def test_a_rollouter_has_weights_and_pages_alone() -> None:
     training = TrainingConfig(moments="bf16", offload_moments=True)
     trains, samples = planner(total=2 * H200), replace(planner(total=2 * H200), learns=False)
@@ -315,6 +335,7 @@ def test_a_rollouter_has_weights_and_pages_alone() -> None:
     both = [one.plan(rollout, training, 40960) for one in (trains, samples)]
     assert both[1].pages > both[0].pages
     assert both[1].rollout.keys() == {"published weights", "forward and logits", "KV pages"}
-    assert both[1].training.keys() == {"published weights", "a forward that scores"}
+    assert both[1].training.keys() == {"published weights", "a forward that scores", "KV pages"}
     assert not both[1].host
-    assert sum(both[1].training.values()) < sum(both[0].training.values()) / 4
+    beside = sum(both[1].training.values()) - both[1].training["KV pages"]
+    assert not both[0].engine_stays and beside < sum(both[0].training.values()) / 4

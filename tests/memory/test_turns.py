@@ -150,6 +150,27 @@ def test_a_resumed_run_takes_turns_from_its_first_moment(
     assert content(tmp_path / "broken") == content(tmp_path / "whole")
 
 
+def test_an_engine_that_stays_gives_nothing_back_and_changes_no_bit(
+    make_config: MakeConfig, turns: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It captures once, and its cache is among what training takes."""
+    made: list[object] = []
+    assemble = NativeEngine._assemble
+    monkeypatch.setattr(
+        NativeEngine, "_assemble", lambda self, runner: made.append(1) or assemble(self, runner)
+    )
+    staying = {**PLAN.training, "KV pages": PLAN.rollout["KV pages"]}
+    monkeypatch.setitem(globals(), "PLAN", replace(PLAN, training=staying))
+    settings: dict[str, Any] = {"evaluation": {"every": 1}}
+    summary = train(make_config(output=tmp_path / "staying", **settings))
+    assert turns == ["reset", "reset"] * 3 and len(made) == 1
+    monkeypatch.setattr(loop, "prepare_rl", prepare_rl)
+    train(make_config(output=tmp_path / "plain", **settings))
+    assert content(tmp_path / "staying") == content(tmp_path / "plain")
+    assert summary.gpu_memory is not None
+    assert summary.gpu_memory["training"].planned_gib == 7.0
+
+
 def supervised(make_config: MakeConfig, **sections: Any) -> SftConfig:
     """A few examples of sums, whose completions are graded, too."""
     base = make_config()

@@ -2,10 +2,12 @@
 there.
 
 Weights stay; the engine's KV cache and the trainer's gradients and activations take turns
-(``isobit.memory.turns``), so that each phase has the whole device:
+(``isobit.memory.turns``), so that each phase has the whole device, unless both fit beside each
+other: then the cache stays, and what was captured with it.
 
     rollout     masters + published weights + moments + KV pages + forward
     training    masters + published weights + moments + gradients + saved activations + what passes
+                (+ KV pages that stay)
 
 Models that only score, a reference model and reward models, stay in both phases.  With ``offload``
 one is in page-locked main memory instead, and on the device only while it scores, which is before
@@ -62,6 +64,7 @@ _ROUND = 128  # tokens: the step of what is advised
 
 Bytes = Mapping[str, int]
 MOMENTS = "optimiser moments"
+CACHE = "KV pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,11 @@ class DevicePlan:
         return {name: sum(phase.values()) for name, phase in self._phases.items()}
 
     @property
+    def engine_stays(self) -> bool:
+        """Whether the cache is there in both phases."""
+        return CACHE in self.training
+
+    @property
     def _phases(self) -> dict[str, Bytes]:
         rollout = {"rollout": self.rollout} if self.rollout else {}
         return {**rollout, "training": self.training}
@@ -115,6 +123,10 @@ class DevicePlan:
             f"  {cache if self.rollout else ''}micro-batches of up to {self.tokens:,} tokens in "
             "training"
         )
+        if self.engine_stays:
+            lines.append(
+                "  both fit: the engine keeps its cache, and what it has captured, in training"
+            )
         for name, size in self.host.items():
             when = "during rollout" if name == MOMENTS else "except while they score"
             lines.append(f"  {gib(size)} of main memory hold the {name} {when}")
@@ -162,7 +174,11 @@ class DevicePlanner:
         standing["forward and logits"] = forward_bytes(self.shape, self.flow, rollout, self.sizes)
         room = self.total - RESERVE - sum(standing.values())
         pages = self._num_pages(rollout, training, longest, room)
-        standing["KV pages"] = pages * self.sizes.page_bytes(self.shape, self.flow)
+        standing[CACHE] = pages * self.sizes.page_bytes(self.shape, self.flow)
+        both = needed | {CACHE: standing[CACHE]}
+        # several processes capture the same steps at the same time, or wait for each other
+        if self.processes == 1 and sum(both.values()) + RESERVE <= self.total:
+            needed = both
         return DevicePlan(
             standing, needed, self.total, pages, page_tokens, tokens, host, self.processes
         )

@@ -8,6 +8,9 @@ measured.
 A turn of the trainer is a ``with`` block around everything that needs its memory.  What torch keeps
 of freed blocks is given back between turns, for which its blocks must be made of pages that come
 and go by themselves (``allocate_in_pages``).
+
+Where both fit beside each other (``DevicePlan.engine_stays``) nothing is given back: an engine that
+stays captures its steps once a run, and not once a step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,12 +135,15 @@ class DeviceTurns:
             if self._moments is not None:
                 with clock("offload"):
                     self._moments.to_host()
-            self._memory.release_cached()
+            if not self.plan.engine_stays:
+                self._memory.release_cached()
         self._memory.reset_peak()
 
     def release_engine(self) -> None:
-        """Give the memory of the KV cache and of the graphs back; the engine makes them again."""
-        if self._engine is not None:
+        """Give the memory of the KV cache and of the graphs back, if it is needed; the engine makes
+        them again.
+        """
+        if self._engine is not None and not self.plan.engine_stays:
             self._engine.release()
 
     def describe(self) -> Sequence[str]:
