@@ -100,6 +100,8 @@ def compare(scores: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
     """Scores [P, 2] beside those of FP32."""
     error = scores - exact
     order, exact_order = (x[:, 0] > x[:, 1] for x in (scores, exact))
+    margin = (exact[:, 0] - exact[:, 1]).abs()
+    reordered = margin[order != exact_order]
     return {
         "kendall_tau": kendall_tau(scores.flatten(), exact.flatten()),
         "pairs_ranked_as_in_fp32": float((order == exact_order).double().mean()),
@@ -108,6 +110,9 @@ def compare(scores: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
         "score_std": float(exact.std()),
         "accuracy": float(order.double().mean()),
         "accuracy_fp32": float(exact_order.double().mean()),
+        "median_margin": float(margin.median()),
+        "median_margin_of_reordered": float(reordered.median()) if len(reordered) else 0.0,
+        "largest_margin_of_reordered": float(reordered.max()) if len(reordered) else 0.0,
     }
 
 
