@@ -1,7 +1,9 @@
-"""The quickstart under every algorithm, under the corrections of an off-policy rollout, with a KL
-penalty and with replay: does each learn, and what do its figures say?
+"""The quickstart under every algorithm, under the corrections of an off-policy rollout, with a part
+of ``fp8`` in another format, with a KL penalty and with replay: does each learn, and what do its
+figures say?
 
     python -m benchmarks.family run algorithms corrections stages --out DIR [--seeds 3] [--jobs 1]
+    python -m benchmarks.family run sites --out DIR --seeds 10
     python -m benchmarks.family table DIR
 
 Each run is ``recipes/quickstart.toml`` with the changes of ``RUNS``, in a process of its own, two
@@ -62,6 +64,13 @@ RUNS: dict[str, dict[str, Changes]] = {
         "fp8-rollout, TIS": {"precision": "fp8-rollout", "corrections": f"[{_TIS}]"},
         "fp8-rollout, MIS": {"precision": "fp8-rollout", "corrections": f"[{_MIS}]"},
         "fp8-rollout, IcePop": {"precision": "fp8-rollout", "corrections": f"[{_ICEPOP}]"},
+    },
+    "sites": {
+        "bf16": {"precision": "bf16"},
+        "fp8": {"precision": "fp8"},
+        "fp8, scales in FP32": {"precision": '{preset = "fp8", scales = "fp32"}'},
+        "fp8, WGrad in BF16": {"precision": '{preset = "fp8", wgrad = "bf16"}'},
+        "fp8-linear": {"precision": "fp8-linear"},
     },
     "stages": {
         "kl 1": {"algorithm.kl_coefficient": "1"},
