@@ -13,6 +13,7 @@ last checkpoints.
 """
 
 import argparse
+import gc
 import io
 import subprocess
 import sys
@@ -112,8 +113,8 @@ def _make(run: Run, directory: Path, beside: int, changes: Changes, said: "SaidB
     with log.open("a", encoding="utf-8") as file, said.into(file), own_stream():
         try:
             recipe = runs.recipe_of(run.problems)
-            config = load_config(recipe, runs.training_words(run, directory, changes))
-            train(config, resume=True)
+            train(load_config(recipe, runs.training_words(run, directory, changes)), resume=True)
+            give_back()
             folder, words = runs.answers_words(run, directory, changes)
             answered = answers.answer(folder, recipe, words)
             write_json(runs.answers_path(run, directory), answered)
@@ -121,7 +122,20 @@ def _make(run: Run, directory: Path, beside: int, changes: Changes, said: "SaidB
         except Exception:  # the others go on
             traceback.print_exc()
             return False
+        finally:
+            give_back()
     return True
+
+
+def give_back() -> None:
+    """To the card, what a run that is over had of it: nobody else may use what torch keeps of a
+    stream, and no process what another one keeps.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        memory = backend_of(torch.device("cuda")).memory
+        assert memory is not None
+        memory.release_cached()
 
 
 def own_stream() -> AbstractContextManager[object]:
