@@ -12,13 +12,12 @@ the host.
 
 import argparse
 import json
-from collections import Counter
 from time import perf_counter
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.comparison.card import measure_card
+from benchmarks.comparison.kernels import kernel_times
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.models.policy import random_policy
@@ -60,21 +59,13 @@ def measure(engine: NativeEngine) -> dict[str, object]:
         engine.step()
     torch.cuda.synchronize()
     wall = (perf_counter() - started_at) * 1e6 / STEPS
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(STEPS):
-            engine.step()
-        torch.cuda.synchronize()
-    times, launches = Counter[str](), Counter[str]()
-    for event in profiled.events() or ():
-        name = event.name.split("<")[0].split("(")[0].removeprefix("void ")
-        times[name] += event.device_time_total / STEPS
-        launches[name] += 1
+    found = kernel_times(engine.step, STEPS)
     return {
         "step_us": round(wall, 1),
-        "kernels_us": round(sum(times.values()), 1),
+        "kernels_us": round(sum(time for time, _ in found.values()), 1),
         "kernels": {
-            name: {"us": round(time, 2), "launches": launches[name] / STEPS}
-            for name, time in times.most_common()
+            name: {"us": round(time, 2), "launches": launches}
+            for name, (time, launches) in found.items()
             if time
         },
     }

@@ -10,14 +10,13 @@ that none is read from the L2 cache.
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.comparison.card import measure_card
+from benchmarks.comparison.kernels import kernel_times
 from isobit.kernels.hopper.experts import experts, experts_saving
 from isobit.kernels.hopper.experts_backward import experts_backward
 from isobit.kernels.hopper.linear import linear_input
@@ -82,20 +81,12 @@ def make_work(config: ModelConfig, experts_of: Experts, format: Format, tokens: 
     return [forward, training]
 
 
-def kernel_times(work: Work) -> dict[str, float]:
-    """Microseconds of a layer by kernel, the longest first."""
+def times_of_a_layer(work: Work) -> dict[str, float]:
+    """Microseconds by kernel, the longest first."""
     for _ in range(2):
         work()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(REPEATS):
-            work()
-        torch.cuda.synchronize()
-    times: Counter[str] = Counter()
-    for event in profiled.events() or ():
-        name = event.name.split("<")[0].split("(")[0].removeprefix("void ")
-        times[name] += event.device_time_total / (REPEATS * LAYERS)
-    return {name: round(time, 2) for name, time in times.most_common()}
+    found = kernel_times(work, REPEATS)
+    return {name: round(time / LAYERS, 2) for name, (time, _) in found.items()}
 
 
 def main() -> None:
@@ -114,7 +105,7 @@ def main() -> None:
             names = ("forward", "training")
             made = make_work(config, config.experts, format, tokens)
             for name, work in zip(names, made, strict=False):
-                times = kernel_times(work)
+                times = times_of_a_layer(work)
                 total = sum(times.values())
                 rows.append({"tokens": tokens, "format": format, "pass": name, "kernels": times})
                 print(f"{tokens} tokens, {format}, {name}: {total:.0f} us a layer", flush=True)

@@ -66,10 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    words = sys.argv[1:]
-    cut = words.index("--") if "--" in words else len(words)
-    changes = words[cut + 1 :]
-    arguments = make_parser().parse_args(words[:cut])
+    words, changes = runs.parted(sys.argv[1:])
+    arguments = make_parser().parse_args(words)
     directory: Path = arguments.directory
     match arguments.command:
         case "problems":

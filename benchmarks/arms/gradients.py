@@ -12,9 +12,9 @@ For each of FLOWS one JSON object on standard output:
     wgrad_bf16  the same with WGrad in BF16, DGrad as in the flow
     norm        of the exact gradient
 
-Of both ``cosine`` (all matrices as one vector), ``norm`` (a multiple of the exact one),
-``smallest`` (cosine of a matrix) and its name.  The gradient is that of a first update, -A log pi
-over the step's tokens, before clipping.
+Of both ``cosine`` (all matrices as one vector), ``norm`` (a multiple of the exact one) and the
+cosines of the matrices: the smallest, the mean, the worst ten.  The gradient is that of a first
+update, -A log pi over the step's tokens, before clipping.
 """
 
 import json
@@ -27,6 +27,9 @@ from typing import Any
 import torch
 
 from benchmarks.arms.reward import correct
+from benchmarks.arms.runs import words_of
+from benchmarks.arms.suite import ARMS
+from benchmarks.backward.cosines import Gradients, summary, take_gradients
 from benchmarks.backward.exact import cosine, exact_backward
 from isobit import load_config
 from isobit.algorithms.advantages import group_advantages
@@ -43,12 +46,8 @@ from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.request import Request
 from isobit.training.packing import pack, sequences_of
 
-FLOWS = {
-    "fp8": '{preset = "fp8"}',
-    "fp8, scales in FP32": '{preset = "fp8", scales = "fp32"}',
-    "fp8-linear": '{preset = "fp8-linear"}',
-}
-Gradients = dict[str, torch.Tensor]
+FLOWS = ("fp8", "fp8-fp32-scales", "fp8-linear")
+"""Arms that train in FP8."""
 Reward = Callable[[Prompt, Completion], float]
 
 
@@ -82,27 +81,19 @@ def policy_gradient(policy: Policy, batches: Sequence[PackedBatch], exact: bool)
             scored = ScoredPass(policy, batch, "none")
             scored.forward()
             scored.backward(-batch.advantages / tokens)
-    found = {
-        name: master.grad.cpu()
-        for name, master in policy.masters.items()
-        if master.grad is not None and master.ndim == 2
-    }
-    for master in policy.parameters():
-        master.grad = None
-    return found
+    return {name: one.cpu() for name, one in take_gradients(policy).items() if one.ndim == 2}
 
 
 def compare(ours: Gradients, exact: Gradients) -> dict[str, Any]:
-    """As one vector, and the matrix that is furthest away."""
-    together = [torch.cat([one.flatten() for one in found.values()]) for found in (ours, exact)]
-    each = {name: cosine(gradient, exact[name]) for name, gradient in ours.items()}
-    worst = min(each, key=lambda name: each[name])
-    return {
-        "cosine": cosine(*together),
-        "norm": float(together[0].norm() / together[1].norm()),
-        "smallest": each[worst],
-        "matrix": worst,
-    }
+    """As one vector, and matrix by matrix."""
+    together = joined(ours), joined(exact)
+    norm = float(together[0].norm() / together[1].norm())
+    return {"cosine": cosine(*together), "norm": norm, **summary(ours, exact)}
+
+
+def joined(gradients: Gradients) -> torch.Tensor:
+    """One vector, FP64."""
+    return torch.cat([one.double().flatten() for one in gradients.values()])
 
 
 def measure(folder: Path, config: RunConfig, reward: Reward = correct) -> dict[str, Any]:
@@ -114,10 +105,9 @@ def measure(folder: Path, config: RunConfig, reward: Reward = correct) -> dict[s
     own = policy_gradient(policy, batches, exact=False)
     del policy
     other = policy_gradient(load_policy(folder, with_wgrad, device), batches, exact=False)
-    squares = sum(float(one.double().square().sum()) for one in exact.values())
     return {
         "tokens": sum(len(batch.rows) for batch in batches),
-        "norm": squares**0.5,
+        "norm": float(joined(exact).norm()),
         "own": compare(own, exact),
         "wgrad_bf16": compare(other, exact),
     }
@@ -125,8 +115,9 @@ def measure(folder: Path, config: RunConfig, reward: Reward = correct) -> dict[s
 
 def main() -> None:
     folder, recipe, words = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    for name, precision in FLOWS.items():
-        given = ["--model", str(folder), "--output", "nowhere", *words, "--precision", precision]
+    for name in FLOWS:
+        flow = words_of(ARMS[name])
+        given = ["--model", str(folder), "--output", "nowhere", *words, *flow]
         print(json.dumps({"flow": name, **measure(folder, load_config(recipe, given))}), flush=True)
 
 

@@ -66,6 +66,12 @@ def words_of(settings: Changes) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 
+def parted(words: list[str]) -> tuple[list[str], list[str]]:
+    """A command line: what is before ``--``, and what is behind it for ``isobit``."""
+    cut = words.index("--") if "--" in words else len(words)
+    return words[:cut], words[cut + 1 :]
+
+
 def by_key(words: Sequence[str]) -> dict[str, str]:
     """``--KEY VALUE ...`` as settings."""
     return {

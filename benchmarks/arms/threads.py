@@ -80,15 +80,14 @@ def command(
 
 
 def main() -> int:
-    words = sys.argv[1:]
-    cut = words.index("--") if "--" in words else len(words)
+    words, changed = runs.parted(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path)
     parser.add_argument("runs", nargs="+", type=_run_of)
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
-    given = parser.parse_args(words[:cut])
-    changes = runs.by_key(words[cut + 1 :])
+    given = parser.parse_args(words)
+    changes = runs.by_key(changed)
     sys.setswitchinterval(_SWITCH_S)
     if torch.cuda.is_available():
         backend_of(torch.device("cuda"))  # its libraries are loaded once, before there are threads

@@ -88,13 +88,18 @@ def gradients(
     scored = ScoredPass(policy, batch, "none")
     log_probs = scored.forward().log_probs
     scored.backward(torch.full_like(log_probs, -factor / log_probs.numel()))
+    return log_probs, take_gradients(policy)
+
+
+def take_gradients(policy: Policy) -> Gradients:
+    """By master, which have none afterwards."""
     found = {
         name: master.grad for name, master in policy.masters.items() if master.grad is not None
     }
     for master in policy.parameters():
         master.grad = None
     assert found.keys() == policy.masters.keys()
-    return log_probs, found
+    return found
 
 
 def summary(ours: Gradients, others: Gradients) -> dict[str, Any]:

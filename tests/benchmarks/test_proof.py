@@ -8,12 +8,11 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.arms import figures, flows, look, problems, rows, runs, suite, threads
+from benchmarks.arms import figures, flows, look, problems, repeats, rows, runs, suite, threads
 from benchmarks.arms.problems import product_worked_out, rows_of
 from isobit.starter import starter_folder
 from tests.forked import called
@@ -151,21 +150,15 @@ def test_runs_in_threads_leave_what_runs_in_processes_do(
     assert threads.run_all(wanted, together, [""], 1, 2, 120.0, TINY)
     found = [rows.read_finished(directory / "rows") for directory in (processes, together)]
     for alone, beside in zip(*found, strict=True):
-        for part in ("start", "final", "completions", "evaluations", "other_flow"):
-            assert drop_times(beside[part]) == drop_times(alone[part]), part
+        assert repeats.differing_parts(alone, beside) == []
+        assert beside["start"] == alone["start"] and beside["other_flow"] == alone["other_flow"]
+        assert [one["response_length"] for one in beside["evaluations"]] == [
+            one["response_length"] for one in alone["evaluations"]
+        ]
     assert [row["jobs"] for row in found[1]] == [2, 2]
     for run in wanted:
         log = (together / "runs" / f"{run.name}.log").read_text()
         assert log.count("step 1/1") == 1 and f"{run.arm}: 0 of " in log, "each has its own"
-
-
-def drop_times(part: Any) -> Any:
-    """What a repeat has in common."""
-    if isinstance(part, list):
-        return [drop_times(one) for one in part]
-    if isinstance(part, dict):
-        return {name: drop_times(one) for name, one in part.items() if "second" not in name}
-    return part
 
 
 @pytest.mark.usefixtures("forked_jobs")

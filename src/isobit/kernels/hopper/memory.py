@@ -12,7 +12,8 @@ or give memory back, which would end the capture: hence ``_DEVICE``.
 import gc
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -98,6 +99,18 @@ class HostCopies:
         return self._copies
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection of garbage could free GPU memory in the middle of a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class CapturedGraph:
     """A CUDA graph of a step, and the tensors that it writes."""
 
@@ -111,20 +124,14 @@ class CapturedGraph:
         """
         step()
         self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with _DEVICE:
+        with _DEVICE, _no_collection():
             torch.cuda.synchronize()
-            collects = gc.isenabled()
-            gc.disable()  # a collection could free GPU memory in the middle of the capture
-            try:
-                with torch.cuda.stream(stream):
-                    pool = None if beside is None else beside._graph.pool()
-                    # other threads may go on to launch and to allocate
-                    self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    self._outputs = step()
-                    self._graph.capture_end()
-            finally:
-                if collects:
-                    gc.enable()
+            with torch.cuda.stream(stream):
+                pool = None if beside is None else beside._graph.pool()
+                # other threads may go on to launch and to allocate
+                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                self._outputs = step()
+                self._graph.capture_end()
 
     def replay(self) -> tuple[torch.Tensor, ...]:
         """Launch it; the outputs are overwritten by the next replay."""
