@@ -123,8 +123,10 @@ class ExactBackward:
     def swiglu_backward(
         self, d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
     ) -> OutputGradient:
-        """The gradient as it is, of a site that keeps its backward in BF16."""
-        plain = replace(site, dgrad="bf16", wgrad="bf16")
+        """The gradient as it is: of a site that is BF16 throughout, since kernels quantise for
+        DGrad what the forward quantises.
+        """
+        plain = replace(site, forward="bf16", dgrad="bf16", wgrad="bf16")
         return self._inner.swiglu_backward(d_activation, gate_up, plain)
 
     def wgrad(self, dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
-"""``benchmarks.gradients`` on a CPU: the exact backward, the plain FP32 model, and a small run
-from training to bars.
+"""``benchmarks.gradients``: the exact backward, also on a Hopper GPU where there is one, the plain
+FP32 model, and a small run from training to bars.
 """
 
 from importlib import import_module
@@ -12,6 +12,8 @@ import torch
 
 from isobit.config.precision import PrecisionConfig
 from isobit.models.policy import random_policy
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @pytest.fixture
@@ -50,9 +52,12 @@ def test_plain_gradients_are_those_of_the_fp32_flow(parts: Any, size: Any) -> No
         ), name
 
 
-def test_the_exact_backward_has_the_same_forward_and_is_left_behind(parts: Any, size: Any) -> None:
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if HOPPER else [])])
+def test_the_exact_backward_has_the_same_forward_and_is_left_behind(
+    parts: Any, size: Any, device: str
+) -> None:
     policy, batch = (
-        random_policy(size.config, PrecisionConfig(preset="fp8"), seed=0),
+        random_policy(size.config, PrecisionConfig(preset="fp8"), seed=0, device=device),
         parts.deep_model.batch_of(size, 0),
     )
     log_probs, before = parts.cosines.gradients(policy, batch)

@@ -2,6 +2,8 @@
 is what was planned.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -140,6 +142,7 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute, stays:
     """Within 4% and 64 MiB: torch rounds blocks up, and libraries take workspaces from it.  The
     engine's cache takes turns with the trainer, or stays.
     """
+    gc.collect()  # of the tests before
     torch.cuda.empty_cache()
     standing = torch.cuda.memory_allocated()
     config = TrainingConfig(
@@ -164,13 +167,14 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute, stays:
         Trainer(policy, config, total_updates=4),
     )
     turns, clock = DeviceTurns(plan, engine, trainer), Clock()
-    drawn, made = [], engine._works
+    assert engine._works is not None
+    drawn, made = [], weakref.ref(engine._works)  # which keeps no cache
     for _ in range(2):
         drawn.append(answers(engine))
         with turns.training(clock):
             update(trainer, (8192, 4096, 4096))
     assert drawn[0] != drawn[1], "the second rollout reads the new weights"
-    assert (engine._works is made) == stays
+    assert (made() is not None) == stays
     assert answers(NativeEngine(policy, rollout, None, seed=0)) == answers(engine)
     measured = {
         phase: turns.figures()[f"memory/{phase}_peak_gib"] * (1 << 30) - standing
