@@ -12,9 +12,9 @@ sha256sum /tmp/smollm2/model.safetensors; since "converted"
 warm() {
   mkdir -p /tmp/warm/start; ln -sfn /tmp/smollm2 /tmp/warm/start/model; ln -sfn $PROOF/data /tmp/warm/data
   echo 'def luck(prompt, completion): return float(sum(completion.token_ids) % 2)' > /tmp/warm/luck.py
-  python3 -m benchmarks.proof run /tmp/warm --tasks gsm sites --seeds 1 --jobs 6 -- --reward.function /tmp/warm/luck.py:luck --training.steps 2 \
-    --rollout.max_new_tokens 16 --rollout.kv_memory_gib 4 --algorithm.overlong_buffer 8 --data.eval.held_out.limit 512
-  rm -rf /tmp/warm/runs/*/checkpoints; since "compiled"
+  python3 -m benchmarks.proof run /tmp/warm --tasks gsm multiply --arms bf16 fp8 fp8-linear fp8-rollout fp8-fp32-scales --seeds 1 --jobs 6 -- \
+    --reward.function /tmp/warm/luck.py:luck --training.steps 2 --rollout.max_new_tokens 16 --rollout.kv_memory_gib 2 --algorithm.overlong_buffer 8 --data.eval.held_out.limit 512
+  rm -rf /tmp/warm; since "compiled"
 }
 warm > /tmp/warm.log 2>&1 < /dev/null &
 fine_tune() { python3 -m benchmarks.proof start $PROOF --model /tmp/smollm2 -- --evaluation.max_new_tokens 8 --evaluation.every 300 "$@" > /tmp/start.log 2>&1; }
