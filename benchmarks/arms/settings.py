@@ -1,8 +1,9 @@
 """In which settings the rows of a task were made: what all share, what an arm changes, and what
 should be the same and is not.
 
-Paths, the seed and what is measured are no settings.  Each is a dotted name and its value:
-``config.training.steps``, ``start.model.safetensors``.
+Paths, the seed, what is measured and the memory that an engine is given (no bit depends on it) are
+no settings.  Each is a dotted name and its value: ``config.training.steps``,
+``start.model.safetensors``.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from isobit.observe.report.settings import flatten
 
 _PARTS = ("config", "inputs", "device", "versions", "bits")
 """Of run.json."""
-_OWN = ("config.seed", "config.model", "config.output")
+_OWN = ("config.seed", "config.model", "config.output", "config.rollout.kv_memory_gib")
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,7 @@ def test_repeats_are_compared_by_their_bytes(tmp_path: Path) -> None:
     first, slower = small("fp8"), small("fp8")
     slower["steps"] = {**slower["steps"], "time/rollout_s": [9.0] * 25}
     slower["run"]["device"]["model"] = "another card"
+    slower["run"]["config"]["rollout"] = {"kv_memory_gib": 6.0}  # less of it
     assert repeats.differing_parts(first, slower) == []
     changes: dict[str, dict[str, Any]] = {
         "final weights": {"final": {"model.safetensors": "0"}},

@@ -1,9 +1,14 @@
 """Which library multiplies, and what is said where it is a fallback; decided without a GPU."""
 
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -57,3 +62,22 @@ def test_the_compiler_is_looked_for_where_deep_gemm_looks(
     assert gemm.find_nvcc() == str(compiler)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "elsewhere"))
     assert gemm.find_nvcc() is None
+
+
+def test_threads_take_turns_in_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = threading.Lock()
+
+    def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        assert inside.acquire(blocking=False), "another thread is in it"
+        time.sleep(0.005)  # others may run
+        torch.mm(a, b.t(), out=out)
+        inside.release()
+
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(bf16_gemm_nt=product))
+    ones = torch.ones(64, 64, dtype=torch.bfloat16)
+
+    def multiply(_: int) -> torch.Tensor:
+        return gemm.bf16_gemm_nt(ones, ones, back_end="deep_gemm")
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all((made == 64).all() for made in pool.map(multiply, range(12)))

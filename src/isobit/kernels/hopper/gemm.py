@@ -23,9 +23,10 @@ A choice may depend on what is installed and on N and K, never on M.
 import importlib.util
 import os
 import shutil
+import threading
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,7 @@ WGradBackEnd = Literal["deep_gemm", "triton"]
 
 _WHOLE = 64  # DeepGEMM's BF16 tiles: other sizes go to Triton
 _CUBLAS = 16  # of N, that cuBLASLt's FP8 takes: others go to Triton
+_DEEP_GEMM = threading.Lock()
 
 
 @cache
@@ -62,6 +64,16 @@ def why_not_deep_gemm() -> str | None:
         if hasattr(deep_gemm, "bf16_gemm_nt")
         else "this DeepGEMM is another release (isobit[hopper] names the one that works)"
     )
+
+
+def call_deep_gemm(name: str, *operands: Any, **options: Any) -> None:
+    """Call a function of DeepGEMM, one thread at a time: it keeps what it has compiled in a table
+    without a lock, and its binding (tvm-ffi) lets go of Python's own while it is called.
+    """
+    import deep_gemm  # pyright: ignore[reportMissingImports]
+
+    with _DEEP_GEMM:
+        getattr(deep_gemm, name)(*operands, **options)
 
 
 def find_nvcc() -> str | None:
@@ -144,19 +156,15 @@ def bf16_gemm_nt(
     n, k = b.shape
     if (back_end or bf16_back_end()) == "triton" or n % _WHOLE or k % _WHOLE:
         return triton_bf16_gemm_nt(a, b, dtype)
-    import deep_gemm  # pyright: ignore[reportMissingImports]
-
     out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
-    deep_gemm.bf16_gemm_nt(a, b, out)
+    call_deep_gemm("bf16_gemm_nt", a, b, out)
     return out
 
 
 def _multiply(a: QuantRows, b: QuantTensor, out: torch.Tensor, back_end: BackEnd) -> None:
     """A B^T to out; B has one grid of blocks."""
     if back_end == "deep_gemm":
-        import deep_gemm  # pyright: ignore[reportMissingImports]
-
-        deep_gemm.fp8_gemm_nt((a.values, a.scales), (b.values, b.scales), out)
+        call_deep_gemm("fp8_gemm_nt", (a.values, a.scales), (b.values, b.scales), out)
     elif back_end == "triton" or b.values.shape[0] % _CUBLAS:
         triton_fp8_gemm_nt(a, b, out)
     else:

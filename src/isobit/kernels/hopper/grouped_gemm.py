@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows
-from isobit.kernels.hopper.gemm import why_not_deep_gemm
+from isobit.kernels.hopper.gemm import call_deep_gemm, why_not_deep_gemm
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.hopper.triton_gemm import stages
 from isobit.kernels.hopper.wgrad import triton_fp8_gemm_tn
@@ -89,26 +89,25 @@ def grouped_gemm_nt(
     if (back_end or grouped_back_end()) == "triton" or not b.suits_deep_gemm:
         _triton_grouped_gemm_nt(a, b, dispatch, out)
         return out
-    import deep_gemm  # pyright: ignore[reportMissingImports]
-
     if not dispatch.is_masked:
         if b.scales is None:
-            left, right, multiply = a.values, b.values, deep_gemm.m_grouped_bf16_gemm_nt_contiguous
+            left, right, name = a.values, b.values, "m_grouped_bf16_gemm_nt_contiguous"
         else:
             assert a.scales is not None
             left, right = (a.values, a.scales[0].t()), (b.values, b.scales)
-            multiply = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
-        multiply(left, right, out, dispatch.experts)
+            name = "m_grouped_fp8_gemm_nt_contiguous"
+        call_deep_gemm(name, left, right, out, dispatch.experts)
         return out
     values = a.values.view(num_experts, dispatch.height, k)
     if b.scales is None:
-        left, right, multiply = values, b.values, deep_gemm.m_grouped_bf16_gemm_nt_masked
+        left, right, name = values, b.values, "m_grouped_bf16_gemm_nt_masked"
     else:
         assert a.scales is not None
         left, right = (values, a.scales.transpose(1, 2)), (b.values, b.scales)
-        multiply = deep_gemm.fp8_m_grouped_gemm_nt_masked
+        name = "fp8_m_grouped_gemm_nt_masked"
+    grid = out.view(num_experts, dispatch.height, n)
     expected = max(1, dispatch.places.numel() // num_experts)
-    multiply(left, right, out.view(num_experts, dispatch.height, n), dispatch.counts, expected)
+    call_deep_gemm(name, left, right, grid, dispatch.counts, expected)
     return out
 
 

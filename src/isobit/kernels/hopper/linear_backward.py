@@ -23,7 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.gemm import WGradBackEnd, fp8_gemm_nt, wgrad_back_end
+from isobit.kernels.hopper.gemm import (
+    WGradBackEnd,
+    call_deep_gemm,
+    fp8_gemm_nt,
+    wgrad_back_end,
+)
 from isobit.kernels.hopper.parts import padded_size, runs
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.hopper.wgrad import triton_fp8_gemm_tn
@@ -107,10 +112,8 @@ def fp8_gemm_tn(
     if (back_end or wgrad_back_end()) == "triton":
         triton_fp8_gemm_tn(dy_t, x_t, grad)
         return
-    import deep_gemm  # pyright: ignore[reportMissingImports]
-
     left, right = (dy_t.values, dy_t.scales), (x_t.values, x_t.scales)
-    deep_gemm.fp8_gemm_nt(left, right, grad, c=grad, recipe=(1, 1, BLOCK))
+    call_deep_gemm("fp8_gemm_nt", left, right, grad, c=grad, recipe=(1, 1, BLOCK))
 
 
 def bf16_gemm_tn(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
