@@ -8,7 +8,9 @@ Which sequences go together is said by ``isobit.records.bins``.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 
 from isobit.records.batch import PackedBatch
@@ -47,14 +49,14 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
     all of them have it or none.
     """
     lengths = [sequence.length for sequence in sequences]
-    token_ids = torch.tensor([token for sequence in sequences for token in sequence.token_ids])
-    mask = torch.tensor([learnt for sequence in sequences for learnt in sequence.loss_mask])
+    total = sum(lengths)
+    token_ids = _joined((sequence.token_ids for sequence in sequences), total, np.int64)
+    mask = _joined((sequence.loss_mask for sequence in sequences), total, np.bool_)
     learnt = mask.nonzero().squeeze(1)
     owner = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))[learnt]
 
     def numbers(columns: Iterable[Sequence[float]]) -> torch.Tensor:
-        values = [value for column in columns for value in column]
-        return torch.tensor(values, dtype=torch.float32)[learnt]
+        return _joined(columns, total, np.float32)[learnt]
 
     def optional(columns: Iterable[Sequence[float] | None]) -> torch.Tensor | None:
         given = [column for column in columns if column is not None]
@@ -63,8 +65,8 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
 
     routings = None
     if any(sequence.routings is not None for sequence in sequences):
-        columns = [sequence.routings or (0,) * sequence.length for sequence in sequences]
-        routings = torch.tensor([digest for column in columns for digest in column])[learnt]
+        columns = (sequence.routings or (0,) * sequence.length for sequence in sequences)
+        routings = _joined(columns, total, np.int64)[learnt]
     temperatures = torch.tensor([sequence.temperature for sequence in sequences])
     return PackedBatch(
         token_ids=token_ids,
@@ -84,3 +86,12 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
         recorded_routings=routings,
         fresh=torch.tensor([sequence.fresh for sequence in sequences])[owner],
     )
+
+
+def _joined(
+    columns: Iterable[Iterable[float]], count: int, dtype: type[np.generic]
+) -> torch.Tensor:
+    """The ``count`` entries of all columns, end to end: without a list of them, which torch reads
+    six times as slowly.
+    """
+    return torch.from_numpy(np.fromiter(chain.from_iterable(columns), dtype, count))
