@@ -10,7 +10,8 @@ Each run is ``recipes/quickstart.toml`` with the changes of ``RUNS``, in a proce
 threads each, ``--jobs`` side by side; 20 steps of 256 completions.  A row is a file of its own, so
 that a suite which was cut off goes on where it was: what is there is not run again.  ``before`` and
 ``after`` are the greedy accuracy on 500 held-out problems; ``figures`` are means over all steps of
-what ``metrics.jsonl`` holds, ``last`` over the last five.
+what ``metrics.jsonl`` holds, ``last`` over the last five.  The table has the mean difference to
+``bf16`` and to ``fp8`` of the same seeds, with its standard error, where a suite has them.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from isobit.memory.machine import processor_name
@@ -30,8 +31,12 @@ from isobit.memory.machine import processor_name
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 THREADS = 2
 LAST = 5
+BASES = "bf16", "fp8"
+"""What runs of a suite that has them are compared with, seed by seed."""
 
 Changes = Mapping[str, str]
+BySeed = Mapping[int, Mapping[str, Any]]
+"""Rows of one kind of run."""
 
 _ALGORITHMS: dict[str, Changes] = {
     "grpo": {},
@@ -71,6 +76,8 @@ RUNS: dict[str, dict[str, Changes]] = {
         "fp8, scales in FP32": {"precision": '{preset = "fp8", scales = "fp32"}'},
         "fp8, WGrad in BF16": {"precision": '{preset = "fp8", wgrad = "bf16"}'},
         "fp8-linear": {"precision": "fp8-linear"},
+        "fp8-rollout": {"precision": "fp8-rollout"},
+        "fp8-rollout, TIS": {"precision": "fp8-rollout", "corrections": f"[{_TIS}]"},
     },
     "stages": {
         "kl 1": {"algorithm.kl_coefficient": "1"},
@@ -145,27 +152,43 @@ def table(out: Path) -> Iterator[str]:
     """A line of Markdown for each kind of run, its seeds side by side."""
     rows = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
     for suite, runs in RUNS.items():
-        yield f"| {suite} | before | after, by seed | gain | differing | seconds |"
-        yield "|---|---|---|---|---|---|"
+        ours = {
+            name: {row["seed"]: row for row in rows if (row["suite"], row["name"]) == (suite, name)}
+            for name in runs
+        }
+        bases = [ours[base] for base in BASES if base in runs]
+        minus = "".join(f" minus {base}, points |" for base in BASES if base in runs)
+        yield f"| {suite} | before | after, by seed | mean |{minus} differing | seconds |"
+        yield "|---|---|---|---|" + "---|" * (len(bases) + 2)
         for name in runs:
-            ours = [row for row in rows if (row["suite"], row["name"]) == (suite, name)]
-            if ours:
-                yield _line(name, sorted(ours, key=lambda row: row["seed"]))
+            if ours[name]:
+                yield _line(name, ours[name], bases)
         yield ""
 
 
-def _line(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    before, after = fmean(row["before"] for row in rows), [row["after"] for row in rows]
+def _line(name: str, by_seed: BySeed, bases: Sequence[BySeed]) -> str:
+    rows = [by_seed[seed] for seed in sorted(by_seed)]
+    after = [row["after"] for row in rows]
     differing = sum(row["tokens_differing"] for row in rows)
     cells = [
         name,
-        f"{before:.1%}",
+        f"{fmean(row['before'] for row in rows):.1%}",
         ", ".join(f"{value:.1%}" for value in after),
-        f"{100 * (fmean(after) - before):+.1f}",
+        f"{fmean(after):.1%}",
+        *(_minus(by_seed, base) for base in bases),
         f"{differing:,} of {sum(row['tokens_compared'] for row in rows):,}",
         f"{fmean(row['train_seconds'] for row in rows):.0f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _minus(by_seed: BySeed, base: BySeed) -> str:
+    """The mean difference of the seeds that both have, points, and its standard error."""
+    both = sorted(by_seed.keys() & base.keys())
+    if by_seed is base or len(both) < 2:
+        return "-"
+    found = [100 * (by_seed[seed]["after"] - base[seed]["after"]) for seed in both]
+    return f"{fmean(found):+.1f} ± {stdev(found) / len(found) ** 0.5:.1f}"
 
 
 def main() -> None:

@@ -57,7 +57,21 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monk
     family.run_all(["stages"], 2, 1, tmp_path)
     assert {seed for _, _, seed in asked} == {1}
     (line,) = [line for line in family.table(tmp_path) if line.startswith("| kl 1 ")]
-    assert line == "| kl 1 | 50.0% | 90.0%, 91.0% | +40.5 | 1 of 200 | 10 |"
+    assert line == "| kl 1 | 50.0% | 90.0%, 91.0% | 90.5% | 1 of 200 | 10 |"
+
+
+def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
+    gains = {"bf16": {0: 0.0, 1: 0.1, 2: 0.2}, "fp8": {0: -0.02, 1: 0.1, 3: 0.4}}
+    for name, by_seed in gains.items():
+        for seed, gain in by_seed.items():
+            file = tmp_path / f"{name}-{seed}.json"
+            file.write_text(json.dumps(row("sites", name, seed) | {"after": 0.5 + gain}))
+    lines = [line for line in family.table(tmp_path) if line.startswith(("| sites ", "| fp8 "))]
+    minus = "minus bf16, points | minus fp8, points"
+    assert lines == [
+        f"| sites | before | after, by seed | mean | {minus} | differing | seconds |",
+        "| fp8 | 50.0% | 48.0%, 60.0%, 90.0% | 66.0% | -1.0 ± 1.0 | - | 4 of 300 | 10 |",
+    ]
 
 
 def test_means_are_over_the_steps_that_have_a_figure() -> None:
