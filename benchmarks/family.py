@@ -53,6 +53,8 @@ _ALGORITHMS: dict[str, Changes] = {
 _TIS = '{type = "tis", level = "token", max = 2.0}'
 _MIS = '{type = "mis", level = "geometric", min = 0.99, max = 1.001}'
 _ICEPOP = '{type = "icepop", min = 0.5, max = 5.0}'
+_ROLLOUT: Changes = {"precision": "fp8-rollout"}
+_WITH_TIS: Changes = {**_ROLLOUT, "corrections": f"[{_TIS}]"}
 
 RUNS: dict[str, dict[str, Changes]] = {
     "algorithms": {
@@ -61,14 +63,11 @@ RUNS: dict[str, dict[str, Changes]] = {
     "corrections": {
         "bf16": {"precision": "bf16"},
         "fp8": {"precision": "fp8"},
-        "fp8-rollout, trainer's": {"precision": "fp8-rollout"},
-        "fp8-rollout, recorded": {
-            "precision": "fp8-rollout",
-            "training.old_log_probs": "recorded",
-        },
-        "fp8-rollout, TIS": {"precision": "fp8-rollout", "corrections": f"[{_TIS}]"},
-        "fp8-rollout, MIS": {"precision": "fp8-rollout", "corrections": f"[{_MIS}]"},
-        "fp8-rollout, IcePop": {"precision": "fp8-rollout", "corrections": f"[{_ICEPOP}]"},
+        "fp8-rollout, trainer's": _ROLLOUT,
+        "fp8-rollout, recorded": {**_ROLLOUT, "training.old_log_probs": "recorded"},
+        "fp8-rollout, TIS": _WITH_TIS,
+        "fp8-rollout, MIS": {**_ROLLOUT, "corrections": f"[{_MIS}]"},
+        "fp8-rollout, IcePop": {**_ROLLOUT, "corrections": f"[{_ICEPOP}]"},
     },
     "sites": {
         "bf16": {"precision": "bf16"},
@@ -76,8 +75,8 @@ RUNS: dict[str, dict[str, Changes]] = {
         "fp8, scales in FP32": {"precision": '{preset = "fp8", scales = "fp32"}'},
         "fp8, WGrad in BF16": {"precision": '{preset = "fp8", wgrad = "bf16"}'},
         "fp8-linear": {"precision": "fp8-linear"},
-        "fp8-rollout": {"precision": "fp8-rollout"},
-        "fp8-rollout, TIS": {"precision": "fp8-rollout", "corrections": f"[{_TIS}]"},
+        "fp8-rollout": _ROLLOUT,
+        "fp8-rollout, TIS": _WITH_TIS,
     },
     "stages": {
         "kl 1": {"algorithm.kl_coefficient": "1"},

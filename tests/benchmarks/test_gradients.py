@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from isobit.config.precision import PrecisionConfig
+from isobit.kernels.backend import usable_devices
 from isobit.models.policy import random_policy
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+DEVICES = [device for device, problem in usable_devices().items() if problem is None]
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_plain_gradients_are_those_of_the_fp32_flow(parts: Any, size: Any) -> No
         ), name
 
 
-@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if HOPPER else [])])
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_exact_backward_has_the_same_forward_and_is_left_behind(
     parts: Any, size: Any, device: str
 ) -> None:
