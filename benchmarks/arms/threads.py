@@ -5,9 +5,12 @@ hundred kernels with a few blocks each.  Kernels of several processes take turns
 several streams of one process run at once.  What threads share is Python's lock, so a few of them,
 in a few processes (``--jobs``), keep a card busy.
 
-    python -m benchmarks.arms.threads DIR TASK:ARM:SEED .. [--threads 3] [--jobs 2] [-- --KEY VALUE]
+    python -m benchmarks.arms.threads DIR TASK:ARM:SEED .. [--threads 3] [--jobs 2]
+        [--begin-within SECONDS] [-- --KEY VALUE]
 
-Each run is the one that ``isobit train --resume`` makes, and writes to its own log.  Outside of the
+Each run is the one that ``isobit train --resume`` makes, and writes to its own log.  A thread that
+is done takes the next run, unless the seconds within which one may begin are over; the exit status
+is 1 where a run failed, 3 where one was not begun.  Outside of the
 main thread Python delivers no signals: a process that is ended loses its runs' steps since their
 last checkpoints.
 """
@@ -34,6 +37,8 @@ from isobit import load_config, train
 from isobit.kernels.backend import backend_of
 from isobit.store.directory import write_json
 
+FAILED, LEFT = 1, 3
+"""Exit statuses: some run failed, or was not begun."""
 _SWITCH_S = 2e-4
 """How long a thread may keep Python's lock while others want it; one that launches kernels must not
 wait for the 5 ms that are Python's choice.
@@ -86,6 +91,7 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=_run_of)
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--begin-within", type=float, default=float("inf"))
     given = parser.parse_args(words)
     changes = runs.by_key(changed)
     sys.setswitchinterval(_SWITCH_S)
@@ -93,12 +99,18 @@ def main() -> int:
         backend_of(torch.device("cuda"))  # its libraries are loaded once, before there are threads
     said = SaidByThread(sys.stdout)
     sys.stdout = sys.stderr = said
+    until = time.monotonic() + given.begin_within
 
-    def make(run: Run) -> bool:
-        return _make(run, given.directory, given.jobs * given.threads, changes, said)
+    def make(run: Run) -> int:
+        if time.monotonic() > until:
+            print(f"{run.name} is not begun: its time is over")
+            return LEFT
+        beside = given.jobs * given.threads
+        return 0 if _make(run, given.directory, beside, changes, said) else FAILED
 
     with ThreadPoolExecutor(given.threads) as pool:
-        return 0 if all(list(pool.map(make, given.runs))) else 1
+        codes = set(pool.map(make, given.runs))
+    return next((code for code in (FAILED, LEFT) if code in codes), 0)
 
 
 def _run_of(name: str) -> Run:

@@ -176,6 +176,17 @@ def test_a_run_that_fails_in_a_thread_leaves_the_others(
     assert "Error" in (tmp_path / "runs" / f"{failing.name}.log").read_text()
 
 
+def test_a_thread_begins_no_run_when_the_time_to_begin_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["threads", str(tmp_path), "gsm:fp8:0", "gsm:bf16:1", "--begin-within", "-1", "--"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)  # this process goes on
+    assert threads.main() == threads.LEFT
+    assert "gsm-bf16-1 is not begun" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
 def test_differences_are_paired_by_seed_and_problem() -> None:
     def row(arm: str, seed: int, after: list[float]) -> rows.Row:
         evaluations = [{"rewards": [0.0] * len(after)}, {"rewards": after}]
