@@ -5,7 +5,7 @@ makes alone: while one captures its steps, others launch, allocate, give memory 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Barrier
+from threading import Barrier, Event
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from isobit.config.training import TrainingConfig
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from isobit.kernels.hopper.memory import CapturedGraph
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.engine import generate
@@ -28,6 +29,10 @@ MakePolicy = Callable[..., Policy]
 Left = tuple[list[list[list[Completion]]], list[torch.Tensor]]
 PRESETS = ("fp8", "bf16", "fp8-linear")
 STEPS = 4
+POOL = 32
+"""Streams of torch."""
+LONG = 500
+"""Launches in a step: a millisecond and more in which another thread launches, too."""
 
 
 @pytest.mark.parametrize("shape", ["qwen3", "smollm2"])
@@ -43,6 +48,58 @@ def test_threads_leave_what_each_run_leaves_alone(shape: str, make_policy: MakeP
         assert drawn == drawn_alone, "tokens and log-probabilities"
         assert all(torch.equal(a, b) for a, b in zip(masters, masters_alone, strict=True))
         assert drawn[0] != drawn[-1], "it has learnt"
+
+
+def test_no_thread_captures_what_another_launches() -> None:
+    """torch deals 32 streams out again and again."""
+    are_captured = Event()
+
+    def launch() -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            counted, turns = torch.zeros((), device="cuda"), 0
+            while not are_captured.is_set():
+                counted += 1
+                turns += 1
+                torch.cuda.current_stream().synchronize()
+            return counted.item() == turns > 0
+
+    def capture(turn: int) -> torch.Tensor:
+        def step() -> tuple[torch.Tensor, ...]:
+            number = torch.full((), float(turn), device="cuda")
+            for _ in range(LONG):
+                number = number + 1
+            return (number,)
+
+        return CapturedGraph(step, None).replay()[0].clone()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(launch)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                found = [capture(turn).item() for turn in range(2 * POOL)]
+        finally:
+            are_captured.set()
+        assert other.result()
+    assert found == [turn + LONG for turn in range(2 * POOL)]
+
+
+@pytest.mark.parametrize("stream", [torch.cuda.default_stream, torch.cuda.Stream])
+def test_a_step_that_fails_as_it_is_captured_leaves_the_stream_as_it_was(
+    stream: Callable[[], torch.cuda.Stream],
+) -> None:
+    runs: list[torch.Tensor] = []
+
+    def step() -> tuple[torch.Tensor, ...]:
+        runs.append(torch.ones(3, device="cuda") + 1)
+        if len(runs) == 2:
+            raise ValueError("in the capture")
+        return (runs[-1],)
+
+    with torch.cuda.stream(stream()):
+        with pytest.raises(ValueError, match="in the capture"):
+            CapturedGraph(step, None)
+        assert (torch.ones(3, device="cuda") + 2).sum().item() == 9.0
+        assert CapturedGraph(step, None).replay()[0].tolist() == [2.0, 2.0, 2.0]
 
 
 def run(make: Callable[[], Policy], together: Barrier | None) -> Left:

@@ -6,14 +6,17 @@ activations for example, so they are made of pages that come and go by themselve
 
 Several runs may go on in one process, each in a thread with a stream of its own (``torch.cuda.
 stream``): their kernels then run at once.  While one captures, nobody may wait for the whole device
-or give memory back, which would end the capture: hence ``_DEVICE``.
+or give memory back, which would end the capture: hence ``_DEVICE``.  Nor may anybody launch on the
+stream that is captured, and torch deals 32 streams out again and again: the 33rd is the first one,
+which another thread may have as its own.  So a thread captures on its own.
 """
 
 import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 
 import torch
 
@@ -111,6 +114,19 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _stream_to_capture() -> torch.cuda.Stream:
+    """The stream of this thread, or where that is the default one, which cannot be captured, one
+    for all captures.
+    """
+    own = torch.cuda.current_stream()
+    return _beside_default(own.device) if own == torch.cuda.default_stream() else own
+
+
+@cache
+def _beside_default(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class CapturedGraph:
     """A CUDA graph of a step, and the tensors that it writes."""
 
@@ -123,14 +139,19 @@ class CapturedGraph:
         next prompts would wait for gigabytes of it to be allocated again.
         """
         step()
-        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self._graph = torch.cuda.CUDAGraph()
         with _DEVICE, _no_collection():
             torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(_stream_to_capture()):
                 pool = None if beside is None else beside._graph.pool()
                 # other threads may go on to launch and to allocate
                 self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                self._outputs = step()
+                try:
+                    self._outputs = step()
+                except BaseException:
+                    with suppress(RuntimeError):  # of the capture, which ends all the same
+                        self._graph.capture_end()
+                    raise
                 self._graph.capture_end()
 
     def replay(self) -> tuple[torch.Tensor, ...]:
