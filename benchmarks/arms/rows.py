@@ -10,7 +10,7 @@
     steps           a column a figure that the table and the page use, and the times
     evaluations     step, seconds and mean length of each, and the reward of each held-out problem
     other_flow      how the last weights answer in another flow (``benchmarks.arms.answers``); rows
-                    of the first sitting have none
+                    of the first sitting have none, nor those whose sitting ended before
 
 The same content makes the same bytes, compressed: about 20 KB for 150 steps.  A run that was made
 again lies in a folder below, ``ROWS/repeats``, under the same name.

@@ -104,7 +104,7 @@ def run_all(
     finished; a run that fails is said, and left.
     """
     (directory / "runs").mkdir(parents=True, exist_ok=True)
-    left = [run for run in runs if not row_path(run, directory).exists()]
+    left = [run for run in runs if not is_made(run, directory)]
     live: list[Live] = []
     free = list(cards) * jobs
     are_kept = True
@@ -115,11 +115,12 @@ def run_all(
         time.sleep(1.0)
         for one in [one for one in live if one.process.poll() is not None]:
             live.remove(one)
-            if one.process.returncode == 0 and not one.answers:
+            is_kept = _keep_if_finished(one, directory, jobs)
+            if is_kept and not one.answers:
                 live.append(_start(one.run, directory, changes, one.card, answers=True))
                 continue
             free.append(one.card)
-            are_kept &= _keep_if_finished(one, directory, jobs)
+            are_kept &= is_kept
     _stop(live)
     return are_kept and not (left or live)
 
@@ -193,9 +194,19 @@ def row_path(run: Run, directory: Path) -> Path:
     return directory / "rows" / f"{run.name}{rows.SUFFIX}"
 
 
+def is_made(run: Run, directory: Path) -> bool:
+    """Whether its row stands and, where the run was made here, has its answers in another flow."""
+    was_here = (directory / "runs" / run.name).exists()
+    answered = answers_path(run, directory).exists() or not was_here
+    return row_path(run, directory).exists() and answered
+
+
 def keep(run: Run, directory: Path, jobs: int) -> None:
-    """Write a finished run's row (``benchmarks.arms.rows``)."""
+    """Write a finished run's row (``benchmarks.arms.rows``): once when it is trained, for a sitting
+    may end while it answers in another flow, and once more with these answers.
+    """
     who = {"task": run.task, "arm": run.arm, "seed": run.seed, "jobs": jobs}
-    other = json.loads(answers_path(run, directory).read_text(encoding="utf-8"))
     found = rows.row_of(directory / "runs" / run.name)
-    rows.write_row(row_path(run, directory), {**who, **found, "other_flow": other})
+    if (answered := answers_path(run, directory)).exists():
+        found["other_flow"] = json.loads(answered.read_text(encoding="utf-8"))
+    rows.write_row(row_path(run, directory), {**who, **found})

@@ -58,7 +58,7 @@ def run_all(
     out before they begin.
     """
     (directory / "runs").mkdir(parents=True, exist_ok=True)
-    left = [run for run in wanted if not runs.row_path(run, directory).exists()]
+    left = [run for run in wanted if not runs.is_made(run, directory)]
     places = list(cards) * jobs
     live: list[subprocess.Popen[bytes]] = []
     for place, card in enumerate(places):
@@ -125,6 +125,7 @@ def _make(run: Run, directory: Path, beside: int, changes: Changes, said: "SaidB
         try:
             recipe = runs.recipe_of(run.problems)
             train(load_config(recipe, runs.training_words(run, directory, changes)), resume=True)
+            runs.keep(run, directory, beside)
             give_back()
             folder, words = runs.answers_words(run, directory, changes)
             answered = answers.answer(folder, recipe, words)

@@ -136,6 +136,24 @@ def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     assert json.dumps(rows.read_finished(tmp_path / "rows")[0]) == before
 
 
+def test_a_run_is_kept_before_it_answers_in_another_flow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run,) = suite.wanted(["gsm"], ["fp8"], [0])
+    monkeypatch.setattr(rows, "row_of", lambda output: {"summary": output.name})
+    (tmp_path / "runs" / run.name).mkdir(parents=True)
+    runs.keep(run, tmp_path, 1)
+    (row,) = rows.read_finished(tmp_path / "rows")
+    assert row["summary"] == run.name and "other_flow" not in row
+    assert not runs.is_made(run, tmp_path)
+    runs.answers_path(run, tmp_path).write_text('{"precision": "bf16"}')
+    runs.keep(run, tmp_path, 1)
+    (row,) = rows.read_finished(tmp_path / "rows")
+    assert row["other_flow"] == {"precision": "bf16"} and runs.is_made(run, tmp_path)
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert runs.is_made(run, tmp_path), "made in another sitting"
+
+
 @pytest.mark.usefixtures("forked_jobs")
 def test_runs_in_threads_leave_what_runs_in_processes_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
