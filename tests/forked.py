@@ -31,7 +31,7 @@ def warm() -> ForkServerContext:
     """Its processes have imported what a run imports; nothing of it has run."""
     loops = ["isobit.run.rl.loop", "isobit.run.sft.loop"]
     context = get_context("forkserver")
-    context.set_forkserver_preload([*loops, "isobit.observe.events", "pytest"])
+    context.set_forkserver_preload([*loops, "isobit.observe.events", "reasoning_gym", "pytest"])
     return context
 
 

@@ -18,8 +18,8 @@ def test_an_exact_flow_has_no_difference_and_as_json_the_counts(capsys):
     assert code == (2 if result["missing"] else 0)
 
 
-def test_a_flow_with_two_functions_exits_1(capsys):
-    assert main(["verify", "starter", "--precision", "fp8-rollout", *SMALL]) == 1
+def test_a_flow_with_two_functions_exits_1(capsys, tiny_folder):
+    assert main(["verify", str(tiny_folder), "--precision", "fp8-rollout", *SMALL]) == 1
     *scenarios, total = capsys.readouterr().out.splitlines()
     assert scenarios
     assert total.startswith("fp8-rollout: ")
@@ -66,8 +66,8 @@ def test_what_cannot_be_used_is_named_and_exits_2(words, expected, capsys):
     assert expected in capsys.readouterr().err
 
 
-def test_bisect_names_the_first_site_of_a_flow_with_two_functions(capsys):
-    assert main(["verify", "starter", "--precision", "fp8-rollout", "--bisect", *SMALL]) == 1
+def test_bisect_names_the_first_site_of_a_flow_with_two_functions(capsys, tiny_folder):
+    assert main(["verify", str(tiny_folder), "--precision", "fp8-rollout", "--bisect", *SMALL]) == 1
     printed = capsys.readouterr().out
     assert "observing every operation: roomy" in printed
     assert (
@@ -77,17 +77,20 @@ def test_bisect_names_the_first_site_of_a_flow_with_two_functions(capsys):
     assert "E4M3 there in rollout and BF16 in training" in printed
 
 
-def test_bisect_says_that_nothing_differs_in_any_scenario(capsys):
-    assert main(["verify", "starter", "--precision", "fp8", "--bisect", *SMALL]) in (0, 2)
+def test_bisect_says_that_nothing_differs_in_any_scenario(capsys, tiny_folder):
+    assert main(["verify", str(tiny_folder), "--precision", "fp8", "--bisect", *SMALL]) in (0, 2)
     printed = capsys.readouterr().out
     assert printed.count("rows of operations equal") == 7
     assert "observing every operation" not in printed, "verify has, and nothing differs"
     assert printed.splitlines()[-1].startswith("nothing differs: ")
 
 
-def test_bisect_as_json_is_one_object_with_the_counts(capsys):
+def test_bisect_as_json_is_one_object_with_the_counts(capsys, tiny_folder):
     assert (
-        main(["verify", "starter", "--precision", "fp8-rollout", "--bisect", "--json", *SMALL]) == 1
+        main(
+            ["verify", str(tiny_folder), "--precision", "fp8-rollout", "--bisect", "--json", *SMALL]
+        )
+        == 1
     )
     result = json.loads(capsys.readouterr().out)
     assert result["tokens_differing"] > 0

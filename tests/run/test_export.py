@@ -28,6 +28,7 @@ from isobit.run.export import export
 from isobit.run.export_source import find_source
 from isobit.run.rl.loop import train
 from isobit.starter import starter_folder
+from tests.conftest import TINY
 
 MakeConfig = Callable[..., RunConfig]
 Lines = list[str]
@@ -61,7 +62,7 @@ def test_a_folder_exported_and_imported_has_the_same_bytes(
     tiny_folder: Path, tmp_path: Path, lines: Lines
 ) -> None:
     result = export(
-        find_source(tiny_folder, None, lines.append), tmp_path / "out", shard_bytes=150_000
+        find_source(tiny_folder, None, lines.append), tmp_path / "out", shard_bytes=75_000
     )
     out = result.folder
     assert result.files == len(list(out.glob("model-*.safetensors"))) > 2
@@ -86,7 +87,7 @@ def test_the_card_has_the_hash_of_every_file(
     tiny_folder: Path, tmp_path: Path, lines: Lines
 ) -> None:
     out = export(
-        find_source(tiny_folder, None, lines.append), tmp_path / "out", shard_bytes=150_000
+        find_source(tiny_folder, None, lines.append), tmp_path / "out", shard_bytes=75_000
     ).folder
     card = (out / "README.md").read_text()
     found = dict(re.findall(r"\| `([^`]+)` \| `([0-9a-f]{64})` \|", card))
@@ -235,10 +236,10 @@ def test_a_full_disk_is_found_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_flow_of_a_folder_can_be_chosen(
-    tiny_folder: Path, tmp_path: Path, lines: Lines
-) -> None:
-    source = find_source(tiny_folder, None, lines.append)
+def test_the_flow_of_a_folder_can_be_chosen(tmp_path: Path, lines: Lines) -> None:
+    two_layers = random_policy(replace(TINY, num_layers=2), PrecisionConfig(preset="fp32"), seed=0)
+    save_policy(two_layers, tmp_path / "two", tokenizer_from=starter_folder())
+    source = find_source(tmp_path / "two", None, lines.append)
     kept = PrecisionConfig(first_layers_bf16=1)
     result = export(source, tmp_path / "out", "fp8", kept)
     assert result.quantised + len(result.not_whole) == 7

@@ -69,7 +69,7 @@ def test_the_text_holds_recipe_flow_data_and_memory(make_config: MakeConfig) -> 
 
 
 def test_too_little_memory_is_a_warning_with_the_key(make_config: MakeConfig) -> None:
-    plan = plan_run(make_config(rollout={"max_new_tokens": 8, "kv_pages": 5000}))
+    plan = plan_run(make_config(rollout={"max_new_tokens": 8, "kv_pages": 10000}))
     lines = plan.describe(replace(PLENTY, available=1 << 20))
     assert any("but 1 MiB are free" in line and "lower rollout.kv_pages" in line for line in lines)
 

@@ -75,14 +75,14 @@ def test_by_default_it_is_the_model_that_the_run_begins_with(
 def test_another_folder_is_another_model(
     make_config: MakeConfig, make_folder: Callable[..., Path], described: DescribedModel
 ) -> None:
-    folder = make_folder(num_layers=1)
+    folder = make_folder(num_layers=2)
     config = make_config(**HELD, reference={"model": str(folder), "offload": True})
     policy = load_policy(described.folder, config.precision)
     reference, planned = load_reference(config, policy), describe_reference(config, described, 64)
     assert reference is not None and planned is not None
     assert not reference.frozen.is_equal_to(policy)
     assert reference.frozen.is_equal_to(load_policy(folder, config.precision))
-    assert planned.shape.num_layers == 1 and planned.offload
+    assert planned.shape.num_layers == 2 and planned.offload
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_another_folder_is_another_model(
     [
         ({"vocab_size": 120}, {}, "vocabulary has 120 entries"),
         ({"max_positions": 32}, {}, "context is 32 tokens, but sequences have up to 64"),
-        ({"num_layers": 1}, {"refresh_every": 5}, "refresh_every is 5, but reference.model is"),
+        ({"num_layers": 2}, {"refresh_every": 5}, "refresh_every is 5, but reference.model is"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(

@@ -45,7 +45,7 @@ def test_any_byte_of_what_an_update_leaves_counts(
     assert state_digest(run) == line.left
     assert begun.weights != line.left.weights and begun.masters != line.left.masters
     for kind, tensor in (
-        ("masters", run.model.policy.masters["layers.1.down_proj.weight"]),
+        ("masters", run.model.policy.masters["layers.0.down_proj.weight"]),
         ("moments", run.trainer.moments()["norm.weight.exp_avg_sq"]),
         ("weights", run.model.policy.weights("training").plain["norm.weight"]),
     ):

@@ -34,6 +34,13 @@ def block_sizes(parts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(BLOCK, part - first) for part in parts for first in range(0, part, BLOCK))
 
 
+@cache
+def _block_of_rows(parts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The number of each row's block, int64 [R], of parts with so many rows."""
+    sizes = torch.tensor(block_sizes(parts), device=device)
+    return torch.arange(len(sizes), device=device).repeat_interleave(sizes)
+
+
 def parts_of_rows(parts: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
     """The parts of rows ``first`` .. ``last`` - 1 of a matrix with these: what of each lies there;
     none of none.
@@ -99,8 +106,8 @@ class QuantTensor:
     def row_scales(self) -> torch.Tensor:
         """The scales of 128x128 blocks, a row each: a new FP32 [R, b(C)]."""
         assert self.granularity == "128x128", self.granularity
-        sizes = block_sizes(self.parts or (self.values.shape[0],))
-        return self.scales.repeat_interleave(torch.tensor(sizes, device=self.scales.device), 0)
+        parts = self.parts or (self.values.shape[0],)
+        return self.scales.index_select(0, _block_of_rows(parts, self.scales.device))
 
     def copy_(self, other: "QuantTensor") -> None:
         """Overwrite in place: whoever holds this tensor sees the new weight."""

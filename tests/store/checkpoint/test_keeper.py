@@ -75,10 +75,10 @@ def test_large_files_are_announced_with_their_size_and_then_the_seconds(
         resume=True,
     )
     printed = capsys.readouterr().out
-    assert "checking the checkpoint of step 1: 2.46 MiB" in printed
+    assert "checking the checkpoint of step 1: 1.33 MiB" in printed
     assert re.search(
-        "writing the checkpoint of step 2: 2\\.\\d+ MiB\nwritten in \\d+ s\nwriting the trained "
-        r"model: 4\d\d KiB\nwritten in \d+ s\n",
+        "writing the checkpoint of step 2: 1\\.\\d+ MiB\nwritten in \\d+ s\nwriting the trained "
+        r"model: 2\d\d KiB\nwritten in \d+ s\n",
         printed,
     )
 
