@@ -180,8 +180,8 @@ def state_of(output: Path) -> str:
 
 
 def tables_of(stage: Stage, values: dict[str, Any], reward_folder: Path) -> dict[str, Any]:
-    """A run of 18 steps, with a checkpoint every 3."""
-    found = values | {"training": values["training"] | {"steps": 18}, "checkpoint": {"every": 3}}
+    """A run of 12 steps, with a checkpoint every 3."""
+    found = values | {"training": values["training"] | {"steps": 12}, "checkpoint": {"every": 3}}
     if stage.command == "sft":
         columns = {"prompt": "prompt", "completion": "answer"}
         sets = values["data"]

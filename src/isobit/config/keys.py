@@ -10,6 +10,7 @@ choice as an extra part, which ``locate`` leaves out.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -41,17 +42,21 @@ def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+@cache
+def all_keys(model: type[BaseModel], prefix: str = "") -> tuple[Key, ...]:
     """Every setting below ``model``, in the order of the schema."""
-    for name, field in fields_by_key(model).items():
-        yield from _keys_of(field.annotation, field, f"{prefix}{name}")
+    return tuple(
+        key
+        for name, field in fields_by_key(model).items()
+        for key in _keys_of(field.annotation, field, f"{prefix}{name}")
+    )
 
 
 def _keys_of(annotation: Any, field: FieldInfo, path: str) -> Iterator[Key]:
     annotation = _plain(annotation)
     models = _models(annotation)
     if models:
-        yield from _merge({tag_of(model): list(all_keys(model, f"{path}.")) for model in models})
+        yield from _merge({tag_of(model): all_keys(model, f"{path}.") for model in models})
     elif get_origin(annotation) is dict and _models(_plain(get_args(annotation)[1])):
         yield from _keys_of(get_args(annotation)[1], field, f"{path}.NAME")
     elif get_origin(annotation) is tuple and _models(_plain(get_args(annotation)[0])):
