@@ -40,7 +40,6 @@ from benchmarks.arms import (
 )
 
 FINE_TUNE = Path(__file__).parent / "arms" / "fine_tune.toml"
-LEFT = 3
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -88,7 +87,7 @@ def main() -> int:
                 done = threads.run_all(wanted, directory, *where, arguments.threads, *how)
             else:
                 done = runs.run_all(wanted, directory, *where, *how)
-            return 0 if done else LEFT
+            return 0 if done else runs.LEFT
         case "look":
             print("\n".join(look.look(directory)))
         case _:

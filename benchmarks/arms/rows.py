@@ -88,12 +88,12 @@ def write_row(path: Path, row: Row) -> None:
 
 def read_finished(directory: Path) -> list[Row]:
     """The rows of a folder, by name.  Raises ValueError for a file that cannot be read."""
-    return [_read(path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
+    return [read_row(path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
 
 
 def read_repeats(directory: Path) -> list[Row]:
     """The rows of the runs that were made again, at any depth of ``repeats``."""
-    return [_read(path) for path in sorted((directory / REPEATS).rglob(f"*{SUFFIX}"))]
+    return [read_row(path) for path in sorted((directory / REPEATS).rglob(f"*{SUFFIX}"))]
 
 
 def name_of(row: Row) -> str:
@@ -101,7 +101,8 @@ def name_of(row: Row) -> str:
     return f"{row['task']}-{row['arm']}-{row['seed']}"
 
 
-def _read(path: Path) -> Row:
+def read_row(path: Path) -> Row:
+    """Raises ValueError for a file that is none."""
     try:
         return json.loads(lzma.decompress(path.read_bytes()))
     except (lzma.LZMAError, ValueError) as error:

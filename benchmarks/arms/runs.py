@@ -27,6 +27,8 @@ from benchmarks.arms import answers, rows
 from benchmarks.arms.suite import Changes, Run
 
 HERE = Path(__file__).parent
+LEFT = 3
+"""Exit status: some run is not finished, or was not begun."""
 _GRACE_S = 60.0
 """From SIGTERM to a written checkpoint."""
 
@@ -161,7 +163,10 @@ def _keep_if_finished(ended: Live, directory: Path, jobs: int) -> bool:
         print(f"{ended.run.name} failed: see {log_path(ended.run, directory)}", flush=True)
         return False
     try:
-        keep(ended.run, directory, jobs)
+        if ended.answers:
+            keep_answers(ended.run, directory)
+        else:
+            keep(ended.run, directory, jobs)
     except (OSError, ValueError) as error:  # the others go on
         print(f"{ended.run.name} is finished, but no row could be made of it: {error}", flush=True)
         return False
@@ -202,11 +207,16 @@ def is_made(run: Run, directory: Path) -> bool:
 
 
 def keep(run: Run, directory: Path, jobs: int) -> None:
-    """Write a finished run's row (``benchmarks.arms.rows``): once when it is trained, for a sitting
-    may end while it answers in another flow, and once more with these answers.
+    """Write a trained run's row (``benchmarks.arms.rows``), without its answers in another flow: a
+    sitting may end before it has given them.
     """
     who = {"task": run.task, "arm": run.arm, "seed": run.seed, "jobs": jobs}
     found = rows.row_of(directory / "runs" / run.name)
-    if (answered := answers_path(run, directory)).exists():
-        found["other_flow"] = json.loads(answered.read_text(encoding="utf-8"))
     rows.write_row(row_path(run, directory), {**who, **found})
+
+
+def keep_answers(run: Run, directory: Path) -> None:
+    """Add to the row how the run's last weights answer in another flow."""
+    row = rows.read_row(row_path(run, directory))
+    other = json.loads(answers_path(run, directory).read_text(encoding="utf-8"))
+    rows.write_row(row_path(run, directory), {**row, "other_flow": other})

@@ -37,8 +37,8 @@ from isobit import load_config, train
 from isobit.kernels.backend import backend_of
 from isobit.store.directory import write_json
 
-FAILED, LEFT = 1, 3
-"""Exit statuses: some run failed, or was not begun."""
+_FAILED = 1
+"""Exit status: some run failed."""
 _SWITCH_S = 2e-4
 """How long a thread may keep Python's lock while others want it; one that launches kernels must not
 wait for the 5 ms that are Python's choice.
@@ -104,13 +104,13 @@ def main() -> int:
     def make(run: Run) -> int:
         if time.monotonic() > until:
             print(f"{run.name} is not begun: its time is over")
-            return LEFT
+            return runs.LEFT
         beside = given.jobs * given.threads
-        return 0 if _make(run, given.directory, beside, changes, said) else FAILED
+        return 0 if _make(run, given.directory, beside, changes, said) else _FAILED
 
     with ThreadPoolExecutor(given.threads) as pool:
         codes = set(pool.map(make, given.runs))
-    return next((code for code in (FAILED, LEFT) if code in codes), 0)
+    return next((code for code in (_FAILED, runs.LEFT) if code in codes), 0)
 
 
 def _run_of(name: str) -> Run:
@@ -130,7 +130,7 @@ def _make(run: Run, directory: Path, beside: int, changes: Changes, said: "SaidB
             folder, words = runs.answers_words(run, directory, changes)
             answered = answers.answer(folder, recipe, words)
             write_json(runs.answers_path(run, directory), answered)
-            runs.keep(run, directory, beside)
+            runs.keep_answers(run, directory)
         except Exception:  # the others go on
             traceback.print_exc()
             return False

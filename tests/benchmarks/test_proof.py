@@ -147,7 +147,7 @@ def test_a_run_is_kept_before_it_answers_in_another_flow(
     assert row["summary"] == run.name and "other_flow" not in row
     assert not runs.is_made(run, tmp_path)
     runs.answers_path(run, tmp_path).write_text('{"precision": "bf16"}')
-    runs.keep(run, tmp_path, 1)
+    runs.keep_answers(run, tmp_path)
     (row,) = rows.read_finished(tmp_path / "rows")
     assert row["other_flow"] == {"precision": "bf16"} and runs.is_made(run, tmp_path)
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
@@ -200,7 +200,7 @@ def test_a_thread_begins_no_run_when_the_time_to_begin_is_over(
     words = ["threads", str(tmp_path), "gsm:fp8:0", "gsm:bf16:1", "--begin-within", "-1", "--"]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)  # this process goes on
-    assert threads.main() == threads.LEFT
+    assert threads.main() == runs.LEFT
     assert "gsm-bf16-1 is not begun" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 

@@ -2,13 +2,12 @@
 
 import torch
 
-from isobit.precision.quant_tensor import QuantTensor, block_sizes
+from isobit.precision.quant_tensor import QuantTensor, block_numbers
 
 
 def dequantise(matrix: QuantTensor) -> torch.Tensor:
     """A weight in 128x128 blocks -> FP32 [R, C].  A product of E4M3 and an FP32 scale is rounded
     once; with a power of two it is exact, and a BF16.
     """
-    columns = block_sizes((matrix.values.shape[1],))
-    sizes = torch.tensor(columns, device=matrix.scales.device)
-    return matrix.values.float().mul_(matrix.row_scales().repeat_interleave(sizes, 1))
+    columns = block_numbers((matrix.values.shape[1],), matrix.scales.device)
+    return matrix.values.float().mul_(matrix.row_scales().index_select(1, columns))

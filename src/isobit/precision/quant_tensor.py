@@ -35,8 +35,8 @@ def block_sizes(parts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @cache
-def _block_of_rows(parts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The number of each row's block, int64 [R], of parts with so many rows."""
+def block_numbers(parts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Of each neighbour, the block it is in, int64 [sum of parts], of parts with so many."""
     sizes = torch.tensor(block_sizes(parts), device=device)
     return torch.arange(len(sizes), device=device).repeat_interleave(sizes)
 
@@ -107,7 +107,7 @@ class QuantTensor:
         """The scales of 128x128 blocks, a row each: a new FP32 [R, b(C)]."""
         assert self.granularity == "128x128", self.granularity
         parts = self.parts or (self.values.shape[0],)
-        return self.scales.index_select(0, _block_of_rows(parts, self.scales.device))
+        return self.scales.index_select(0, block_numbers(parts, self.scales.device))
 
     def copy_(self, other: "QuantTensor") -> None:
         """Overwrite in place: whoever holds this tensor sees the new weight."""
