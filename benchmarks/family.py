@@ -55,6 +55,21 @@ _MIS = '{type = "mis", level = "geometric", min = 0.99, max = 1.001}'
 _ICEPOP = '{type = "icepop", min = 0.5, max = 5.0}'
 _ROLLOUT: Changes = {"precision": "fp8-rollout"}
 _WITH_TIS: Changes = {**_ROLLOUT, "corrections": f"[{_TIS}]"}
+_FOUR: dict[str, Changes] = {
+    "bf16": {"precision": "bf16"},
+    "fp8": {"precision": "fp8"},
+    "fp8-rollout": _ROLLOUT,
+    "fp8-rollout, TIS": _WITH_TIS,
+}
+"""One function in BF16, one in FP8, and two functions with and without a correction."""
+_STRESSES: dict[str, Changes] = {
+    "rate-2": {"training.learning_rate": "2e-4"},
+    "rate-4": {"training.learning_rate": "4e-4"},
+    "updates": {"training.updates_per_batch": "4"},
+    "hot": {"rollout.temperature": "1.3"},
+    "steps": {"training.steps": "100"},
+}
+"""Settings that are said to make a mismatch of rollout and training worse."""
 
 RUNS: dict[str, dict[str, Changes]] = {
     "algorithms": {
@@ -77,6 +92,10 @@ RUNS: dict[str, dict[str, Changes]] = {
         "fp8-linear": {"precision": "fp8-linear"},
         "fp8-rollout": _ROLLOUT,
         "fp8-rollout, TIS": _WITH_TIS,
+    },
+    **{
+        f"stress-{stress}": {name: {**changes, **arm} for name, arm in _FOUR.items()}
+        for stress, changes in _STRESSES.items()
     },
     "stages": {
         "kl 1": {"algorithm.kl_coefficient": "1"},

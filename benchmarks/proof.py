@@ -26,6 +26,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from benchmarks.arms import (
     figures,
     flows,
@@ -103,6 +105,7 @@ def report(arguments: argparse.Namespace) -> None:
             f"no finished run in {arguments.directory}: name the folder that has rows "
             f"(TASK-ARM-SEED{rows.SUFFIX}), DIR/rows of a proof that was run"
         )
+    torch.set_num_threads(1)  # a bootstrap's draw is little: threads beside other work wait for it
     if arguments.command == "table":
         print("\n".join(figures.markdown(figures.tables(*found))))
         return

@@ -1,4 +1,4 @@
-"""What the finished runs say: the held-out accuracy of each arm, and its difference to another arm,
+"""What the finished runs say: the held-out accuracy of each arm, and its differences to two others,
 paired by seed and problem.
 
     d[s, p] = correct(arm, seed s, problem p) - correct(base, seed s, problem p)
@@ -8,7 +8,7 @@ arms of a seed stay together, so what seed and problem have in common cancels). 
 the last evaluation, after the last step.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -19,7 +19,10 @@ from benchmarks.arms import repeats, settings
 from benchmarks.arms.rows import Row, name_of
 from benchmarks.arms.suite import ARMS, SITES
 
-BASE = "bf16"
+BASES = "bf16", "fp8"
+"""What arms are compared with: one function in BF16, and one in FP8, which samples as those do that
+are two functions.
+"""
 DRAWS = 10_000
 SEED = 0
 LAST = 10
@@ -31,7 +34,7 @@ COLUMNS = (
     "before",
     "after",
     "after, in another flow",
-    f"minus {BASE}, points (95%)",
+    *(f"minus {base}, points (95%)" for base in BASES),
     f"reward of the last {LAST} steps",
     "differing log-probabilities",
     "mean abs(d)",
@@ -81,9 +84,7 @@ def by_task(rows: Iterable[Row]) -> dict[str, list[Row]]:
     if sites := found.get(SITES):
         seeds = {row["seed"] for row in sites}
         sites += [
-            row
-            for row in found.get("multiply", [])
-            if row["arm"] in (BASE, "fp8") and row["seed"] in seeds
+            row for row in found.get("multiply", []) if row["arm"] in BASES and row["seed"] in seeds
         ]
     return found
 
@@ -146,20 +147,21 @@ def mean_difference(rows: Iterable[Row], name: str) -> float | None:
 
 def _table(task: str, rows: Sequence[Row], again: Sequence[Row]) -> Table:
     arms = by_arm(rows)
-    base = arms.get(BASE, [])
     return Table(
         task,
-        tuple((arm, *_cells(arm, ours, base)) for arm, ours in arms.items()),
+        tuple((arm, *_cells(arm, arms)) for arm in arms),
         (*repeats.notes(rows, again), *settings.notes(rows)),
     )
 
 
-def _cells(arm: str, ours: Sequence[Row], base: Sequence[Row]) -> Iterator[str]:
+def _cells(arm: str, arms: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+    ours = arms[arm]
     yield str(len(ours))
     yield f"{fmean(fmean(before(row)) for row in ours):.1%}"
     yield f"{fmean(fmean(after(row)) for row in ours):.1%}"
     yield _elsewhere(ours)
-    yield "-" if arm == BASE else _points(ours, base)
+    for place, base in enumerate(BASES):
+        yield "-" if arm in BASES[: place + 1] else _points(ours, arms.get(base, []))
     yield _text(fmean(fmean(_known(row, "reward/mean")[-LAST:]) for row in ours), ".3f")
     yield _differing(ours)
     yield _text(mean_difference(ours, "log_prob_diff/mean"), ".4g")

@@ -6,6 +6,7 @@ no settings.  Each is a dotted name and its value: ``config.training.steps``,
 ``start.model.safetensors``.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from isobit.observe.report.settings import flatten
 _PARTS = ("config", "inputs", "device", "versions", "bits")
 """Of run.json."""
 _OWN = ("config.seed", "config.model", "config.output", "config.rollout.kv_memory_gib")
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,13 @@ def flat(row: Row) -> dict[str, str]:
 def notes(rows: Sequence[Row]) -> list[str]:
     """What a reader of the task's table has to know."""
     mixed = settings_of(rows).mixed
-    texts = [f"{name} ({', '.join(value or 'none' for value in mixed[name])})" for name in mixed]
+    texts = [f"{name} ({', '.join(map(_short, mixed[name]))})" for name in mixed]
     return [f"Not the same in all rows: {'; '.join(texts)}."] if texts else []
+
+
+def _short(value: str) -> str:
+    """Of a SHA-256 the first digits."""
+    return value[:8] if _SHA256.fullmatch(value) else value or "none"
 
 
 def _may(name: str) -> bool:

@@ -10,6 +10,7 @@ from threading import Barrier, Event
 import pytest
 import torch
 
+from isobit.config.precision import Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import TrainingConfig
 
@@ -29,6 +30,9 @@ MakePolicy = Callable[..., Policy]
 Left = tuple[list[list[list[Completion]]], list[torch.Tensor]]
 PRESETS = ("fp8", "bf16", "fp8-linear")
 STEPS = 4
+UPDATES = 30
+SIZES = 1, 2, 4, 8, 16
+"""Samples of a prompt: a graph each."""
 POOL = 32
 """Streams of torch."""
 LONG = 500
@@ -48,6 +52,38 @@ def test_threads_leave_what_each_run_leaves_alone(shape: str, make_policy: MakeP
         assert drawn == drawn_alone, "tokens and log-probabilities"
         assert all(torch.equal(a, b) for a, b in zip(masters, masters_alone, strict=True))
         assert drawn[0] != drawn[-1], "it has learnt"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_training_beside_captures_leaves_what_it_leaves_alone(
+    preset: Preset, make_policy: MakePolicy
+) -> None:
+    """A launch that goes into another thread's graph is not computed, and nothing says so: the
+    gradient is short of it.
+    """
+    alone, trained = masters_of(make_policy("smollm2", preset)), Event()
+
+    def capture() -> int:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            policy = make_policy("smollm2", "fp8", trainable=False)
+            engine, turns = NativeEngine(policy, RolloutConfig(kv_pages=200), None, seed=1), 0
+            while not trained.is_set() or turns * len(SIZES) < POOL:
+                for size in SIZES:
+                    generate(engine, requests(size, max_new_tokens=3))
+                engine.release()
+                turns += 1
+            return turns
+
+    with ThreadPoolExecutor(1) as pool:
+        turns = pool.submit(capture)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                beside = masters_of(make_policy("smollm2", preset))
+        finally:
+            trained.set()
+        assert turns.result() > 0
+    for update, (one, other) in enumerate(zip(alone, beside, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), update
 
 
 def test_no_thread_captures_what_another_launches() -> None:
@@ -123,11 +159,25 @@ def run(make: Callable[[], Policy], together: Barrier | None) -> Left:
         return drawn, [master.detach().clone() for master in policy.masters.values()]
 
 
-def requests() -> list[Request]:
+def masters_of(policy: Policy) -> list[list[torch.Tensor]]:
+    """After each of many updates."""
+    trainer = Trainer(policy, TrainingConfig(learning_rate=1e-3), total_updates=UPDATES)
+    left: list[list[torch.Tensor]] = []
+    for update in range(UPDATES):
+        metrics = trainer.update(pack_pairs(examples(update), 2048), SupervisedObjective())
+        assert metrics.skipped is None, metrics.skipped
+        left.append([master.detach().clone() for master in policy.masters.values()])
+    policy.backend.synchronize()
+    return left
+
+
+def requests(samples: int = 8, max_new_tokens: int = 64) -> list[Request]:
     generator = torch.Generator().manual_seed(3)
     prompts = [tuple(torch.randint(1000, (n,), generator=generator).tolist()) for n in (5, 130)]
-    sampling = SamplingParams(64)
-    return [Request(Prompt(f"p{i}", "", ids), 0, 8, sampling) for i, ids in enumerate(prompts)]
+    sampling = SamplingParams(max_new_tokens)
+    return [
+        Request(Prompt(f"p{i}", "", ids), 0, samples, sampling) for i, ids in enumerate(prompts)
+    ]
 
 
 def examples(seed: int) -> list[tuple[tuple[int, ...], list[int]]]:
