@@ -7,16 +7,17 @@ seeds, on a real checkpoint.
     python -m benchmarks.proof start DIR --model MODEL --precision fp8      # for from-fp8
     python -m benchmarks.proof outliers DIR                 # the start of stress-outliers
     python -m benchmarks.proof flows DIR [--cards 0 1] [--jobs 3]       # where FP8 loses, untrained
-    python -m benchmarks.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3] [--threads 3]
-        [--seconds S]
+    python -m benchmarks.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3]
+        [--seconds S] [--begin-within S]
+    python -m benchmarks.proof run DIR --runs gsm:fp8:2 gsm:bf16:0:again        # as for --tasks
+    python -m benchmarks.proof cost DIR --tasks gsm multiply            # each arm alone on a card
     python -m benchmarks.proof look DIR                     # how far all runs are
     python -m benchmarks.proof table ROWS                   # DIR/rows, or benchmarks/results/proof
     python -m benchmarks.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
 
 ``run`` goes on with what is not finished, ``--jobs`` runs at a time on each card, and tells its
 runs to write a checkpoint when the seconds are over; exit status 3 says that something is left.
-With ``--threads`` each of the jobs is a process that makes so many runs at once
-(``benchmarks.arms.threads``).
+A run that is made ``again`` leaves its row among the repeats, with which the table compares.
 Rows of earlier sittings, copied to DIR/rows, are not made again.
 Anything behind ``--`` goes to ``isobit``: ``-- --training.steps 2``.
 """
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.arms import (
+    cost,
     figures,
     flows,
     look,
@@ -38,16 +40,17 @@ from benchmarks.arms import (
     rows,
     runs,
     suite,
-    threads,
 )
 
 FINE_TUNE = Path(__file__).parent / "arms" / "fine_tune.toml"
+LEFT = 3
+"""Exit status: some run is not finished."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("problems", "start", "outliers", "flows", "run", "look", "table", "page"):
+    for name in ("problems", "start", "outliers", "flows", "run", "cost", "look", "table", "page"):
         commands.add_parser(name).add_argument("directory", type=Path)
     start, run = commands.choices["start"], commands.choices["run"]
     drawn = commands.choices["page"]
@@ -55,14 +58,20 @@ def make_parser() -> argparse.ArgumentParser:
     drawn.add_argument("--picture", type=Path)
     start.add_argument("--model", type=Path, required=True)
     start.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
-    run.add_argument("--tasks", nargs="+", choices=suite.NAMES, required=True)
+    which = run.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tasks", nargs="+", choices=suite.NAMES)
+    which.add_argument("--runs", nargs="+", type=suite.run_named, metavar="TASK:ARM:SEED[:again]")
     run.add_argument("--arms", nargs="+", choices=suite.ALL_ARMS, default=suite.ALL_ARMS)
     run.add_argument("--seeds", type=int, default=4)
     for command in run, commands.choices["flows"]:
         command.add_argument("--cards", nargs="+", default=["0"])
         command.add_argument("--jobs", type=int, default=1)
-    run.add_argument("--threads", type=int, default=1)
     run.add_argument("--seconds", type=float, default=float("inf"))
+    run.add_argument("--begin-within", type=float, default=float("inf"))
+    costs = commands.choices["cost"]
+    costs.add_argument("--tasks", nargs="+", choices=problems.TASKS, default=problems.TASKS)
+    costs.add_argument("--steps", type=int, default=cost.STEPS)
+    costs.add_argument("--card", default="0")
     return parser
 
 
@@ -82,14 +91,16 @@ def main() -> int:
             found = flows.answer_all(directory, *where, runs.by_key(changes))
             print("\n".join(flows.markdown(found)))
         case "run":
-            wanted = suite.wanted(arguments.tasks, arguments.arms, range(arguments.seeds))
+            seeds = range(arguments.seeds)
+            wanted = arguments.runs or suite.wanted(arguments.tasks, arguments.arms, seeds)
             where = arguments.cards, arguments.jobs
-            how = arguments.seconds, runs.by_key(changes)
-            if arguments.threads > 1:
-                done = threads.run_all(wanted, directory, *where, arguments.threads, *how)
-            else:
-                done = runs.run_all(wanted, directory, *where, *how)
-            return 0 if done else runs.LEFT
+            how = arguments.seconds, runs.by_key(changes), arguments.begin_within
+            return 0 if runs.run_all(wanted, directory, *where, *how) else LEFT
+        case "cost":
+            how = arguments.card, arguments.steps, runs.by_key(changes)
+            for task in arguments.tasks:
+                cost.measure_all(suite.wanted([task], suite.ALL_ARMS, [0]), directory, *how)
+            print("\n".join(cost.markdown(directory / cost.FILE)))
         case "look":
             print("\n".join(look.look(directory)))
         case _:

@@ -7,13 +7,14 @@ what each left.
     DIR/outliers        the start's function, with activation outliers, for one setting under stress
     DIR/runs/NAME       one run, NAME = TASK-ARM-SEED: a directory of ``isobit train --resume``;
                         beside it its log, and how its model answers in another flow
-    DIR/rows            what is kept of the finished runs
+    DIR/rows            what is kept of the finished runs; in ``repeats`` of those made again
 
 A run is resumed from its last checkpoint until it is finished, so a sitting may end at any time.
 All arms of a task and seed see the same prompts in the same order and sample by the same noise.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -27,35 +28,23 @@ from benchmarks.arms import answers, rows
 from benchmarks.arms.suite import Changes, Run
 
 HERE = Path(__file__).parent
-LEFT = 3
-"""Exit status: some run is not finished, or was not begun."""
 _GRACE_S = 60.0
 """From SIGTERM to a written checkpoint."""
 
 
 def training_command(run: Run, directory: Path, changes: Changes) -> list[str]:
     """``isobit train`` of a run, begun or resumed; ``changes`` come last."""
-    words = training_words(run, directory, changes)
+    words = words_of({**places_of(run, directory), **run.settings, **changes})
     recipe = str(recipe_of(run.problems))
     return [sys.executable, "-m", "isobit.cli.main", "train", recipe, "--resume", *words]
 
 
-def training_words(run: Run, directory: Path, changes: Changes) -> list[str]:
-    """What a run changes in its recipe."""
-    return words_of({**places_of(run, directory), **run.settings, **changes})
-
-
 def answers_command(run: Run, directory: Path, changes: Changes) -> list[str]:
     """What answers with a run's last weights in another flow (``benchmarks.arms.answers``)."""
-    folder, words = answers_words(run, directory, changes)
-    return answers.command(folder, recipe_of(run.problems), answers_path(run, directory), words)
-
-
-def answers_words(run: Run, directory: Path, changes: Changes) -> tuple[Path, list[str]]:
-    """The folder of the last weights, and what the recipe is changed in to answer with them."""
     flow = {"precision": answers.other_flow(run.arm)}
     words = words_of({**places_of(run, directory), **changes, **flow})
-    return directory / "runs" / run.name / "model", words
+    folder, out = directory / "runs" / run.name / "model", answers_path(run, directory)
+    return answers.command(folder, recipe_of(run.problems), out, words)
 
 
 def recipe_of(problems: str) -> Path:
@@ -100,19 +89,22 @@ def run_all(
     jobs: int,
     seconds: float,
     changes: Changes,
+    begin_within: float = math.inf,
 ) -> bool:
     """Go on with the runs, ``jobs`` at a time on each of the cards (``CUDA_VISIBLE_DEVICES``), for
     so many seconds; then those that run are told to write a checkpoint.  True where all are
-    finished; a run that fails is said, and left.
+    finished; a run that fails is said, and left.  None is begun after ``begin_within`` seconds.
     """
     (directory / "runs").mkdir(parents=True, exist_ok=True)
     left = [run for run in runs if not is_made(run, directory)]
     live: list[Live] = []
     free = list(cards) * jobs
     are_kept = True
-    until = time.monotonic() + seconds
-    while (left or live) and time.monotonic() < until:
-        while left and free:
+    began = time.monotonic()
+    while live or (left and time.monotonic() < began + begin_within):
+        if time.monotonic() >= began + seconds:
+            break
+        while left and free and time.monotonic() < began + begin_within:
             live.append(_start(left.pop(0), directory, changes, free.pop(0)))
         time.sleep(1.0)
         for one in [one for one in live if one.process.poll() is not None]:
@@ -196,7 +188,8 @@ def answers_path(run: Run, directory: Path) -> Path:
 
 def row_path(run: Run, directory: Path) -> Path:
     """Of what is kept of a finished run."""
-    return directory / "rows" / f"{run.name}{rows.SUFFIX}"
+    folder = directory / "rows" / (rows.REPEATS if run.again else "")
+    return folder / f"{run.row_name}{rows.SUFFIX}"
 
 
 def is_made(run: Run, directory: Path) -> bool:

@@ -1,6 +1,7 @@
 """What is run: tasks, arms, and the settings that each changes.
 
-A run has a task, an arm and a seed, and the name TASK-ARM-SEED.  Besides the two tasks of the proof
+A run has a task, an arm and a seed, and the name TASK-ARM-SEED; one that is made again, on another
+day or card, ends in ``-again``.  Besides the two tasks of the proof
 there are settings under stress, and two that look for where ``fp8`` loses: they are trained on the
 problems of one of the two.
 """
@@ -67,6 +68,8 @@ class Run:
     """One of ``NAMES``."""
     arm: str
     seed: int
+    again: bool = False
+    """Whether it repeats one whose row is kept."""
 
     @property
     def problems(self) -> Task:
@@ -81,6 +84,11 @@ class Run:
     @property
     def name(self) -> str:
         """Also of its files."""
+        return self.row_name + ("-again" if self.again else "")
+
+    @property
+    def row_name(self) -> str:
+        """Of what is kept of it, among the rows or among the repeats."""
         return f"{self.task}-{self.arm}-{self.seed}"
 
     @property
@@ -95,6 +103,15 @@ def arms_of(task: str) -> dict[str, Changes]:
 
 
 ALL_ARMS = tuple(dict.fromkeys(arm for task in NAMES for arm in arms_of(task)))
+
+
+def run_named(words: str) -> Run:
+    """``TASK:ARM:SEED`` or ``TASK:ARM:SEED:again``.  Raises ValueError for any other."""
+    match words.split(":"):
+        case [task, arm, seed, *again] if task in NAMES and again in ([], ["again"]):
+            if arm in arms_of(task) and seed.isdecimal():
+                return Run(task, arm, int(seed), bool(again))
+    raise ValueError(f"no run is named {words}: TASK:ARM:SEED, and :again for one made before")
 
 
 def wanted(tasks: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> list[Run]:

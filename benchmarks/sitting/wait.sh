@@ -2,7 +2,7 @@
 # logs are kept each minute, too: a call that is ended before it is over still brings them back.
 . benchmarks/sitting/environment.sh
 [ -d $TREE ] || { echo "the machine was given back"; exit 9; }
-keep() { (cd /tmp && tar c $(ls -d proof/rows again/rows proof/flows proof/runs/*.log proof/runs/*/metrics.jsonl ./*.log 2>/dev/null) | xz -3 -T0 > kept.part && cp kept.part "$OUT/kept.new" && mv "$OUT/kept.new" "$OUT/kept.txz"); }
+keep() { (cd /tmp && tar c $(ls -d */rows */flows */runs/*.log */runs/*/metrics.jsonl ./*.log 2>/dev/null) | xz -3 -T0 > kept.part && cp kept.part "$OUT/kept.new" && mv "$OUT/kept.new" "$OUT/kept.txz"); }
 cd $TREE || exit 1; until=$(( $(date +%s) + $1 )); kept=$(date +%s)
 while [ "$(date +%s)" -lt $until ] && [ ! -e /tmp/queue.ended ]; do
   sleep 1; [ $(( $(date +%s) - kept )) -lt 60 ] || { keep; kept=$(date +%s); }

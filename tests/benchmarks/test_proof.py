@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.arms import figures, flows, look, problems, repeats, rows, runs, suite, threads
+from benchmarks.arms import cost, figures, flows, look, problems, rows, runs, suite
 from benchmarks.arms.problems import product_worked_out, rows_of
 from isobit.starter import starter_folder
+from tests.benchmarks.made_up_rows import made_up_row
 from tests.forked import called
 
 TINY = {
@@ -53,6 +54,10 @@ class Job:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
 
 @pytest.fixture
@@ -136,6 +141,55 @@ def test_a_run_is_kept_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     assert json.dumps(rows.read_finished(tmp_path / "rows")[0]) == before
 
 
+def test_a_run_made_again_is_a_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = suite.run_named("gsm:fp8:2:again")
+    assert run == suite.Run("gsm", "fp8", 2, again=True) and run.name == "gsm-fp8-2-again"
+    row = made_up_row("gsm", "fp8", 2, steps=2, problems=4)
+    named = {"task", "arm", "seed", "jobs"}
+    found = {name: part for name, part in row.items() if name not in named}
+    monkeypatch.setattr(rows, "row_of", lambda _: found)
+    for one in (run, suite.run_named("gsm:fp8:2")):
+        runs.keep(one, tmp_path, 1)
+    first, again = rows.read_finished(tmp_path / "rows"), rows.read_repeats(tmp_path / "rows")
+    assert first == again and len(first) == 1
+    (table,) = figures.tables(first, again)
+    assert table.notes[0].startswith("Repeated on another day or card: 1 of 1 the same bytes")
+    for wrong in ("gsm:fp8", "gsm:fp9:2", "sum:fp8:2", "gsm:fp8:2:twice", "gsm:fp8:x"):
+        with pytest.raises(ValueError, match="no run is named"):
+            suite.run_named(wrong)
+
+
+@pytest.mark.usefixtures("forked_jobs")
+def test_no_run_begins_when_the_time_to_begin_is_over(tmp_path: Path) -> None:
+    wanted = [suite.run_named("gsm:fp8:0")]
+    assert not runs.run_all(wanted, tmp_path, [""], 1, 60.0, TINY, begin_within=-1.0)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.usefixtures("forked_jobs")
+def test_each_arm_is_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 8, "held_out": 3})
+    problems.write_problems(tmp_path / "data")
+    wanted = suite.wanted(["gsm"], ["bf16", "fp8"], [0])
+    several = {**TINY, "training.steps": "100", "evaluation.every": "0"}
+    cost.measure_all(wanted, tmp_path, "", 2, several)
+    found = json.loads((tmp_path / cost.FILE).read_text())["gsm"]
+    for arm in ("bf16", "fp8"):
+        assert [len(found[arm][phase]) for phase in ("rollout", "training")] == [2, 2]
+        assert found[arm]["device"]["type"] == "cpu"
+    assert not (tmp_path / "cost").exists()
+    *_, bf16, fp8, _ = cost.markdown(tmp_path / cost.FILE)
+    assert bf16.startswith("| `bf16` |") and bf16.endswith("| 1.00 |") and fp8.startswith("| `fp8`")
+
+
+@pytest.mark.usefixtures("forked_jobs")
+def test_a_run_that_fails_is_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    wanted = suite.wanted(["gsm"], ["bf16"], [0])
+    with pytest.raises(RuntimeError, match="gsm-bf16-0 ended before it was measured"):
+        cost.measure_all(wanted, tmp_path, "", 2, TINY)
+
+
 def test_a_run_is_kept_before_it_answers_in_another_flow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,57 +206,6 @@ def test_a_run_is_kept_before_it_answers_in_another_flow(
     assert row["other_flow"] == {"precision": "bf16"} and runs.is_made(run, tmp_path)
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     assert runs.is_made(run, tmp_path), "made in another sitting"
-
-
-@pytest.mark.usefixtures("forked_jobs")
-def test_runs_in_threads_leave_what_runs_in_processes_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 4, "held_out": 3})
-    wanted = suite.wanted(["gsm"], ["bf16", "fp8"], [0])
-    processes, together = tmp_path / "processes", tmp_path / "threads"
-    for directory in (processes, together):
-        problems.write_problems(directory / "data")
-    assert runs.run_all(wanted, processes, [""], 2, 120.0, TINY)
-    assert not threads.run_all(wanted, together, [""], 1, 2, 0.0, TINY)  # no time: they are killed
-    assert threads.run_all(wanted, together, [""], 1, 2, 120.0, TINY)
-    found = [rows.read_finished(directory / "rows") for directory in (processes, together)]
-    for alone, beside in zip(*found, strict=True):
-        assert repeats.differing_parts(alone, beside) == []
-        assert beside["start"] == alone["start"] and beside["other_flow"] == alone["other_flow"]
-        assert [one["response_length"] for one in beside["evaluations"]] == [
-            one["response_length"] for one in alone["evaluations"]
-        ]
-    assert [row["jobs"] for row in found[1]] == [2, 2]
-    for run in wanted:
-        log = (together / "runs" / f"{run.name}.log").read_text()
-        assert log.count("step 1/1") == 1 and f"{run.arm}: 0 of " in log, "each has its own"
-
-
-@pytest.mark.usefixtures("forked_jobs")
-def test_a_run_that_fails_in_a_thread_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(problems, "SIZES", {"solutions": 1, "train": 4, "held_out": 3})
-    problems.write_problems(tmp_path / "data")
-    failing, other = suite.wanted(["gsm"], ["bf16", "fp8"], [0])
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / failing.name).write_text("no directory")
-    assert not threads.run_all([failing, other], tmp_path, [""], 1, 2, 120.0, TINY)
-    (row,) = rows.read_finished(tmp_path / "rows")
-    assert rows.name_of(row) == other.name
-    assert "Error" in (tmp_path / "runs" / f"{failing.name}.log").read_text()
-
-
-def test_a_thread_begins_no_run_when_the_time_to_begin_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["threads", str(tmp_path), "gsm:fp8:0", "gsm:bf16:1", "--begin-within", "-1", "--"]
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)  # this process goes on
-    assert threads.main() == runs.LEFT
-    assert "gsm-bf16-1 is not begun" in capsys.readouterr().out
-    assert not (tmp_path / "runs").exists()
 
 
 def test_differences_are_paired_by_seed_and_problem() -> None:
