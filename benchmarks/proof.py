@@ -100,7 +100,7 @@ def main() -> int:
             how = arguments.card, arguments.steps, runs.by_key(changes)
             for task in arguments.tasks:
                 cost.measure_all(suite.wanted([task], suite.ALL_ARMS, [0]), directory, *how)
-            print("\n".join(cost.markdown(directory / cost.FILE)))
+            print("\n".join(cost.markdown(cost.read(directory / "rows"))))
         case "look":
             print("\n".join(look.look(directory)))
         case _:
@@ -110,10 +110,11 @@ def main() -> int:
 
 def report(arguments: argparse.Namespace) -> None:
     """The table, or the page and the picture, of the rows in a folder."""
-    found = rows.read_finished(arguments.directory), rows.read_repeats(arguments.directory)
+    directory: Path = arguments.directory
+    found = rows.read_finished(directory), rows.read_repeats(directory), cost.read(directory)
     if not found[0]:
         raise SystemExit(
-            f"no finished run in {arguments.directory}: name the folder that has rows "
+            f"no finished run in {directory}: name the folder that has rows "
             f"(TASK-ARM-SEED{rows.SUFFIX}), DIR/rows of a proof that was run"
         )
     torch.set_num_threads(1)  # a bootstrap's draw is little: threads beside other work wait for it

@@ -5,7 +5,7 @@ step is done, which compiles and captures, and goes on when all are and its turn
 in which it was stopped is not counted, and what has been measured is killed: the next one has the
 card for itself.  Beginning takes longer than measuring, hence side by side.
 
-    DIR/cost.json       task -> arm -> seconds of each step: rollout, training; and the GPU
+    ROWS/cost.json      task -> arm -> seconds of each step: rollout, training; and the device
 """
 
 import json
@@ -16,25 +16,29 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks.arms import runs
 from benchmarks.arms.suite import Changes, Run
 from isobit.store.directory import write_json
 from isobit.store.journal import whole_lines
 
+Cost: TypeAlias = Mapping[str, Any]
+"""Of an arm."""
+Costs: TypeAlias = Mapping[str, Mapping[str, Cost]]
+"""By task and arm."""
 FILE = "cost.json"
+PHASES = "rollout", "training"
 STEPS = 8
 """That are counted."""
 _FEW: Changes = {"data.eval.held_out.limit": "8", "checkpoint.keep_last": "0"}
 _POLL_S = 0.02
-_PHASES = "rollout", "training"
 
 
 def measure_all(
     wanted: Sequence[Run], directory: Path, card: str, steps: int, changes: Changes
 ) -> None:
-    """Add the runs' figures to DIR/cost.json.  Raises RuntimeError where one ends before it is
+    """Add the runs' figures to DIR/rows/cost.json.  Raises RuntimeError where one ends before it is
     measured; its log says why.
     """
     place = directory / "cost"
@@ -59,21 +63,32 @@ def measure_all(
                 time.sleep(_POLL_S)
             process.kill()
             process.wait()
-            _add(directory / FILE, run, found[2:], _device(run, place))
+            _add(directory / "rows", run, found[2:], _device(run, place))
     finally:
         for process in live.values():
             process.kill()
     shutil.rmtree(place)
 
 
-def markdown(path: Path) -> Iterator[str]:
-    """A line an arm, medians of the steps and each phase's ratio to that of ``bf16``."""
-    for task, arms in json.loads(path.read_text(encoding="utf-8")).items():
+def read(folder: Path) -> Costs:
+    """What is known of the runs whose rows lie in the folder."""
+    path = folder / FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def seconds(found: Cost, phase: str) -> float:
+    """Of a step: the median."""
+    return median(found[phase])
+
+
+def markdown(costs: Costs) -> Iterator[str]:
+    """A line an arm, and its ratio to ``bf16``."""
+    for task, arms in costs.items():
         yield f"| {task} | rollout, s a step | training, s a step | both | of `bf16` |"
         yield "|---|---:|---:|---:|---:|"
-        base = sum(_medians(arms["bf16"])) if "bf16" in arms else None
+        base = sum(seconds(arms["bf16"], phase) for phase in PHASES) if "bf16" in arms else None
         for arm, found in arms.items():
-            rollout, training = _medians(found)
+            rollout, training = (seconds(found, phase) for phase in PHASES)
             both = rollout + training
             ratio = f"{both / base:.2f}" if base else "-"
             yield f"| `{arm}` | {rollout:.2f} | {training:.2f} | {both:.2f} | {ratio} |"
@@ -107,13 +122,9 @@ def _device(run: Run, place: Path) -> dict[str, Any]:
     return json.loads(text)["device"]
 
 
-def _add(path: Path, run: Run, steps: Sequence[Mapping[str, Any]], device: object) -> None:
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    found = {phase: [line[f"time/{phase}_s"] for line in steps] for phase in _PHASES}
-    known.setdefault(run.task, {})[run.arm] = {**found, "device": device}
-    write_json(path, known)
-
-
-def _medians(found: Mapping[str, Sequence[float]]) -> tuple[float, float]:
-    rollout, training = (median(found[phase]) for phase in _PHASES)
-    return rollout, training
+def _add(folder: Path, run: Run, steps: Sequence[Mapping[str, Any]], device: object) -> None:
+    known = read(folder)
+    found = {phase: [line[f"time/{phase}_s"] for line in steps] for phase in PHASES}
+    arms = {**known.get(run.task, {}), run.arm: {**found, "device": device}}
+    folder.mkdir(exist_ok=True)
+    write_json(folder / FILE, {**known, run.task: arms})

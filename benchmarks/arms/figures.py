@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.arms import repeats, settings
+from benchmarks.arms import cost, repeats, settings
 from benchmarks.arms.rows import Row, name_of
 from benchmarks.arms.suite import ARMS, SITES
 
@@ -39,9 +39,8 @@ COLUMNS = (
     "differing log-probabilities",
     "mean abs(d)",
     "exp(abs(d)), median step",
-    "rollout, s a step",
-    "training, s a step",
-    "runs at a time",
+    "rollout alone, s a step",
+    "training alone, s a step",
 )
 
 
@@ -55,9 +54,12 @@ class Table:
     notes: tuple[str, ...]
 
 
-def tables(rows: Sequence[Row], again: Sequence[Row] = ()) -> list[Table]:
+def tables(
+    rows: Sequence[Row], again: Sequence[Row] = (), costs: cost.Costs | None = None
+) -> list[Table]:
     """One a task, of whatever is finished; ``again`` are runs that were repeated."""
-    return [_table(task, ours, again) for task, ours in by_task(rows).items()]
+    known = costs or {}
+    return [_table(task, ours, again, known.get(task, {})) for task, ours in by_task(rows).items()]
 
 
 def markdown(found: Iterable[Table]) -> list[str]:
@@ -145,11 +147,13 @@ def mean_difference(rows: Iterable[Row], name: str) -> float | None:
     return sum(value * count for value, count in found) / tokens if tokens else None
 
 
-def _table(task: str, rows: Sequence[Row], again: Sequence[Row]) -> Table:
+def _table(
+    task: str, rows: Sequence[Row], again: Sequence[Row], costs: Mapping[str, cost.Cost]
+) -> Table:
     arms = by_arm(rows)
     return Table(
         task,
-        tuple((arm, *_cells(arm, arms)) for arm in arms),
+        tuple((arm, *_cells(arm, arms), *_seconds(costs.get(arm))) for arm in arms),
         (*repeats.notes(rows, again), *settings.notes(rows)),
     )
 
@@ -166,9 +170,11 @@ def _cells(arm: str, arms: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     yield _differing(ours)
     yield _text(mean_difference(ours, "log_prob_diff/mean"), ".4g")
     yield _text(_median_of_steps(ours, "mismatch/mult_prob_error"), ".4f")
-    for phase in ("rollout", "training"):
-        yield _text(_median_of_steps(ours, f"time/{phase}_s", first=2), ".2f")
-    yield ", ".join(map(str, sorted({row["jobs"] for row in ours})))
+
+
+def _seconds(found: cost.Cost | None) -> Iterator[str]:
+    for phase in cost.PHASES:
+        yield _text(None if found is None else cost.seconds(found, phase), ".2f")
 
 
 def _points(ours: Sequence[Row], base: Sequence[Row]) -> str:
@@ -199,16 +205,9 @@ def _differing(rows: Iterable[Row]) -> str:
     return f"{found:,.0f} of {compared:,.0f}"
 
 
-def _median_of_steps(rows: Iterable[Row], name: str, first: int = 1) -> float | None:
-    """Of all steps from ``first`` on: one token can be the whole mean of exp(abs(d)), and the first
-    step compiles.
-    """
-    found = [
-        value
-        for row in rows
-        for step, value in zip(row["steps"]["step"], row["steps"][name], strict=True)
-        if step >= first and value is not None
-    ]
+def _median_of_steps(rows: Iterable[Row], name: str) -> float | None:
+    """One token can be the whole mean of exp(abs(d))."""
+    found = [value for row in rows for value in _known(row, name)]
     return median(found) if found else None
 
 

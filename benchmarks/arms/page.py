@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.arms import figures
+from benchmarks.arms.cost import Costs
 from benchmarks.arms.curves import STEPS_A_POINT, accuracy_chart, charts, places_of
 from benchmarks.arms.problems import TASKS
 from benchmarks.arms.rows import Row
@@ -53,7 +54,7 @@ class Drawn:
     left: int
 
 
-def write_html(rows: Sequence[Row], again: Sequence[Row], out: Path) -> Path:
+def write_html(rows: Sequence[Row], again: Sequence[Row], costs: Costs, out: Path) -> Path:
     """The whole page.  Raises ConfigError where another file is there."""
     tasks = figures.by_task(rows)
     page = render_template(
@@ -64,7 +65,7 @@ def write_html(rows: Sequence[Row], again: Sequence[Row], out: Path) -> Path:
         columns=figures.COLUMNS,
         steps_a_point=STEPS_A_POINT,
         colours={task: places_of(ours) for task, ours in tasks.items()},
-        tables=figures.tables(rows, again),
+        tables=figures.tables(rows, again, costs),
         sections=[section_of(task, charts(ours)) for task, ours in tasks.items()],
         stress=figures.STRESS,
         settings={task: settings_of(ours) for task, ours in tasks.items()},

@@ -18,7 +18,7 @@ STEPS, EVERY, PROBLEMS = 150, 25, 500
 
 
 def made_up_row(
-    task: str, arm: str, seed: int, steps: int = STEPS, problems: int = PROBLEMS, jobs: int = 4
+    task: str, arm: str, seed: int, steps: int = STEPS, problems: int = PROBLEMS
 ) -> dict[str, Any]:
     """Of a run that learns; the rollout arms differ from training, the others do not."""
     draw = random.Random(f"{task} {arm} {seed}")
@@ -28,7 +28,7 @@ def made_up_row(
         "task": task,
         "arm": arm,
         "seed": seed,
-        "jobs": jobs,
+        "jobs": 4,
         "run": _manifest(arm, seed, steps),
         "summary": {"steps": steps},
         "start": {"model.safetensors": _sha256("start")},

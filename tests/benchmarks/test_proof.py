@@ -173,12 +173,13 @@ def test_each_arm_is_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     wanted = suite.wanted(["gsm"], ["bf16", "fp8"], [0])
     several = {**TINY, "training.steps": "100", "evaluation.every": "0"}
     cost.measure_all(wanted, tmp_path, "", 2, several)
-    found = json.loads((tmp_path / cost.FILE).read_text())["gsm"]
+    costs = cost.read(tmp_path / "rows")
+    found = costs["gsm"]
     for arm in ("bf16", "fp8"):
         assert [len(found[arm][phase]) for phase in ("rollout", "training")] == [2, 2]
         assert found[arm]["device"]["type"] == "cpu"
     assert not (tmp_path / "cost").exists()
-    *_, bf16, fp8, _ = cost.markdown(tmp_path / cost.FILE)
+    *_, bf16, fp8, _ = cost.markdown(costs)
     assert bf16.startswith("| `bf16` |") and bf16.endswith("| 1.00 |") and fp8.startswith("| `fp8`")
 
 

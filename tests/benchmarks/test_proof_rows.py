@@ -75,14 +75,14 @@ def test_the_table_has_what_is_finished() -> None:
     found = [
         small("new-arm"),
         small("fp8", 0),
-        small("fp8", 1, jobs=2),
+        small("fp8", 1),
         small("bf16", 0),
         {**small("fp8"), "task": "stress-lr"},
     ]
     gsm, stress = figures.tables(found)
     assert [line[0] for line in gsm.lines] == ["bf16", "fp8", "new-arm"]
     cells = dict(zip(("arm", *figures.COLUMNS), gsm.lines[1], strict=True))
-    assert cells["seeds"] == "2" and cells["runs at a time"] == "2, 4"
+    assert cells["seeds"] == "2" and cells["rollout alone, s a step"] == "-"
     assert cells["minus bf16, points (95%)"].endswith("), 1 of 2 seeds")
     assert stress.lines[0][5] == "-", "there is no bf16"
     assert [line[5:7] for line in gsm.lines[:2]] == [("-", "-"), (gsm.lines[1][5], "-")]
@@ -102,10 +102,10 @@ def test_differences_of_log_probabilities_are_means_over_tokens() -> None:
     assert figures.mean_difference([], "log_prob_diff/mean") is None
 
 
-def test_times_are_medians_without_the_first_step() -> None:
-    row = small("fp8")
-    row["steps"]["time/rollout_s"] = [1000.0, 2.0, *[3.0] * 22, 1000.0]
-    assert cells_of([row])["rollout, s a step"] == "3.00"
+def test_times_are_those_of_an_arm_alone() -> None:
+    alone = {"gsm": {"fp8": {"rollout": [1000.0, 2.0, 3.0, 3.0], "training": [0.5]}}}
+    (table,) = figures.tables([small("fp8"), small("bf16")], costs=alone)
+    assert [line[-2:] for line in table.lines] == [("-", "-"), ("3.00", "0.50")]
 
 
 def test_one_token_is_not_the_probability_error_of_a_run() -> None:
