@@ -19,7 +19,7 @@ import argparse
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -46,6 +46,7 @@ from isobit.run.rl.log import RlLog
 from isobit.run.rl.setup import RlRun, extra_bytes, prepare_rl
 from isobit.store.state_digest import state_digest
 from isobit.training.comparison import ComparedTokens, Comparison
+from isobit.training.packing import responses
 from isobit.training.replay import ReplayBuffer
 from isobit.training.sample import Sample
 from isobit.training.scoring import score_sequences
@@ -89,11 +90,11 @@ class Witness(ReplayBuffer):
     def _checked(self, sequences: Sequence[TokenSequence], version: int) -> Drawn:
         by_version = defaultdict[int, list[TokenSequence]](list)
         for sequence in sequences:
-            (drew,) = set(sequence.of_response(sequence.weights_versions))
+            (drew,) = set(sequence.of_response(sequence.weights_versions).tolist())
             by_version[drew].append(sequence)
         then, now, behind = ComparedTokens.none(), ComparedTokens.none(), list[int]()
         for drew, theirs in by_version.items():
-            given = _joined(one.of_response(one.log_probs) for one in theirs)
+            given = responses(theirs, [one.log_probs for one in theirs])
             then.add(given, self._log_probs(drew, theirs))
             now.add(given, self._log_probs(version, theirs))
             behind += [version - drew] * given.numel()
@@ -108,12 +109,7 @@ class Witness(ReplayBuffer):
     def _log_probs(self, version: int, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """float32 [N], by the weights of a version."""
         scores = score_sequences(Scorer(self._weights[version]), sequences, self._tokens)
-        pairs = zip(sequences, scores, strict=True)
-        return _joined(one.of_response(score.log_probs) for one, score in pairs)
-
-
-def _joined(columns: Iterator[Sequence[float]]) -> torch.Tensor:
-    return torch.tensor([value for column in columns for value in column], dtype=torch.float32)
+        return responses(sequences, [score.log_probs for score in scores])
 
 
 def run(config: RunConfig, say: Callable[[Row], None]) -> Row:

@@ -76,18 +76,24 @@ def tables(found: Sequence[Row]) -> str:
 
 
 def measure_records(arguments: argparse.Namespace) -> None:
-    """Sequences of 256 prompt and 2,048 response tokens, made of lists and judged."""
+    """Sequences of 256 prompt and 2,048 response tokens, read from a message and judged."""
     import torch
 
+    from isobit.parallel.message import decode, encode
+    from isobit.records.kept_groups import completions_of, completions_value
     from isobit.records.sequence import TokenSequence
+    from isobit.records.text import Completion
 
     count, prompt, response = 256, 256, 2048
+    columns = [
+        (torch.randint(150_000, (response,)).tolist(), torch.rand(response).tolist())
+        for _ in range(count)
+    ]
+    drawn = [TokenSequence.of_answer([0] * prompt, *one, [0] * response) for one in columns]
+    message = encode(completions_value([Completion(one, "", "stop") for one in drawn]))
     began = perf_counter()
-    for _ in range(count):
-        tokens = torch.randint(150_000, (response,)).tolist()
-        log_probs = torch.rand(response).tolist()
-        sequence = TokenSequence.of_answer([0] * prompt, tokens, log_probs, [0] * response)
-        sequence.with_advantages(1.0)
+    for completion in completions_of(decode(message)):
+        completion.sequence.with_advantages(1.0)
     seconds = (perf_counter() - began) / (count * (prompt + response))
     print(json.dumps({"kind": "records", "seconds_a_token": seconds}))
 

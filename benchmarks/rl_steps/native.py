@@ -189,7 +189,7 @@ class Loop:
         groups = self._generate(case)
         step = self.learn(groups)
         drawn = [one.sequence for group in groups for one in group.completions]
-        text = json.dumps([[one.token_ids, one.log_probs] for one in drawn])
+        text = json.dumps([[one.token_ids.tolist(), one.log_probs.tolist()] for one in drawn])
         return {
             "completions": hashlib.sha256(text.encode()).hexdigest(),
             "tokens_compared": step.comparison.tokens_compared,

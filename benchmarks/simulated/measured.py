@@ -27,7 +27,7 @@ NIC = 50e9
 HOST_NETWORK = 1e9
 """What a rank receives of records (tokens, log-probabilities) over the hosts' own network: assumed.
 """
-RECORD_TOKEN = 0.2e-6
+RECORD_TOKEN = 0.035e-6
 """Host time of a token that another rank drew, to make its records: `python -m benchmarks.scaling
 records` on an AMD EPYC core.
 """

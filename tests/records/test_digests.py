@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import nextafter
 from typing import Any
 
+import numpy as np
 import pytest
 
 from isobit.records.digests import group_digests
@@ -33,7 +34,11 @@ def groups() -> list[Group]:
 def changed(of_group: int, place: int, **columns: Any) -> list[Group]:
     made = groups()
     one = made[of_group].completions[place]
-    made[of_group].completions[place] = replace(one, sequence=replace(one.sequence, **columns))
+    arrays = {
+        name: np.array(column, getattr(one.sequence, name).dtype)
+        for name, column in columns.items()
+    }
+    made[of_group].completions[place] = replace(one, sequence=replace(one.sequence, **arrays))
     return made
 
 

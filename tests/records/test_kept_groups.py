@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from isobit.parallel.message import decode, encode
 from isobit.records.kept_groups import completions_of, completions_value, groups_of, groups_value
 from isobit.records.sequence import GIVEN, TokenSequence
 from isobit.records.text import Completion, FinishReason, Group, Prompt
+from tests.sequences import turns_of
 
 PROMPTS = {name: Prompt(name, f"text of {name}", (5, 6), {"answer": 1}) for name in ("a/0", "a/1")}
-TURNS = TokenSequence(
+TURNS = turns_of(
     token_ids=(1, 2, 3, 4, 5, 6),
     loss_mask=(False, True, False, False, True, True),
     log_probs=(0.0, -0.5, 0.0, 0.0, -1.5, -2.5),
     weights_versions=(GIVEN, 3, GIVEN, GIVEN, 4, 4),
-    advantages=(0.0,) * 6,
     temperature=0.5,
 )
 
@@ -25,8 +27,8 @@ def completion(text: str, reason: FinishReason, **columns: object) -> Completion
 
 
 def groups() -> list[Group]:
-    cut = {"truncated_log_probs": (0.0, 0.0, -0.125, 0.0, -0.5)}
-    routed = {"routings": (0, 0, -(1 << 62), 5, (1 << 62) + 1)}
+    cut = {"truncated_log_probs": np.array([0.0, 0.0, -0.125, 0.0, -0.5], np.float32)}
+    routed = {"routings": np.array([0, 0, -(1 << 62), 5, (1 << 62) + 1])}
     empty = Completion(TokenSequence.of_answer((5, 6), ()), "", "aborted")
     first = [completion("ä🙂\n", "stop", **cut), completion("", "length", **routed), empty]
     parts = {"format": [1.0, None, 0.1], "answer": [0.0, 1 / 3, None]}

@@ -2,44 +2,67 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from isobit.records.sequence import GIVEN, TokenSequence
 from isobit.records.text import Completion
+from tests.sequences import turns_of
 
 
 def test_an_answer_fills_the_columns_behind_its_prompt() -> None:
     made = TokenSequence.of_answer((7, 8), (3, 4), (-0.5, -0.25), (5, 6), 0.7, (-0.4, -0.2))
-    assert made == TokenSequence(
+    assert made == turns_of(
         token_ids=(7, 8, 3, 4),
         loss_mask=(False, False, True, True),
         log_probs=(0.0, 0.0, -0.5, -0.25),
         weights_versions=(GIVEN, GIVEN, 5, 6),
-        advantages=(0.0, 0.0, 0.0, 0.0),
         temperature=0.7,
         truncated_log_probs=(0.0, 0.0, -0.4, -0.2),
     )
-    assert TokenSequence.of_answer((7,), (3,)).weights_versions == (GIVEN, GIVEN)
+    assert TokenSequence.of_answer((7,), (3,)).weights_versions.tolist() == [GIVEN, GIVEN]
 
 
 def test_the_response_is_what_the_mask_says() -> None:
-    turns = TokenSequence(
+    turns = turns_of(
         token_ids=(1, 2, 3, 4, 5),
         loss_mask=(False, True, False, True, True),
         log_probs=(0.0, -2.0, 0.0, -4.0, -5.0),
         weights_versions=(GIVEN, 1, GIVEN, 1, 2),
-        advantages=(0.0,) * 5,
     )
-    assert turns.length == 5
-    assert turns.response_ids == (2, 4, 5)
-    assert turns.of_response(turns.log_probs) == (-2.0, -4.0, -5.0)
-    assert turns.spread((0.1, 0.2, 0.3)) == (0.0, 0.1, 0.0, 0.2, 0.3)
-    assert turns.with_advantages(1.5).advantages == (0.0, 1.5, 0.0, 1.5, 1.5)
+    assert (turns.length, turns.response_length) == (5, 3)
+    assert turns.of_response(turns.log_probs).tolist() == [-2.0, -4.0, -5.0]
+    assert turns.spread((0.5, 0.25, 0.125)).tolist() == [0.0, 0.5, 0.0, 0.25, 0.125]
+    assert turns.spread_digests((1 << 62, 2, -3)).tolist() == [0, 1 << 62, 0, 2, -3]
+    assert turns.with_advantages(1.5).advantages.tolist() == [0.0, 1.5, 0.0, 1.5, 1.5]
+    assert turns.with_advantages(-0.1) == turns.with_advantages((-0.1, -0.1, -0.1))
     completion = Completion(turns, "", "stop")
-    assert completion.token_ids == (2, 4, 5)
+    assert completion.token_ids == (2, 4, 5) and {type(one) for one in completion.token_ids} == {
+        int
+    }
     assert completion.weights_versions == (1, 1, 2)
     assert completion.truncated_log_probs is None
+
+
+def test_equal_is_equal_bit_for_bit() -> None:
+    made = TokenSequence.of_answer((1,), (2, 3), (-0.0, -1.0))
+    same = TokenSequence.of_answer((1,), (2, 3), (-0.0, -1.0))
+    assert made == same and hash(made) == hash(same)
+    assert made != TokenSequence.of_answer((1,), (2, 3), (0.0, -1.0))
+    assert made != replace(made, importance=made.spread((1.0, 1.0)))
+    assert made != replace(made, fresh=False) and made != "a sequence"
+    nan = replace(made, values=made.spread((float("nan"), 0.0)))
+    assert nan == replace(made, values=made.spread((float("nan"), 0.0)))
+
+
+def test_nobody_writes_to_a_column() -> None:
+    made = TokenSequence.of_answer((1,), (2, 3), (-0.5, -1.0))
+    with pytest.raises(ValueError, match="read-only"):
+        made.log_probs[1] = 0.0
+    with pytest.raises(AssertionError, match="log_probs has entries of float32"):
+        replace(made, log_probs=np.zeros(3))
 
 
 def test_columns_of_another_length_and_a_first_token_to_learn_are_mistakes() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,7 +100,7 @@ def test_the_bounds_are_those_of_the_last_updates_ratios_and_learn_from_it_on(
 
     def by_shadow(_: Calibration, sequences: list[TokenSequence]) -> torch.Tensor:
         """0 for every token at first; then half of them have fallen below any bound."""
-        tokens = sum(sum(sequence.loss_mask) for sequence in sequences)
+        tokens = sum(sequence.response_length for sequence in sequences)
         return -next(planted) * (torch.arange(tokens) % 2).double()
 
     monkeypatch.setattr(Calibration, "_by_shadow", by_shadow)
@@ -160,7 +161,7 @@ def test_the_weights_of_corrections_count(
     calibration = Calibration(trainer, Grpo(CONFIG))
     (group, *_) = make_groups(trainer)
     sequence = group.completions[0].sequence.with_advantages(-1.0)
-    sequence = replace(sequence, importance=tuple([0.5 * one for one in sequence.loss_mask]))
+    sequence = replace(sequence, importance=np.float32(0.5) * sequence.loss_mask)
     begun = calibration.begin(2, [sequence])
     assert begun is not None
     trainer.policy.publish()

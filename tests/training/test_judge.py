@@ -1,9 +1,10 @@
 """What a step makes of its completions before it learns: every column, for every setting."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,7 +69,9 @@ def test_old_log_probs_are_whose_they_are_asked_to_be(
     trainer = make_trainer("fp8")
     found = scored(judge_of(trainer, exact=exact, old_log_probs=asked), make_groups(trainer))
     assert all((one.old_log_probs is not None) == recomputes for one in found)
-    assert all(one.old_log_probs in (None, one.log_probs) for one in found)
+    old = [one.old_log_probs for one in found]
+    recorded = [one.log_probs for one in found]
+    assert all(a is None or np.array_equal(a, b) for a, b in zip(old, recorded, strict=True))
 
 
 def test_what_the_limit_cut_is_kept_masked_or_excluded(
@@ -85,7 +88,8 @@ def test_what_the_limit_cut_is_kept_masked_or_excluded(
         ((credits,), _) = judge.credit([samples], [None], [])
         learnt = [judge.learnt_from(*pair) for pair in zip(samples, credits, strict=True)]
         found[truncated] = [
-            None if one is None else sum(one.advantages) / sum(one.loss_mask) for one in learnt
+            None if one is None else float(one.advantages.sum()) / one.response_length
+            for one in learnt
         ]
     assert found["keep"] == [-0.5, 0.5, 0.5, -0.5]
     assert found["mask"] == [-0.5, None, 0.5, -0.5]
@@ -99,7 +103,7 @@ def test_long_completions_are_punished(make_trainer: MakeTrainer, make_groups: M
     judge = judge_of(make_trainer(), GrpoConfig(overlong_buffer=8, overlong_penalty=0.5))
     groups = make_groups(judge.trainer)
     found = [
-        (sum(sample.sequence.loss_mask), sample.reward)
+        (sample.sequence.response_length, sample.reward)
         for group in judge.samples_of(groups)
         for sample in group
     ]
@@ -136,14 +140,14 @@ def test_once_the_policy_has_moved_the_reference_is_asked(
     groups = make_groups(trainer)
     reference = FrozenPolicy.of(trainer.policy)
     judge = judge_of(trainer, GrpoConfig(kl_coefficient=0.1), reference=reference)
-    before = [one.log_probs for one in scored(judge, groups)]
+    before = [one.log_probs.tolist() for one in scored(judge, groups)]
     for master in trainer.policy.parameters():
         master.data.mul_(1.1)
     trainer.policy.publish()
-    assert [one.reference_log_probs for one in scored(judge, groups)] == before
+    assert _reference(scored(judge, groups)) == before
     moved = make_groups(trainer)
-    assert [one.reference_log_probs for one in scored(judge, moved)] == before
-    assert [one.log_probs for one in scored(judge, moved)] != before
+    assert _reference(scored(judge, moved)) == before
+    assert [one.log_probs.tolist() for one in scored(judge, moved)] != before
     reference.take(trainer.policy)
     again = scored(judge, moved)
     assert [one.reference_log_probs for one in again] == [one.log_probs for one in again]
@@ -165,14 +169,14 @@ def test_a_penalty_in_the_reward_is_the_coefficient_times_the_divergence(
             sample,
             sequence=replace(
                 sample.sequence,
-                reference_log_probs=tuple([x - shift for x in sample.sequence.log_probs]),
+                reference_log_probs=sample.sequence.log_probs - np.float32(shift),
             ),
         )
         for sample, shift in zip(samples, shifts, strict=True)
     ]
     ((credits,), _) = judge.credit([samples], [None], [])
     rewards = [
-        sample.reward - 0.5 * shift * sum(sample.sequence.loss_mask)
+        sample.reward - 0.5 * shift * sample.sequence.response_length
         for sample, shift in zip(samples, shifts, strict=True)
         if sample.reward is not None
     ]
@@ -191,15 +195,25 @@ def test_corrections_are_one_where_old_is_recorded_and_the_ratio_elsewhere(
     judge = judge_of(make_trainer(), corrections=corrections)
     sequences = [s.sequence for s in flat(judge, make_groups(judge.trainer))]
     ones = judge.corrected(sequences)
-    assert all(set(one.of_response(one.importance or ())) == {1.0} for one in ones)
+    assert all(set(_importance(one)) == {1.0} for one in ones)
     assert judge_of(judge.trainer).corrected(sequences) == sequences
     plain = judge_of(judge.trainer, corrections=corrections[:1])
     shifted = [
-        replace(one, old_log_probs=one.spread([x + 0.25 for x in one.of_response(one.log_probs)]))
+        replace(one, old_log_probs=one.spread(one.of_response(one.log_probs) + 0.25))
         for one in sequences
     ]
-    weights = [w for one in plain.corrected(shifted) for w in one.of_response(one.importance or ())]
+    weights = [weight for one in plain.corrected(shifted) for weight in _importance(one)]
     assert weights == pytest.approx([torch.tensor(0.25).exp().item()] * len(weights), rel=1e-5)
+
+
+def _reference(sequences: Sequence[TokenSequence]) -> list[list[float]]:
+    columns = [one.reference_log_probs for one in sequences]
+    return [column.tolist() for column in columns if column is not None]
+
+
+def _importance(sequence: TokenSequence) -> list[float]:
+    assert sequence.importance is not None
+    return sequence.of_response(sequence.importance).tolist()
 
 
 def test_a_replayed_sample_keeps_its_advantage(

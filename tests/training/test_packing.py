@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from isobit.records.sequence import GIVEN, TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.training.packing import pack, sequences_of
+from tests.sequences import turns_of
 
 budgets = st.integers(1, 100)
 
@@ -45,16 +46,16 @@ def test_every_token_once_with_its_companions(samples: list[TokenSequence], budg
         for index, length in enumerate(batch.lengths):
             sample = by_first_token.pop(int(batch.token_ids[first]))
             mine = batch.sequence == index
-            count = len(sample.response_ids)
+            response = sample.of_response(sample.token_ids).tolist()
             assert batch.token_ids[first : first + length].tolist() == list(sample.token_ids)
             assert batch.positions[first : first + length].tolist() == list(range(length))
-            assert batch.targets[mine].tolist() == list(sample.response_ids)
-            assert batch.token_ids[batch.rows[mine] + 1].tolist() == list(sample.response_ids)
-            recorded = list(sample.of_response(sample.log_probs))
+            assert batch.targets[mine].tolist() == response
+            assert batch.token_ids[batch.rows[mine] + 1].tolist() == response
+            recorded = sample.of_response(sample.log_probs).tolist()
             assert batch.recorded_log_probs[mine].tolist() == recorded
             assert batch.old_log_probs[mine].tolist() == recorded
-            assert batch.advantages[mine].tolist() == [float(sample.token_ids[0])] * count
-            assert batch.temperatures[mine].tolist() == [sample.temperature] * count
+            assert batch.advantages[mine].tolist() == [float(sample.token_ids[0])] * len(response)
+            assert batch.temperatures[mine].tolist() == [sample.temperature] * len(response)
             first += length
         assert first == batch.token_ids.numel()
         assert torch.equal(batch.rows, batch.rows.sort().values)
@@ -83,7 +84,7 @@ def test_dtypes() -> None:
 
 def test_several_turns_with_an_advantage_for_each_token() -> None:
     """Two answers with a tool's words between them, the second drawn from newer weights."""
-    turns = TokenSequence(
+    turns = turns_of(
         token_ids=(1, 2, 3, 4, 5, 6, 7, 8),
         loss_mask=(False, False, True, True, False, False, True, False),
         log_probs=(0.0, 0.0, -0.3, -0.4, 0.0, 0.0, -0.7, 0.0),
@@ -113,7 +114,5 @@ def test_excluded_and_empty_completions_are_left_out() -> None:
         Prompt("p/0", "", (1, 2)), 0, [completion(3), completion(4, 5), completion(), completion(6)]
     )
     made = sequences_of([group], [[0.5, None, 1.0, -0.5]])
-    assert [(one.token_ids, one.advantages, one.temperature) for one in made] == [
-        ((1, 2, 3), (0.0, 0.0, 0.5), 0.7),
-        ((1, 2, 6), (0.0, 0.0, -0.5), 0.7),
-    ]
+    columns = [(one.token_ids.tolist(), one.advantages.tolist(), one.temperature) for one in made]
+    assert columns == [([1, 2, 3], [0.0, 0.0, 0.5], 0.7), ([1, 2, 6], [0.0, 0.0, -0.5], 0.7)]

@@ -12,6 +12,7 @@ from isobit.config.replay import ReplayConfig
 from isobit.records.sequence import GIVEN, TokenSequence
 from isobit.training.replay import ReplayBuffer
 from isobit.training.sample import Sample
+from tests.sequences import turns_of
 
 
 def sample(version: int = 1, advantage: float = 1.0, tokens: int = 3, name: int = 7) -> Sample:
@@ -19,8 +20,7 @@ def sample(version: int = 1, advantage: float = 1.0, tokens: int = 3, name: int 
     sequence = TokenSequence.of_answer(
         [5, 6], answer, [-0.1 * (1 + x) for x in range(tokens)], [version] * tokens, 0.7
     )
-    log_probs = torch.tensor(sequence.log_probs, dtype=torch.float32).tolist()
-    return Sample(replace(sequence, log_probs=tuple(log_probs)), 0.5, True, advantage)
+    return Sample(sequence, 0.5, True, advantage)
 
 
 def buffer(seed: int = 0, **settings: Any) -> ReplayBuffer:
@@ -43,16 +43,15 @@ def draws(made: ReplayBuffer, count: int, fresh: int) -> list[list[int]]:
 
 
 def names(samples: Sequence[Sample]) -> list[int]:
-    return [one.sequence.response_ids[0] for one in samples]
+    return [int(one.sequence.of_response(one.sequence.token_ids)[0]) for one in samples]
 
 
 def test_a_sample_comes_back_as_it_was_kept() -> None:
-    several_turns = TokenSequence(
+    several_turns = turns_of(
         token_ids=(1, 2, 3, 4, 5, 6),
         loss_mask=(False, True, False, False, True, True),
         log_probs=(0.0, -0.5, 0.0, 0.0, -1.5, -2.5),
         weights_versions=(GIVEN, 3, GIVEN, GIVEN, 4, 4),
-        advantages=(0.0,) * 6,
         temperature=0.5,
     )
     for kept in (sample(), Sample(several_turns, 1.0, False, -0.25)):
@@ -122,11 +121,11 @@ def test_the_oldest_go_where_the_bytes_are_too_many() -> None:
     assert drawn == list(range(20 - len(drawn), 20))
 
 
-def test_eight_bytes_a_token_beside_the_ids() -> None:
+def test_thirteen_bytes_a_token_beside_the_ids() -> None:
     short, long = buffer(), buffer()
     short.keep([sample(tokens=10)], version=1)
     long.keep([sample(tokens=1010)], version=1)
-    assert long.num_bytes - short.num_bytes == 1000 * (4 + 8)
+    assert long.num_bytes - short.num_bytes == 1000 * (4 + 13)
 
 
 def test_a_restored_buffer_draws_what_the_other_would_have_drawn() -> None:

@@ -33,8 +33,8 @@ def test_terms_beside_the_advantages_are_learnt_from(
 def test_one_token_with_an_advantage_is_a_signal_unless_a_correction_rejects_it() -> None:
     one = ONE.with_advantages((1.0, 0.0))
     assert has_signal([ONE, one], GRPO)
-    assert not has_signal([replace(one, importance=(0.0, 0.0, 1.0))], GRPO)
-    assert has_signal([replace(one, importance=(0.0, 0.5, 0.0))], GRPO)
+    assert not has_signal([replace(one, importance=one.spread((0.0, 1.0)))], GRPO)
+    assert has_signal([replace(one, importance=one.spread((0.5, 0.0)))], GRPO)
 
 
 def test_nothing_has_no_signal() -> None:

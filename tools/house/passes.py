@@ -10,13 +10,13 @@ calls.
 
 **Prompt to gradient.**  A *container* is a class of TREE that holds values token by token: a public
 attribute that is named for tokens or log-probabilities (but not for stop tokens) and holds a tensor
-or a sequence of numbers; or a dataclass whose fields hold such an object, alone or in a sequence.
+or numbers in a sequence; or a dataclass whose fields hold such an object, alone or in a sequence.
 A dataclass that also holds a function, or an object of TREE that is no dataclass, is an assembly of
 parts (a run with its engine) and no container.  A file counts when one of its functions
 
   - is given or returns a container, or a sequence of them: a hand-over, counted by itself too; or
   - runs inside such a call, and is given or returns a tensor, a record of tensors, or numbers in a
-    sequence: kernels, decoder, loss.
+    sequence or an array: kernels, decoder, loss.
 
 Counting ends when every master has a gradient that is not zero.  So what follows is out (clipping,
 AdamW, publishing, metrics, journals), and so is what only stands beside the path: clocks, progress,
@@ -44,6 +44,8 @@ from inspect import CO_OPTIMIZED, CO_VARARGS, CO_VARKEYWORDS
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import numpy as np
 
 TOKENS = re.compile(r"(?<!stop_)(?<!stop)(token|log_?prob)")
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
@@ -142,10 +144,10 @@ class Watch:
     def _is_per_token(self, value: Any, depth: int = 0) -> bool:
         if isinstance(value, self._tensor):
             return not isinstance(value, self._parameter)
+        if _are_numbers(value):
+            return True
         if isinstance(value, (list, tuple)):
-            return _are_numbers(value) or any(
-                self._is_per_token(one, depth) for one in value[:LOOK_AT]
-            )
+            return any(self._is_per_token(one, depth) for one in value[:LOOK_AT])
         if depth < 2 and is_dataclass(value) and self._is_of_the_tree(value):
             return any(self._is_per_token(held, depth + 1) for _, held in _attributes(value))
         return False
@@ -199,6 +201,8 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 
 
 def _are_numbers(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.size > 0
     return (
         isinstance(value, (list, tuple))
         and len(value) > 0

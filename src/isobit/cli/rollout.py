@@ -130,7 +130,7 @@ def _print(groups: "Sequence[Group]") -> None:
     for group in groups:
         for sample, completion in enumerate(group.completions):
             print(
-                f"[{group.prompt.id}, sample {sample}: {len(completion.token_ids)} tokens, "
+                f"[{group.prompt.id}, sample {sample}: {completion.length} tokens, "
                 f"{completion.finish_reason}]"
             )
             print(printable(completion.text))

@@ -127,7 +127,7 @@ def reward_metrics(groups: Sequence[Group]) -> Metrics:
 def length_metrics(groups: Sequence[Group]) -> Metrics:
     """Lengths of the completions in tokens, and the share that the length limit ended."""
     completions = [completion for group in groups for completion in group.completions]
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [completion.length for completion in completions]
     return {
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),

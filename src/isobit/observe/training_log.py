@@ -307,7 +307,7 @@ def completion_line(
         "group_rewards": list(group.rewards),
         **({} if answer is None else {"answer": answer}),
         "finish_reason": completion.finish_reason,
-        "tokens": len(completion.token_ids),
+        "tokens": completion.length,
         "token_texts": [tokenizer.decode([token_id]) for token_id in completion.token_ids[shown]],
         "log_probs": [
             float(f"{log_prob:.9g}") for log_prob in completion.log_probs[shown]

@@ -295,7 +295,7 @@ def _check_alike(samples: Sequence[TokenSequence], world: World) -> None:
     """Whether all ranks have the same tokens and log-probabilities."""
     digest = hashlib.sha256()
     for sample in samples:
-        digest.update(repr((sample.token_ids, sample.log_probs)).encode())
+        digest.update(sample.token_ids.tobytes() + sample.log_probs.tobytes())
     digests = world.messages(digest.hexdigest())
     others = [str(rank) for rank, found in enumerate(digests) if found != digests[0]]
     if others:

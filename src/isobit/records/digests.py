@@ -13,9 +13,9 @@ Numbers are little-endian and end to end, completion by completion, in the order
 
 import hashlib
 import json
-import sys
-from array import array
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from isobit.records.text import Completion, Group
 
@@ -47,19 +47,18 @@ def _tokens(groups: Sequence[Group]) -> str:
     digest = hashlib.sha256(json.dumps(answered).encode())
     for completion in _all(groups):
         sequence = completion.sequence
-        digest.update(_bytes("i", sequence.token_ids))
-        digest.update(_bytes("i", sequence.weights_versions))
+        digest.update(_bytes(sequence.token_ids))
+        digest.update(_bytes(sequence.weights_versions))
     return digest.hexdigest()
 
 
 def _log_probs(groups: Sequence[Group]) -> str:
     digest = hashlib.sha256()
     for completion in _all(groups):
-        digest.update(_bytes("f", completion.log_probs))
-        if completion.truncated_log_probs is not None:
-            digest.update(_bytes("f", completion.truncated_log_probs))
-        if completion.routings is not None:
-            digest.update(_bytes("q", completion.routings))
+        sequence = completion.sequence
+        for column in (sequence.log_probs, sequence.truncated_log_probs, sequence.routings):
+            if column is not None:
+                digest.update(_bytes(sequence.of_response(column)))
     return digest.hexdigest()
 
 
@@ -67,8 +66,5 @@ def _all(groups: Sequence[Group]) -> Iterable[Completion]:
     return (completion for group in groups for completion in group.completions)
 
 
-def _bytes(kind: str, numbers: Iterable[float]) -> array:
-    made = array(kind, numbers)
-    if sys.byteorder == "big":
-        made.byteswap()
-    return made
+def _bytes(column: np.ndarray) -> bytes:
+    return column.astype(column.dtype.newbyteorder("<")).tobytes()

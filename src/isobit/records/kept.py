@@ -8,150 +8,118 @@ What was recorded comes back bit for bit; the columns that judgement fills are n
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from isobit.records.sequence import GIVEN, TokenSequence
-
-Spans = tuple[tuple[int, int], ...]
-"""First token and number of tokens of each run of the response."""
+from isobit.records.sequence import GIVEN, Entry, TokenSequence
 
 
-@dataclass(frozen=True, slots=True)
-class KeptSequence:
-    """One sequence, compact."""
-
-    token_ids: torch.Tensor  # int32 [L]
-    spans: Spans
-    log_probs: torch.Tensor  # float32 [N]
-    versions: torch.Tensor  # int32 [N]
-    temperature: float
-    routings: torch.Tensor | None = None  # int64 [N]
-    truncated_log_probs: torch.Tensor | None = None  # float32 [N]
-
-    @classmethod
-    def of(cls, sequence: TokenSequence) -> Self:
-        """What sampling recorded of a sequence."""
-        response, cut, routings = (
-            sequence.of_response,
-            sequence.truncated_log_probs,
-            sequence.routings,
-        )
-        return cls(
-            torch.tensor(sequence.token_ids, dtype=torch.int32),
-            _spans(sequence.loss_mask),
-            torch.tensor(response(sequence.log_probs), dtype=torch.float32),
-            torch.tensor(response(sequence.weights_versions), dtype=torch.int32),
-            sequence.temperature,
-            None if routings is None else torch.tensor(response(routings), dtype=torch.int64),
-            None if cut is None else torch.tensor(response(cut), dtype=torch.float32),
-        )
-
-    def sequence(self, fresh: bool) -> TokenSequence:
-        """The sequence, not yet judged; ``fresh`` says whether the weights of now drew it."""
-        mask = [False] * len(self.token_ids)
-        for first, count in self.spans:
-            mask[first : first + count] = [True] * count
-        cut = self.truncated_log_probs
-        return TokenSequence(
-            token_ids=tuple(self.token_ids.tolist()),
-            loss_mask=tuple(mask),
-            log_probs=_spread(self.log_probs, mask, 0.0),
-            weights_versions=_spread(self.versions, mask, GIVEN),
-            advantages=(0.0,) * len(mask),
-            temperature=self.temperature,
-            truncated_log_probs=None if cut is None else _spread(cut, mask, 0.0),
-            routings=None if self.routings is None else _spread(self.routings, mask, 0),
-            fresh=fresh,
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its tensors."""
-        found = (
-            self.token_ids,
-            self.log_probs,
-            self.versions,
-            self.routings,
-            self.truncated_log_probs,
-        )
-        return sum(tensor.nbytes for tensor in found if tensor is not None)
-
-
-def joined(kept: Sequence[KeptSequence]) -> dict[str, torch.Tensor]:
+def joined(sequences: Sequence[TokenSequence]) -> dict[str, torch.Tensor]:
     """Tensors of all sequences end to end.  A column that not all have stands beside the indices of
     those that do; one that none has is not there.
+
+    ``spans`` are the first token and the number of tokens of each run of a response.
     """
-    spans = [span for one in kept for span in one.spans]
+    spans = [_spans(one.loss_mask) for one in sequences]
     return {
-        "lengths": torch.tensor([len(one.token_ids) for one in kept], dtype=torch.int64),
-        "span_counts": torch.tensor([len(one.spans) for one in kept], dtype=torch.int64),
-        "spans": torch.tensor(spans, dtype=torch.int64).view(-1, 2),
-        "token_ids": _end_to_end([one.token_ids for one in kept], torch.int32),
-        "log_probs": _end_to_end([one.log_probs for one in kept], torch.float32),
-        "versions": _end_to_end([one.versions for one in kept], torch.int32),
-        "temperatures": torch.tensor([one.temperature for one in kept], dtype=torch.float64),
-        **_optional("routings", [one.routings for one in kept]),
-        **_optional("truncated_log_probs", [one.truncated_log_probs for one in kept]),
+        "lengths": torch.tensor([one.length for one in sequences], dtype=torch.int64),
+        "span_counts": torch.tensor([len(one) // 2 for one in spans], dtype=torch.int64),
+        "spans": _end_to_end(spans, np.int64).view(-1, 2),
+        "token_ids": _end_to_end([one.token_ids for one in sequences], np.int32),
+        "log_probs": _end_to_end([one.of_response(one.log_probs) for one in sequences], np.float32),
+        "versions": _end_to_end(
+            [one.of_response(one.weights_versions) for one in sequences], np.int32
+        ),
+        "temperatures": torch.tensor([one.temperature for one in sequences], dtype=torch.float64),
+        **_optional("routings", sequences, np.int64),
+        **_optional("truncated_log_probs", sequences, np.float32),
     }
 
 
-def parted(tensors: Mapping[str, torch.Tensor]) -> list[KeptSequence]:
-    """The sequences that ``joined`` laid end to end."""
-    spans = [
-        tuple((int(first), int(count)) for first, count in part.tolist())
-        for part in tensors["spans"].split(tensors["span_counts"].tolist())
-    ]
-    responses = [sum(count for _, count in one) for one in spans]
+def parted(tensors: Mapping[str, torch.Tensor], fresh: bool) -> list[TokenSequence]:
+    """The sequences that ``joined`` laid end to end, not yet judged; ``fresh`` says whether the
+    weights of now drew them.
+    """
+    spans = [part.numpy() for part in tensors["spans"].split(tensors["span_counts"].tolist())]
+    lengths = tensors["lengths"].tolist()
+    masks = [_mask(length, part) for length, part in zip(lengths, spans, strict=True)]
+    responses = [int(np.count_nonzero(mask)) for mask in masks]
 
-    def column(name: str) -> list[torch.Tensor]:
-        return [part.clone() for part in tensors[name].split(responses)]
+    def column(name: str, dtype: type[Entry], elsewhere: int) -> list[NDArray[Entry]]:
+        parts = tensors[name].split(responses)
+        return [
+            _spread(part, mask, dtype, elsewhere) for part, mask in zip(parts, masks, strict=True)
+        ]
 
-    def optional(name: str) -> list[torch.Tensor | None]:
-        if name not in tensors:
-            return [None] * len(spans)
-        having = tensors[f"{name}_of"].tolist()
-        parts = tensors[name].split([responses[index] for index in having])
-        found = dict(zip(having, parts, strict=True))
-        return [found[index].clone() if index in found else None for index in range(len(spans))]
+    def optional(name: str, dtype: type[Entry]) -> list[NDArray[Entry] | None]:
+        found: list[NDArray[Entry] | None] = [None] * len(masks)
+        if name in tensors:
+            having = tensors[f"{name}_of"].tolist()
+            parts = tensors[name].split([responses[index] for index in having])
+            for index, part in zip(having, parts, strict=True):
+                found[index] = _spread(part, masks[index], dtype, 0)
+        return found
 
     rows = zip(
-        tensors["token_ids"].split(tensors["lengths"].tolist()),
-        spans,
-        column("log_probs"),
-        column("versions"),
+        tensors["token_ids"].split(lengths),
+        masks,
+        column("log_probs", np.float32, 0),
+        column("versions", np.int32, GIVEN),
         tensors["temperatures"].tolist(),
-        optional("routings"),
-        optional("truncated_log_probs"),
+        optional("truncated_log_probs", np.float32),
+        optional("routings", np.int64),
         strict=True,
     )
-    return [KeptSequence(token_ids.clone(), *others) for token_ids, *others in rows]
+    return [
+        TokenSequence(
+            token_ids=token_ids.numpy().copy(),
+            loss_mask=mask,
+            log_probs=log_probs,
+            weights_versions=versions,
+            advantages=np.zeros(len(mask), np.float32),
+            temperature=temperature,
+            truncated_log_probs=truncated,
+            routings=routings,
+            fresh=fresh,
+        )
+        for token_ids, mask, log_probs, versions, temperature, truncated, routings in rows
+    ]
 
 
-def _optional(name: str, column: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    given = {index: part for index, part in enumerate(column) if part is not None}
+def _optional(
+    name: str, sequences: Sequence[TokenSequence], dtype: type[np.generic]
+) -> dict[str, torch.Tensor]:
+    columns = [(index, one, getattr(one, name)) for index, one in enumerate(sequences)]
+    given = {index: one.of_response(column) for index, one, column in columns if column is not None}
     if not given:
         return {}
-    return {f"{name}_of": torch.tensor(list(given)), name: torch.cat(list(given.values()))}
+    return {f"{name}_of": torch.tensor(list(given)), name: _end_to_end(list(given.values()), dtype)}
 
 
-def _end_to_end(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([torch.empty(0, dtype=dtype), *parts])
+def _end_to_end(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts]))
 
 
-def _spans(mask: Sequence[bool]) -> Spans:
-    """First index and length of every run of True."""
-    runs = [(learnt, len(list(run))) for learnt, run in groupby(mask)]
-    starts = [sum(count for _, count in runs[:place]) for place in range(len(runs))]
-    return tuple(
-        (first, count) for first, (learnt, count) in zip(starts, runs, strict=True) if learnt
-    )
+def _spans(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """First index and length of every run of True, one behind the other."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    firsts, ends = edges[::2], edges[1::2]
+    return np.stack([firsts, ends - firsts], axis=1).ravel()
 
 
-def _spread(column: torch.Tensor, mask: Sequence[bool], elsewhere: float | int) -> tuple:
+def _mask(length: int, spans: NDArray[np.int64]) -> NDArray[np.bool_]:
+    mask = np.zeros(length, np.bool_)
+    for first, count in spans.tolist():
+        mask[first : first + count] = True
+    return mask
+
+
+def _spread(
+    column: torch.Tensor, mask: NDArray[np.bool_], dtype: type[Entry], elsewhere: int
+) -> NDArray[Entry]:
     """A value for each token of the response -> an entry for each token."""
-    following = iter(column.tolist())
-    return tuple([next(following) if learnt else elsewhere for learnt in mask])
+    made = np.full(len(mask), elsewhere, dtype)
+    made[mask] = column.numpy()
+    return made

@@ -7,7 +7,7 @@ A prompt stands there by its id: whoever reads the value has the same data.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from isobit.records.kept import KeptSequence, joined, parted
+from isobit.records.kept import joined, parted
 from isobit.records.text import Completion, Group, Prompt
 
 
@@ -16,7 +16,7 @@ def completions_value(completions: Sequence[Completion]) -> dict[str, Any]:
     return {
         "texts": [one.text for one in completions],
         "finish_reasons": [one.finish_reason for one in completions],
-        "sequences": joined([KeptSequence.of(one.sequence) for one in completions]),
+        "sequences": joined([one.sequence for one in completions]),
     }
 
 
@@ -24,9 +24,9 @@ def completions_of(value: Mapping[str, Any], fresh: bool = True) -> list[Complet
     """The completions of ``completions_value``; ``fresh`` says whether the weights of now drew
     them.
     """
-    kept = parted(value["sequences"])
-    rows = zip(kept, value["texts"], value["finish_reasons"], strict=True)
-    return [Completion(one.sequence(fresh), text, reason) for one, text, reason in rows]
+    sequences = parted(value["sequences"], fresh)
+    rows = zip(sequences, value["texts"], value["finish_reasons"], strict=True)
+    return [Completion(*row) for row in rows]
 
 
 def groups_value(groups: Sequence[Group]) -> dict[str, Any]:

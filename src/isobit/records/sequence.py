@@ -9,20 +9,30 @@
 Every column has an entry for every token, so that masking tokens, moving a half-done sample to
 newer weights, another turn, or an advantage for each token changes entries, never the container.
 Sampling fills the columns above, the judgement of a step the others.
+
+Columns are arrays that nobody writes to: 17 bytes a token as it was sampled, where tuples would
+have some 150, and a step with millions of tokens takes and joins them without looking at each.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
-from typing import Self, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
-T = TypeVar("T")
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Numbers: TypeAlias = NDArray[np.float32]
+"""FP32: log-probabilities and all else that a loss reads."""
+Integers: TypeAlias = NDArray[np.int32]
+"""Token ids, and versions of weights."""
+Digests: TypeAlias = NDArray[np.int64]
+Entry = TypeVar("Entry", bound=np.generic)
 
 GIVEN = -1
 """The weights version of a token that no policy drew: of a prompt, a tool, a data set."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
     """L tokens and L entries of each column.
 
@@ -30,36 +40,36 @@ class TokenSequence:
     predicts it.  Entries of a column of numbers at other tokens mean nothing and are 0.
     """
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
+    token_ids: Integers
+    loss_mask: NDArray[np.bool_]
     """Whether a token is learnt from."""
-    log_probs: tuple[float, ...]
-    """FP32 log-softmax(logits / temperature) over the full vocabulary, recorded at the draw."""
-    weights_versions: tuple[int, ...]
+    log_probs: Numbers
+    """log-softmax(logits / temperature) over the full vocabulary, recorded at the draw."""
+    weights_versions: Integers
     """Of the weights each token was drawn from, or ``GIVEN``."""
-    advantages: tuple[float, ...]
+    advantages: Numbers
     """Zeros until the sequence has been judged."""
     temperature: float = 1.0
     """Of the log-probabilities: above 0, and 1 where decoding was greedy."""
-    truncated_log_probs: tuple[float, ...] | None = None
+    truncated_log_probs: Numbers | None = None
     """Under the truncated distribution; None without top-k, top-p or min-p."""
-    routings: tuple[int, ...] | None = None
+    routings: Digests | None = None
     """Digests of the experts at the row that each token was drawn from, recorded at the draw
     (``isobit.models.routes``); None where a model without experts drew.
     """
-    old_log_probs: tuple[float, ...] | None = None
+    old_log_probs: Numbers | None = None
     """By the trainer's forward before it learnt from the sequence; None where the recorded ones are
     those of the same function.
     """
-    old_routings: tuple[int, ...] | None = None
+    old_routings: Digests | None = None
     """Digests of that forward's experts; None as for ``old_log_probs``, or without experts."""
-    reference_log_probs: tuple[float, ...] | None = None
+    reference_log_probs: Numbers | None = None
     """By the reference model; None without one."""
-    values: tuple[float, ...] | None = None
+    values: Numbers | None = None
     """By the value head, of the state before each token, before it learnt from the sequence."""
-    returns: tuple[float, ...] | None = None
+    returns: Numbers | None = None
     """What the value head is to learn."""
-    importance: tuple[float, ...] | None = None
+    importance: Numbers | None = None
     """The weights of the corrections; None is 1 everywhere."""
     fresh: bool = True
     """Whether the weights that drew it are those that a step begins to learn from it with; of what
@@ -67,25 +77,27 @@ class TokenSequence:
     """
 
     def __post_init__(self) -> None:
-        optional = (
-            self.truncated_log_probs,
-            self.routings,
-            self.old_log_probs,
-            self.old_routings,
-            self.reference_log_probs,
-            self.values,
-            self.returns,
-            self.importance,
+        for name, column in self._columns():
+            assert column.shape == self.token_ids.shape, "one entry a token"
+            assert column.dtype == _TYPES[name], f"{name} has entries of {_TYPES[name].__name__}"
+            column.flags.writeable = False
+        assert not self.loss_mask[:1].any(), "no row would predict the first token"
+
+    def __eq__(self, other: object) -> bool:
+        """Bit for bit."""
+        if not isinstance(other, TokenSequence):
+            return NotImplemented
+        ours, theirs = dict(self._columns()), dict(other._columns())
+        same = (self.temperature, self.fresh) == (other.temperature, other.fresh)
+        return (
+            same
+            and ours.keys() == theirs.keys()
+            and all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
         )
-        columns = (
-            self.loss_mask,
-            self.log_probs,
-            self.weights_versions,
-            self.advantages,
-            *(column for column in optional if column is not None),
-        )
-        assert all(len(column) == len(self.token_ids) for column in columns), "one entry a token"
-        assert not any(self.loss_mask[:1]), "no row would predict the first token"
+
+    def __hash__(self) -> int:
+        """Of what is equal the same."""
+        return hash((self.token_ids.tobytes(), self.log_probs.tobytes()))
 
     @classmethod
     def of_answer(
@@ -102,18 +114,28 @@ class TokenSequence:
         is given of it; without ``weights_versions`` the answer comes from a data set.
         """
         given = len(prompt_ids)
+        length = given + len(answer_ids)
+
+        def column(values: Sequence[float], dtype: type[Entry], elsewhere: int) -> NDArray[Entry]:
+            assert len(values) == len(answer_ids), "one entry a token"
+            made = np.full(length, elsewhere, dtype)
+            made[given:] = values
+            return made
+
+        def numbers(values: Sequence[float] | None) -> Numbers | None:
+            return None if values is None else column(values, np.float32, 0)
+
+        mask = np.zeros(length, np.bool_)
+        mask[given:] = True
         return cls(
-            token_ids=(*prompt_ids, *answer_ids),
-            loss_mask=(False,) * given + (True,) * len(answer_ids),
-            log_probs=(0.0,) * given + tuple(log_probs or (0.0,) * len(answer_ids)),
-            weights_versions=(GIVEN,) * given
-            + tuple(weights_versions or (GIVEN,) * len(answer_ids)),
-            advantages=(0.0,) * (given + len(answer_ids)),
+            token_ids=np.array((*prompt_ids, *answer_ids), np.int32),
+            loss_mask=mask,
+            log_probs=column(log_probs or [0.0] * len(answer_ids), np.float32, 0),
+            weights_versions=column(weights_versions or [GIVEN] * len(answer_ids), np.int32, GIVEN),
+            advantages=np.zeros(length, np.float32),
             temperature=temperature,
-            truncated_log_probs=None
-            if truncated_log_probs is None
-            else (0.0,) * given + tuple(truncated_log_probs),
-            routings=None if routings is None else (0,) * given + tuple(routings),
+            truncated_log_probs=numbers(truncated_log_probs),
+            routings=None if routings is None else column(routings, np.int64, 0),
         )
 
     @property
@@ -122,38 +144,68 @@ class TokenSequence:
         return len(self.token_ids)
 
     @property
-    def ratio_log_probs(self) -> tuple[float, ...]:
+    def response_length(self) -> int:
+        """The tokens in the loss mask."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def ratio_log_probs(self) -> Numbers:
         """What the loss's ratio is taken to: the old log-probabilities, or the recorded ones, which
         stand in for them.
         """
         return self.log_probs if self.old_log_probs is None else self.old_log_probs
 
     @property
-    def response_ids(self) -> tuple[int, ...]:
-        """The tokens in the loss mask."""
-        return self.of_response(self.token_ids)
+    def num_bytes(self) -> int:
+        """Of its columns."""
+        return sum(column.nbytes for _, column in self._columns())
 
-    def of_response(self, column: Iterable[T]) -> tuple[T, ...]:
-        """The entries of ``column``, which has one for each token, that belong to the response."""
-        return tuple(compress(column, self.loss_mask))
+    def of_response(self, column: NDArray[Entry]) -> NDArray[Entry]:
+        """The entries of ``column``, which has one for each token, that belong to the response; a
+        copy.
+        """
+        return column[self.loss_mask]
 
-    def spread(self, values: Iterable[float]) -> tuple[float, ...]:
+    def spread(self, values: ArrayLike) -> Numbers:
         """A column from one value for each token of the response, in their order; 0 elsewhere."""
-        return self._spread(values, 0.0)
+        return self._spread(values, np.float32)
 
-    def spread_integers(self, values: Iterable[int]) -> tuple[int, ...]:
-        """``spread`` of whole numbers."""
-        return self._spread(values, 0)
+    def spread_digests(self, values: ArrayLike) -> Digests:
+        """``spread`` of digests."""
+        return self._spread(values, np.int64)
 
     def with_advantages(self, advantages: float | Sequence[float]) -> Self:
         """The sequence with the same advantage at every token of its response, or with one each."""
         if isinstance(advantages, Sequence):
             return replace(self, advantages=self.spread(advantages))
-        same = tuple([advantages if learnt else 0.0 for learnt in self.loss_mask])
+        same = np.where(self.loss_mask, np.float32(advantages), np.float32(0.0))
         return replace(self, advantages=same)
 
-    def _spread(self, values: Iterable[T], elsewhere: T) -> tuple[T, ...]:
-        given = tuple(values)
-        assert len(given) == sum(self.loss_mask), "one value a token of the response"
-        following = iter(given)
-        return tuple([next(following) if learnt else elsewhere for learnt in self.loss_mask])
+    def _spread(self, values: ArrayLike, dtype: type[Entry]) -> NDArray[Entry]:
+        given, column = np.asarray(values, dtype), np.zeros(self.length, dtype)
+        assert given.shape == (self.response_length,), "one value a token of the response"
+        column[self.loss_mask] = given
+        return column
+
+    def _columns(self) -> Iterable[tuple[str, np.ndarray]]:
+        """Those that it has, by name."""
+        found = ((name, getattr(self, name)) for name in _TYPES)
+        return [(name, column) for name, column in found if column is not None]
+
+
+_TYPES: dict[str, type[np.generic]] = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "log_probs": np.float32,
+    "weights_versions": np.int32,
+    "advantages": np.float32,
+    "truncated_log_probs": np.float32,
+    "routings": np.int64,
+    "old_log_probs": np.float32,
+    "old_routings": np.int64,
+    "reference_log_probs": np.float32,
+    "values": np.float32,
+    "returns": np.float32,
+    "importance": np.float32,
+}
+"""Of each column."""

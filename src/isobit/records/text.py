@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from isobit.records.sequence import TokenSequence
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -68,31 +70,40 @@ class Completion:
     finish_reason: FinishReason
 
     @property
+    def length(self) -> int:
+        """Tokens drawn."""
+        return self.sequence.response_length
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens drawn, with the stop token if one ended the answer."""
-        return self.sequence.response_ids
+        return self._drawn(self.sequence.token_ids)
 
     @property
     def log_probs(self) -> tuple[float, ...]:
         """One for each of ``token_ids``; see ``TokenSequence``."""
-        return self.sequence.of_response(self.sequence.log_probs)
+        return self._drawn(self.sequence.log_probs)
 
     @property
     def truncated_log_probs(self) -> tuple[float, ...] | None:
         """One for each of ``token_ids``; see ``TokenSequence``."""
         column = self.sequence.truncated_log_probs
-        return None if column is None else self.sequence.of_response(column)
+        return None if column is None else self._drawn(column)
 
     @property
     def routings(self) -> tuple[int, ...] | None:
         """One for each of ``token_ids``; see ``TokenSequence``."""
         column = self.sequence.routings
-        return None if column is None else self.sequence.of_response(column)
+        return None if column is None else self._drawn(column)
 
     @property
     def weights_versions(self) -> tuple[int, ...]:
         """One for each of ``token_ids``: the weights that it was drawn from."""
-        return self.sequence.of_response(self.sequence.weights_versions)
+        return self._drawn(self.sequence.weights_versions)
+
+    def _drawn(self, column: np.ndarray) -> tuple:
+        """Python's own numbers, as who writes a reward expects them."""
+        return tuple(self.sequence.of_response(column).tolist())
 
 
 @dataclass(slots=True)

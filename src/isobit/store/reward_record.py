@@ -201,10 +201,9 @@ def _identity(groups: Sequence[Group]) -> dict[str, Any]:
     tokens = [[completion.token_ids for completion in group.completions] for group in groups]
     return {
         "weights_version": max(
-            version
+            int(completion.sequence.weights_versions.max())
             for group in groups
             for completion in group.completions
-            for version in completion.sequence.weights_versions
         ),
         "prompts": [[group.prompt.id, group.visit] for group in groups],
         "completions": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),

@@ -24,7 +24,8 @@ from isobit.config.precision import PrecisionConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.frozen import FrozenPolicy, without_value_head
 from isobit.models.policy import Policy
-from isobit.records.sequence import TokenSequence
+from isobit.records.sequence import Numbers, TokenSequence
+from isobit.training.packing import responses
 from isobit.training.scoring import SequenceScores, scores_by_frozen, scores_by_policy
 from isobit.training.trainer import Trainer
 
@@ -121,11 +122,11 @@ def shadow_of(policy: Policy) -> FrozenPolicy:
     return FrozenPolicy.publish(config, SHADOW, masters, policy.device)
 
 
-def _weighted_advantages(sequence: TokenSequence) -> Sequence[float]:
+def _weighted_advantages(sequence: TokenSequence) -> Numbers:
     """As they count in the loss: times the weights of the corrections."""
     if sequence.importance is None:
         return sequence.advantages
-    return [a * c for a, c in zip(sequence.advantages, sequence.importance, strict=True)]
+    return sequence.advantages * sequence.importance
 
 
 def _log_probs(
@@ -134,8 +135,6 @@ def _log_probs(
     return _joined(sequences, [one.log_probs for one in scores])
 
 
-def _joined(sequences: Sequence[TokenSequence], columns: Iterable[Sequence[float]]) -> torch.Tensor:
+def _joined(sequences: Sequence[TokenSequence], columns: Iterable[Numbers]) -> torch.Tensor:
     """float64 [N]: the entries of all response tokens of a column each."""
-    pairs = zip(sequences, columns, strict=True)
-    values = [value for sequence, column in pairs for value in sequence.of_response(column)]
-    return torch.tensor(values, dtype=torch.float64)
+    return responses(sequences, columns).double()

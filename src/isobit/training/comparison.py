@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
+import numpy as np
 import torch
 
 from isobit.algorithms.corrections import LARGEST_LOG_RATIO, effective_sample_size
 from isobit.records.batch import PackedBatch
 from isobit.records.scores import TokenScores
-from isobit.records.sequence import TokenSequence
+from isobit.records.sequence import Digests, Numbers, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +154,17 @@ class ComparedTokens:
     def add_sequence(
         self,
         sequence: TokenSequence,
-        log_probs: Sequence[float],
-        routings: Sequence[int] | None,
+        log_probs: Numbers,
+        routings: Digests | None,
     ) -> None:
         """What was recorded of a sequence, beside the columns of a forward."""
-        both = map(sequence.of_response, (sequence.log_probs, log_probs))
-        self.add(*map(torch.tensor, both))
+
+        def response(column: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(sequence.of_response(column))
+
+        self.add(response(sequence.log_probs), response(log_probs))
         if sequence.routings is not None and routings is not None:
-            both = map(sequence.of_response, (sequence.routings, routings))
-            self.add_routings(*map(torch.tensor, both))
+            self.add_routings(response(sequence.routings), response(routings))
 
     def comparison(self) -> Comparison:
         """Bit for bit."""

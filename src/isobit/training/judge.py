@@ -30,6 +30,7 @@ from isobit.config.training import OldLogProbs
 from isobit.models.frozen import FrozenPolicy
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
+from isobit.training.packing import responses
 from isobit.training.sample import Sample
 from isobit.training.scoring import SequenceScores, scores_by_frozen, scores_by_policy
 from isobit.training.trainer import Trainer
@@ -116,16 +117,14 @@ class Judge:
         """The sequences of a step with the weights of the corrections, if there are any."""
         if not self.corrections or not sequences:
             return list(sequences)
-        lengths = torch.tensor([sum(sequence.loss_mask) for sequence in sequences])
-        log_ratio = torch.tensor(
-            [value for sequence in sequences for value in _log_ratio(sequence)],
-            dtype=torch.float32,
-        )
+        lengths = torch.tensor([sequence.response_length for sequence in sequences])
+        old = responses(sequences, [sequence.ratio_log_probs for sequence in sequences])
+        recorded = responses(sequences, [sequence.log_probs for sequence in sequences])
         owner = torch.arange(len(sequences)).repeat_interleave(lengths)
-        weights = correction_weights(self.corrections, log_ratio, owner)
+        weights = correction_weights(self.corrections, old - recorded, owner)
         columns = weights.split(lengths.tolist())
         return [
-            replace(sequence, importance=sequence.spread(column.tolist()))
+            replace(sequence, importance=sequence.spread(column.numpy()))
             for sequence, column in zip(sequences, columns, strict=True)
         ]
 
@@ -134,7 +133,7 @@ class Judge:
             reward = None
         if reward is not None and self.config.overlong_buffer is not None:
             reward += overlong_punishment(
-                sum(sequence.loss_mask),
+                sequence.response_length,
                 self.max_new_tokens,
                 self.config.overlong_buffer,
                 self.config.overlong_penalty,
@@ -192,20 +191,16 @@ class Judge:
         sequence, kl = sample.sequence, None
         if sample.reward is not None and self.config.kl_in == "reward":
             kl = self._penalties(sequence)
-        values = None if sequence.values is None else sequence.of_response(sequence.values)
-        return Judged(sample.reward, sum(sequence.loss_mask), kl, values)
+        values = sequence.values
+        if values is not None:
+            values = sequence.of_response(values).tolist()
+        return Judged(sample.reward, sequence.response_length, kl, values)
 
     def _penalties(self, sequence: TokenSequence) -> list[float] | None:
         """The coefficient times the divergence at each response token; None without a reference."""
         if sequence.reference_log_probs is None:
             return None
-        log_probs = torch.tensor(sequence.of_response(sequence.ratio_log_probs))
-        reference = torch.tensor(sequence.of_response(sequence.reference_log_probs))
+        log_probs = responses([sequence], [sequence.ratio_log_probs])
+        reference = responses([sequence], [sequence.reference_log_probs])
         kl = token_kl(self.config.kl_estimator, log_probs, reference)
         return (self.config.kl_coefficient * kl).tolist()
-
-
-def _log_ratio(sequence: TokenSequence) -> list[float]:
-    """log (old / recorded) at each response token."""
-    old, recorded = map(sequence.of_response, (sequence.ratio_log_probs, sequence.log_probs))
-    return [a - b for a, b in zip(old, recorded, strict=True)]

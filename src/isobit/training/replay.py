@@ -4,8 +4,7 @@ A completion is kept as it was sampled: its tokens, and for each response token 
 that was recorded, which in an exact flow is exact for the weights of its version, and that version.
 The loss's ratio to the recorded log-probabilities corrects for the weights having moved on.
 
-    kept of L tokens, N of them responses:   4 L bytes of token ids, 8 N of log-probabilities (FP32)
-                                             and versions, and a constant
+    kept of L tokens:   17 L bytes (``isobit.records.sequence``) and a constant
 
 What is too old goes (``max_staleness``, in updates), and the oldest where the bytes are too many.
 
@@ -24,20 +23,22 @@ from hashlib import blake2b
 import torch
 
 from isobit.config.replay import ReplayConfig
-from isobit.records.kept import KeptSequence, joined, parted
+from isobit.records.kept import joined, parted
+from isobit.records.sequence import TokenSequence
 from isobit.training.sample import Sample
 
 _CONSTANT_BYTES = 256
-"""Of a completion, whatever its length: generously, the record and its three tensors' headers."""
+"""Of a completion, whatever its length: generously, the record and the heads of its arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """One completion, compact."""
+    """One completion."""
 
     number: int
     """Of its kind in the run; the name that draws know it by."""
-    sequence: KeptSequence
+    sequence: TokenSequence
+    """Of what sampling recorded, what is learnt from."""
     reward: float
     advantage: float
     truncated: bool
@@ -49,20 +50,18 @@ class _Kept:
     @property
     def oldest(self) -> int:
         """The oldest weights that drew of it."""
-        return int(self.sequence.versions.min())
+        return int(self.sequence.of_response(self.sequence.weights_versions).min())
 
     @classmethod
     def of(cls, number: int, sample: Sample) -> "_Kept":
         assert sample.reward is not None
         assert sample.advantage is not None
         # other weights chose the experts, and the truncated distribution is not learnt from
-        recorded = replace(sample.sequence, routings=None, truncated_log_probs=None)
-        kept = KeptSequence.of(recorded)
+        kept = replace(sample.sequence, routings=None, truncated_log_probs=None, fresh=False)
         return cls(number, kept, sample.reward, sample.advantage, sample.truncated)
 
     def sample(self) -> Sample:
-        sequence = self.sequence.sequence(fresh=False)
-        return Sample(sequence, self.reward, self.truncated, self.advantage)
+        return Sample(self.sequence, self.reward, self.truncated, self.advantage)
 
 
 class ReplayBuffer:
@@ -127,7 +126,7 @@ class ReplayBuffer:
         scalars = ("rewards", "advantages", "truncated")
         rows = zip(
             tensors["numbers"].tolist(),
-            parted(tensors),
+            parted(tensors, fresh=False),
             *(tensors[name].tolist() for name in scalars),
             strict=True,
         )

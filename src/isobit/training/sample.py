@@ -20,4 +20,4 @@ class Sample:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing in it to learn from."""
-        return not any(self.sequence.loss_mask)
+        return self.sequence.response_length == 0

@@ -15,7 +15,7 @@ from isobit.models.scorer import Scorer
 from isobit.parallel.agreement import shared_out
 from isobit.parallel.world import ALONE, World
 from isobit.records.bins import first_fit_decreasing
-from isobit.records.sequence import TokenSequence
+from isobit.records.sequence import Digests, Numbers, TokenSequence
 from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.packing import lay_end_to_end
 from isobit.training.trainer import Trainer
@@ -25,10 +25,10 @@ from isobit.training.trainer import Trainer
 class SequenceScores:
     """Of one sequence of L tokens: columns with an entry for each, 0 outside the response."""
 
-    log_probs: tuple[float, ...]
-    values: tuple[float, ...] | None
+    log_probs: Numbers
+    values: Numbers | None
     """None for a model without a value head."""
-    routings: tuple[int, ...] | None = None
+    routings: Digests | None = None
     """Digests of the experts; None for a model without any."""
 
 
@@ -52,12 +52,12 @@ def score_sequences(
     made: dict[int, SequenceScores] = {}
     for members, found in zip(bins, shared_out(world, bins, columns), strict=True):
         for place, index in enumerate(members):
-            log_probs, values, routings = (of and of[place].tolist() for of in found)
+            log_probs, values, routings = (of and of[place].numpy() for of in found)
             sequence = sequences[index]
             made[index] = SequenceScores(
                 sequence.spread(log_probs),
                 None if values is None else sequence.spread(values),
-                None if routings is None else sequence.spread_integers(routings),
+                None if routings is None else sequence.spread_digests(routings),
             )
     return [made[index] for index in range(len(sequences))]
 

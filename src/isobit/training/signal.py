@@ -29,8 +29,5 @@ def has_signal(sequences: Sequence[TokenSequence], algorithm: Algorithm) -> bool
 
 
 def _teaches(sequence: TokenSequence) -> bool:
-    advantages = sequence.of_response(sequence.advantages)
-    if sequence.importance is None:
-        return any(advantages)
-    weights = sequence.of_response(sequence.importance)
-    return any(weight * advantage for weight, advantage in zip(weights, advantages, strict=True))
+    advantages, weights = sequence.advantages, sequence.importance
+    return bool((advantages if weights is None else advantages * weights).any())

@@ -24,8 +24,6 @@ from itertools import compress, pairwise
 from statistics import fmean
 from typing import TypeVar
 
-import torch
-
 from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.corrections import effective_sample_size
 from isobit.algorithms.objective import Algorithm, Credit
@@ -40,7 +38,7 @@ from isobit.training.comparison import ComparedTokens, Comparison, Mismatch
 from isobit.training.figures import UpdateMetrics
 from isobit.training.judge import Judge
 from isobit.training.out_of_memory import within_memory
-from isobit.training.packing import pack
+from isobit.training.packing import pack, responses
 from isobit.training.repeat import Repeat
 from isobit.training.replay import ReplayBuffer
 from isobit.training.sample import Sample
@@ -308,26 +306,24 @@ def _mean_advantage(credit: Credit) -> float:
 
 def _staleness(parts: Sequence[Sequence[TokenSequence]], version: int) -> float:
     """How many updates the weights that drew a response token are behind; the mean."""
-    behind = [
-        version - drawn
-        for part in parts
-        for sequence in part
-        for drawn in sequence.of_response(sequence.weights_versions)
-    ]
-    return fmean(behind) if behind else 0.0
+    flat = [sequence for part in parts for sequence in part]
+    if not flat:
+        return 0.0
+    drawn = responses(flat, [sequence.weights_versions for sequence in flat])
+    return float((version - drawn).double().mean()) if drawn.numel() else 0.0
 
 
 def _correction_figures(parts: Sequence[Sequence[TokenSequence]]) -> dict[str, float]:
     """Effective sample size and the share of zeros of the weights, over all response tokens."""
-    columns = [
-        sequence.of_response(sequence.importance)
+    pairs = [
+        (sequence, sequence.importance)
         for part in parts
         for sequence in part
         if sequence.importance is not None
     ]
-    if not columns:
+    if not pairs:
         return {}
-    weights = torch.tensor([weight for column in columns for weight in column])
+    weights = responses(*zip(*pairs, strict=True))
     return {
         "mean": float(weights.double().mean()),
         "effective_sample_size": effective_sample_size(weights),

@@ -173,7 +173,7 @@ def compared(batch: Collected, trainer: Trainer) -> Collected:
     spaced, so that prompts and places in their groups vary.
     """
     drawn = [completion.sequence for group in batch.groups for completion in group.completions]
-    drawn = [sequence for sequence in drawn if any(sequence.loss_mask)]
+    drawn = [sequence for sequence in drawn if sequence.response_length]
     count = min(COMPARED, len(drawn))
     chosen = [drawn[place * len(drawn) // count] for place in range(count)]
     tokens = ComparedTokens.none()

@@ -1,0 +1,29 @@
+"""Sequences of several turns from Python's own numbers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from isobit.records.sequence import TokenSequence
+
+
+def turns_of(
+    token_ids: Sequence[int],
+    loss_mask: Sequence[bool],
+    log_probs: Sequence[float],
+    weights_versions: Sequence[int],
+    advantages: Sequence[float] | None = None,
+    temperature: float = 1.0,
+    truncated_log_probs: Sequence[float] | None = None,
+) -> TokenSequence:
+    """A column each; advantages are 0 until they are given."""
+    cut, zeros = truncated_log_probs, [0.0] * len(token_ids)
+    return TokenSequence(
+        token_ids=np.array(token_ids, np.int32),
+        loss_mask=np.array(loss_mask, np.bool_),
+        log_probs=np.array(log_probs, np.float32),
+        weights_versions=np.array(weights_versions, np.int32),
+        advantages=np.array(zeros if advantages is None else advantages, np.float32),
+        temperature=temperature,
+        truncated_log_probs=None if cut is None else np.array(cut, np.float32),
+    )
