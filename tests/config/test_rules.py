@@ -198,6 +198,8 @@ def test_a_run_that_contradicts_itself_is_refused(tables: dict[str, Any], messag
         ({"reward": {"parts": {"a": {}}}}, "reward.parts.a needs a function or a model"),
         ({"checkpoint": {"keep_best": BEST}}, "name one of eval/held_out/loss"),
         ({"checkpoint": {"keep_last": 0, "keep_every": 4}}, "checkpoint.keep_last is 0"),
+        ({"cluster": {"rollouters": 1}}, "cluster.rollouters is 1, but fine-tuning learns from"),
+        ({"cluster": {"rollout_tp": 2}}, "cluster.rollout_tp is 2, but a run's published weights"),
     ],
 )
 def test_a_tuning_that_contradicts_itself_is_refused(tables: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 from isobit.config.algorithm import LossConfig, StepConfig, TokenClipConfig
 from isobit.config.checkpoint import CheckpointConfig
+from isobit.config.cluster import ClusterConfig
 from isobit.config.correction import (
     Correction,
     IcePopCorrection,
@@ -107,7 +108,7 @@ def check_asynchrony(config: RunConfig) -> None:
 
 def check_layout(config: RunConfig) -> None:
     """Refuse processes that only sample where learning waits for what they sample, and engines that
-    several share where each has all weights.
+    several share.
     """
     cluster = config.cluster
     if cluster.rollouters and not config.asynchrony.lag:
@@ -115,6 +116,11 @@ def check_layout(config: RunConfig) -> None:
             f"cluster.rollouters is {cluster.rollouters}, but async.lag is 0: rollouters and "
             "trainers would wait for each other in turn; set async.lag = 1, or rollouters = 0"
         )
+    check_own_engine(cluster)
+
+
+def check_own_engine(cluster: ClusterConfig) -> None:
+    """Refuse engines that several processes share where each has all weights."""
     if cluster.rollout_tp > 1:
         raise ConfigError(
             f"cluster.rollout_tp is {cluster.rollout_tp}, but a run's published weights are whole "
@@ -125,6 +131,12 @@ def check_layout(config: RunConfig) -> None:
 
 def check_sft(config: SftConfig) -> None:
     """Every rule of a recipe of ``isobit sft``."""
+    if config.cluster.rollouters:
+        raise ConfigError(
+            f"cluster.rollouters is {config.cluster.rollouters}, but fine-tuning learns from "
+            "completions that are there: nobody has to sample them; set it to 0"
+        )
+    check_own_engine(config.cluster)
     sets, figures = config.data.eval, [f"eval/{name}/loss" for name in config.data.eval]
     if config.objective == "preference":
         check_preference(config)
