@@ -10,8 +10,9 @@ Every column has an entry for every token, so that masking tokens, moving a half
 newer weights, another turn, or an advantage for each token changes entries, never the container.
 Sampling fills the columns above, the judgement of a step the others.
 
-Columns are arrays that nobody writes to: 17 bytes a token as it was sampled, where tuples would
-have some 150, and a step with millions of tokens takes and joins them without looking at each.
+Columns are arrays that nobody writes to, made read-only here: 17 bytes a token as it was sampled,
+where tuples would have some 90, and a step with millions of tokens takes and joins them without
+looking at each.
 """
 
 from collections.abc import Iterable, Sequence
