@@ -1,9 +1,10 @@
 """What a step of each arm takes alone on a card, rollout and training apart.
 
 The arms of a task begin side by side, in ``DIR/cost``.  Each is stopped (SIGSTOP) when its first
-step is done, which compiles and captures, and goes on when all are and its turn has come.  The step
-in which it was stopped is not counted, and what has been measured is killed: the next one has the
-card for itself.  Beginning takes longer than measuring, hence side by side.
+step is done, which compiles and captures, and goes on when all are and its turn has come, until it
+has been measured; the step in which it was stopped is not counted.  So each has the card for itself,
+and nobody's memory is cleaned up beside it.  Beginning takes longer than measuring, hence side by
+side.
 
     ROWS/cost.json      task -> arm -> seconds of each step: rollout, training; and the device
 """
@@ -61,12 +62,12 @@ def measure_all(
             while len(found := _steps(run, place)) < 2 + steps:
                 _check(run, process, place)
                 time.sleep(_POLL_S)
-            process.kill()
-            process.wait()
+            process.send_signal(signal.SIGSTOP)
             _add(directory / "rows", run, found[2:], _device(run, place))
     finally:
         for process in live.values():
             process.kill()
+            process.wait()
     shutil.rmtree(place)
 
 
