@@ -2,9 +2,9 @@
 
 The arms of a task begin side by side, in ``DIR/cost``.  Each is stopped (SIGSTOP) when its first
 step is done, which compiles and captures, and goes on when all are and its turn has come, until it
-has been measured; the step in which it was stopped is not counted.  So each has the card for itself,
-and nobody's memory is cleaned up beside it.  Beginning takes longer than measuring, hence side by
-side.
+has been measured; the step in which it was stopped is not counted.  So each has the card for
+itself, and nobody's memory is cleaned up beside it.  Beginning takes longer than measuring, hence
+side by side.
 
     ROWS/cost.json      task -> arm -> seconds of each step: rollout, training; and the device
 """
