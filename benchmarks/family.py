@@ -64,7 +64,6 @@ _FOUR: dict[str, Changes] = {
 """One function in BF16, one in FP8, and two functions with and without a correction."""
 _STRESSES: dict[str, Changes] = {
     "rate-2": {"training.learning_rate": "2e-4"},
-    "rate-4": {"training.learning_rate": "4e-4"},
     "updates": {"training.updates_per_batch": "4"},
     "hot": {"rollout.temperature": "1.3"},
     "steps": {"training.steps": "100"},
