@@ -100,11 +100,13 @@ def run_all(
     live: list[Live] = []
     free = list(cards) * jobs
     are_kept = True
-    began = time.monotonic()
-    while live or (left and time.monotonic() < began + begin_within):
-        if time.monotonic() >= began + seconds:
-            break
-        while left and free and time.monotonic() < began + begin_within:
+    started_at = time.monotonic()
+
+    def are_over(limit: float) -> bool:
+        return time.monotonic() >= started_at + limit
+
+    while (live or (left and not are_over(begin_within))) and not are_over(seconds):
+        while left and free and not are_over(begin_within):
             live.append(_start(left.pop(0), directory, changes, free.pop(0)))
         time.sleep(1.0)
         for one in [one for one in live if one.process.poll() is not None]:
