@@ -9,6 +9,6 @@ while [ "$(date +%s)" -lt $until ] && [ ! -e /tmp/queue.ended ]; do
 done
 tail -n 30 /tmp/queue.log; python3 -m benchmarks.proof look $PROOF; nvidia-smi --query-gpu=memory.used,utilization.gpu --format=csv,noheader
 keep
-# Of Triton's kernels what it needs to load them: a fiftieth.
+# Of Triton's kernels what it reads to load them: 2 MB in the place of 10.
 tar c -C /tmp --exclude='*.'{ptx,ttir,ttgir,llir,source} caches | xz -9e | split -b 15M - "$OUT/caches.txz."
 since waited

@@ -27,8 +27,10 @@ from isobit.records.kept import joined, parted
 from isobit.records.sequence import TokenSequence
 from isobit.training.sample import Sample
 
-_CONSTANT_BYTES = 256
-"""Of a completion, whatever its length: generously, the record and the heads of its arrays."""
+_CONSTANT_BYTES = 1024
+"""Of a completion, whatever its length: generously, the record and the heads of its arrays, which
+take some 110 bytes each.
+"""
 
 
 @dataclass(frozen=True, slots=True)
