@@ -37,6 +37,7 @@ from benchmarks.arms import (
     outliers,
     page,
     problems,
+    repeats,
     rows,
     runs,
     suite,
@@ -111,7 +112,7 @@ def main() -> int:
 def report(arguments: argparse.Namespace) -> None:
     """The table, or the page and the picture, of the rows in a folder."""
     directory: Path = arguments.directory
-    found = rows.read_finished(directory), rows.read_repeats(directory), cost.read(directory)
+    found = rows.read_finished(directory), repeats.read(directory), cost.read(directory)
     if not found[0]:
         raise SystemExit(
             f"no finished run in {directory}: name the folder that has rows "

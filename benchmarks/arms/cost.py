@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any, TypeAlias
 
 from benchmarks.arms import runs
+from benchmarks.arms.rows import steps_of
 from benchmarks.arms.suite import Changes, Run
 from isobit.store.directory import write_json
 from isobit.store.journal import whole_lines
@@ -115,7 +116,7 @@ def _check(run: Run, process: subprocess.Popen[bytes], place: Path) -> None:
 
 def _steps(run: Run, place: Path) -> list[dict[str, Any]]:
     path = place / "runs" / run.name / "metrics.jsonl"
-    return [line for line in map(json.loads, whole_lines(path, 0)) if "reward/mean" in line]
+    return steps_of(map(json.loads, whole_lines(path, 0)))
 
 
 def _device(run: Run, place: Path) -> dict[str, Any]:

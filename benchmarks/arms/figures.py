@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.arms import cost, repeats, settings
+from benchmarks.arms.repeats import Repeats
 from benchmarks.arms.rows import Row, name_of
 from benchmarks.arms.suite import ARMS, SITES
 
@@ -55,11 +56,11 @@ class Table:
 
 
 def tables(
-    rows: Sequence[Row], again: Sequence[Row] = (), costs: cost.Costs | None = None
+    rows: Sequence[Row], again: Repeats | None = None, costs: cost.Costs | None = None
 ) -> list[Table]:
     """One a task, of whatever is finished; ``again`` are runs that were repeated."""
-    known = costs or {}
-    return [_table(task, ours, again, known.get(task, {})) for task, ours in by_task(rows).items()]
+    twice, known = again or Repeats(), costs or {}
+    return [_table(task, ours, twice, known.get(task, {})) for task, ours in by_task(rows).items()]
 
 
 def markdown(found: Iterable[Table]) -> list[str]:
@@ -147,9 +148,7 @@ def mean_difference(rows: Iterable[Row], name: str) -> float | None:
     return sum(value * count for value, count in found) / tokens if tokens else None
 
 
-def _table(
-    task: str, rows: Sequence[Row], again: Sequence[Row], costs: Mapping[str, cost.Cost]
-) -> Table:
+def _table(task: str, rows: Sequence[Row], again: Repeats, costs: Mapping[str, cost.Cost]) -> Table:
     arms = by_arm(rows)
     return Table(
         task,

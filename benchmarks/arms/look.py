@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.arms.rows import steps_of
 from isobit.store.journal import whole_lines
 
 _TEN = 10
@@ -20,7 +21,7 @@ def look(directory: Path) -> Iterator[str]:
 
 
 def _described(lines: list[dict[str, Any]]) -> str:
-    steps = [line for line in lines if "reward/mean" in line]
+    steps = steps_of(lines)
     accuracy = "eval/held_out/accuracy"
     held_out = [f"{line['step']}: {line[accuracy]:.1%}" for line in lines if accuracy in line]
     if not steps:

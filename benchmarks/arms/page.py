@@ -11,6 +11,7 @@ from benchmarks.arms import figures
 from benchmarks.arms.cost import Costs
 from benchmarks.arms.curves import STEPS_A_POINT, accuracy_chart, charts, places_of
 from benchmarks.arms.problems import TASKS
+from benchmarks.arms.repeats import Repeats
 from benchmarks.arms.rows import Row
 from benchmarks.arms.settings import Settings, settings_of
 from isobit.observe.report.chart import Chart
@@ -54,7 +55,7 @@ class Drawn:
     left: int
 
 
-def write_html(rows: Sequence[Row], again: Sequence[Row], costs: Costs, out: Path) -> Path:
+def write_html(rows: Sequence[Row], again: Repeats, costs: Costs, out: Path) -> Path:
     """The whole page.  Raises ConfigError where another file is there."""
     tasks = figures.by_task(rows)
     page = render_template(

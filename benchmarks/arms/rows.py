@@ -13,12 +13,12 @@
                     of the first sitting have none, nor those whose sitting ended before
 
 The same content makes the same bytes, compressed: about 20 KB for 150 steps.  A run that was made
-again lies in a folder below, ``ROWS/repeats``, under the same name.
+again lies in a folder below, ``ROWS/repeats`` (``benchmarks.arms.repeats``), under the same name.
 """
 
 import json
 import lzma
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def row_of(output: Path) -> dict[str, Any]:
         "start": weights_sha256(Path(run["model"]["folder"])),
         "final": weights_sha256(output / "model"),
         "completions": file_sha256(output / "rewards.jsonl"),
-        "steps": _columns([line for line in metrics if "reward/mean" in line]),
+        "steps": columns_of(metrics),
         "evaluations": _evaluations(output, metrics),
     }
 
@@ -91,11 +91,6 @@ def read_finished(directory: Path) -> list[Row]:
     return [read_row(path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
 
 
-def read_repeats(directory: Path) -> list[Row]:
-    """The rows of the runs that were made again, at any depth of ``repeats``."""
-    return [read_row(path) for path in sorted((directory / REPEATS).rglob(f"*{SUFFIX}"))]
-
-
 def name_of(row: Row) -> str:
     """Also of its file."""
     return f"{row['task']}-{row['arm']}-{row['seed']}"
@@ -111,8 +106,15 @@ def read_row(path: Path) -> Row:
         ) from error
 
 
-def _columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [line.get(name) for line in lines] for name in ("step", *FIGURES)}
+def steps_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are a step's, not an evaluation's."""
+    return [line for line in lines if "reward/mean" in line]
+
+
+def columns_of(lines: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
+    """``steps`` of a row, from metrics.jsonl."""
+    steps = steps_of(lines)
+    return {name: [line.get(name) for line in steps] for name in ("step", *FIGURES)}
 
 
 def _evaluations(output: Path, metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.arms import cost, figures, flows, look, problems, rows, runs, suite
+from benchmarks.arms import cost, figures, flows, look, problems, repeats, rows, runs, suite
 from benchmarks.arms.problems import product_worked_out, rows_of
 from isobit.starter import starter_folder
 from tests.benchmarks.made_up_rows import made_up_row
@@ -150,8 +150,8 @@ def test_a_run_made_again_is_a_repeat(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(rows, "row_of", lambda _: found)
     for one in (run, suite.run_named("gsm:fp8:2")):
         runs.keep(one, tmp_path, 1)
-    first, again = rows.read_finished(tmp_path / "rows"), rows.read_repeats(tmp_path / "rows")
-    assert first == again and len(first) == 1
+    first, again = rows.read_finished(tmp_path / "rows"), repeats.read(tmp_path / "rows")
+    assert first == again.rows and len(first) == 1
     (table,) = figures.tables(first, again)
     assert table.notes[0].startswith("Repeated on another day or card: 1 of 1 the same bytes")
     for wrong in ("gsm:fp8", "gsm:fp9:2", "sum:fp8:2", "gsm:fp8:2:twice", "gsm:fp8:x"):

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import proof
 from benchmarks.arms import page
 from benchmarks.arms.curves import charts, places_of, series_of
+from benchmarks.arms.repeats import Repeats
 from benchmarks.arms.suite import ARMS
 from isobit.errors import ConfigError
 from tests.observe.pages import Page, assert_self_contained
@@ -60,7 +61,7 @@ def test_no_arm_is_without_a_colour() -> None:
 def test_the_page_stands_for_itself(tmp_path: Path) -> None:
     found = [small(arm, seed) for arm in ("bf16", "fp8", "<b>") for seed in range(2)]
     stress = {**small("fp8"), "task": "stress-lr"}
-    out = page.write_html([*found, stress], [small("fp8")], {}, tmp_path / "proof.html")
+    out = page.write_html([*found, stress], Repeats([small("fp8")]), {}, tmp_path / "proof.html")
     read = Page(out)
     assert_self_contained(read)
     for words in ("gsm", "stress-lr", "a harsher setting", "<b>", "Gradient norm", "Settings"):
@@ -68,7 +69,7 @@ def test_the_page_stands_for_itself(tmp_path: Path) -> None:
     assert "1 of 1 the same bytes" in read.text
     assert "start.model.safetensors" in read.text
     first = out.read_bytes()
-    page.write_html([*found, stress], [small("fp8")], {}, out)
+    page.write_html([*found, stress], Repeats([small("fp8")]), {}, out)
     assert out.read_bytes() == first
 
 

@@ -1,12 +1,14 @@
 """Rows of the proof: whole and the same bytes, their table, their settings, and repeats."""
 
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.arms import figures, repeats, rows, settings
+from benchmarks.arms.repeats import Repeats
 
 from .made_up_rows import made_up_row
 
@@ -23,7 +25,7 @@ def test_a_row_comes_back_whole_in_the_same_bytes_and_small(tmp_path: Path) -> N
     rows.write_row(path, row)
     assert path.read_bytes() == first and len(first) < 40_000
     assert [one.name for one in tmp_path.iterdir()] == ["gsm-fp8-rollout-0.json.xz"]
-    assert rows.read_finished(tmp_path) == [row] and rows.read_repeats(tmp_path) == []
+    assert rows.read_finished(tmp_path) == [row] and repeats.read(tmp_path) == repeats.Repeats([])
 
 
 def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
@@ -180,9 +182,34 @@ def test_repeats_are_compared_by_their_bytes(tmp_path: Path) -> None:
     for name, change in changes.items():
         assert repeats.differing_parts(first, {**slower, **change}) == [name]
     again = [slower, {**slower, "final": {}}, small("bf16")]  # the last has no first
-    said = list(repeats.notes([first], again))
+    said = list(repeats.notes([first], Repeats(again)))
     assert said[0].startswith("Repeated on another day or card: 1 of 2 the same bytes")
     assert said[1].endswith("again: 2026-11-23, another card) has other: final weights.")
-    assert list(repeats.notes([first], [])) == []
+    assert list(repeats.notes([first], Repeats())) == []
     rows.write_row(tmp_path / rows.REPEATS / "second" / f"gsm-fp8-0{rows.SUFFIX}", slower)
-    assert rows.read_repeats(tmp_path) == [slower]
+    assert repeats.read(tmp_path) == Repeats([slower])
+
+
+def test_a_run_that_was_lost_is_compared_as_far_as_it_came(tmp_path: Path) -> None:
+    first = small("fp8")
+    columns = {name: column[:20] for name, column in first["steps"].items()}
+    lines = [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+    for line in lines:
+        line["time/rollout_s"] = 9.0
+    lines.insert(10, {"step": 10, "eval/held_out/accuracy": 0.5})
+    path = tmp_path / rows.REPEATS / "gsm-fp8-0.jsonl.xz"
+    path.parent.mkdir()
+    path.write_bytes(lzma.compress("".join(f"{json.dumps(line)}\n" for line in lines).encode()))
+    (said,) = repeats.notes([first, small("bf16")], repeats.read(tmp_path))
+    assert said.endswith("1 of 1 with the same figures in every step (20 steps).")
+    lines[15]["entropy"] = 0.75
+    path.write_bytes(lzma.compress("".join(f"{json.dumps(line)}\n" for line in lines).encode()))
+    none, named = repeats.notes([first], repeats.read(tmp_path))
+    assert "0 of 1 with the same figures" in none and named.startswith(
+        "gsm-fp8-0 has other figures"
+    )
+    path.write_bytes(b"no xz")
+    with pytest.raises(ValueError, match=r"gsm-fp8-0\.jsonl\.xz is no metrics.jsonl in xz"):
+        repeats.read(tmp_path)

@@ -38,7 +38,7 @@ def _parser() -> ArgumentParser:
         metavar="RUN",
         type=Path,
         nargs="+",
-        help="the directory that `isobit train` or `isobit sft` wrote (its `output`); up to six",
+        help="the directory that `isobit train` or `isobit sft` wrote (its `output`); up to seven",
     )
     parser.add_argument(
         "--out",

@@ -71,10 +71,10 @@ def test_runs_of_one_name_are_told_apart_and_equal_recipes_are_said_to_be(
     assert "Their recipes are the same" in text
 
 
-def test_one_run_or_seven_are_refused(write_run: WriteRun, tmp_path: Path) -> None:
+def test_one_run_or_eight_are_refused(write_run: WriteRun, tmp_path: Path) -> None:
     root = write_run([step_line(1)], [], manifest())
-    for number in (1, 7):
-        with pytest.raises(ConfigError, match=f"{number} runs cannot be compared; name 2 to 6"):
+    for number in (1, 8):
+        with pytest.raises(ConfigError, match=f"{number} runs cannot be compared; name 2 to 7"):
             write_comparison([root] * number, tmp_path / "all.html")
 
 

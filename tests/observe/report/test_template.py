@@ -39,7 +39,7 @@ def test_text_and_curves_stand_out(colours: dict[str, str]) -> None:
     ]
     for text, behind in [*pairs, ("tip-text", "tip"), ("good", "card")]:
         assert contrast(colours[text], colours[behind]) >= 4.5, (text, behind)
-    for curve in ("c1", "c2", "c3", "c4", "c5", "c6", "warn-line"):
+    for curve in ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "warn-line"):
         assert contrast(colours[curve], colours["card"]) >= 3.0, curve
 
 

@@ -19,7 +19,7 @@ from isobit.observe.report.source import RunRecord, read_run
 from isobit.observe.report.template import render_template, write_page
 from isobit.observe.report.tiles import tiles_of
 
-MOST_RUNS = 6
+MOST_RUNS = 7
 """As many as there are colours."""
 
 _SECONDS = "time/step_s"
@@ -36,7 +36,7 @@ class Row:
 
 
 def write_comparison(roots: Sequence[Path], out: Path) -> Path:
-    """Write the page of two to six runs; -> where it is.
+    """Write the page of two to seven runs; -> where it is.
 
     Raises ConfigError for a directory that is no run's, for fewer or more of them, or where the
     page cannot be written.

@@ -15,7 +15,7 @@ def report(
     run: str | Path, *others: str | Path, out: str | Path | None = None, watch: bool = False
 ) -> Path:
     """Write the page of a run's directory, by default there as ``report.html``; of several runs, up
-    to six, a page that compares them, by default ``comparison.html``; -> where it is.
+    to seven, a page that compares them, by default ``comparison.html``; -> where it is.
 
     With ``watch`` the page of a run under way is written again every ten seconds until it ends.
     Raises ConfigError for a directory that is no run's, or a file that cannot be written.
