@@ -88,11 +88,10 @@ def train(trained_in: str, steps: int, seed: int, threads: int, held_out: Pairs,
 def score(folder: Path, precision: str, pairs: Pairs) -> torch.Tensor:
     """FP64 [pairs, 2]: of the chosen and of the rejected answer."""
     model = load_reward_model(folder, PrecisionConfig.model_validate(precision))
-    ids = [
-        conversation_ids(Row(pair["prompt"], {}, ""), pair[key], model.tokenizer)
-        for pair in pairs
-        for key in ("chosen", "rejected")
+    answers = [
+        (Row(pair["prompt"], {}, ""), pair[key]) for pair in pairs for key in ("chosen", "rejected")
     ]
+    ids = conversation_ids(answers, model.tokenizer)
     return torch.tensor(model.score(ids, 4096), dtype=torch.float64).view(-1, 2)
 
 

@@ -33,27 +33,27 @@ def text(ids: tuple[int, ...]) -> str:
 
 
 def test_without_a_template_the_texts_follow_one_another_and_end() -> None:
-    ids = conversation_ids(Row("1+1=", {}, "line 1"), "2", tokenizer_with())
+    row = Row("1+1=", {}, "line 1")
+    ids, ended = conversation_ids([(row, "2"), (row, "2<eos>")], tokenizer_with())
     assert (ids[0], ids[-1]) == (BOS_ID, EOS_ID)
     assert text(ids[1:-1]) == "1+1=2"
-    ended = conversation_ids(Row("1+1=", {}, "line 1"), "2<eos>", tokenizer_with())
     assert ended == ids, "an answer that has its end gets no second one"
 
 
 def test_a_template_writes_the_whole_conversation_up_to_its_last_white_space() -> None:
     expected = "<user>1+1=; <assistant>2<eos> "
     for prompt in ("1+1=", TALK[1:]):
-        ids = conversation_ids(Row(prompt, {}, "line 1"), "2", tokenizer_with(CHAT))
+        (ids,) = conversation_ids([(Row(prompt, {}, "line 1"), "2")], tokenizer_with(CHAT))
         assert text(ids) == expected
-    plain = conversation_ids(Row("1+1=", {}, "line 1"), "2", tokenizer_with(CHAT), chat=False)
-    assert text(plain) == "<bos>1+1=2<eos>"
+    (ids,) = conversation_ids([(Row("1+1=", {}, ""), "2")], tokenizer_with(CHAT), chat=False)
+    assert text(ids) == "<bos>1+1=2<eos>"
 
 
 def test_messages_without_a_template_and_no_token_at_all_are_refused() -> None:
     with pytest.raises(DataError, match=r"line 1: .* the tokenizer has no chat template"):
-        conversation_ids(Row(TALK, {}, "line 1"), "2", tokenizer_with())
+        conversation_ids([(Row(TALK, {}, "line 1"), "2")], tokenizer_with())
     with pytest.raises(DataError, match="line 1: prompt and answer together have no token"):
-        conversation_ids(Row("1", {}, "line 1"), "", tokenizer_with("{{ '' }}"))
+        conversation_ids([(Row("1", {}, "line 1"), "")], tokenizer_with("{{ '' }}"))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,8 @@ def test_a_prompt_of_messages_is_rendered_again_where_there_is_a_template(
 ) -> None:
     (prompt,) = prompts_of_rows("p", [Row(TALK, {}, "")], tokenizer_with(policys), chat=True)
     other = tokenizer_with(reward_models)
-    assert text(conversation_ids(row_of(prompt, other), "2", other)) == expected
+    (ids,) = conversation_ids([(row_of(prompt, other), "2")], other)
+    assert text(ids) == expected
 
 
 @pytest.mark.parametrize("policys", [None, CHAT])
@@ -79,10 +80,11 @@ def test_a_prompt_of_text_is_that_text_whatever_the_policy_read(policys: str | N
         (None, "<bos>1+1=2<eos>"),
     ):
         other = tokenizer_with(template)
-        assert text(conversation_ids(row_of(prompt, other), "2", other)) == expected
+        (ids,) = conversation_ids([(row_of(prompt, other), "2")], other)
+        assert text(ids) == expected
 
 
 def test_a_prompt_of_no_dataset_is_its_text() -> None:
     tokenizer = tokenizer_with()
-    ids = conversation_ids(row_of(Prompt("p", "1+1=", ()), tokenizer), "2", tokenizer)
+    (ids,) = conversation_ids([(row_of(Prompt("p", "1+1=", ()), tokenizer), "2")], tokenizer)
     assert text(ids) == "<bos>1+1=2<eos>"

@@ -14,6 +14,7 @@ meaning, and so does text that the user has rendered (``data.chat`` = false).
 """
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +24,10 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 """Around what is quoted: Unicode promises that these never are characters."""
 _MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}")
 _CACHED = 16
+_AT_ONCE = 256
+"""Texts that a tokenizer is given at once: it encodes them on all cores, and keeps what it knows of
+each token until all are done.
+"""
 _ANY_TEXT = "a"
 
 
@@ -59,15 +64,31 @@ def is_marked(text: str) -> bool:
 
 
 def token_ids(
-    text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False
-) -> list[int]:
-    """The tokens of ``text``, which may be marked; with those that a tokenizer puts around a text
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False
+) -> list[list[int]]:
+    """The tokens of each text, which may be marked; with those that a tokenizer puts around a text
     by itself, if they are asked for.
     """
-    if not is_marked(text):
-        return list(
-            tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        )
+    found: list[list[int]] = [[] for _ in texts]
+    plain = [place for place, text in enumerate(texts) if not is_marked(text)]
+    for begin in range(0, len(plain), _AT_ONCE):
+        places = plain[begin : begin + _AT_ONCE]
+        some = tokenizer(
+            [texts[place] for place in places],
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            verbose=False,
+        )["input_ids"]
+        for place, ids in zip(places, some, strict=True):
+            found[place] = ids
+    for place in set(range(len(texts))) - set(plain):
+        found[place] = _marked_ids(texts[place], tokenizer, add_special_tokens)
+    return found
+
+
+def _marked_ids(
+    text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
+) -> list[int]:
     ids: list[int] = []
     for place, part in enumerate(_MARKED.split(text)):  # what is quoted is every second one
         ids += tokenizer(

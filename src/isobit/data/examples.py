@@ -63,9 +63,13 @@ def build_examples(
     too_long = too_long or TooLong(config.too_long)
     rows, completions = zip(*_turns(source), strict=True)
     prompts = prompts_of_rows(name, rows, tokenizer, config.chat)
+    texts = [
+        _completion_text(prompt, row, completion, tokenizer, config.chat)
+        for prompt, row, completion in zip(prompts, rows, completions, strict=True)
+    ]
     examples = []
-    for prompt, row, completion in zip(prompts, rows, completions, strict=True):
-        ids = _completion_ids(prompt, row, completion, tokenizer, stop_token_ids, config.chat)
+    for prompt, row, tokens in zip(prompts, rows, token_ids(texts, tokenizer), strict=True):
+        ids = _ended(tokens, tokenizer, stop_token_ids)
         example = Example(prompt, ids)
         problem = length_problem(example.tokens, config, context_tokens)
         if problem is None or too_long.keeps(
@@ -166,14 +170,10 @@ def _without_system(messages: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]
     return [message for message in messages if message[0] != "system"]
 
 
-def _completion_ids(
-    prompt: Prompt,
-    row: Row,
-    completion: str,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_token_ids: Sequence[int],
-    chat: bool,
-) -> tuple[int, ...]:
+def _completion_text(
+    prompt: Prompt, row: Row, completion: str, tokenizer: PreTrainedTokenizerBase, chat: bool
+) -> str:
+    """What stands behind the prompt, perhaps marked."""
     messages = chat_messages(row, tokenizer, chat)
     if messages is not None:
         turns = [*messages, {"role": _ASSISTANT, "content": completion}]
@@ -188,10 +188,14 @@ def _completion_ids(
                 "cannot be told from the prompt; render the text yourself and set data.chat to "
                 "false"
             )
-        completion = rendered.removeprefix(ahead)
-    elif chat:
-        completion = quoted_answer(completion, tokenizer)
-    ids = token_ids(completion, tokenizer)
+        return rendered.removeprefix(ahead)
+    return quoted_answer(completion, tokenizer) if chat else completion
+
+
+def _ended(
+    ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """The tokens of a completion up to the one that ends it, which is added where there is none."""
     ends = [index for index, token in enumerate(ids) if token in stop_token_ids]
     if ends and not decode(tokenizer, ids[ends[-1] + 1 :]).strip():
         return tuple(ids[: ends[-1] + 1])

@@ -10,7 +10,7 @@ from isobit.config.examples import ExampleSource, SftDataConfig
 from isobit.data.conversations import conversation_ids
 from isobit.data.examples import answer_of, length_problem
 from isobit.data.prompts import TooLong, prompts_of_rows
-from isobit.data.sources import load_rows
+from isobit.data.sources import Row, load_rows
 from isobit.errors import DataError
 from isobit.records.text import Prompt
 
@@ -53,17 +53,10 @@ def build_pairs(
     too_long = too_long or TooLong(config.too_long)
     rows = load_rows(source)
     prompts = prompts_of_rows(name, rows, tokenizer, config.chat)
+    answers = [(row, answer) for row in rows for answer in _answers(row, source)]
+    ids = conversation_ids(answers, tokenizer, config.chat)
     pairs = []
-    for prompt, row in zip(prompts, rows, strict=True):
-        answers = [answer_of(row, key, _ADVICE) for key in (source.chosen, source.rejected)]
-        if answers[0] == answers[1]:
-            raise DataError(
-                f"{row.place}: {source.chosen!r} and {source.rejected!r} are the same, so neither "
-                "can be preferred; leave the row out"
-            )
-        chosen, rejected = (
-            conversation_ids(row, answer, tokenizer, config.chat) for answer in answers
-        )
+    for prompt, row, chosen, rejected in zip(prompts, rows, ids[::2], ids[1::2], strict=True):
         longest = max(len(chosen), len(rejected))
         problem = length_problem(longest, config, context_tokens)
         if problem is None or too_long.keeps(
@@ -73,3 +66,14 @@ def build_pairs(
             pairs.append(Pair(prompt, chosen, rejected))
     too_long.check_left(name, pairs)
     return pairs
+
+
+def _answers(row: Row, source: ExampleSource) -> tuple[str, str]:
+    """The one that was chosen, then the other."""
+    chosen, rejected = (answer_of(row, key, _ADVICE) for key in (source.chosen, source.rejected))
+    if chosen == rejected:
+        raise DataError(
+            f"{row.place}: {source.chosen!r} and {source.rejected!r} are the same, so neither can "
+            "be preferred; leave the row out"
+        )
+    return chosen, rejected

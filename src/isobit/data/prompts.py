@@ -105,16 +105,24 @@ def prompts_of_rows(
     too_long = too_long or TooLong()
     limit, what = _limit(max_prompt_tokens, context_tokens)
     most = most_characters(limit, tokenizer)
-    prompts = []
+    texts: dict[int, tuple[Row, str]] = {}
     for index, row in enumerate(rows):
-        place = f"prompt {name}/{index} ({row.place})"
-        text, special_tokens = _render(row, tokenizer, chat)
+        text = _render(row, tokenizer, chat)
         if len(text) > most:  # seen before it is tokenised
             if too_long.rule == "cut":
                 text = text[:_KEPT_AHEAD] + text[-2 * most :]
-            elif not too_long.keeps(_problem(place, f"{len(text):,} characters", what)):
+            elif not too_long.keeps(
+                _problem(_place(name, index, row), f"{len(text):,} characters", what)
+            ):
                 continue
-        ids = token_ids(text, tokenizer, special_tokens)
+        texts[index] = row, text
+    # a chat template writes its own special tokens
+    all_ids = token_ids(
+        [text for _, text in texts.values()], tokenizer, not is_templated(tokenizer, chat)
+    )
+    prompts = []
+    for (index, (row, text)), ids in zip(texts.items(), all_ids, strict=True):
+        place = _place(name, index, row)
         prompt = Prompt(f"{name}/{index}", unmarked(text), tuple(ids), row.columns, row.prompt)
         if not ids:
             raise DataError(f"{place} is empty")
@@ -145,15 +153,24 @@ def drop_evaluated(
     return kept, len(train) - len(kept)
 
 
-def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[str, bool]:
-    """The text of the prompt, perhaps marked, and whether the tokenizer shall add its special
-    tokens (a chat template writes its own).
-    """
+def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
+    """The text of the prompt, perhaps marked."""
     messages = chat_messages(row, tokenizer, chat)
     if messages is None:
         text = str(row.prompt)
-        return encodable(quoted(text, tokenizer) if chat else text, row), True
-    return render_chat(messages, row, tokenizer, add_generation_prompt=True), False
+        return encodable(quoted(text, tokenizer) if chat else text, row)
+    return render_chat(messages, row, tokenizer, add_generation_prompt=True)
+
+
+def _place(name: str, index: int, row: Row) -> str:
+    return f"prompt {name}/{index} ({row.place})"
+
+
+def is_templated(tokenizer: PreTrainedTokenizerBase, chat: bool) -> bool:
+    """Whether prompts go through the tokenizer's chat template; else they are text that stands as
+    it is.
+    """
+    return chat and bool(tokenizer.chat_template)
 
 
 def chat_messages(
@@ -165,7 +182,7 @@ def chat_messages(
     Raises ``DataError`` for messages that cannot go through a template: there is none, or ``chat``
     is false.
     """
-    if isinstance(row.prompt, str) and not (chat and tokenizer.chat_template):
+    if isinstance(row.prompt, str) and not is_templated(tokenizer, chat):
         return None
     if not chat:
         raise DataError(

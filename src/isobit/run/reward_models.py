@@ -54,10 +54,8 @@ class ModelReward:
         where its tokenizer is another model's.
         """
         tokenizer = self.model.tokenizer
-        ids = [
-            conversation_ids(row_of(prompt, tokenizer), completion.text, tokenizer)
-            for prompt, completion in samples
-        ]
+        answers = [(row_of(prompt, tokenizer), completion.text) for prompt, completion in samples]
+        ids = conversation_ids(answers, tokenizer)
         fits = [index for index, tokens in enumerate(ids) if len(tokens) <= self.model.context]
         scores = [math.nan] * len(ids)
         found = self.model.score([ids[index] for index in fits], self.tokens_per_batch)

@@ -65,11 +65,8 @@ def score_rows(folder: Path, config: ScoringConfig) -> Iterator[ScoredRow]:
     columns = _columns(rows[0], config.data)
     for first in range(0, len(rows), ROWS_AT_ONCE):
         some = rows[first : first + ROWS_AT_ONCE]
-        ids = [
-            _ids(row, answer_of(row, column, _ADVICE), model, config.chat)
-            for row in some
-            for column in columns
-        ]
+        answers = [(row, answer_of(row, column, _ADVICE)) for row in some for column in columns]
+        ids = _fitting_ids(answers, model, config.chat)
         scores = iter(model.score(ids, config.tokens_per_batch))
         for index, row in enumerate(some, start=first):
             yield ScoredRow(
@@ -113,14 +110,17 @@ def _columns(first: Row, source: ExampleSource) -> dict[str, str]:
     return {source.completion: "score"}
 
 
-def _ids(row: Row, answer: str, model: RewardModel, chat: bool) -> tuple[int, ...]:
-    ids = conversation_ids(row, answer, model.tokenizer, chat)
-    if len(ids) > model.context:
-        raise DataError(
-            f"{row.place}: prompt and answer have {len(ids)} tokens, more than the reward model's "
-            f"context = {model.context}: shorten or drop the row"
-        )
-    return ids
+def _fitting_ids(
+    answers: Sequence[tuple[Row, str]], model: RewardModel, chat: bool
+) -> list[tuple[int, ...]]:
+    found = conversation_ids(answers, model.tokenizer, chat)
+    for (row, _), ids in zip(answers, found, strict=True):
+        if len(ids) > model.context:
+            raise DataError(
+                f"{row.place}: prompt and answer have {len(ids)} tokens, more than the reward "
+                f"model's context = {model.context}: shorten or drop the row"
+            )
+    return found
 
 
 def _finite(score: float, row: Row) -> float:

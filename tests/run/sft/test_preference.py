@@ -117,11 +117,12 @@ def test_the_result_is_read_by_transformers_and_scores_the_same(make_config: Mak
     model = AutoModelForSequenceClassification.from_pretrained(
         summary.model, dtype=torch.float32, local_files_only=True
     )
-    ids = [
-        conversation_ids(Row(question(p), {}, ""), answer, ours.tokenizer)
+    answers = [
+        (Row(question(p), {}, ""), answer)
         for p in problems(held_out=True)[:3]
         for answer in (worked_out(p), "7")
     ]
+    ids = conversation_ids(answers, ours.tokenizer)
     scores = ours.score(ids, 4096)
     with torch.no_grad():
         theirs = [float(model(torch.tensor([one])).logits) for one in ids]
