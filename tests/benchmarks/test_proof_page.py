@@ -51,11 +51,13 @@ def test_curves_are_means_of_seeds_between_the_lowest_and_the_highest() -> None:
 
 
 def test_no_arm_is_without_a_colour() -> None:
-    """An arm of its own takes one that is free; seven at once are refused."""
+    """An arm of its own takes one that is free; eight at once are refused."""
     assert places_of([small("fp8")])["fp8"] == 1 + list(ARMS).index("fp8")
-    assert places_of([small("mine"), small("fp8")]) == {"fp8": 1, "mine": 2}
-    with pytest.raises(ValueError, match=r"7 arms .*draw the rows of fewer"):
-        places_of([small(arm) for arm in (*list(ARMS)[:6], "mine")])
+    assert places_of([small("mine"), small("fp8")])["mine"] == 1 + len(ARMS)
+    few = [small(arm) for arm in ("mine", "fp8", "yours")]
+    assert places_of(few) == {"fp8": 1, "mine": 2, "yours": 3}
+    with pytest.raises(ValueError, match=r"8 arms .*draw the rows of fewer"):
+        places_of([small(arm) for arm in (*ARMS, "mine", "yours")])
 
 
 def test_the_page_stands_for_itself(tmp_path: Path) -> None:
