@@ -43,7 +43,8 @@ quickstart: $(READY)
 	$(VENV)/bin/isobit train recipes/quickstart.toml --output $(RUN)
 
 test: $(READY)
-	$(VENV)/bin/pytest --numprocesses $(TEST_WORKERS) --dist worksteal --quiet
+	@# Dozens of its processes would compile the same modules, each for itself.
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/pytest --numprocesses $(TEST_WORKERS) --dist worksteal --quiet
 
 lint: $(READY)
 	$(VENV)/bin/ruff check
