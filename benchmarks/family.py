@@ -62,6 +62,14 @@ _FOUR: dict[str, Changes] = {
     "fp8-rollout, TIS": _WITH_TIS,
 }
 """One function in BF16, one in FP8, and two functions with and without a correction."""
+_LAYERS = {
+    "ends": (1, 1),
+    "first layer": (1, 0),
+    "last layer": (0, 1),
+    "first two layers": (2, 0),
+    "last two layers": (0, 2),
+}
+"""Of the starter's four: how many of the first and of the last."""
 _STRESSES: dict[str, Changes] = {
     "rate-2": {"training.learning_rate": "2e-4"},
     "updates": {"training.updates_per_batch": "4"},
@@ -88,6 +96,16 @@ RUNS: dict[str, dict[str, Changes]] = {
         "fp8": {"precision": "fp8"},
         "fp8, scales in FP32": {"precision": '{preset = "fp8", scales = "fp32"}'},
         "fp8, WGrad in BF16": {"precision": '{preset = "fp8", wgrad = "bf16"}'},
+        **{
+            f"fp8, {name} in BF16": {
+                "precision": f'{{preset = "fp8", first_layers_bf16 = {first}, '
+                f"last_layers_bf16 = {last}}}"
+            }
+            for name, (first, last) in _LAYERS.items()
+        },
+        "fp8, stream in BF16": {
+            "precision": '{preset = "fp8", modules_bf16 = ["qkv_proj", "gate_up_proj"]}'
+        },
         "fp8-linear": {"precision": "fp8-linear"},
         "fp8-rollout": _ROLLOUT,
         "fp8-rollout, TIS": _WITH_TIS,

@@ -27,7 +27,7 @@ from isobit.precision.flow import PrecisionFlow, Site
 from isobit.store.bits import class_of_bits
 from isobit.store.training_run import TrainingRun
 
-_LIBRARIES = ("torch", "transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
+_LIBRARIES = ("transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
 
 
 def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "versions": {
             "isobit": isobit.__version__,
             "python": platform.python_version(),
+            "torch": torch.__version__,  # with its build, which a wheel of PyPI's leaves out
             **{name: _version(name) for name in libraries},
         },
         "device": {

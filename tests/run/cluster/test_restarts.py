@@ -50,8 +50,11 @@ def test_what_would_happen_again_is_not_tried_again(error: Exception) -> None:
     assert len(starts.seen) == 1
 
 
-def test_ranks_of_this_host_are_started_again(capfd: pytest.CaptureFixture[str]) -> None:
-    with_restarts(lambda words, again: launch(words, 2), [TOY, "once"], 1)
+def test_ranks_of_this_host_are_started_again(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Rank 1 is killed once both have spoken."""
+    with_restarts(lambda words, again: launch(words, 2), [TOY, "once", str(tmp_path)], 1)
     shown = capfd.readouterr()
     assert shown.out.count("rank 0 of 2") == 2
     assert shown.err.count("was killed by SIGKILL") == 1
