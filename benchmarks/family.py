@@ -11,7 +11,8 @@ threads each, ``--jobs`` side by side; 20 steps of 256 completions.  A row is a 
 that a suite which was cut off goes on where it was: what is there is not run again.  ``before`` and
 ``after`` are the greedy accuracy on 500 held-out problems; ``figures`` are means over all steps of
 what ``metrics.jsonl`` holds, ``last`` over the last five.  The table has the mean difference to
-``bf16`` and to ``fp8`` of the same seeds, with its standard error, where a suite has them.
+``bf16`` and to ``fp8`` of the same seeds, with its standard error, where a suite has them; rewards
+of the last five steps and gradient norms of all.
 """
 
 import argparse
@@ -33,6 +34,8 @@ THREADS = 2
 LAST = 5
 BASES = "bf16", "fp8"
 """What runs of a suite that has them are compared with, seed by seed."""
+_MORE = "reward, last | gradient norm | differing | seconds |"
+"""Columns."""
 
 Changes = Mapping[str, str]
 BySeed = Mapping[int, Mapping[str, Any]]
@@ -193,8 +196,8 @@ def table(out: Path) -> Iterator[str]:
         }
         bases = [ours[base] for base in BASES if base in runs]
         minus = "".join(f" minus {base}, points |" for base in BASES if base in runs)
-        yield f"| {suite} | before | after, by seed | mean |{minus} differing | seconds |"
-        yield "|---|---|---|---|" + "---|" * (len(bases) + 2)
+        yield f"| {suite} | before | after, by seed | mean |{minus} {_MORE}"
+        yield "|---|---|---|---|" + "---|" * (len(bases) + _MORE.count("|"))
         for name in runs:
             if ours[name]:
                 yield _line(name, ours[name], bases)
@@ -211,6 +214,8 @@ def _line(name: str, by_seed: BySeed, bases: Sequence[BySeed]) -> str:
         ", ".join(f"{value:.1%}" for value in after),
         f"{fmean(after):.1%}",
         *(_minus(by_seed, base) for base in bases),
+        f"{fmean(row['last']['reward/mean'] for row in rows):.3f}",
+        f"{fmean(row['figures']['grad_norm'] for row in rows):.2f}",
         f"{differing:,} of {sum(row['tokens_compared'] for row in rows):,}",
         f"{fmean(row['train_seconds'] for row in rows):.0f}",
     ]

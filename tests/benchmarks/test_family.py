@@ -23,6 +23,8 @@ def row(suite: str, name: str, seed: int) -> dict[str, Any]:
         "tokens_compared": 100,
         "tokens_differing": seed,
         "train_seconds": 10.0,
+        "figures": {"grad_norm": 1.25 + seed},
+        "last": {"reward/mean": 0.5 + 0.125 * seed},
     }
 
 
@@ -57,7 +59,7 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monk
     family.run_all(["stages"], 2, 1, tmp_path)
     assert {seed for _, _, seed in asked} == {1}
     (line,) = [line for line in family.table(tmp_path) if line.startswith("| kl 1 ")]
-    assert line == "| kl 1 | 50.0% | 90.0%, 91.0% | 90.5% | 1 of 200 | 10 |"
+    assert line == "| kl 1 | 50.0% | 90.0%, 91.0% | 90.5% | 0.562 | 1.75 | 1 of 200 | 10 |"
 
 
 def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
@@ -68,9 +70,11 @@ def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
             file.write_text(json.dumps(row("sites", name, seed) | {"after": 0.5 + gain}))
     lines = [line for line in family.table(tmp_path) if line.startswith(("| sites ", "| fp8 "))]
     minus = "minus bf16, points | minus fp8, points"
+    more = "reward, last | gradient norm | differing | seconds"
+    accuracy = "50.0% | 48.0%, 60.0%, 90.0% | 66.0% | -1.0 ± 1.0 | -"
     assert lines == [
-        f"| sites | before | after, by seed | mean | {minus} | differing | seconds |",
-        "| fp8 | 50.0% | 48.0%, 60.0%, 90.0% | 66.0% | -1.0 ± 1.0 | - | 4 of 300 | 10 |",
+        f"| sites | before | after, by seed | mean | {minus} | {more} |",
+        f"| fp8 | {accuracy} | 0.667 | 2.58 | 4 of 300 | 10 |",
     ]
 
 
