@@ -47,10 +47,12 @@ class Repeats:
 def read(directory: Path) -> Repeats:
     """Whatever lies in ``repeats``, at any depth.  Raises ValueError for what cannot be read."""
     found = directory / REPEATS
-    lost = {path.name.removesuffix(LOST): _lines(path) for path in found.rglob(f"*{LOST}")}
     return Repeats(
         [read_row(path) for path in sorted(found.rglob(f"*{SUFFIX}"))],
-        {name: columns_of(lost[name]) for name in sorted(lost)},
+        {
+            path.name.removesuffix(LOST): columns_of(_lines(path))
+            for path in sorted(found.rglob(f"*{LOST}"))
+        },
     )
 
 

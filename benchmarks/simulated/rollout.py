@@ -150,7 +150,7 @@ class _Rollout:
             self._enter(number)
             self._balance(number, time)
         end = max(engine.now for engine in self.engines)
-        spent = sum(engine.now - engine.alone for engine in self.engines)
+        spent = math.fsum(engine.now - engine.alone for engine in self.engines)
         return Rolled(
             end,
             spent / (end * len(self.engines)),

@@ -7,6 +7,7 @@ and so on, computed by one host's eight.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import fsum
 
 from benchmarks.simulated import measured
 from benchmarks.simulated.exchange import (
@@ -61,7 +62,7 @@ class Phases:
     @property
     def total(self) -> float:
         """The step."""
-        return sum(asdict(self).values())
+        return fsum(asdict(self).values())
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,14 @@ def simulate(model: Model, layout: Layout, setting: Setting, groups: tuple[Group
     rolled = roll(model, groups, layout.gpus, setting.places)
     lengths = [PROMPT + length for group in groups for length in group]
     costs = [
-        sum(model.pass_s(lengths[index], setting.recompute) for index in members)
+        fsum(model.pass_s(lengths[index], setting.recompute) for index in members)
         for members in first_fit_decreasing(lengths, setting.microbatch)
     ]
     shares = [costs[slot :: layout.slots] for slot in range(layout.slots)]
     times = [_Rounds(model, layout, share) for share in shares]
     slowest = max(times, key=lambda one: one.seconds)
     gpus = len(shares) * layout.together
-    compute = sum(costs) / gpus
+    compute = fsum(costs) / gpus
     published = model.planner.weight_bytes(TrainingConfig(moments="bf16"))["published weights"]
     size = model.parameters / measured.PARAMETERS_8B
     of_others = sum(lengths) * (layout.gpus - 1) / layout.gpus
@@ -117,11 +118,11 @@ class _Rounds:
         width = layout.together
         self.rounds = [costs[first : first + width] for first in range(0, len(costs), width)]
         longest = [max(one) for one in self.rounds]
-        self.exchange = sum(
+        self.exchange = fsum(
             round_s(model, layout, measured.BACKWARD_SHARE * one) for one in longest
         )
-        self.seconds = sum(longest) + self.exchange
-        self.idle_last = longest[-1] - sum(self.rounds[-1]) / width if self.rounds else 0.0
+        self.seconds = fsum(longest) + self.exchange
+        self.idle_last = longest[-1] - fsum(self.rounds[-1]) / width if self.rounds else 0.0
 
 
 def _traffic(

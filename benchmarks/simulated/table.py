@@ -7,6 +7,7 @@ efficiency   the samples a second and GPU, of those of the fewest GPUs that hold
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from math import fsum
 from statistics import mean
 from typing import Any, Literal
 
@@ -71,7 +72,7 @@ def _alone(
     few = Layout(min(fewest(model), layout.gpus))
     size = WEAK_GROUPS * few.gpus if scaling == "weak" else len(groups)
     parts = [groups[first : first + size] for first in range(0, len(groups), size)]
-    return few.gpus * sum(simulate(model, few, setting, part).phases.total for part in parts)
+    return few.gpus * fsum(simulate(model, few, setting, part).phases.total for part in parts)
 
 
 def _figures(steps: Sequence[Step], alone: Sequence[float], layout: Layout) -> Row:

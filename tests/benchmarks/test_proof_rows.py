@@ -25,7 +25,7 @@ def test_a_row_comes_back_whole_in_the_same_bytes_and_small(tmp_path: Path) -> N
     rows.write_row(path, row)
     assert path.read_bytes() == first and len(first) < 40_000
     assert [one.name for one in tmp_path.iterdir()] == ["gsm-fp8-rollout-0.json.xz"]
-    assert rows.read_finished(tmp_path) == [row] and repeats.read(tmp_path) == repeats.Repeats([])
+    assert rows.read_finished(tmp_path) == [row] and repeats.read(tmp_path) == Repeats([])
 
 
 def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:

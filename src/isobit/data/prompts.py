@@ -105,7 +105,7 @@ def prompts_of_rows(
     too_long = too_long or TooLong()
     limit, what = _limit(max_prompt_tokens, context_tokens)
     most = most_characters(limit, tokenizer)
-    texts: dict[int, tuple[Row, str]] = {}
+    texts: list[tuple[int, Row, str]] = []
     for index, row in enumerate(rows):
         text = _render(row, tokenizer, chat)
         if len(text) > most:  # seen before it is tokenised
@@ -115,13 +115,13 @@ def prompts_of_rows(
                 _problem(_place(name, index, row), f"{len(text):,} characters", what)
             ):
                 continue
-        texts[index] = row, text
+        texts.append((index, row, text))
     # a chat template writes its own special tokens
     all_ids = token_ids(
-        [text for _, text in texts.values()], tokenizer, not is_templated(tokenizer, chat)
+        [text for _, _, text in texts], tokenizer, not is_templated(tokenizer, chat)
     )
     prompts = []
-    for (index, (row, text)), ids in zip(texts.items(), all_ids, strict=True):
+    for (index, row, text), ids in zip(texts, all_ids, strict=True):
         place = _place(name, index, row)
         prompt = Prompt(f"{name}/{index}", unmarked(text), tuple(ids), row.columns, row.prompt)
         if not ids:
