@@ -99,7 +99,8 @@ def measure(
         "policy": policy_bytes(policy) if device == "cpu" else 0,
     }
     began = perf_counter()
-    rollout = RolloutConfig(max_sequences=16, max_batched_tokens=2048)
+    # A cache of its own size: a test shares the device, and may find no more than that free.
+    rollout = RolloutConfig(max_sequences=16, max_batched_tokens=2048, kv_memory_gib=1)
     engine = NativeEngine(policy, rollout, None, seed=0)
     sampling = SamplingParams(max_new_tokens=1, temperature=1.0)
     generate(engine, [Request(Prompt("first", "", (1, 2, 3)), 0, 1, sampling)])

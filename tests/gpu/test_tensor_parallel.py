@@ -2,7 +2,7 @@
 gathers.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare, SampledPolicy
 from isobit.parallel.world import World
 from isobit.proof.verify import VerifyOptions, verify_policy
-from isobit.records.text import Prompt, SamplingParams
+from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.engine import generate
 from isobit.rollout.native.engine import NativeEngine
 from isobit.rollout.native.runner import PolicyRunner
@@ -46,7 +46,7 @@ def make(
     return PolicyShare(config, precision, masters, world, device), precision
 
 
-def drawn(policy: SampledPolicy, make_runner: Any = None) -> list[Any]:
+def drawn(policy: SampledPolicy, make_runner: Any = None) -> list[list[Completion]]:
     """Completions in too small a cache, some with a filter."""
     requests = []
     for number, (length, samples, new) in enumerate([(150, 3, 120), (3, 6, 200), (300, 2, 9)]):
@@ -57,7 +57,7 @@ def drawn(policy: SampledPolicy, make_runner: Any = None) -> list[Any]:
     engine = NativeEngine(policy, rollout, None, 0, make_runner)
     groups = generate(engine, requests)
     assert engine.stats.preemptions
-    return [[asdict(one) for one in group] for group in groups]
+    return groups
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -66,7 +66,7 @@ def test_ranks_of_one_gpu_draw_what_the_whole_policy_draws(name: str, preset: Pr
     device = torch.device("cuda")
     expected = drawn(make(name, preset, None, device)[0])
 
-    def shared(world: World) -> list[Any]:
+    def shared(world: World) -> list[list[Completion]]:
         return drawn(make(name, preset, world, device)[0], PolicyRunner)
 
     for found in in_ranks(MODELS[name][1], shared):

@@ -57,10 +57,17 @@ def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
             _check_host(pages * sizes.page_bytes(shape, policy.flow), config)
         return pages
     device.release_cached()
-    room = device.free() - forward_bytes(policy.config, policy.flow, config, sizes) - RESERVE
-    page = sizes.page_bytes(shape, policy.flow)
-    rooms = cut.world.messages(room)
-    return num_pages_within(shape, config, sizes.page_tokens, page, min(rooms))
+    free = min(cut.world.messages(device.free()))
+    forward = forward_bytes(policy.config, policy.flow, config, sizes)
+    room, page = free - forward - RESERVE, sizes.page_bytes(shape, policy.flow)
+    if room < page:
+        raise ConfigError(
+            f"{gib(free)} of the device's memory are free, and not a page of the KV cache "
+            f"({gib(page)}) fits beside a forward ({gib(forward)}) and what is kept for graphs and "
+            f"kernels ({gib(RESERVE)}): end what else runs on the device, lower "
+            "rollout.max_batched_tokens or rollout.max_sequences, or set rollout.kv_memory_gib"
+        )
+    return num_pages_within(shape, config, sizes.page_tokens, page, room)
 
 
 def _check_host(cache_bytes: int, config: RolloutConfig) -> None:

@@ -10,9 +10,8 @@ import torch
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.rollout import RolloutConfig
-from isobit.errors import ConfigError, NonFiniteError
+from isobit.errors import NonFiniteError
 from isobit.kernels.spec.packed_attention import PackedAttention
-from isobit.memory.cache_size import choose_num_pages
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
@@ -203,15 +202,3 @@ def test_nan_weights_are_an_error_and_leave_no_nan_in_the_pages():
         master.copy_(good)
         policy.publish()
     assert torch.equal(recorded_log_probs(generate(engine, short)), recorded_log_probs(expected))
-
-
-def test_the_number_of_pages_is_as_configured_or_what_full_length_needs_within_memory():
-    policy = policy_of("fp8")
-    assert choose_num_pages(policy, RolloutConfig(kv_pages=7, kv_memory_gib=1e-9)) == 7
-    assert choose_num_pages(policy, RolloutConfig(max_sequences=10)) == 10 * 4
-    page_bytes = 2 * 64 * 2 * (32 + 1) * 2  # K and V, tokens, KV heads, values and scale, layers
-    assert choose_num_pages(policy, RolloutConfig(kv_memory_gib=page_bytes * 5.5 / 2**30)) == 5
-    with pytest.raises(ConfigError, match="holds no page"):
-        choose_num_pages(policy, RolloutConfig(kv_memory_gib=1e-9))
-    with pytest.raises(ConfigError, match=r"kv_pages = 1000000000 asks .* this machine has"):
-        choose_num_pages(policy, RolloutConfig(kv_pages=10**9))

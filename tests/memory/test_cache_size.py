@@ -1,0 +1,56 @@
+"""Pages of the KV cache: as configured, or what there is room for."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.errors import ConfigError
+from isobit.memory.cache_size import choose_num_pages
+from isobit.models.config import ModelConfig
+from isobit.models.policy import Policy, random_policy
+
+TINY = ModelConfig(
+    family="qwen3",
+    vocab_size=96,
+    hidden_size=128,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_positions=256,
+    rms_epsilon=1e-6,
+    rope_theta=10000.0,
+    tied_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return random_policy(TINY, PrecisionConfig(preset="fp8"), seed=0)
+
+
+def test_the_number_of_pages_is_as_configured_or_what_full_length_needs_within_memory(
+    policy: Policy,
+):
+    assert choose_num_pages(policy, RolloutConfig(kv_pages=7, kv_memory_gib=1e-9)) == 7
+    assert choose_num_pages(policy, RolloutConfig(max_sequences=10)) == 10 * 4
+    page_bytes = 2 * 64 * 2 * (32 + 1) * 2  # K and V, tokens, KV heads, values and scale, layers
+    assert choose_num_pages(policy, RolloutConfig(kv_memory_gib=page_bytes * 5.5 / 2**30)) == 5
+    with pytest.raises(ConfigError, match="holds no page"):
+        choose_num_pages(policy, RolloutConfig(kv_memory_gib=1e-9))
+    with pytest.raises(ConfigError, match=r"kv_pages = 1000000000 asks .* this machine has"):
+        choose_num_pages(policy, RolloutConfig(kv_pages=10**9))
+
+
+def test_a_device_without_room_for_a_page_is_told_with_what_takes_it(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+):
+    device = SimpleNamespace(release_cached=lambda: None, free=lambda: 3 << 30)
+    monkeypatch.setattr(type(policy.backend), "memory", device)
+    with pytest.raises(ConfigError, match=r"3 GiB of .* free, .* \(4 GiB\): end what else runs"):
+        choose_num_pages(policy, RolloutConfig())
+    device.free = lambda: 8 << 30
+    assert choose_num_pages(policy, RolloutConfig(max_sequences=10)) == 10 * 4
