@@ -24,7 +24,7 @@ from isobit.kernels.hopper.attention import (
     decode_attention,
     prefill_attention,
 )
-from isobit.precision.formats import E4M3
+from isobit.precision.quant_tensor import E4M3
 
 FORMS = ("fp8", "bf16")
 HEADS, KV_HEADS, DIM = 32, 8, 128

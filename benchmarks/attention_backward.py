@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
 from isobit.kernels.hopper.attention_backward import attention_backward
-from isobit.precision.formats import E4M3
+from isobit.precision.quant_tensor import E4M3
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHAPES = [(4, 4096), (1, 16384)]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from isobit.precision.formats import E4M3
+from isobit.precision.quant_tensor import E4M3
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 PAGES = (16, 128)

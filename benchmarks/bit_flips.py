@@ -36,22 +36,19 @@ import torch
 from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import TrainingConfig
-from isobit.errors import IsobitError
-from isobit.kernels.trace import UNROUNDED, observing
+from isobit.config.tables import PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.kernels.operands import UNROUNDED, observing
 from isobit.models.checksum import checksum_of
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.quant_tensor import QuantTensor
+from isobit.records.batch import pack, sequences_of
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.native.runner import PolicyRunner
-from isobit.rollout.request import Request
-from isobit.training.packing import pack, sequences_of
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
+from isobit.rollout.runner import PolicyRunner
 from isobit.training.trainer import Trainer
+from isobit.util.errors import IsobitError
 
 Kind = Literal["weights", "cache", "activations", "moments"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

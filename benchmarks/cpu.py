@@ -29,16 +29,14 @@ import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 # isort: on
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
+from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 128, 128, 4, 4, 4, 32
 PROMPT_TOKENS, NEW_TOKENS = 16, 64

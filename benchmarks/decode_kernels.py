@@ -18,13 +18,12 @@ import torch
 
 from benchmarks.comparison.card import measure_card
 from benchmarks.comparison.kernels import kernel_times
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
+from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.models.config import model_shape
 from isobit.models.policy import random_policy
-from isobit.models.shapes import model_shape
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request
+from isobit.rollout.native import NativeEngine
 
 PROMPT_TOKENS, SAMPLES = 64, 8
 STEPS = 50

@@ -1,4 +1,4 @@
-"""What a step's digests of its state cost (``isobit.store.state_digest``): published weights,
+"""What a step's digests of its state cost (``isobit.store.state``): published weights,
 masters and moments of a model's shape with random weights.
 
     python -m benchmarks.digests [--shape qwen3-8b] [--moments bf16] [--device cuda]
@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from isobit.config.precision import named_precision
+from isobit.config.tables import named_precision
 from isobit.models.checksum import checksum_of
+from isobit.models.config import model_shape
 from isobit.models.policy import random_policy
-from isobit.models.shapes import model_shape
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -30,7 +30,7 @@ from typing import get_args
 
 from benchmarks.comparison.command import run_command
 from benchmarks.rl_steps.cases import CASES, case_names
-from isobit.config.training import Recompute
+from isobit.config.tables import Recompute
 
 
 def make_parser() -> argparse.ArgumentParser:

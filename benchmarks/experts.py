@@ -17,16 +17,13 @@ import torch
 
 from benchmarks.comparison.card import measure_card
 from benchmarks.comparison.kernels import kernel_times
-from isobit.kernels.hopper.experts import experts, experts_saving
-from isobit.kernels.hopper.experts_backward import experts_backward
+from isobit.kernels.hopper.experts import experts, experts_backward, experts_saving, route
 from isobit.kernels.hopper.linear import linear_input
 from isobit.kernels.hopper.publish import publish
-from isobit.kernels.hopper.routing import route
 from isobit.kernels.operands import ExpertGradients, LinearInput, LinearWeight
-from isobit.models.config import Experts, ModelConfig
-from isobit.models.shapes import model_shape
+from isobit.models.config import Experts, ModelConfig, model_shape
 from isobit.precision.flow import Site
-from isobit.precision.formats import Format
+from isobit.precision.quant_tensor import Format
 
 FORMATS: tuple[Format, ...] = ("e4m3", "bf16")
 LAYERS, REPEATS, MOST_TRAINED = 3, 5, 16384

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from isobit.memory.machine import processor_name
+from isobit.util.machine import processor_name
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 THREADS = 2

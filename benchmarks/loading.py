@@ -38,7 +38,7 @@ def write_folder(config: "ModelConfig", folder: Path, shard_bytes: int) -> None:
     import torch
 
     from isobit.models.decoder import checkpoint_shapes
-    from isobit.models.shards import write_shards
+    from isobit.models.safetensors import write_shards
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
@@ -65,14 +65,12 @@ def measure(
     """The lines of one process that began at ``started_at`` (``time.time``)."""
     import torch
 
-    from isobit.config.precision import PrecisionConfig
-    from isobit.config.rollout import RolloutConfig
+    from isobit.config.tables import PrecisionConfig, RolloutConfig
     from isobit.models.checkpoint_files import open_checkpoint
     from isobit.models.folder import load_policy
     from isobit.records.text import Prompt, SamplingParams
-    from isobit.rollout.engine import generate
-    from isobit.rollout.native.engine import NativeEngine
-    from isobit.rollout.request import Request
+    from isobit.rollout.engine import Request, generate
+    from isobit.rollout.native import NativeEngine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.zeros(1, device=device)  # the device's own start counts as an import
@@ -175,8 +173,8 @@ def main() -> None:
     if options.read is not None:
         lines = measure(options.read, options.precision, options.trainable, options.started_at)
     else:
-        from isobit.models.shapes import model_shape
-        from isobit.models.shards import SHARD_BYTES
+        from isobit.models.config import model_shape
+        from isobit.models.safetensors import SHARD_BYTES
 
         folder = options.folder or Path(tempfile.mkdtemp(prefix=f"isobit-{options.shape}-"))
         if not (folder / "config.json").is_file():

@@ -19,10 +19,9 @@ from typing import get_args
 
 from benchmarks.comparison.command import run_command
 from benchmarks.comparison.device import card_planner
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import Moments, Recompute, TrainingConfig
+from isobit.config.tables import Moments, Recompute, RolloutConfig, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
-from isobit.models.shapes import model_shape
+from isobit.models.config import model_shape
 
 GIB = 1 << 30
 H200_GIB = 139.2

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, get_args
 from benchmarks.comparison.command import run_command
 from benchmarks.passes.cases import Case, parse_case
 from benchmarks.rl_steps import cases
-from isobit.config.training import Recompute
+from isobit.config.tables import Recompute
 from isobit.parallel.processes import joined
 from isobit.parallel.world import World
 

@@ -13,19 +13,16 @@ import sys
 
 import torch
 
-from isobit.kernels.hopper.experts import experts
+from isobit.kernels.hopper.experts import choose, experts
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.linear import linear_input
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.kernels.hopper.routing import choose
 from isobit.kernels.operands import LinearWeight
-from isobit.models.config import ModelConfig
+from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
-from isobit.models.shapes import model_shape
 from isobit.precision.flow import Site
-from isobit.precision.formats import Format
-from isobit.precision.quant_tensor import QuantTensor
-from isobit.rollout.native.graph_runner import graph_sizes
+from isobit.precision.quant_tensor import Format, QuantTensor
+from isobit.rollout.graph_runner import graph_sizes
 
 PROMPT_ROWS = [512, 1024, 2048, 4096, 8192, 12288, 16384]
 MAX_SEQUENCES = 256

@@ -16,9 +16,8 @@ import triton.testing
 from isobit.kernels.hopper.attention import TILE, PagedKeys
 from isobit.kernels.hopper.qkv import encode_packed, encode_paged
 from isobit.kernels.hopper.qkv_backward import qkv_backward
-from isobit.kernels.operands import QkvGradients, QkvTransform
-from isobit.kernels.rope import RopeTable
-from isobit.precision.formats import E4M3
+from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
+from isobit.precision.quant_tensor import E4M3
 
 LAYOUTS = {"qwen3-8b": (32, 8, 128, True), "smollm2-135m": (9, 3, 64, False)}
 """Heads of Q, of K, their size, and whether they have norms."""

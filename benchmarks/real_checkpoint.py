@@ -20,11 +20,10 @@ import sys
 from pathlib import Path
 
 from benchmarks.comparison.command import run_command
-from isobit.config.commands import InspectConfig
-from isobit.config.load import build
-from isobit.config.overrides import read_value
-from isobit.config.precision import PrecisionConfig
-from isobit.errors import ConfigError
+from isobit.config.load import build, read_value
+from isobit.config.recipes import InspectConfig
+from isobit.config.tables import PrecisionConfig
+from isobit.util.errors import ConfigError
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -30,26 +30,24 @@ import torch
 
 from benchmarks.quickstart import RECIPE, describe_device
 from isobit.config.load import load_config
-from isobit.config.replay import ReplayConfig
-from isobit.config.run import RunConfig
-from isobit.models.folder import read_config
+from isobit.config.recipes import RunConfig
+from isobit.config.tables import ReplayConfig
+from isobit.models.folder import model_folder, read_config
 from isobit.models.frozen import FrozenPolicy
-from isobit.models.loaded import model_folder
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.observe.console import Console
 from isobit.parallel.world import World
+from isobit.records.batch import Sample, responses
 from isobit.records.sequence import TokenSequence
 from isobit.run.course import course
-from isobit.run.rl.collect import collect
-from isobit.run.rl.log import RlLog
-from isobit.run.rl.setup import RlRun, extra_bytes, prepare_rl
-from isobit.store.state_digest import state_digest
+from isobit.run.log import RlLog
+from isobit.run.loop import collect
+from isobit.run.setup import RlRun, extra_bytes, prepare_rl
+from isobit.store.state import state_digest
 from isobit.training.comparison import ComparedTokens, Comparison
-from isobit.training.packing import responses
-from isobit.training.replay import ReplayBuffer
-from isobit.training.sample import Sample
-from isobit.training.scoring import score_sequences
+from isobit.training.judge import score_sequences
+from isobit.training.replay_buffer import ReplayBuffer
 
 CHANGES = {"replay.fraction": "0.5", "replay.max_staleness": "4", "checkpoint.keep_last": "0"}
 Row = dict[str, Any]

@@ -79,7 +79,7 @@ def measure_records(arguments: argparse.Namespace) -> None:
     """Sequences of 256 prompt and 2,048 response tokens, read from a message and judged."""
     import torch
 
-    from isobit.parallel.message import decode, encode
+    from isobit.parallel.world import decode, encode
     from isobit.records.kept_groups import completions_of, completions_value
     from isobit.records.sequence import TokenSequence
     from isobit.records.text import Completion

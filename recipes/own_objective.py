@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 import torch
 
 from isobit.algorithms.clipped import ratio_metrics
-from isobit.algorithms.grpo import Grpo
+from isobit.algorithms.family import Grpo
 from isobit.algorithms.objective import Shares
 from isobit.algorithms.policy_gradient import Terms
 from isobit.config.algorithm import GrpoConfig
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.records.batch import PackedBatch, TokenScores
 
 
 @dataclass(frozen=True)

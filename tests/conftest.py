@@ -24,8 +24,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.run import RunConfig
+from isobit.config.tables import PrecisionConfig
+from isobit.config.recipes import RunConfig
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.config import ModelConfig
 from isobit.models.saving import save_policy

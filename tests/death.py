@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from isobit.store.checkpoint.keeper import CheckpointKeeper
+from isobit.store.keeper import CheckpointKeeper
 
 
 class Death(BaseException):

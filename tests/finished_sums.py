@@ -14,12 +14,12 @@ from isobit.kernels.operands import (
     LinearWeight,
     QkvGradients,
     QkvTransform,
+    RopeTable,
     RouterLoss,
+    sequence_means,
 )
-from isobit.kernels.rope import RopeTable
-from isobit.kernels.router_loss import sequence_means
 from isobit.precision.flow import Site
-from isobit.precision.formats import DTYPES, Format
+from isobit.precision.quant_tensor import DTYPES, Format
 
 FORMATS: list[tuple[Format, Format]] = [("e4m3", "e4m3"), ("e4m3", "bf16"), ("bf16", "bf16")]
 """Of a linear's forward and of its WGrad."""

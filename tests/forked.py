@@ -18,8 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from isobit.run.cluster.deaths import RankError
-from isobit.run.cluster.launcher import launch
+from isobit.run.launch import launch
+from isobit.run.launch_ranks import RankError
 from tests.forked_ranks import fork_ranks
 
 AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -29,7 +29,7 @@ AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 @cache
 def warm() -> ForkServerContext:
     """Its processes have imported what a run imports; nothing of it has run."""
-    loops = ["isobit.run.rl.loop", "isobit.run.sft.loop"]
+    loops = ["isobit.run.loop", "isobit.run.sft"]
     context = get_context("forkserver")
     context.set_forkserver_preload([*loops, "isobit.observe.events", "reasoning_gym", "pytest"])
     return context

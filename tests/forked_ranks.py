@@ -19,12 +19,12 @@ from types import ModuleType
 from typing import Any
 
 from isobit.cli.main import main
-from isobit.run.cluster import process
+from isobit.run import launch
 
 
 def fork_ranks() -> None:
     """From now on, in this process."""
-    process.subprocess = _Subprocess("subprocess")
+    launch.subprocess = _Subprocess("subprocess")
 
 
 class _Subprocess(ModuleType):

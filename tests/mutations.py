@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from isobit.errors import IsobitError
+from isobit.util.errors import IsobitError
 
 COUNT = int(os.environ.get("ISOBIT_MUTATIONS", "300"))
 LONGEST_MESSAGE = 4100

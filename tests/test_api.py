@@ -11,8 +11,8 @@ import pytest
 
 import isobit
 from isobit.api import _configured
-from isobit.config.run import RunConfig
-from isobit.errors import ConfigError
+from isobit.config.recipes import RunConfig
+from isobit.util.errors import ConfigError
 
 DATA = {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 8}}
 SMALL = {

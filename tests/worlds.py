@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from isobit.parallel.message import decode, encode
 from isobit.parallel.processes import joined
+from isobit.parallel.world import decode, encode
 from tests.forked import become, warm
 
 ROOT = Path(__file__).parents[1]

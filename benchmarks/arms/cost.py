@@ -22,8 +22,7 @@ from typing import Any, TypeAlias
 from benchmarks.arms import runs
 from benchmarks.arms.rows import steps_of
 from benchmarks.arms.suite import Changes, Run
-from isobit.store.directory import write_json
-from isobit.store.journal import whole_lines
+from isobit.store.directory import whole_lines, write_json
 
 Cost: TypeAlias = Mapping[str, Any]
 """Of an arm."""

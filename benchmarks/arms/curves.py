@@ -10,9 +10,8 @@ from statistics import fmean
 from benchmarks.arms.figures import by_arm
 from benchmarks.arms.rows import Row
 from benchmarks.arms.suite import ARMS
-from isobit.observe.report.chart import Chart, Panel, draw
-from isobit.observe.report.comparison import MOST_RUNS
-from isobit.observe.report.series import Curve
+from isobit.observe.report.chart import Chart, Curve, Panel, draw
+from isobit.observe.report.page import MOST_RUNS
 
 _ACCURACY = "accuracy"
 _SHARE = "differing share"

@@ -33,18 +33,15 @@ from benchmarks.backward.cosines import Gradients, summary, take_gradients
 from benchmarks.backward.exact import cosine, exact_backward
 from isobit import load_config
 from isobit.algorithms.advantages import group_advantages
-from isobit.config.run import RunConfig
+from isobit.config.recipes import RunConfig
 from isobit.data.prompts import build_prompts
-from isobit.models.folder import load_policy
-from isobit.models.loaded import load_sampling_model
+from isobit.models.folder import load_policy, load_sampling_model
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass
-from isobit.records.batch import PackedBatch
+from isobit.records.batch import PackedBatch, pack, sequences_of
 from isobit.records.text import Completion, Group, Prompt
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
-from isobit.training.packing import pack, sequences_of
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 
 FLOWS = ("fp8", "fp8-fp32-scales", "fp8-linear")
 """Arms that train in FP8."""

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.arms.rows import steps_of
-from isobit.store.journal import whole_lines
+from isobit.store.directory import whole_lines
 
 _TEN = 10
 

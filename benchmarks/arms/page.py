@@ -15,8 +15,8 @@ from benchmarks.arms.repeats import Repeats
 from benchmarks.arms.rows import Row
 from benchmarks.arms.settings import Settings, settings_of
 from isobit.observe.report.chart import Chart
+from isobit.observe.report.page import render_template, write_page
 from isobit.observe.report.panels import section_of
-from isobit.observe.report.template import render_template, write_page
 
 HERE = Path(__file__).parent
 MARKER = "<!doctype html>\n<!-- isobit proof -->"

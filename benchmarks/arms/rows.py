@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from isobit.files import file_sha256
+from isobit.util.files import file_sha256
 
 Row = Mapping[str, Any]
 SUFFIX = ".json.xz"

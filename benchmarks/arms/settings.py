@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.arms.rows import Row
-from isobit.observe.report.settings import flatten
+from isobit.observe.report.source import flatten
 
 _PARTS = ("config", "inputs", "device", "versions", "bits")
 """Of run.json."""

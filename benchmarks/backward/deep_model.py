@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, TrainingConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.batch import PackedBatch

@@ -22,8 +22,8 @@ from benchmarks.comparison.rows import Row
 from benchmarks.passes.cases import Case
 from benchmarks.passes.native import add_gradients, make_pass
 from benchmarks.passes.timing import free_memory, measured, time_pass
-from isobit.config.precision import PrecisionConfig
-from isobit.kernels.hopper.embedding_backward import embedding_backward
+from isobit.config.tables import PrecisionConfig
+from isobit.kernels.hopper.pointwise import embedding_backward
 from isobit.models.policy import random_policy
 
 SHAPE = "qwen3-8b"

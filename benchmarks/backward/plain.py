@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from isobit.kernels.spec.rope import RopeTable, rotate
+from isobit.kernels.spec.qkv import RopeTable, rotate
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.policy import Policy
 

@@ -5,7 +5,7 @@ line.
 import argparse
 import sys
 
-from isobit.errors import IsobitError
+from isobit.util.errors import IsobitError
 
 
 def run_command(parser: argparse.ArgumentParser) -> int:

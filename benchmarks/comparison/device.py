@@ -2,7 +2,7 @@
 
 import torch
 
-from isobit.config.precision import PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.kernels.backend import DeviceMemory, backend_of, support
 from isobit.memory.device import DevicePlanner
 from isobit.models.config import ModelConfig

@@ -20,16 +20,14 @@ import triton
 from benchmarks.comparison.card import measure_card, versions
 from benchmarks.comparison.cases import CASES, MAX_SEQUENCES, Case
 from benchmarks.comparison.rows import RowWriter
-from isobit.errors import ConfigError
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import quantise_rows
-from isobit.models.config import ModelConfig
+from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
-from isobit.models.shapes import model_shape
-from isobit.precision.formats import E4M3
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import E4M3, QuantTensor
+from isobit.util.errors import ConfigError
 
 PREFILL_TOKENS = 16384
 _PAST_THE_CACHE = 1 << 30  # bytes of weights that one graph reads

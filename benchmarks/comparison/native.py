@@ -17,20 +17,18 @@ import torch
 from benchmarks.comparison.card import measure_card, versions
 from benchmarks.comparison.cases import CASES, MAX_SEQUENCES, WARM_UP_TOKENS, Case, random_prompts
 from benchmarks.comparison.rows import RowWriter, card_memory_gib
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.models.cut import check_ranks
+from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.models.config import model_shape
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare, SampledPolicy
-from isobit.models.shapes import model_shape
+from isobit.models.tensor_parallel import check_ranks
 from isobit.parallel.launched import end_with_launcher, is_launched
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
-from isobit.run.cluster.launcher import launch
-from isobit.run.cluster.rank import as_rank
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
+from isobit.run.launch import launch
+from isobit.run.rank import as_rank
 
 
 def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_at: float) -> None:

@@ -24,8 +24,8 @@ os.environ |= {
 from benchmarks.comparison.card import measure_card, versions
 from benchmarks.comparison.cases import CASES, MAX_SEQUENCES, WARM_UP_TOKENS, Case, random_prompts
 from benchmarks.comparison.rows import RowWriter, card_memory_gib
-from isobit.errors import ConfigError
-from isobit.models.shapes import model_shape
+from isobit.models.config import model_shape
+from isobit.util.errors import ConfigError
 
 MEMORY_UTILIZATION = 0.88
 MODEL_LENGTH, LONG_MODEL_LENGTH = 8192, 33792

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.comparison.cases import CASES, MODES
 from benchmarks.comparison.rows import Row, read_rows
-from isobit.errors import ConfigError
+from isobit.util.errors import ConfigError
 
 REFERENCE_COPY_TB_PER_S = 4.27
 REFERENCE = {

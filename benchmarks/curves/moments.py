@@ -21,9 +21,8 @@ from benchmarks.curves.setting import make_writer
 from benchmarks.curves.supervised import WARM_UP, held_out_loss, make_trainer, steps_of
 from benchmarks.curves.table import markdown
 from isobit.algorithms.objective import LossOutputs, Shares
-from isobit.config.training import Moments, TrainingConfig
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.config.tables import Moments, TrainingConfig
+from isobit.records.batch import PackedBatch, TokenScores
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 
 BETAS = (0.999, 0.95)

@@ -10,9 +10,9 @@ are ten times too short.
 
 import torch
 
-from isobit.config.training import Moments, TrainingConfig
+from isobit.config.tables import Moments, TrainingConfig
 from isobit.kernels.backend import backend_of
-from isobit.kernels.spec.moments import decode_second
+from isobit.kernels.spec.optimiser import decode_second
 from isobit.training.optimiser import build_optimiser
 
 STEPS = 3000

@@ -14,15 +14,12 @@ from time import perf_counter
 from benchmarks.curves.setting import device, make_writer, peak_gib, shape_named
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, RolloutConfig, TrainingConfig
 from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 from isobit.training.step import train_on_groups
 from isobit.training.trainer import Trainer
 

@@ -6,15 +6,14 @@ from typing import Any
 import torch
 
 from benchmarks.comparison.rows import RowWriter
-from isobit.memory.machine import processor_name
-from isobit.models.config import ModelConfig
-from isobit.models.shapes import model_shape
+from isobit.models.config import ModelConfig, model_shape
+from isobit.util.machine import processor_name
 
 TINY = ModelConfig("qwen3", 384, 128, 384, 2, 2, 2, 64, 2048, 1e-6, 1e4, tied_embeddings=True)
 
 
 def shape_named(name: str) -> ModelConfig:
-    """A shape of ``isobit.models.shapes``, or ``tiny``.  Raises ConfigError for others."""
+    """A shape of ``isobit.models.config``, or ``tiny``.  Raises ConfigError for others."""
     return TINY if name == "tiny" else model_shape(name)
 
 

@@ -9,8 +9,7 @@ from time import perf_counter
 
 from benchmarks.curves.setting import device, make_writer, peak_gib, shape_named
 from benchmarks.curves.text import Pair, batches, read_pairs
-from isobit.config.precision import PrecisionConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, TrainingConfig
 from isobit.models.policy import random_policy
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
 from isobit.training.trainer import Trainer

@@ -14,11 +14,10 @@ from typing import cast, get_args
 
 import torch
 
-from isobit.config.training import Recompute
-from isobit.errors import ConfigError
-from isobit.models.config import ModelConfig
+from isobit.config.tables import Recompute
+from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import master_shapes
-from isobit.models.shapes import model_shape
+from isobit.util.errors import ConfigError
 
 MODES = ("bf16", "fp8-linear", "fp8")
 _PATTERN = re.compile(r"([a-z0-9-]+):(\d+)x(\d+):([a-z]+)")

@@ -7,10 +7,9 @@ import torch
 from benchmarks.passes.cases import Case
 from benchmarks.passes.phases import Phases
 from benchmarks.passes.timing import Pass, Step
-from isobit.config.precision import PrecisionConfig
-from isobit.config.training import Recompute, TrainingConfig
-from isobit.models.packed_pass import PackedPass
+from isobit.config.tables import PrecisionConfig, Recompute, TrainingConfig
 from isobit.models.policy import Policy, random_policy
+from isobit.models.scorer import PackedPass
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.passes.cases import Case
 from benchmarks.passes.phases import Phases
 from benchmarks.passes.timing import Pass, Step
-from isobit.config.training import Recompute, TrainingConfig
+from isobit.config.tables import Recompute, TrainingConfig
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
 from isobit.training.optimiser import build_optimiser

@@ -18,7 +18,7 @@ from benchmarks.comparison.native import native_versions
 from benchmarks.comparison.rows import Row, RowWriter
 from benchmarks.passes.cases import Case, flops
 from benchmarks.passes.phases import Phases
-from isobit.errors import ConfigError, OutOfMemoryError
+from isobit.util.errors import ConfigError, OutOfMemoryError
 
 WARM_UP, REPEATS = 2, 5
 STEP_REPEATS = 3

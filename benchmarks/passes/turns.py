@@ -17,19 +17,16 @@ import torch
 from benchmarks.comparison.device import allocate_in_pages, card_planner
 from benchmarks.comparison.rows import Row
 from benchmarks.passes.cases import Case
-from isobit.clock import Clock
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import Moments, TrainingConfig
+from isobit.config.tables import Moments, PrecisionConfig, RolloutConfig, TrainingConfig
 from isobit.memory.turns import DeviceTurns
 from isobit.models.policy import random_policy
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
+from isobit.util.terminal import Clock
 
 NEW_TOKENS = 8
 SHORT, LONG, SAMPLES = (80, 64), 2, 4  # prompts and their tokens, long prompts, samples of each

@@ -10,13 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.pretrained.results import write_result
-from isobit.config.precision import PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
+from isobit.records.batch import lay_end_to_end
 from isobit.records.sequence import TokenSequence
-from isobit.training.packing import lay_end_to_end
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -14,10 +14,10 @@ import torch
 
 from benchmarks.passes.phases import Phases
 from benchmarks.ranks.writing import Sitting
-from isobit.config.precision import PrecisionConfig
-from isobit.memory.published import published_bytes
+from isobit.config.tables import PrecisionConfig
+from isobit.memory.activations import published_bytes
+from isobit.models.config import model_shape
 from isobit.models.policy import Policy, random_policy
-from isobit.models.shapes import model_shape
 from isobit.parallel.world import World
 
 REPEATS = 7

@@ -20,16 +20,14 @@ from benchmarks.ranks.digests import published_digest
 from benchmarks.ranks.writing import Sitting
 from benchmarks.rl_steps.cases import WARM_UP_TOKENS, Case
 from benchmarks.rl_steps.native import ROLLOUT, Loop, requests_of
-from isobit.config.precision import PrecisionConfig
-from isobit.models.config import ModelConfig
+from isobit.config.tables import PrecisionConfig
+from isobit.models.config import ModelConfig, model_shape
 from isobit.models.policy import random_policy
-from isobit.models.shapes import model_shape
 from isobit.records.kept_groups import groups_of, groups_value
 from isobit.records.text import Group
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
-from isobit.run.rl.apart import Apart
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
+from isobit.run.rollouters import Apart
 
 STEPS = 3
 

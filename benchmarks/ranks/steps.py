@@ -7,7 +7,7 @@ from benchmarks.ranks.digests import master_digest, published_digest
 from benchmarks.ranks.writing import Sitting
 from benchmarks.rl_steps.cases import Case
 from benchmarks.rl_steps.native import Loop
-from isobit.models.shapes import model_shape
+from isobit.models.config import model_shape
 
 
 def run_timed(sitting: Sitting, case: Case, settings: dict[str, Any]) -> None:

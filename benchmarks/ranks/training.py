@@ -15,8 +15,7 @@ from benchmarks.passes.phases import Phases
 from benchmarks.ranks.digests import master_digest, published_digest
 from benchmarks.ranks.links import published_gather, timed
 from benchmarks.ranks.writing import RankRows
-from isobit.config.precision import PrecisionConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, TrainingConfig
 from isobit.models.policy import random_policy
 from isobit.parallel.world import World
 from isobit.training.supervised import SupervisedObjective, pack_pairs

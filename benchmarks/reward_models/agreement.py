@@ -9,13 +9,13 @@ import torch
 
 from benchmarks.comparison.rows import RowWriter
 from isobit.config.load import build
-from isobit.config.precision import PrecisionConfig
-from isobit.config.sft import SftConfig
-from isobit.data.conversations import conversation_ids
+from isobit.config.recipes import SftConfig
+from isobit.config.tables import PrecisionConfig
+from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
-from isobit.models.reward_model import load_reward_model
+from isobit.models.frozen import load_reward_model
 from isobit.observe.console import Console
-from isobit.run.sft.loop import sft
+from isobit.run.sft import sft
 from isobit.starter.tasks import problems
 from tools.starter.preferences import preference_pairs
 

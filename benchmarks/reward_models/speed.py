@@ -11,14 +11,12 @@ from typing import Any
 import torch
 
 from benchmarks.comparison.rows import RowWriter
-from isobit.config.precision import PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.data.tokenizer import load_tokenizer
-from isobit.models.config import ModelConfig
+from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import master_shapes
-from isobit.models.frozen import FrozenPolicy
+from isobit.models.frozen import FrozenPolicy, RewardModel
 from isobit.models.policy import random_masters
-from isobit.models.reward_model import RewardModel
-from isobit.models.shapes import model_shape
 from isobit.starter import starter_folder
 
 REPEATS = 3

@@ -33,23 +33,20 @@ from benchmarks.passes.timing import measured
 from benchmarks.rl_steps.cases import CASES, WARM_UP_TOKENS, Case
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import TrainingConfig
-from isobit.memory.frozen import FrozenModel
+from isobit.config.tables import PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.memory.activations import FrozenModel
 from isobit.memory.turns import DeviceTurns
-from isobit.models.config import ModelConfig
+from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.function import is_one_function
 from isobit.models.policy import Policy, random_masters, random_policy
-from isobit.models.shapes import model_shape
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import build_flow
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request
+from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
 from isobit.training.judge import Judge
 from isobit.training.step import Learner, StepMetrics

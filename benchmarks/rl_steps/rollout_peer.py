@@ -18,7 +18,7 @@ from benchmarks.comparison.card import measure_card, versions
 from benchmarks.comparison.peer import engine_arguments, model_config
 from benchmarks.comparison.rows import RowWriter, card_memory_gib
 from benchmarks.rl_steps.cases import CASES, WARM_UP_TOKENS, Case
-from isobit.models.shapes import model_shape
+from isobit.models.config import model_shape
 
 
 def run_rollouts(shape: str, names: Sequence[str], out: Path) -> None:

@@ -29,10 +29,9 @@ from benchmarks.passes.peer import PeerModel, PeerOptimiser, fastest_attention
 from benchmarks.passes.phases import Phases
 from benchmarks.passes.timing import free_memory, measured, peak_gib, peer_versions
 from benchmarks.rl_steps.cases import CASES, Case
-from isobit.config.training import Recompute, TrainingConfig
-from isobit.errors import ConfigError
-from isobit.models.config import ModelConfig
-from isobit.models.shapes import model_shape
+from isobit.config.tables import Recompute, TrainingConfig
+from isobit.models.config import ModelConfig, model_shape
+from isobit.util.errors import ConfigError
 
 FORWARD_TOKENS = 16384
 """Of a forward without gradients, about."""

@@ -10,8 +10,7 @@ from typing import get_args
 from benchmarks.simulated import measured
 from benchmarks.simulated.model import GIB, Model
 from benchmarks.simulated.rollout import LONGEST, MEAN, PROMPT
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import Recompute, TrainingConfig
+from isobit.config.tables import Recompute, RolloutConfig, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
 
 MICROBATCH = 16_384

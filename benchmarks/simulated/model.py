@@ -7,11 +7,10 @@ from math import prod
 
 from benchmarks.comparison.device import card_planner
 from benchmarks.simulated import measured
-from isobit.config.training import Recompute
+from isobit.config.tables import Recompute
 from isobit.memory.device import DevicePlanner
-from isobit.models.config import ModelConfig
+from isobit.models.config import SHAPES, ModelConfig
 from isobit.models.decoder import master_shapes
-from isobit.models.shapes import SHAPES
 
 GIB = 1 << 30
 

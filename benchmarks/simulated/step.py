@@ -1,6 +1,6 @@
 """A step of reinforcement learning on W GPUs: rollout, rounds of micro-batches, optimiser, gather.
 
-Micro-batches are those that a run packs (``isobit.records.bins``); rank r computes r, r + W, ..,
+Micro-batches are those that a run packs (``isobit.records.batch``); rank r computes r, r + W, ..,
 and all wait at the end of each round.  With a slot a host, slot s has the micro-batches s, s + S,
 and so on, computed by one host's eight.
 """
@@ -24,8 +24,8 @@ from benchmarks.simulated.exchange import (
 from benchmarks.simulated.memory import MICROBATCH
 from benchmarks.simulated.model import Model
 from benchmarks.simulated.rollout import PROMPT, Group, Rolled, roll
-from isobit.config.training import Recompute, TrainingConfig
-from isobit.records.bins import first_fit_decreasing
+from isobit.config.tables import Recompute, TrainingConfig
+from isobit.records.batch import first_fit_decreasing
 
 RECORD_BYTES = 8
 """A token's number and its log-probability, which every rank gets of all samples."""

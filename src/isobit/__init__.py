@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the aliases mark public names for type checkers
-    from isobit.algorithms.grpo import Grpo as Grpo
+    from isobit.algorithms.family import Grpo as Grpo
     from isobit.algorithms.objective import LossOutputs as LossOutputs
     from isobit.api import evaluate as evaluate
     from isobit.api import generate as generate
@@ -24,44 +24,44 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.api import verify as verify
     from isobit.config.algorithm import GrpoConfig as GrpoConfig
     from isobit.config.load import load_config as load_config
-    from isobit.config.precision import PrecisionConfig as PrecisionConfig
-    from isobit.config.rollout import RolloutConfig as RolloutConfig
-    from isobit.config.run import RunConfig as RunConfig
-    from isobit.config.sft import SftConfig as SftConfig
-    from isobit.config.training import TrainingConfig as TrainingConfig
-    from isobit.errors import IsobitError as IsobitError
+    from isobit.config.recipes import RunConfig as RunConfig
+    from isobit.config.recipes import SftConfig as SftConfig
+    from isobit.config.tables import PrecisionConfig as PrecisionConfig
+    from isobit.config.tables import RolloutConfig as RolloutConfig
+    from isobit.config.tables import TrainingConfig as TrainingConfig
     from isobit.models.config import ModelConfig as ModelConfig
+    from isobit.models.folder import LoadedModel as LoadedModel
+    from isobit.models.folder import load_model as load_model
     from isobit.models.folder import load_policy as load_policy
     from isobit.models.function import is_one_function as is_one_function
-    from isobit.models.loaded import LoadedModel as LoadedModel
-    from isobit.models.loaded import load_model as load_model
     from isobit.models.policy import Policy as Policy
     from isobit.models.policy import random_policy as random_policy
     from isobit.models.saving import save_policy as save_policy
     from isobit.models.scorer import Scorer as Scorer
-    from isobit.observe.report.written import report as report
-    from isobit.precision.compare import describe_flow as describe_flow
+    from isobit.observe.report.page import report as report
     from isobit.precision.flow import PrecisionFlow as PrecisionFlow
     from isobit.precision.flow import build_flow as build_flow
+    from isobit.precision.flow import describe_flow as describe_flow
     from isobit.proof.verify import VerifyOptions as VerifyOptions
     from isobit.records.batch import PackedBatch as PackedBatch
+    from isobit.records.batch import pack as pack
+    from isobit.records.batch import sequences_of as sequences_of
     from isobit.records.sequence import TokenSequence as TokenSequence
     from isobit.records.text import Completion as Completion
     from isobit.records.text import Group as Group
     from isobit.records.text import Prompt as Prompt
     from isobit.records.text import SamplingParams as SamplingParams
-    from isobit.rewards.function import load_reward as load_reward
-    from isobit.rewards.grade import grade as grade
+    from isobit.rewards.given import load_reward as load_reward
+    from isobit.rewards.grading import grade as grade
+    from isobit.rollout.engine import Request as Request
     from isobit.rollout.engine import RolloutEngine as RolloutEngine
-    from isobit.rollout.native.engine import NativeEngine as NativeEngine
-    from isobit.rollout.request import Request as Request
+    from isobit.rollout.native import NativeEngine as NativeEngine
     from isobit.training.comparison import Comparison as Comparison
-    from isobit.training.packing import pack as pack
-    from isobit.training.packing import sequences_of as sequences_of
     from isobit.training.step import train_on_groups as train_on_groups
     from isobit.training.supervised import SupervisedObjective as SupervisedObjective
     from isobit.training.supervised import pack_pairs as pack_pairs
     from isobit.training.trainer import Trainer as Trainer
+    from isobit.util.errors import IsobitError as IsobitError
 
 spin_count_in_time = "GOMP_SPINCOUNT" in os.environ or "torch" not in sys.modules
 """Whether the setting below can take effect; ``isobit doctor`` asks."""
@@ -70,41 +70,73 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 __version__ = "0.1.0"
 
 _HOMES = {
-    "algorithms.grpo": ("Grpo",),
+    "algorithms.family": ("Grpo",),
     "algorithms.objective": ("LossOutputs",),
-    "api": ("evaluate", "generate", "sft", "train", "verify"),
-    "config.load": ("load_config",),
+    "api": (
+        "evaluate",
+        "generate",
+        "sft",
+        "train",
+        "verify",
+    ),
     "config.algorithm": ("GrpoConfig",),
-    "config.precision": ("PrecisionConfig",),
-    "config.rollout": ("RolloutConfig",),
-    "config.run": ("RunConfig",),
-    "config.training": ("TrainingConfig",),
-    "config.sft": ("SftConfig",),
-    "errors": ("IsobitError",),
-    "models.function": ("is_one_function",),
-    "models.folder": ("load_policy",),
-    "models.saving": ("save_policy",),
+    "config.load": ("load_config",),
+    "config.recipes": (
+        "RunConfig",
+        "SftConfig",
+    ),
+    "config.tables": (
+        "PrecisionConfig",
+        "RolloutConfig",
+        "TrainingConfig",
+    ),
     "models.config": ("ModelConfig",),
-    "models.policy": ("Policy", "random_policy"),
+    "models.folder": (
+        "LoadedModel",
+        "load_model",
+        "load_policy",
+    ),
+    "models.function": ("is_one_function",),
+    "models.policy": (
+        "Policy",
+        "random_policy",
+    ),
+    "models.saving": ("save_policy",),
     "models.scorer": ("Scorer",),
-    "observe.report.written": ("report",),
-    "precision.compare": ("describe_flow",),
-    "precision.flow": ("PrecisionFlow", "build_flow"),
-    "records.batch": ("PackedBatch",),
-    "records.sequence": ("TokenSequence",),
-    "records.text": ("Completion", "Group", "Prompt", "SamplingParams"),
-    "rewards.function": ("load_reward",),
-    "rewards.grade": ("grade",),
-    "rollout.engine": ("RolloutEngine",),
-    "rollout.native.engine": ("NativeEngine",),
-    "rollout.request": ("Request",),
-    "models.loaded": ("LoadedModel", "load_model"),
+    "observe.report.page": ("report",),
+    "precision.flow": (
+        "PrecisionFlow",
+        "build_flow",
+        "describe_flow",
+    ),
     "proof.verify": ("VerifyOptions",),
+    "records.batch": (
+        "PackedBatch",
+        "pack",
+        "sequences_of",
+    ),
+    "records.sequence": ("TokenSequence",),
+    "records.text": (
+        "Completion",
+        "Group",
+        "Prompt",
+        "SamplingParams",
+    ),
+    "rewards.given": ("load_reward",),
+    "rewards.grading": ("grade",),
+    "rollout.engine": (
+        "Request",
+        "RolloutEngine",
+    ),
+    "rollout.native": ("NativeEngine",),
     "training.comparison": ("Comparison",),
-    "training.packing": ("pack", "sequences_of"),
     "training.step": ("train_on_groups",),
-    "training.supervised": ("SupervisedObjective", "pack_pairs"),
+    "training.supervised": (
+        "SupervisedObjective",
+        "pack_pairs",
+    ),
     "training.trainer": ("Trainer",),
+    "util.errors": ("IsobitError",),
 }
 """Where each public name is defined, as the imports above say to type checkers."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

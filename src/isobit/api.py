@@ -12,29 +12,24 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from isobit.config.base import Strict
-from isobit.config.commands import GenerationConfig, VerifyConfig
-from isobit.config.load import build
-from isobit.config.overrides import apply_overrides
-from isobit.config.rollout import RolloutConfig
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
-from isobit.config.toml import read_toml
-from isobit.errors import ConfigError
-from isobit.models.loaded import model_folder
-from isobit.observe.eval_result import EvalResult
+from isobit.config.load import apply_overrides, build, read_toml
+from isobit.config.recipes import GenerationConfig, RunConfig, SftConfig, VerifyConfig
+from isobit.config.tables import RolloutConfig
+from isobit.models.folder import model_folder
+from isobit.observe.evaluation import EvalResult
 from isobit.parallel.launched import is_launched
 from isobit.parallel.processes import joined
 from isobit.parallel.world import World
 from isobit.proof import verify as verification
 from isobit.proof.verify import VerifyOptions, VerifyResult
 from isobit.records.text import Group
-from isobit.run.evaluate import evaluate_folder
+from isobit.run import loop as rl_loop
+from isobit.run import sft as sft_loop
+from isobit.run.evaluate import evaluate_folder, rollout_folder
 from isobit.run.given import plain_overrides, plain_tables
-from isobit.run.rl import loop as rl_loop
-from isobit.run.rl.summary import RlSummary
-from isobit.run.rollout import rollout_folder
-from isobit.run.sft import loop as sft_loop
-from isobit.run.sft.summary import SftSummary
+from isobit.run.log import RlSummary
+from isobit.run.sft_log import SftSummary
+from isobit.util.errors import ConfigError
 
 Schema = TypeVar("Schema", bound=Strict)
 _SAMPLING = RolloutConfig.model_fields.keys()
@@ -61,7 +56,7 @@ def train(
     With ``resume`` the run in the output directory goes on from its newest checkpoint, where there
     is one; ``allow_change`` names keys and inputs that may be other than they were. Raises an
     ``IsobitError``, before anything is written, for what cannot be used; see
-    ``isobit.run.rl.loop.train``.  A script that torchrun or srun has started several times joins
+    ``isobit.run.loop.train``.  A script that torchrun or srun has started several times joins
     the others.
     """
     with (
@@ -114,7 +109,7 @@ def generate(
 
     ``settings`` are the key device, keys of the tables precision and rollout, and those of rollout
     by themselves.  One sample is greedy and several are drawn at temperature 1, unless they say
-    otherwise.  Raises what ``isobit.run.rollout.rollout_folder`` raises.
+    otherwise.  Raises what ``isobit.run.evaluate.rollout_folder`` raises.
     """
     flat = {f"rollout.{key}": settings.pop(key) for key in _SAMPLING & settings.keys()}
     with _configured(GenerationConfig, {}, settings | flat) as config:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.records.batch import PackedBatch, TokenScores
 
 GIVEN = 2
 """Tokens of each prompt."""

@@ -1,4 +1,7 @@
-"""Group advantages: the formula, and the cases where the formula alone would go wrong."""
+"""Group advantages: the formula, and the cases where the formula alone would go wrong.
+
+DAPO's soft punishment, by its equation.
+"""
 
 import math
 import statistics
@@ -8,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.algorithms.advantages import STD_EPSILON, group_advantages
+from isobit.algorithms.advantages import STD_EPSILON, group_advantages, overlong_punishment
 
 FLOAT32_TENTH = float(torch.tensor(0.1))
 rewards = st.lists(st.one_of(st.none(), st.floats(-10, 10, width=32)), max_size=12)
@@ -66,3 +69,12 @@ def test_advantages_are_finite_centred_and_ordered_like_rewards(
     assert [reward for reward, _ in sorted(pairs)] == [
         reward for reward, _ in sorted(pairs, key=lambda pair: (pair[1], pair[0]))
     ]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (30000, -1.0)],
+)
+def test_the_papers_lengths(length: int, expected: float) -> None:
+    assert overlong_punishment(length, 20480, 4096) == expected
+    assert overlong_punishment(length, 20480, 4096, 0.5) == 0.5 * expected

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.algorithms.corrections import correction_weights, effective_sample_size
-from isobit.config.correction import (
+from isobit.config.algorithm import (
     Correction,
     IcePopCorrection,
     K3Correction,

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.algorithms.advantages import STD_EPSILON
-from isobit.algorithms.gae import advantages_and_returns
+from isobit.algorithms.advantages import STD_EPSILON, advantages_and_returns
 from isobit.algorithms.objective import Credit, Judged, JudgedGroup
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from isobit.algorithms.clipped import ClipBounds, ClippedPolicyGradient, clipped_surrogate
-from isobit.algorithms.grpo import Grpo
+from isobit.algorithms.family import Grpo
 from isobit.algorithms.objective import Algorithm, LossOutputs, Shares
 from isobit.algorithms.policy_gradient import PolicyGradient
 from isobit.algorithms.ppo import Ppo, explained_variance
@@ -26,11 +26,9 @@ from isobit.config.algorithm import (
     LossConfig,
     PpoConfig,
 )
-from isobit.config.keys import tag_of
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
-
-from .batches import batch_of, random_batch
+from isobit.config.schema import tag_of
+from isobit.records.batch import PackedBatch, TokenScores
+from tests.algorithms.batches import batch_of, random_batch
 
 KINDS: list[Any] = [kind for kind in get_args(get_args(AlgorithmConfig)[0]) if kind != CustomConfig]
 LENGTHS = [3, 1, 5, 2]

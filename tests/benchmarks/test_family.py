@@ -7,10 +7,8 @@ from typing import Any, get_args
 import pytest
 
 from benchmarks import family
-from isobit.config.load import build
-from isobit.config.overrides import apply_overrides, parse_overrides
-from isobit.config.run import RunConfig
-from isobit.config.toml import read_toml
+from isobit.config.load import apply_overrides, build, parse_overrides, read_toml
+from isobit.config.recipes import RunConfig
 
 
 def row(suite: str, name: str, seed: int) -> dict[str, Any]:

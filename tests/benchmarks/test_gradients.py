@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.kernels.backend import usable_devices
 from isobit.models.policy import random_policy
 

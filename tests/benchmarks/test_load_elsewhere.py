@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from benchmarks.load_elsewhere import make_parser
-from isobit.run.export import export
-from isobit.run.export_source import find_source
+from isobit.run.export import export, find_source
 
 
 def test_transformers_and_we_answer_alike(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from benchmarks import memory
 from benchmarks.comparison import device
 from benchmarks.passes import turns
 from isobit.kernels.spec.backend import SpecBackend
-from isobit.models import shapes
+from isobit.models import config
 from isobit.models.config import ModelConfig
 from tests.forked import ran
 
@@ -59,7 +59,7 @@ def test_a_measurement_says_what_was_planned_beside_what_was_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny)
+    monkeypatch.setitem(config.SHAPES, "tiny", tiny)
     monkeypatch.setattr(card_module, "measure_card", lambda: card)
     memory_of_card = CardMemory()
     monkeypatch.setattr(device, "card_memory", lambda: memory_of_card)

@@ -13,8 +13,8 @@ import torch
 from benchmarks.curves import moments
 from benchmarks.curves.quadratic import descend
 from isobit.algorithms.objective import Shares
-from isobit.kernels.spec import adamw
-from isobit.records.scores import TokenScores
+from isobit.kernels.spec import optimiser
+from isobit.records.batch import TokenScores
 
 
 def to_nearest(key: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,7 @@ def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does
         assert small_second == pytest.approx(second, rel=0.02)
         assert small_loss == pytest.approx(loss, rel=0.02)  # seeds differ by a tenth
         with monkeypatch.context() as patch:
-            patch.setattr(adamw, "_noise", to_nearest)
+            patch.setattr(optimiser, "_noise", to_nearest)
             nearest_loss, nearest_second = descend("bf16", 0.999, seed)
         assert (
             nearest_second > 4 * second
@@ -51,7 +51,7 @@ def test_8_bit_moments_end_where_fp32_ones_do(monkeypatch: pytest.MonkeyPatch) -
         small_loss, small_second = descend("fp8", 0.999, seed)
         assert small_second == pytest.approx(second, rel=0.03)
         assert small_loss == pytest.approx(loss, rel=0.05)
-    monkeypatch.setattr(adamw, "_noise", to_nearest)
+    monkeypatch.setattr(optimiser, "_noise", to_nearest)
     (loss, second), (nearest_loss, nearest_second) = wide(0), descend("fp8", 0.999, 0)
     assert abs(nearest_second / second - 1) > 0.2 and abs(nearest_loss / loss - 1) > 0.2
 

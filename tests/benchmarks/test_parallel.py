@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from isobit.models import shapes
+from isobit.models import config
 from isobit.models.config import ModelConfig
 from isobit.parallel.world import ALONE, World
 from tests.worlds import in_world
@@ -21,7 +21,7 @@ SETTINGS = {"recompute": "mlp", "tokens_per_microbatch": 96}
 
 def measure(world: World, folder: str) -> None:
     """All cases but the table, with the smallest of sizes."""
-    shapes.SHAPES["tiny"] = TINY
+    config.SHAPES["tiny"] = TINY
     links, training, steps, split, passes, cases, writing = (
         import_module(f"benchmarks.{name}")
         for name in (
@@ -52,7 +52,7 @@ def test_two_ranks_have_the_digests_of_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.ranks.writing.native_versions", dict)
-    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    monkeypatch.setitem(config.SHAPES, "tiny", TINY)
     measure(ALONE, str(tmp_path))
     in_world(2, "tests.benchmarks.test_parallel:measure", str(tmp_path))
 

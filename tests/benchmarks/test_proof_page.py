@@ -13,11 +13,10 @@ from benchmarks.arms import page
 from benchmarks.arms.curves import charts, places_of, series_of
 from benchmarks.arms.repeats import Repeats
 from benchmarks.arms.suite import ARMS
-from isobit.errors import ConfigError
+from isobit.util.errors import ConfigError
+from tests.benchmarks.made_up_rows import made_up_row
+from tests.benchmarks.test_proof_rows import small
 from tests.observe.pages import Page, assert_self_contained
-
-from .made_up_rows import made_up_row
-from .test_proof_rows import small
 
 
 def test_a_point_is_the_mean_of_its_steps_and_the_last_one_of_what_is_left() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.arms import figures, repeats, rows, settings
 from benchmarks.arms.repeats import Repeats
-
-from .made_up_rows import made_up_row
+from tests.benchmarks.made_up_rows import made_up_row
 
 
 def small(arm: str, seed: int = 0, **changes: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from benchmarks.pretrained.perplexity import linear_formats, of_transformers, ou
 from benchmarks.pretrained.results import write_result
 from benchmarks.pretrained.table import print_table
 from benchmarks.real_checkpoint import make_parser
-from isobit.config.precision import PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.models.folder import load_policy
 from isobit.starter import starter_folder
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import replay
-from isobit.config.run import RunConfig
+from isobit.config.recipes import RunConfig
 from isobit.models.frozen import FrozenPolicy
 
 MakeConfig = Callable[..., RunConfig]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.errors import ConfigError
-from isobit.models import shapes
+from isobit.models import config
 from isobit.models.config import ModelConfig
+from isobit.util.errors import ConfigError
 from tests.forked import ran
 
 
@@ -29,7 +29,7 @@ def parts(
     monkeypatch.setattr(found.timing, "STEP_REPEATS", 1)
     monkeypatch.setattr(found.peer, "CHUNK", 7)
     monkeypatch.setattr(found.timing, "allocate_in_pages", lambda: None)
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny)
+    monkeypatch.setitem(config.SHAPES, "tiny", tiny)
     return found
 
 

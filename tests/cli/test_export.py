@@ -1,11 +1,19 @@
-"""``isobit export`` from the command line."""
+"""``isobit export`` from the command line.
+
+``isobit inspect`` from the command line.
+
+``isobit report`` from the command line.
+"""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from isobit.cli.main import main
+from isobit.config.schema import RECIPES, configuration_page, json_schema
 
 
 def test_it_writes_the_folder_and_says_what_is_in_it(
@@ -42,3 +50,95 @@ def test_what_cannot_be_used_is_an_error_without_a_traceback(
     assert main(["export", *arguments]) == 2
     assert text in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_tables_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "starter", "--gpu", "h100"]) == 0
+    text = capsys.readouterr().out
+    assert main(["inspect", "starter", "--gpu", "h100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "qwen3, 870,016 parameters" in text and found["parameters"] == 870_016
+    assert "the 28 matrices in E4M3" in text and len(found["matrices"]) == 28
+    assert "on an H100" in text and found["gpu"]["name"] == "h100"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nowhere"], "nowhere is not a folder"),
+        (["starter", "--gpu", "tpu"], "known are h100, h200"),
+        (["starter", "--precision", "int4"], "int4"),
+        (["starter", "--out", "nowhere/page.html"], "there is no directory 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_used_is_an_error_without_a_traceback_inspect(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    assert main(["inspect", "starter", "--out", str(path)]) == 0
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith(str(path))
+    assert "870 k" in path.read_text(encoding="utf-8")
+
+
+def test_a_flow_with_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--precision.first_layers_bf16", "3", "--precision.scales", "fp32"]
+    assert main(["inspect", "starter", *options]) == 0
+    assert "the 7 matrices in E4M3: fp8, FP32 scales" in capsys.readouterr().out
+
+
+def test_it_writes_the_page_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "loss": 0.5}) + "\n", encoding="utf-8"
+    )
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").is_file()
+    assert capsys.readouterr().out.startswith(str(tmp_path / "report.html"))
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").read_bytes() == (tmp_path / "report.html").read_bytes()
+
+
+def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [tmp_path / name for name in ("one", "two")]
+    for run in runs:
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n', encoding="utf-8")
+    out = tmp_path / "both.html"
+    assert main(["report", *map(str, runs), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith(str(out))
+    assert "one against two" in out.read_text(encoding="utf-8")
+    assert main(["report", *map(str, runs), "--watch"]) == 2
+    assert "--watch shows one run" in capsys.readouterr().err
+
+
+def test_what_is_no_run_is_an_error_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is no run" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("", encoding="utf-8")
+    code = (
+        "import sys; from isobit.cli.main import main; "
+        f"main(['report', {str(tmp_path)!r}]); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("command", RECIPES)
+def test_the_schema_of_a_recipe_is_printed(command, capsys):
+    assert main(["schema", command]) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema(RECIPES[command])
+
+
+def test_the_page_is_printed(capsys):
+    assert main(["schema", "--markdown"]) == 0
+    assert capsys.readouterr().out == configuration_page()

@@ -8,7 +8,7 @@ import pytest
 import isobit
 from isobit.cli import main as main_module
 from isobit.cli.main import COMMANDS, main
-from isobit.errors import ConfigError
+from isobit.util.errors import ConfigError
 
 LIGHT = """
 import json, sys
@@ -25,7 +25,7 @@ HEAVY = {"torch", "transformers", "datasets", "numpy", "rich", "reasoning_gym", 
 def command_that(raises: BaseException):
     class Command:
         @staticmethod
-        def run(arguments: list[str]) -> int:
+        def run_train(arguments: list[str]) -> int:
             raise raises
 
     return lambda name: Command

@@ -8,8 +8,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from isobit.cli.main import main
-from isobit.config.run import RunConfig
-from isobit.run.rl.setup import read_rl
+from isobit.config.recipes import RunConfig
+from isobit.run.setup import read_rl
 
 SMALL = ["--max-new-tokens", "8", "--threads", "1", "--precision", "fp32"]
 DATA = {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 8}}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from isobit.cli.main import main
-from isobit.config.run import RunConfig
-from isobit.run.rl.loop import train
+from isobit.config.recipes import RunConfig
+from isobit.run.loop import train
 from tests.forked import ran
 
 
@@ -72,9 +72,9 @@ def test_what_cannot_be_replayed_is_2(
 def test_a_fault_is_no_difference(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import isobit.run.rl.replay
+    import isobit.run.redo
 
-    monkeypatch.setattr(isobit.run.rl.replay, "take_step", lambda *_: 1 / 0)
+    monkeypatch.setattr(isobit.run.redo, "take_step", lambda *_: 1 / 0)
     assert main(["replay", str(run)]) == 2
     assert "ZeroDivisionError" in capsys.readouterr().err
 

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from isobit.cli.main import main
-from isobit.errors import StorageError
-from isobit.files import LineFile
+from isobit.util.errors import StorageError
+from isobit.util.files import LineFile
 from tests.forked import ran
 
 SMALL = [

@@ -8,19 +8,17 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
 from isobit.cli.arguments import count_of_threads, folder_parser, positive
-from isobit.config import commands
+from isobit.config import recipes
 from isobit.config.base import Strict
-from isobit.config.load import load_config
+from isobit.config.load import LARGEST_FILE, MAX_NESTING, load_config, read_toml
+from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_run
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
-from isobit.config.toml import LARGEST_FILE, MAX_NESTING, read_toml
-from isobit.errors import ConfigError
+from isobit.util.errors import ConfigError
 
 ROOTS = (
     RunConfig,
     SftConfig,
-    *(one for one in vars(commands).values() if isinstance(one, type) and issubclass(one, Strict)),
+    *(one for one in vars(recipes).values() if isinstance(one, type) and issubclass(one, Strict)),
 )
 
 

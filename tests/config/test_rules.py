@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from isobit.config.evaluation import EvaluationConfig
 from isobit.config.load import build
+from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_has_sets, check_run, check_samples, check_sft, check_shape
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
-from isobit.config.shape import ModelShape
-from isobit.errors import ConfigError
+from isobit.config.tables import EvaluationConfig, ModelShape
+from isobit.util.errors import ConfigError
 
 SUMS = {"type": "jsonl", "path": "sums.jsonl"}
 TWICE = {"epochs": 2}

@@ -8,9 +8,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from isobit.algorithms.registry import ALGORITHMS
-from isobit.config.explain import config_error
-from isobit.config.json_schema import RECIPES
-from isobit.config.keys import all_keys, fields_by_key
+from isobit.config.load import config_error
+from isobit.config.schema import RECIPES, all_keys, fields_by_key
 
 CHOICES = {
     "data": ("type", ("reasoning_gym", "jsonl", "csv", "parquet", "hf", "hub", "rows")),

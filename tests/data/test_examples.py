@@ -1,5 +1,10 @@
 """Examples of supervised fine-tuning: what is learnt, where it ends, and what a user reads when a
 row is wrong.
+
+Conversations as a reward model reads them: one text, its end, and the prompt of a run rendered
+again.
+
+Pairs of preferences: both conversations, and what a user reads when a row is wrong.
 """
 
 import json
@@ -9,10 +14,20 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from isobit.config.examples import JsonlExamples, SftDataConfig
-from isobit.data.examples import Example, build_examples
+from isobit.config.data import JsonlExamples, SftDataConfig
+from isobit.data.examples import (
+    Example,
+    Pair,
+    build_examples,
+    build_pairs,
+    conversation_ids,
+    row_of,
+)
+from isobit.data.prompts import prompts_of_rows
+from isobit.data.sources import Row
 from isobit.data.tokenizer import decode
-from isobit.errors import DataError
+from isobit.records.text import Prompt
+from isobit.util.errors import DataError
 from tools.starter.tokenizer import BOS_ID, EOS_ID, build_tokenizer
 
 CHAT = (
@@ -173,3 +188,172 @@ def test_parts_of_text_are_learnt_as_their_text(tmp_path: Path) -> None:
     assert text(one) == "2"
     (whole,) = examples(tmp_path, [{"talk": talk}], CHAT, messages="talk")
     assert (whole.prompt.token_ids, whole.learnt) == (one.prompt.token_ids, one.learnt)
+
+
+TALK_CONVERSATIONS = ({"role": "system", "content": "Add"}, {"role": "user", "content": "1+1="})
+
+
+def tokenizer_with(template: str | None = None) -> PreTrainedTokenizerFast:
+    tokenizer = build_tokenizer(64)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def text_conversations(ids: tuple[int, ...]) -> str:
+    decoded = tokenizer_with().decode(list(ids), skip_special_tokens=False)
+    assert isinstance(decoded, str)
+    return decoded
+
+
+def test_without_a_template_the_texts_follow_one_another_and_end() -> None:
+    row = Row("1+1=", {}, "line 1")
+    ids, ended = conversation_ids([(row, "2"), (row, "2<eos>")], tokenizer_with())
+    assert (ids[0], ids[-1]) == (BOS_ID, EOS_ID)
+    assert text_conversations(ids[1:-1]) == "1+1=2"
+    assert ended == ids, "an answer that has its end gets no second one"
+
+
+def test_a_template_writes_the_whole_conversation_up_to_its_last_white_space() -> None:
+    expected = "<user>1+1=; <assistant>2<eos> "
+    for prompt in ("1+1=", TALK_CONVERSATIONS[1:]):
+        (ids,) = conversation_ids([(Row(prompt, {}, "line 1"), "2")], tokenizer_with(CHAT))
+        assert text_conversations(ids) == expected
+    (ids,) = conversation_ids([(Row("1+1=", {}, ""), "2")], tokenizer_with(CHAT), chat=False)
+    assert text_conversations(ids) == "<bos>1+1=2<eos>"
+
+
+def test_messages_without_a_template_and_no_token_at_all_are_refused() -> None:
+    with pytest.raises(DataError, match=r"line 1: .* the tokenizer has no chat template"):
+        conversation_ids([(Row(TALK_CONVERSATIONS, {}, "line 1"), "2")], tokenizer_with())
+    with pytest.raises(DataError, match="line 1: prompt and answer together have no token"):
+        conversation_ids([(Row("1", {}, "line 1"), "")], tokenizer_with("{{ '' }}"))
+
+
+@pytest.mark.parametrize(
+    ("policys", "reward_models", "expected"),
+    [
+        (CHAT, "{% for m in messages %}[{{ m.content }}]{% endfor %}", "[Add][1+1=][2]"),
+        (CHAT, None, "<bos><system>Add; <user>1+1=; <assistant>2<eos>"),
+    ],
+)
+def test_a_prompt_of_messages_is_rendered_again_where_there_is_a_template(
+    policys: str, reward_models: str | None, expected: str
+) -> None:
+    (prompt,) = prompts_of_rows(
+        "p", [Row(TALK_CONVERSATIONS, {}, "")], tokenizer_with(policys), chat=True
+    )
+    other = tokenizer_with(reward_models)
+    (ids,) = conversation_ids([(row_of(prompt, other), "2")], other)
+    assert text_conversations(ids) == expected
+
+
+@pytest.mark.parametrize("policys", [None, CHAT])
+def test_a_prompt_of_text_is_that_text_whatever_the_policy_read(policys: str | None) -> None:
+    (prompt,) = prompts_of_rows("p", [Row("1+1=", {}, "")], tokenizer_with(policys), chat=True)
+    for template, expected in (
+        (CHAT, "<user>1+1=; <assistant>2<eos> "),
+        (None, "<bos>1+1=2<eos>"),
+    ):
+        other = tokenizer_with(template)
+        (ids,) = conversation_ids([(row_of(prompt, other), "2")], other)
+        assert text_conversations(ids) == expected
+
+
+def test_a_prompt_of_no_dataset_is_its_text() -> None:
+    tokenizer = tokenizer_with()
+    (ids,) = conversation_ids([(row_of(Prompt("p", "1+1=", ()), tokenizer), "2")], tokenizer)
+    assert text_conversations(ids) == "<bos>1+1=2<eos>"
+
+
+CHAT_PAIRS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+USER, GOOD, BAD = (
+    {"role": role, "content": content}
+    for role, content in (("user", "1+1="), ("assistant", "2"), ("assistant", "3"))
+)
+
+
+def pairs(
+    tmp_path: Path, rows: list[dict[str, Any]], template: str | None = None, **changes: Any
+) -> list[Pair]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer: PreTrainedTokenizerFast = build_tokenizer(64)
+    tokenizer.chat_template = template
+    columns = {key: changes.pop(key) for key in ("chosen", "rejected") if key in changes}
+    source = JsonlExamples(path=path, **columns)
+    config = SftDataConfig(train=source, **changes)
+    return build_pairs("train", source, tokenizer, config, context_tokens=64)
+
+
+def text_pairs(ids: tuple[int, ...]) -> str:
+    decoded = build_tokenizer(64).decode(list(ids), skip_special_tokens=True)
+    assert isinstance(decoded, str)
+    return decoded
+
+
+def test_a_pair_is_two_conversations_of_one_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "good": "2", "bad": "13", "level": 1}]
+    (pair,) = pairs(tmp_path, rows, chosen="good", rejected="bad")
+    assert (text_pairs(pair.chosen_ids), text_pairs(pair.rejected_ids)) == ("1+1=2", "1+1=13")
+    assert pair.chosen_ids[-1] == pair.rejected_ids[-1] == EOS_ID
+    assert (pair.prompt.id, pair.prompt.text, pair.prompt.row["level"]) == ("train/0", "1+1=", 1)
+    assert pair.tokens == len(pair.chosen_ids) + len(pair.rejected_ids)
+    assert pair.learnt == (pair.chosen_ids, pair.rejected_ids)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"prompt": "1+1=", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "1+1=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": "3"},
+    ],
+)
+def test_answers_may_be_text_messages_or_whole_conversations(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    (pair,) = pairs(tmp_path, [row], CHAT_PAIRS)
+    assert text_pairs(pair.chosen_ids) == "<user>1+1=<assistant>2"
+    assert text_pairs(pair.rejected_ids) == "<user>1+1=<assistant>3"
+
+
+OTHER = {"role": "user", "content": "2+2="}
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "message"),
+    [
+        ({"prompt": "1=", "chosen": "2"}, {}, r"line 2: no column 'rejected'.*`chosen` and"),
+        ({"prompt": "1=", "chosen": "2", "rejected": 3}, {}, "column 'rejected': expected text"),
+        ({"prompt": "1=", "chosen": "2", "rejected": "2"}, {}, "'rejected' are the same"),
+        (
+            {"prompt": "1+1=", "chosen": [OTHER, GOOD], "rejected": "3"},
+            {},
+            "column 'chosen': expected text or one message .* found list",
+        ),
+        (
+            {"prompt": "1=", "chosen": "2", "rejected": "3" * 9},
+            {"max_tokens": 12},
+            "line 2: prompt and answer have 13 tokens, more than data.max_tokens = 12",
+        ),
+        (
+            {"prompt": "1=", "chosen": "2" * 70, "rejected": "3"},
+            {},
+            "more than the model's context = 64",
+        ),
+    ],
+)
+def test_an_unusable_row_is_named_pairs(
+    tmp_path: Path, row: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    good = {"prompt": "1=", "chosen": "1", "rejected": "2"}
+    with pytest.raises(DataError, match=message):
+        pairs(tmp_path, [good, row], **changes)
+
+
+def test_too_long_pairs_are_dropped_where_the_recipe_says_so(tmp_path: Path) -> None:
+    good = {"prompt": "1=", "chosen": "1", "rejected": "2"}
+    long = {"prompt": "1=", "chosen": "2", "rejected": "3" * 9}
+    made = pairs(tmp_path, [long, good], max_tokens=12, too_long="drop")
+    assert [pair.prompt.id for pair in made] == ["train/1"]

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from isobit.config.data import DataConfig, JsonlData
 from isobit.data.prompts import TooLong, build_prompts, drop_evaluated, prompts_of_rows
 from isobit.data.sources import Row
-from isobit.errors import DataError
 from isobit.records.text import Prompt
+from isobit.util.errors import DataError
 from tools.starter.tokenizer import BOS_ID, build_tokenizer
 
 TEMPLATE = (

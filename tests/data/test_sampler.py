@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.data.sampler import PromptSampler
-from isobit.errors import DataError
 from isobit.records.text import Prompt
+from isobit.util.errors import DataError
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -1,15 +1,23 @@
-"""Rows from every kind of source, and what a user reads when one is wrong."""
+"""Rows from every kind of source, and what a user reads when one is wrong.
+
+Rows given from Python: found by their digest, and what a user reads when they are no rows.
+
+CSV and Parquet files: what a row holds, and what a user reads when a file is wrong.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict
+from pyarrow import parquet
 
-from isobit.config.data import HfData, JsonlData, ReasoningGymData
-from isobit.data.sources import load_rows
-from isobit.errors import DataError
+from isobit.config.data import CsvData, HfData, JsonlData, ParquetData, ReasoningGymData, RowsData
+from isobit.data.sources import give_rows, load_rows
+from isobit.util.errors import DataError
 
 ROWS = [
     {"prompt": "1+1=", "answer": "2"},
@@ -81,7 +89,7 @@ def test_a_faulty_line_is_named(tmp_path: Path, line: bytes, message: str) -> No
 
 def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", [*lines(ROWS[:1]), b"x" * 200])
-    monkeypatch.setattr("isobit.data.jsonl.LONGEST_LINE", 100)
+    monkeypatch.setattr("isobit.data.sources.LONGEST_LINE", 100)
     with pytest.raises(DataError, match="line 2: longer than 100 bytes"):
         load_rows(source)
     monkeypatch.undo()
@@ -252,3 +260,94 @@ def test_parts_of_text_are_one_text_and_other_parts_are_refused(tmp_path: Path) 
     assert load_rows(source(*text))[0].prompt == (USER,)
     with pytest.raises(DataError, match="a part of type 'image'; only parts of text"):
         load_rows(source(*text, {"type": "image", "image": "x.png"}))
+
+
+ROWS_GIVEN = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": np.int64(4)}]
+
+
+def test_rows_are_found_while_they_are_held() -> None:
+    held = give_rows(iter(ROWS_GIVEN), "data.train")
+    source = RowsData(count=2, sha256=held.sha256)
+    assert [row.prompt for row in load_rows(source)] == ["1+1=", "2+2="]
+    assert load_rows(source)[1].place == "the rows given, row 1"
+    again = give_rows(ROWS_GIVEN, "data.train")
+    assert again is held
+    del held, again
+    with pytest.raises(DataError, match=r"2 rows that were given from Python.*resume=True"):
+        load_rows(source)
+
+
+def test_the_digest_is_of_order_and_values() -> None:
+    def digest(*rows: Any) -> str:
+        return give_rows(rows, "data").sha256
+
+    assert digest(*ROWS_GIVEN) != digest(*reversed(ROWS_GIVEN))
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest({"a": {"x", "y", "z"}}) == digest({"a": {"z", "x", "y"}})
+    large = np.zeros(5000)
+    other = large.copy()
+    other[2500] = 1
+    assert digest({"a": large}) != digest({"a": other}), "str() would leave the middle out"
+
+
+@pytest.mark.parametrize("rows", [["1+1="], [("prompt", "1+1=")], [{1: "1+1="}]])
+def test_what_are_no_rows(rows: list[Any]) -> None:
+    with pytest.raises(DataError, match=r"data\.train: row 0 is .*expected a list of mappings"):
+        give_rows(rows, "data.train")
+
+
+def csv_rows(tmp_path: Path, content: bytes, **keys: object) -> list[tuple[object, dict, str]]:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content)
+    source = CsvData.model_validate({"path": path, **keys})
+    return [(row.prompt, dict(row.columns), row.place) for row in load_rows(source)]
+
+
+def test_csv_values_are_text_as_it_stands(tmp_path: Path) -> None:
+    content = b'\xef\xbb\xbfquestion,answer\n"a, ""b""\nc",007\n\xc3\xa9,\n'
+    rows = csv_rows(tmp_path, content, prompt="question")
+    path = tmp_path / "rows.csv"
+    assert rows == [
+        ('a, "b"\nc', {"answer": "007"}, f"{path}, line 3"),
+        ("é", {"answer": ""}, f"{path}, line 4"),
+    ]
+    assert len(csv_rows(tmp_path, content + b"1,2,3\n", prompt="question", limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"prompt,answer\na,b,c\n", "line 2: not one value for each of the 2 columns"),
+        (b"prompt,answer\na\n", "line 2: not one value for each of the 2 columns"),
+        (b"prompt,prompt\na,b\n", "line 1: expected a name for each column, and each once"),
+        (b"prompt,\na,b\n", "line 1: expected a name for each column, and each once"),
+        (b'prompt\n"a\n', "not CSV: unexpected end of data"),
+        (b"prompt\n\xff\n", "not UTF-8"),
+        (b"", "has no rows"),
+        (b"promt\na\n", "line 2: no column 'prompt'; .* did you mean 'promt'"),
+    ],
+)
+def test_csv_that_is_wrong(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        csv_rows(tmp_path, content)
+
+
+def test_parquet_rows_are_python_values(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "1+1="}]
+    rows = [{"prompt": messages, "answer": i, "info": {"x": [i]}} for i in range(3)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = load_rows(ParquetData(path=tmp_path / "rows.parquet", limit=2))
+    assert [row.prompt for row in found] == [tuple(messages)] * 2
+    assert [row.columns for row in found] == [{"answer": i, "info": {"x": [i]}} for i in (0, 1)]
+    assert found[1].place.endswith("rows.parquet, row 1")
+
+
+def test_parquet_that_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    for content in (b"", b"PAR1 not really PAR1", None):
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+        with pytest.raises(DataError, match=r"rows\.parquet"):
+            load_rows(ParquetData(path=path))

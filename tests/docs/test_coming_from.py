@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.keys import all_keys
-from isobit.config.run import RunConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.schema import all_keys
+from isobit.config.tables import TrainingConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\|[^|]*\|[^|]*\|([^|]*)\|$", re.MULTILINE)

@@ -5,19 +5,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.reward import RewardConfig
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
 from isobit.records.text import Completion, Prompt
-from isobit.run.rl.loop import train
-from isobit.run.sft.loop import sft
+from isobit.run.loop import train
+from isobit.run.sft import sft
 
 ON_A_GPU = {
     "memory/rollout_peak_gib",
     "memory/training_peak_gib",
     "time/offload_s",
 }  # (tests/run/test_turns.py writes them)
-OF_ROLLOUTERS = {"time/waiting_s"}  # (tests/run/rl/test_apart.py writes it)
+OF_ROLLOUTERS = {"time/waiting_s"}  # (tests/run/test_rollouters.py writes it)
 OF_EXPERTS = {
     "routing_diff/tokens_compared",
     "routing_diff/tokens_differing",

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from isobit.cli.main import main
-from isobit.config.load import build
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
-from isobit.config.toml import read_toml
+from isobit.config.load import build, read_toml
+from isobit.config.recipes import RunConfig, SftConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.run import RunConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
-from isobit.run.rl.loop import train
+from isobit.run.loop import train
 from isobit.starter import starter_folder
-from isobit.store.step_digests import read_digests
+from isobit.store.state import read_digests
 
 TINY = ModelConfig(
     family="qwen3",

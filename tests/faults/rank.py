@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from isobit.cli.main import main
-from isobit.rollout.native.engine import NativeEngine
+from isobit.rollout.native import NativeEngine
 from isobit.run.grading import RecordedGrading
-from isobit.run.rl.apart import Apart
+from isobit.run.rollouters import Apart
 from isobit.training.trainer import Trainer
 
 PLACES: dict[str, tuple[Any, str]] = {

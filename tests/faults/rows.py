@@ -32,7 +32,7 @@ ROWS: dict[int, Row] = {
             "faults/test_sft.py::"
             "test_killed_in_training_and_while_a_checkpoint_is_written_it_leaves_the_same_files",
             "faults/test_preference.py::test_killed_and_resumed_it_leaves_the_same_files",
-            "run/rl/test_lag.py::"
+            "run/test_lag.py::"
             "test_killed_between_any_two_steps_and_resumed_it_leaves_the_same_bytes",
         ),
     ),
@@ -66,7 +66,7 @@ ROWS: dict[int, Row] = {
         (
             "faults/test_signals.py::test_a_second_ctrl_c_ends_at_once",
             "faults/test_sft.py::test_a_second_ctrl_c_ends_at_once_and_writes_nothing_more",
-            "run/cluster/test_launcher.py::test_a_second_ctrl_c_ends_who_does_not_listen",
+            "run/test_launch.py::test_a_second_ctrl_c_ends_who_does_not_listen",
             "faults/test_graders.py::test_a_run_leaves_no_process_however_it_ends",
         ),
     ),
@@ -77,9 +77,9 @@ ROWS: dict[int, Row] = {
         (
             "faults/test_disk.py::test_a_save_goes_through_once_there_is_space",
             "faults/test_disk.py::test_a_signal_ends_the_waiting_for_space_at_once",
-            "store/test_room.py::test_it_is_tried_again_and_said_now_and_then",
-            "store/test_room.py::test_it_ends_after_the_time_and_what_follows_at_once",
-            "store/test_room.py::test_ranks_wait_and_end_together",
+            "store/test_writing.py::test_it_is_tried_again_and_said_now_and_then",
+            "store/test_writing.py::test_it_ends_after_the_time_and_what_follows_at_once",
+            "store/test_writing.py::test_ranks_wait_and_end_together",
             "faults/test_disk.py::test_too_little_space_is_said_before_anything_is_written",
             "faults/test_disk.py::test_a_disk_that_has_filled_up_stops_the_run_before_the_write",
             "faults/test_disk.py::test_a_file_size_quota_stops_the_run_with_bytes",
@@ -104,9 +104,8 @@ ROWS: dict[int, Row] = {
         "the file is named, the checkpoint before is used",
         (
             "faults/test_damage.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
-            "store/checkpoint/test_ranks.py::test_every_chunk_is_looked_at",
-            "store/checkpoint/test_extras.py::"
-            "test_a_damaged_file_of_an_extra_rules_the_checkpoint_out",
+            "store/test_ranks.py::test_every_chunk_is_looked_at",
+            "store/test_extras.py::test_a_damaged_file_of_an_extra_rules_the_checkpoint_out",
             "faults/test_mutations.py::test_checkpoint",
         ),
     ),
@@ -117,9 +116,9 @@ ROWS: dict[int, Row] = {
             "faults/test_damage.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
             "faults/test_damage.py::"
             "test_none_usable_is_an_error_that_lists_them_and_changes_nothing",
-            "store/checkpoint/test_start.py::test_a_manifest_of_another_run_is_not_believed",
-            "store/checkpoint/test_start.py::test_any_answer_of_the_disk",
-            "store/checkpoint/test_start.py::test_one_that_cannot_be_read_is_passed_over",
+            "store/test_resume.py::test_a_manifest_of_another_run_is_not_believed",
+            "store/test_resume.py::test_any_answer_of_the_disk",
+            "store/test_resume.py::test_one_that_cannot_be_read_is_passed_over",
         ),
     ),
     9: Row(
@@ -127,7 +126,7 @@ ROWS: dict[int, Row] = {
         "refused with both numbers; the format before is read",
         (
             "faults/test_damage.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
-            "store/checkpoint/test_extras.py::test_a_checkpoint_of_the_format_before_is_gone_on_from",
+            "store/test_extras.py::test_a_checkpoint_of_the_format_before_is_gone_on_from",
         ),
     ),
     10: Row(
@@ -142,8 +141,8 @@ ROWS: dict[int, Row] = {
             "faults/test_inputs.py::test_an_edited_input_is_refused_with_a_table",
             "faults/test_inputs.py::"
             "test_a_change_that_is_allowed_is_journalled_and_in_force_at_once",
-            "store/test_bits.py::test_the_arithmetic_of_another_instruction_set_is_refused",
-            "run/test_reference.py::test_a_resumed_run_whose_reference_has_changed_is_refused",
+            "store/test_manifest_bits.py::test_the_arithmetic_of_another_instruction_set_is_refused",
+            "training/test_reference.py::test_a_resumed_run_whose_reference_has_changed_is_refused",
             "run/test_ranks.py::test_the_bytes_of_a_run_do_not_depend_on_its_processes",
         ),
     ),
@@ -153,7 +152,7 @@ ROWS: dict[int, Row] = {
         (
             "faults/test_damage.py::"
             "test_leftovers_go_with_a_line_and_other_names_are_ignored_with_one",
-            "store/checkpoint/test_checkpoint_rules.py::test_only_folders_with_a_step_are_checkpoints",
+            "store/test_checkpoint_rules.py::test_only_folders_with_a_step_are_checkpoints",
             "store/test_directory.py::test_links_in_the_place_of_a_run_s_files_are_refused",
         ),
     ),
@@ -163,8 +162,8 @@ ROWS: dict[int, Row] = {
         (
             "faults/test_signals.py::test_two_processes_on_one_directory",
             "faults/test_sft.py::test_a_second_process_is_refused",
-            "store/test_journal.py::test_a_directory_is_held_by_one_and_free_afterwards",
-            "store/test_journal.py::test_a_forked_child_does_not_hold_the_directory",
+            "store/test_directory.py::test_a_directory_is_held_by_one_and_free_afterwards",
+            "store/test_directory.py::test_a_forked_child_does_not_hold_the_directory",
         ),
     ),
     13: Row(
@@ -172,11 +171,11 @@ ROWS: dict[int, Row] = {
         "events and steps keep their order; a save that took long, and much of the run's time, is "
         "told of with its seconds, share and MB/s; a large one says its seconds",
         (
-            "store/checkpoint/test_save_time.py::"
+            "store/test_keeper.py::"
             "test_a_save_that_takes_long_and_much_of_the_time_is_told_of_with_its_figures",
-            "store/checkpoint/test_save_time.py::test_a_run_on_a_slow_disk_says_it_once",
+            "store/test_keeper.py::test_a_run_on_a_slow_disk_says_it_once",
             "observe/test_events.py::test_a_clock_that_runs_back_changes_no_order",
-            "store/checkpoint/test_keeper.py::"
+            "store/test_keeper.py::"
             "test_large_files_are_announced_with_their_size_and_then_the_seconds",
         ),
     ),
@@ -197,10 +196,10 @@ ROWS: dict[int, Row] = {
         (
             "faults/test_restarts.py::test_our_launcher",
             "faults/test_restarts.py::test_torchrun",
-            "run/cluster/test_ranks.py::"
+            "run/test_launch_ranks.py::"
             "test_a_death_is_found_at_the_next_look_and_the_others_are_asked_to_end",
             "parallel/test_watch.py::test_a_process_that_is_gone",
-            "run/rl/test_apart.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
+            "run/test_rollouters.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
             "faults/test_rank_deaths.py::"
             "test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run",
             "rollout/test_shared.py::test_what_ends_one_rank_ends_all_and_names_the_one",
@@ -210,15 +209,15 @@ ROWS: dict[int, Row] = {
         "a process dies again and again",
         "as many restarts as are allowed, then the first error and a code that is not 0",
         (
-            "run/cluster/test_restarts.py::test_it_is_resumed_as_often_as_is_allowed",
-            "run/cluster/test_restarts.py::test_what_would_happen_again_is_not_tried_again",
+            "run/test_launch.py::test_it_is_resumed_as_often_as_is_allowed",
+            "run/test_launch.py::test_what_would_happen_again_is_not_tried_again",
         ),
     ),
     17: Row(
         "a process hangs (SIGSTOP, sleep)",
         "found by the watch, named with its phase, ended",
         (
-            "run/cluster/test_rank.py::test_what_never_ends_is_ended",
+            "run/test_rank.py::test_what_never_ends_is_ended",
             "faults/test_rank_deaths.py::"
             "test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run",
         ),
@@ -227,9 +226,9 @@ ROWS: dict[int, Row] = {
         "one rank raises, or stands before another collective than the others",
         "all end, one reason is said, the rank is named",
         (
-            "run/cluster/test_rank.py::test_an_error_under_our_launcher",
-            "run/cluster/test_rank.py::test_an_error_under_another_launcher",
-            "run/cluster/test_rank.py::test_a_rank_dies_and_no_launcher_ends_the_other",
+            "run/test_rank.py::test_an_error_under_our_launcher",
+            "run/test_rank.py::test_an_error_under_another_launcher",
+            "run/test_rank.py::test_a_rank_dies_and_no_launcher_ends_the_other",
             "parallel/test_watch.py::test_ranks_that_have_come_apart",
             "faults/test_ranks.py::test_what_one_rank_alone_writes_ends_all_where_it_cannot",
         ),
@@ -243,9 +242,9 @@ ROWS: dict[int, Row] = {
             "test_weights_that_arrive_otherwise_end_all_ranks_before_they_are_read",
             "faults/test_ranks.py::"
             "test_weights_that_arrive_permuted_end_the_run_before_anything_is_sampled_with_them",
-            "run/rl/test_apart.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
-            "run/rl/test_lag.py::test_a_run_that_samples_with_the_newest_weights_is_found",
-            "run/rl/test_lag.py::test_what_is_compared_after_the_weights_moved_differs",
+            "run/test_rollouters.py::test_an_error_of_one_part_ends_the_other_and_the_run_goes_on",
+            "run/test_lag.py::test_a_run_that_samples_with_the_newest_weights_is_found",
+            "run/test_lag.py::test_what_is_compared_after_the_weights_moved_differs",
             "proof/test_check.py::"
             "test_a_run_told_to_stop_ends_after_the_step_and_keeps_its_figures_and_weights",
         ),
@@ -254,9 +253,9 @@ ROWS: dict[int, Row] = {
         "no Ray at the address, a lost actor, a cluster without a token",
         "named; ended or started again; warned of",
         (
-            "run/cluster/test_ray_launcher.py::test_an_address_where_nobody_listens_is_named",
-            "run/cluster/test_ray_launcher.py::test_the_death_of_an_actor_ends_all",
-            "run/cluster/test_ray_launcher.py::test_a_cluster_without_a_token_is_warned_of",
+            "run/test_ray_launcher.py::test_an_address_where_nobody_listens_is_named",
+            "run/test_ray_launcher.py::test_the_death_of_an_actor_ends_all",
+            "run/test_ray_launcher.py::test_a_cluster_without_a_token_is_warned_of",
         ),
     ),
     21: Row(
@@ -275,15 +274,15 @@ ROWS: dict[int, Row] = {
         "every reward of a batch fails",
         "the run ends with the first error; nothing is learnt from zeros",
         (
-            "rewards/test_grade.py::test_all_failing_stops_the_run_at_any_limit",
-            "rewards/test_grade.py::test_too_many_failures_stop_the_run_with_the_first_error",
+            "rewards/test_grading.py::test_all_failing_stops_the_run_at_any_limit",
+            "rewards/test_grading.py::test_too_many_failures_stop_the_run_with_the_first_error",
             "faults/test_resume.py::test_a_run_that_failed_goes_on_once_its_reward_is_mended",
         ),
     ),
     23: Row(
         "two runs on one host",
         "each takes a free port of its own; the end of one is none of the other",
-        ("run/cluster/test_launcher.py::test_two_runs_on_one_host_do_not_meet",),
+        ("run/test_launch.py::test_two_runs_on_one_host_do_not_meet",),
     ),
     24: Row(
         "NaN or infinity in a loss, a gradient, a master, a logit, a published weight",
@@ -295,7 +294,7 @@ ROWS: dict[int, Row] = {
             "training/test_trainer.py::test_a_gradient_that_is_not_finite_in_one_master_skips_the_step",
             "training/test_trainer.py::test_too_many_skipped_updates_in_a_row_stop_the_training",
             "training/test_trainer.py::test_a_master_that_is_not_finite_is_an_error",
-            "rollout/native/test_exactness.py::"
+            "rollout/test_exactness.py::"
             "test_nan_weights_are_an_error_and_leave_no_nan_in_the_pages",
             "training/test_ranks.py::test_what_one_rank_cannot_do_none_does",
         ),
@@ -304,8 +303,8 @@ ROWS: dict[int, Row] = {
         "a reward of NaN, infinity, 1e30, a complex number, text",
         "a failure with the function and the completion; excluded and counted",
         (
-            "rewards/test_grade.py::test_what_is_no_finite_number_is_excluded_and_counted",
-            "rewards/test_grade.py::test_failures_are_counted_by_kind_with_the_first_message",
+            "rewards/test_grading.py::test_what_is_no_finite_number_is_excluded_and_counted",
+            "rewards/test_grading.py::test_failures_are_counted_by_kind_with_the_first_message",
             "rewards/test_grading.py::test_a_sum_that_is_too_large_is_a_failure",
         ),
     ),
@@ -324,8 +323,7 @@ ROWS: dict[int, Row] = {
         (
             "training/test_step.py::"
             "test_an_update_of_level_groups_is_left_out_whatever_momentum_there_is",
-            "run/rl/test_signal_watch.py::"
-            "test_a_run_without_a_signal_changes_no_byte_counts_it_and_can_stop",
+            "run/test_log.py::test_a_run_without_a_signal_changes_no_byte_counts_it_and_can_stop",
         ),
     ),
     28: Row(
@@ -333,9 +331,9 @@ ROWS: dict[int, Row] = {
         "defined, without NaN",
         (
             "algorithms/test_advantages.py::test_fewer_than_two_valid_rewards_are_excluded",
-            "training/test_packing.py::test_excluded_and_empty_completions_are_left_out",
-            "run/rl/test_reward_model.py::test_an_empty_completion_has_a_score",
-            "rollout/native/test_engine.py::test_finish_reasons",
+            "records/test_batch.py::test_excluded_and_empty_completions_are_left_out",
+            "run/test_reward_model.py::test_an_empty_completion_has_a_score",
+            "rollout/test_native.py::test_finish_reasons",
         ),
     ),
     29: Row(
@@ -354,7 +352,7 @@ ROWS: dict[int, Row] = {
         (
             "kernels/spec/test_any_size.py::test_each_block_has_the_scale_of_its_own_numbers",
             "kernels/spec/test_any_size.py::test_products_are_those_of_the_dequantised_matrix",
-            "models/test_contents.py::"
+            "models/test_saving.py::"
             "test_what_is_fused_with_a_part_that_is_not_whole_is_bf16_without_a_loss",
             "run/test_export.py::test_fp8_exported_and_imported_has_the_same_bytes_and_is_exact",
         ),
@@ -366,7 +364,7 @@ ROWS: dict[int, Row] = {
             "algorithms/test_corrections.py::test_no_ratio_is_too_large",
             "algorithms/test_corrections.py::test_a_log_ratio_counts_for_no_more_than_its_bound",
             "algorithms/test_losses.py::test_dual_clip_bounds_what_a_bad_token_can_do",
-            "training/test_replay.py::test_the_stale_are_dropped",
+            "training/test_replay_buffer.py::test_the_stale_are_dropped",
             "proof/test_check.py::test_a_ratio_that_is_far_out_is_told_of_in_any_flow",
         ),
     ),
@@ -378,7 +376,7 @@ ROWS: dict[int, Row] = {
             "faults/test_out_of_memory.py::"
             "test_a_killed_run_makes_the_change_again_without_running_out_of_memory",
             "faults/test_out_of_memory.py::test_a_run_that_cannot_go_on_keeps_what_it_has_learnt",
-            "run/sft/test_loop.py::"
+            "run/test_sft.py::"
             "test_a_held_out_loss_without_memory_is_measured_in_smaller_micro_batches",
         ),
     ),
@@ -393,10 +391,10 @@ ROWS: dict[int, Row] = {
         "isobit doctor and isobit verify --bisect fail by the operation's name",
         (
             "proof/test_planted_faults.py::test_a_planted_fault_is_seen_and_named",
-            "cli/test_doctor.py::test_a_wrong_gemm_fails_by_name_with_a_fix",
-            "proof/doctor/test_mutants.py::test_wrong_quantisers",
-            "proof/doctor/test_mutants.py::test_a_wrong_decoder_and_a_wrong_grid",
-            "proof/doctor/test_mutants.py::test_a_starter_model_that_differs_in_one_bit",
+            "cli/test_verify.py::test_a_wrong_gemm_fails_by_name_with_a_fix",
+            "proof/test_doctor_mutants.py::test_wrong_quantisers",
+            "proof/test_doctor_mutants.py::test_a_wrong_decoder_and_a_wrong_grid",
+            "proof/test_doctor_mutants.py::test_a_starter_model_that_differs_in_one_bit",
         ),
     ),
     35: Row(
@@ -421,19 +419,19 @@ ROWS: dict[int, Row] = {
             "data/test_prompts.py::test_long_prompts_are_dropped_and_counted",
             "data/test_prompts.py::"
             "test_a_text_of_megabytes_is_refused_dropped_or_cut_before_it_is_tokenised",
-            "data/test_tables.py::test_csv_that_is_wrong",
+            "data/test_sources.py::test_csv_that_is_wrong",
             "faults/test_mutations.py::test_dataset",
-            "data/test_tables.py::test_parquet_that_is_wrong",
-            "run/rl/test_setup.py::test_a_prompt_longer_than_the_context",
+            "data/test_sources.py::test_parquet_that_is_wrong",
+            "run/test_setup.py::test_a_prompt_longer_than_the_context",
         ),
     ),
     37: Row(
         "messages of unknown roles, no chat template, a template that raises or never ends",
         "an error that names the row; templates run in a sandbox",
         (
-            "data/test_chat_template.py::test_a_hostile_template_is_refused_by_row",
+            "data/test_tokenizer.py::test_a_hostile_template_is_refused_by_row",
             "data/test_examples.py::test_an_unusable_conversation_is_named",
-            "data/test_conversations.py::"
+            "data/test_examples.py::"
             "test_messages_without_a_template_and_no_token_at_all_are_refused",
             "data/test_prompts.py::test_an_unusable_prompt_is_named",
         ),
@@ -454,9 +452,9 @@ ROWS: dict[int, Row] = {
         (
             "models/test_folder.py::test_missing_folder_and_missing_files",
             "models/test_folder.py::test_what_the_decoder_does_not_compute_is_refused_by_name",
-            "models/test_tensor_header.py::test_files_that_are_damaged",
-            "models/test_tensor_header.py::test_entries_that_lie",
-            "models/test_tensor_header.py::test_a_header_of_more_than_the_limit_is_not_parsed",
+            "models/test_safetensors.py::test_files_that_are_damaged",
+            "models/test_safetensors.py::test_entries_that_lie",
+            "models/test_safetensors.py::test_a_header_of_more_than_the_limit_is_not_parsed",
             "models/test_checkpoint.py::test_config_and_tensors_that_disagree",
             "models/test_checkpoint.py::test_every_other_format_is_refused_by_name",
             "models/test_checkpoint.py::test_what_is_not_finite_is_refused_by_name",
@@ -472,8 +470,8 @@ ROWS: dict[int, Row] = {
             "models/test_hub.py::test_what_the_hub_does_not_give",
             "models/test_hub.py::test_offline_and_not_cached",
             "models/test_hub.py::test_a_cached_model_is_loaded_without_a_request",
-            "data/test_hub.py::test_what_the_hub_does_not_give",
-            "data/test_hub.py::test_an_interrupted_fetch_is_finished_and_offline_never_asks",
+            "data/test_hugging_face.py::test_what_the_hub_does_not_give",
+            "data/test_hugging_face.py::test_an_interrupted_fetch_is_finished_and_offline_never_asks",
         ),
     ),
     41: Row(
@@ -483,13 +481,13 @@ ROWS: dict[int, Row] = {
         (
             "rewards/test_form.py::test_anything_else_is_refused_with_the_forms",
             "rewards/test_form.py::test_trls_none_and_lists_that_do_not_fit",
-            "rewards/test_grade.py::test_every_kind_of_number_is_a_float",
-            "rewards/test_grade.py::test_a_reward_that_exits_is_a_failure_not_an_end",
+            "rewards/test_grading.py::test_every_kind_of_number_is_a_float",
+            "rewards/test_grading.py::test_a_reward_that_exits_is_a_failure_not_an_end",
             "rewards/test_pool.py::test_printing_reaches_nobody_and_holds_nobody_up",
             "rewards/test_pool.py::test_what_a_reward_changes_in_its_process_stays_there",
             "rewards/test_pool.py::test_children_and_threads_end_with_the_pool",
             "rewards/test_pool.py::test_a_module_that_cannot_be_loaded_is_told_in_a_line",
-            "rewards/test_repetition.py::"
+            "rewards/test_grading.py::"
             "test_a_reward_that_answers_otherwise_when_asked_again_is_counted",
         ),
     ),
@@ -497,10 +495,9 @@ ROWS: dict[int, Row] = {
         "answers with towers of powers, factorials, nesting, 100,000 digits, code, null bytes",
         "0 or right in time; nothing is executed",
         (
-            "rewards/graders/test_math_verify.py::"
-            "test_what_is_out_of_bounds_scores_zero_and_is_counted",
-            "rewards/graders/test_math_verify.py::test_within_the_bounds_time_is_bounded",
-            "rewards/graders/test_math_verify.py::test_no_text_reaches_eval",
+            "rewards/graders/test_math.py::test_what_is_out_of_bounds_scores_zero_and_is_counted",
+            "rewards/graders/test_math.py::test_within_the_bounds_time_is_bounded",
+            "rewards/graders/test_math.py::test_no_text_reaches_eval",
             "rewards/graders/test_reasoning_gym.py::"
             "test_no_hostile_answer_hangs_breaks_or_wins_a_task",
             "rewards/graders/test_reasoning_gym.py::test_a_scorer_that_executes_answers_is_refused",
@@ -539,16 +536,16 @@ ROWS: dict[int, Row] = {
             "observe/report/test_page.py::test_what_the_model_and_the_data_wrote_is_text",
             "observe/report/test_page.py::test_invisible_characters_are_shown",
             "observe/report/test_samples.py::test_long_completions_are_cut_and_counted",
-            "test_errors.py::test_the_command_line_prints_them_so",
+            "util/test_errors.py::test_the_command_line_prints_them_so",
         ),
     ),
     46: Row(
         "tokens of control and marks of a chat template in the text of a prompt or an answer",
         "text, spelt letter by letter",
         (
-            "data/test_encoding.py::test_a_prompt_spells_control_tokens_letter_by_letter",
-            "data/test_encoding.py::test_a_completion_is_learnt_as_text_and_ends_once",
-            "data/test_encoding.py::test_an_answer_adds_no_turn_for_a_reward_model",
+            "data/test_tokenizer.py::test_a_prompt_spells_control_tokens_letter_by_letter",
+            "data/test_tokenizer.py::test_a_completion_is_learnt_as_text_and_ends_once",
+            "data/test_tokenizer.py::test_an_answer_adds_no_turn_for_a_reward_model",
         ),
     ),
     47: Row("requests that attack a server", "", absent=NO_SERVER),

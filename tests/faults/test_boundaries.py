@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from isobit import files as storage
-from isobit.config.run import RunConfig
-from isobit.models import loaded as model
-from isobit.run.rl.loop import train
-from isobit.store.checkpoint import format as checkpoint_format
-from isobit.store.checkpoint import keeper
+from isobit.config.recipes import RunConfig
+from isobit.models import folder as model
+from isobit.run.loop import train
+from isobit.store import checkpoint as checkpoint_format
+from isobit.store import keeper
+from isobit.util import files as storage
 from tests.death import Death
 
 MakeConfig = Callable[..., RunConfig]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from isobit.config.run import RunConfig
-from isobit.errors import Interrupted
-from isobit.run.rl.loop import train
+from isobit.config.recipes import RunConfig
+from isobit.run.loop import train
+from isobit.util.errors import Interrupted
 
 EVALUATION, STEP = 3, 16
 """Rewards asked for by an evaluation and by a step."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from isobit.config.run import RunConfig
-from isobit.errors import CheckpointError
-from isobit.run.rl.loop import train
-from isobit.store.checkpoint import format as checkpoint_format
+from isobit.config.recipes import RunConfig
+from isobit.run.loop import train
+from isobit.store import checkpoint as checkpoint_format
+from isobit.util.errors import CheckpointError
 
 MakeConfig = Callable[..., RunConfig]
 

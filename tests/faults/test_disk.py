@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 import tomli_w
 
-from isobit import files as storage
 from isobit.cli.main import main
-from isobit.config.run import RunConfig
-from isobit.errors import NoSpaceError, StorageError
-from isobit.files import LineFile, disk_errors
+from isobit.config.recipes import RunConfig
 from isobit.models import saving
-from isobit.models.shards import write_shards
-from isobit.run.rl.loop import train
-from isobit.store import room
-from isobit.store.checkpoint import format as checkpoint_format
-from isobit.store.checkpoint import space
+from isobit.models.safetensors import write_shards
+from isobit.run.loop import train
+from isobit.store import checkpoint as checkpoint_format
+from isobit.store import space, writing
+from isobit.util import files as storage
+from isobit.util.errors import NoSpaceError, StorageError
+from isobit.util.files import LineFile, disk_errors
 from tests.forked import ran
 
 MakeConfig = Callable[..., RunConfig]
@@ -110,8 +109,8 @@ def test_a_save_goes_through_once_there_is_space(
     """The disk is full for three pauses, and nothing is lost or written twice."""
     config = make_config(checkpoint={"wait_for_space_s": 60})
     slept: list[float] = []
-    monkeypatch.setattr(room, "sleep", slept.append)
-    monkeypatch.setattr(room, "LOOK_S", 1000.0)  # a pause is one sleep
+    monkeypatch.setattr(writing, "sleep", slept.append)
+    monkeypatch.setattr(writing, "LOOK_S", 1000.0)  # a pause is one sleep
     sync, write = checkpoint_format.sync, LineFile.write
 
     def fill() -> None:
@@ -156,7 +155,7 @@ def test_a_signal_ends_the_waiting_for_space_at_once(
         if len(pauses) == 7:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(room, "sleep", sleep)
+    monkeypatch.setattr(writing, "sleep", sleep)
     first = config.output / "checkpoints" / "step_000002"
     monkeypatch.setattr(storage, "free_bytes", lambda path: 1000 if first.exists() else 10**12)
     with pytest.raises(NoSpaceError, match="the checkpoint of step 4 needs"):

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.run import RunConfig
-from isobit.errors import Interrupted, NonFiniteError, StorageError
+from isobit.config.recipes import RunConfig
 from isobit.observe.report.source import read_run
-from isobit.run.rl.loop import train
+from isobit.run.loop import train
 from isobit.training.trainer import Trainer
+from isobit.util.errors import Interrupted, NonFiniteError, StorageError
 
 MakeConfig = Callable[..., RunConfig]
 Hook = Callable[[str], None]

@@ -13,8 +13,8 @@ import pytest
 import tomli_w
 
 from isobit.cli.main import main
-from isobit.errors import RewardError
-from isobit.run.rl.loop import train
+from isobit.run.loop import train
+from isobit.util.errors import RewardError
 from tests.forked import command
 
 MakeConfig = Callable[..., Any]

@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 
 from isobit.cli.main import main
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
-from isobit.errors import ConfigError
-from isobit.models.loaded import model_folder
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.models.folder import model_folder
+from isobit.run.loop import train
 from isobit.run.plan import plan_training
-from isobit.run.rl.loop import train
-from isobit.run.rl.setup import read_rl
-from isobit.run.sft.loop import sft
-from isobit.run.sft.setup import read_sft
+from isobit.run.setup import read_rl
+from isobit.run.sft import sft
+from isobit.run.sft_data import read_sft
 from isobit.starter import starter_folder
+from isobit.util.errors import ConfigError
 
 REWARD = "def reward(prompt, completion):\n    return float(len(completion.token_ids) % {})\n"
 

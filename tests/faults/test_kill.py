@@ -24,10 +24,9 @@ from typing import Any, Literal
 import pytest
 import tomli_w
 
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
-from isobit.run.rl.loop import train
-from isobit.run.sft.loop import sft
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.run.loop import train
+from isobit.run.sft import sft
 from tests.faults.test_rank_deaths import without_the_machine
 from tests.forked import command
 

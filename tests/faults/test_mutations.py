@@ -16,9 +16,8 @@ from isobit.config.data import JsonlData
 from isobit.config.load import dump_config, load_config
 from isobit.config.rules import check_run
 from isobit.data.sources import load_rows
-from isobit.errors import CheckpointError, ConfigError, DataError
-from isobit.models.tensor_slices import Slice
-from isobit.store.checkpoint.format import (
+from isobit.models.safetensors import Slice
+from isobit.store.checkpoint import (
     MANIFEST,
     STATE,
     Checkpoint,
@@ -26,6 +25,7 @@ from isobit.store.checkpoint.format import (
     read_checkpoint,
     write_checkpoint,
 )
+from isobit.util.errors import CheckpointError, ConfigError, DataError
 from tests.mutations import COUNT, Outcomes, mutated_bytes, mutated_json_text
 
 pytestmark = pytest.mark.timeout(300)

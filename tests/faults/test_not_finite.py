@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.run import RunConfig
-from isobit.run.rl.loop import train
-from isobit.store.checkpoint.keeper import CheckpointKeeper
+from isobit.config.recipes import RunConfig
+from isobit.run.loop import train
+from isobit.store.keeper import CheckpointKeeper
 from isobit.training.trainer import Trainer
 from tests.death import Death
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.run import RunConfig
-from isobit.errors import OutOfMemoryError
+from isobit.config.recipes import RunConfig
 from isobit.records.batch import PackedBatch
-from isobit.run.rl.loop import train
-from isobit.store.checkpoint import keeper
+from isobit.run.loop import train
+from isobit.store import keeper
 from isobit.training.trainer import Trainer
+from isobit.util.errors import OutOfMemoryError
 from tests.death import Death
 
 MakeConfig = Callable[..., RunConfig]

@@ -13,8 +13,8 @@ from typing import Any
 import tomli_w
 
 from isobit.cli.main import main
-from isobit.config.sft import SftConfig
-from isobit.run.sft.loop import sft
+from isobit.config.recipes import SftConfig
+from isobit.run.sft import sft
 from isobit.starter.tasks import guess, problems, question, worked_out
 from tests.forked import command
 

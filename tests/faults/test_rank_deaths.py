@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from isobit.config.run import RunConfig
-from isobit.run.rl.loop import train
+from isobit.config.recipes import RunConfig
+from isobit.run.loop import train
 from tests.forked import Launched, command
 
 PROGRAM = str(Path(__file__).with_name("rank.py"))

@@ -13,20 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.run import RunConfig
-from isobit.errors import IsobitError, MismatchError
-from isobit.files import LineFile
-from isobit.models.published import Published
-from isobit.models.tensor_file import FilePlan
-from isobit.models.tensor_slices import Slice
-from isobit.parallel.agreement import is_agreed
-from isobit.parallel.world import World
+from isobit.config.recipes import RunConfig
+from isobit.models.policy import Published
+from isobit.models.safetensors import FilePlan, Slice
+from isobit.parallel.world import World, is_agreed
 from isobit.precision.quant_tensor import QuantTensor
-from isobit.rollout.native.engine import NativeEngine
-from isobit.run.rl.loop import train
-from isobit.run.rl.ranks import train_by_ranks
-from isobit.store.checkpoint import format as checkpoint_format
+from isobit.rollout.native import NativeEngine
+from isobit.run.loop import train
+from isobit.run.rollouter import train_by_ranks
+from isobit.store import checkpoint as checkpoint_format
 from isobit.training.trainer import Trainer
+from isobit.util.errors import IsobitError, MismatchError
+from isobit.util.files import LineFile
 from tests.worlds import in_world
 
 MakeConfig = Callable[..., RunConfig]

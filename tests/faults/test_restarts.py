@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import tomli_w
 
-from isobit.config.run import RunConfig
-from isobit.run.cluster.launcher import launch
-from isobit.run.cluster.restarts import with_restarts
-from isobit.run.rl.loop import train
+from isobit.config.recipes import RunConfig
+from isobit.run.launch import launch, with_restarts
+from isobit.run.loop import train
 from tests.forked import called
 from tests.forked_ranks import forked
 from tests.worlds import free_port

@@ -15,10 +15,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from isobit.cli.main import main
-from isobit.config.run import RunConfig
-from isobit.errors import ConfigError, Interrupted, RewardError, StoppedAtOnce
-from isobit.run.rl.log import RlLog
-from isobit.run.rl.loop import train
+from isobit.config.recipes import RunConfig
+from isobit.run.log import RlLog
+from isobit.run.loop import train
+from isobit.util.errors import ConfigError, Interrupted, RewardError, StoppedAtOnce
 
 MakeConfig = Callable[..., RunConfig]
 Hook = Callable[[str], None]
@@ -63,7 +63,7 @@ def test_a_stopped_and_resumed_run_leaves_the_same_files(
 def test_no_step_appears_twice_in_tensorboard(make_config: MakeConfig, hook: Hook) -> None:
     config = make_config(checkpoint={"every": 4})
     hook(
-        "from isobit.errors import StoppedAtOnce\n"
+        "from isobit.util.errors import StoppedAtOnce\n"
         "if call == 3 + 5 * 16 + 3: hook.unlink(); raise StoppedAtOnce"
     )  # in step 6, with no checkpoint of step 5
     with pytest.raises(StoppedAtOnce):

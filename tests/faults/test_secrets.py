@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from isobit.cli.main import main
-from isobit.config.run import RunConfig
-from isobit.errors import RewardError
-from isobit.run.rl.loop import train
+from isobit.config.recipes import RunConfig
+from isobit.run.loop import train
+from isobit.util.errors import RewardError
 
 SECRETS = {
     name: f"secret-{number}-of-{name.lower()}"

@@ -17,15 +17,15 @@ import tomli_w
 import torch
 
 from isobit.cli.main import main
-from isobit.config.sft import SftConfig
-from isobit.errors import CheckpointError, ConfigError, Interrupted, StorageError
+from isobit.config.recipes import SftConfig
 from isobit.records.batch import PackedBatch
-from isobit.run.sft.loop import sft
+from isobit.run.sft import sft
 from isobit.starter.tasks import problems, question, worked_out
-from isobit.store.checkpoint import space
-from isobit.store.lock import locked
+from isobit.store import space
+from isobit.store.directory import locked
 from isobit.training.figures import UpdateMetrics
 from isobit.training.trainer import Trainer
+from isobit.util.errors import CheckpointError, ConfigError, Interrupted, StorageError
 from tests.death import Death
 from tests.forked import command
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from isobit.cli.main import main
-from isobit.config.run import RunConfig
-from isobit.errors import StoppedAtOnce
-from isobit.run.interruption import Interruption
-from isobit.run.rl.loop import train
+from isobit.config.recipes import RunConfig
+from isobit.run.grading import Interruption
+from isobit.run.loop import train
 from isobit.training.optimiser import AdamW
 from isobit.training.trainer import Trainer
+from isobit.util.errors import StoppedAtOnce
 from tests.forked import command
 
 MakeConfig = Callable[..., RunConfig]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.tables import PrecisionConfig, Preset
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import Policy, random_policy
-from isobit.precision.formats import ScaleKind
+from isobit.precision.quant_tensor import ScaleKind
 
 QWEN3 = ModelConfig("qwen3", 1000, 512, 768, 3, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
 QWEN2 = ModelConfig("qwen2", 1000, 512, 768, 3, 16, 1, 64, 1024, 1e-6, 1e6, tied_embeddings=True)

@@ -10,11 +10,10 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.adamw import FIRST, SECOND, AdamWFactors, noise_key, num_groups
 from isobit.kernels.backend import backend_of
-from isobit.kernels.noise import splitmix64
-from isobit.kernels.spec import moments
-from isobit.kernels.spec.adamw import round_stochastically
+from isobit.kernels.noise import FIRST, SECOND, AdamWFactors, noise_key, num_groups, splitmix64
+from isobit.kernels.spec import optimiser
+from isobit.kernels.spec.optimiser import round_stochastically
 
 SETTINGS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
 NOISE = (2**40 + 3, 290)
@@ -121,7 +120,7 @@ def test_bits_are_those_of_the_cpu(
 def test_a_group_depends_on_its_number_and_on_no_other(kind: str) -> None:
     whole = [x.cuda() for x in some_state((1 << 22,), kind)]
     again = [x.clone() for x in whole]
-    count = 12345 if kind != "fp8" else 96 * moments.GROUP
+    count = 12345 if kind != "fp8" else 96 * optimiser.GROUP
     part = [x.cuda() for x in some_state((count,), kind)]
     part[0].copy_(whole[0][:count])
     gradients = [some_gradient((1 << 22,), step) for step in range(1, 4)]
@@ -142,7 +141,7 @@ def test_rows_move_as_they_do_in_the_whole(kind: str, shape: tuple[int, ...]) ->
     width, made = whole[0][0].numel(), []
     for rows in torch.arange(shape[0]).split(128):
         first, last = int(rows[0]), int(rows[-1]) + 1
-        groups = slice(first * width // moments.GROUP, num_groups(last * width))
+        groups = slice(first * width // optimiser.GROUP, num_groups(last * width))
         part = [x[groups if i > 2 else slice(first, last)].clone() for i, x in enumerate(start)]
         take_steps(part, range(1, 4), [x[first:last] for x in gradients], first * width)
         made.append(part)
@@ -173,8 +172,10 @@ def test_8_bit_moments_of_a_group_that_is_not_finite_are_nan(bad: float) -> None
     assert ours[0].isnan().nonzero().view(-1).tolist() == ([] if bad == 1e30 else [130])
     assert torch.equal(theirs[0].cpu().isnan(), ours[0].isnan())
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(theirs[1:], ours[1:], strict=True))
-    assert ours[4][1] == moments.NOT_FINITE and (bad == 1e30 or ours[3][1] == moments.NOT_FINITE)
-    assert moments.NOT_FINITE not in (*ours[3][::2], *ours[4][::2])
+    assert ours[4][1] == optimiser.NOT_FINITE and (
+        bad == 1e30 or ours[3][1] == optimiser.NOT_FINITE
+    )
+    assert optimiser.NOT_FINITE not in (*ours[3][::2], *ours[4][::2])
 
 
 def test_more_elements_than_32_bits_count() -> None:
@@ -212,8 +213,8 @@ def test_more_elements_than_32_bits_count_with_8_bit_moments() -> None:
     noise = splitmix64(torch.tensor([noise_key(1, 1, 2)]), torch.arange(size - tail, size))
     root = torch.full((tail,), 1 - 0.999).double().sqrt().float()
     expected = (
-        moments.encode_first(torch.full((tail,), 1 - 0.9), (noise & 0xFFFF).int()),
-        moments.encode_second(root, (noise >> 16 & 0xFFFF).int()),
+        optimiser.encode_first(torch.full((tail,), 1 - 0.9), (noise & 0xFFFF).int()),
+        optimiser.encode_second(root, (noise >> 16 & 0xFFFF).int()),
     )
     for codes, found, (rounded, scale) in zip((first, second), scales, expected, strict=True):
         assert (

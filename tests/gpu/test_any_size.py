@@ -9,14 +9,14 @@ import torch
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification
-from isobit.kernels.spec.gemm import fp8_gemm_nt as gemm_specification
+from isobit.kernels.spec.linear import fp8_gemm_nt as gemm_specification
 from isobit.precision.flow import Site
-from isobit.precision.formats import BLOCK, ScaleKind
-from isobit.precision.quant_tensor import QuantTensor, block_sizes, num_blocks
+from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind, block_sizes, num_blocks
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from isobit.kernels.hopper.device_functions import padded_size
 from isobit.kernels.hopper.gemm import (
     BackEnd,
     WGradBackEnd,
@@ -24,9 +24,15 @@ from isobit.kernels.hopper.gemm import (
     fp8_gemm_nt,
     why_not_deep_gemm,
 )
-from isobit.kernels.hopper.linear import dgrad, linear, linear_input, output_gradient, wgrad
-from isobit.kernels.hopper.linear_backward import fp8_gemm_tn, transpose_blocks
-from isobit.kernels.hopper.parts import padded_size
+from isobit.kernels.hopper.linear import (
+    dgrad,
+    fp8_gemm_tn,
+    linear,
+    linear_input,
+    output_gradient,
+    transpose_blocks,
+    wgrad,
+)
 from isobit.kernels.hopper.publish import publish, publish_blocks, republish
 from isobit.kernels.hopper.quantise import (
     QuantRows,

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from isobit.kernels.spec.heads import Heads
+from isobit.kernels.spec.qkv import Heads
 from isobit.kernels.spec.quantise import scale_of_byte
-from isobit.precision.formats import E4M3
+from isobit.precision.quant_tensor import E4M3
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

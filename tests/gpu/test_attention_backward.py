@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from isobit.kernels.spec.heads import Heads
+from isobit.kernels.spec.qkv import Heads
 from isobit.kernels.spec.quantise import scale_of_byte
-from isobit.precision.formats import Format
+from isobit.precision.quant_tensor import Format
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

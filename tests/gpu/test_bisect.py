@@ -13,25 +13,17 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper import (
-    linear,
-    norm,
-    packed_attention,
-    paged_attention,
-    sampling,
-    swiglu,
-    token_log_probs,
-)
+from isobit.kernels.hopper import attend, head, linear, pointwise, sampling
 from isobit.kernels.hopper.attention import PagedKeys
 from isobit.kernels.hopper.qkv import Queries
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.models.layers.attention import Attention
-from isobit.models.layers.mlp import Mlp
+from isobit.models.attention import Attention
+from isobit.models.mlp import Mlp
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
-from isobit.proof.bisect.bisect import trace_scenario
-from isobit.proof.scenarios import build_workload, engine_scenarios
-from isobit.rollout.native.engine import NativeEngine
+from isobit.proof.bisect import trace_scenario
+from isobit.proof.verify import build_workload, engine_scenarios
+from isobit.rollout.native import NativeEngine
 
 Side = Literal["rollout", "training"]
 MakePolicy = Callable[..., Policy]
@@ -115,10 +107,10 @@ def itself(result: Any) -> torch.Tensor:
     return result.values if isinstance(result, QuantRows) else result
 
 
-PAIR = {"rollout": paged_attention, "training": packed_attention}
+PAIR = {"rollout": attend, "training": attend}
 FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]] = {
     "norm and quantise": (
-        norm,
+        pointwise,
         "rms_norm_quantise",
         0,
         quantised_norm,
@@ -128,7 +120,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
     "GEMM": (linear, "fp8_gemm_nt", 1, itself, "layers.1.o_proj", "GEMM"),
     "quantise": (linear, "quantise_rows", 0, itself, "layers.1.o_proj.input", "quantiser"),
     "SwiGLU": (
-        swiglu,
+        pointwise,
         "swiglu_quantise",
         0,
         itself,
@@ -145,7 +137,7 @@ FAULTS: dict[str, tuple[Any, Any, int, Callable[[Any], torch.Tensor], str, str]]
     ),
     "prefill": (PAIR, "prefill_attention", 0, first, "layers.1.attention", "attention"),
     "head": (
-        token_log_probs,
+        head,
         "bf16_gemm_nt",
         0,
         itself,
@@ -196,7 +188,7 @@ def test_the_kernel_is_named(
 def test_decode_attention_is_named(
     where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = paged_attention.decode_attention
+    exact = attend.decode_attention
 
     def planted(*arguments: Any) -> Any:
         result = exact(*arguments)
@@ -204,7 +196,7 @@ def test_decode_attention_is_named(
             nudge(result[0])
         return result
 
-    monkeypatch.setattr(paged_attention, "decode_attention", planted)
+    monkeypatch.setattr(attend, "decode_attention", planted)
     parting = trace(make_policy, "roomy")
     assert parting is not None and parting.difference.site == "layers.1.attention"
 
@@ -212,7 +204,7 @@ def test_decode_attention_is_named(
 def test_a_page_write_is_named(
     where: Where, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = paged_attention.encode_paged
+    exact = attend.encode_paged
 
     def planted(
         qkv: Any, transform: Any, positions: Any, slots: torch.Tensor, pages: PagedKeys
@@ -224,7 +216,7 @@ def test_a_page_write_is_named(
             pages.value_bytes[page, 0, offset] += 1
         return result
 
-    monkeypatch.setattr(paged_attention, "encode_paged", planted)
+    monkeypatch.setattr(attend, "encode_paged", planted)
     parting = trace(make_policy, "roomy")
     assert parting is not None and (parting.difference.site, parting.kind) == (
         "layers.1.kv_cache.v",

@@ -8,22 +8,20 @@ import pytest
 import torch
 
 from isobit.config.algorithm import GrpoConfig, StepConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import RolloutConfig, TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.algorithms.clipped import ClipBounds
-from isobit.algorithms.grpo import Grpo
-from isobit.memory.frozen import FrozenModel
+from isobit.algorithms.family import Grpo
+from isobit.memory.activations import FrozenModel
 from isobit.models.decoder import decoder_shape
 from isobit.models.policy import Policy
 from isobit.precision.flow import build_flow
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 from isobit.training.calibration import SHADOW, Calibration, shadow_of
 from isobit.training.judge import Judge
 from isobit.training.step import Learner

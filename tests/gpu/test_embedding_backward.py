@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.embedding_backward import embedding_backward
+from isobit.kernels.hopper.pointwise import embedding_backward
 
 VOCABULARY = 1000
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.config.precision import Preset
-from isobit.config.rollout import RolloutConfig
+from isobit.config.tables import Preset, RolloutConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -16,9 +15,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.models.policy import Policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify_policy
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 
 MakePolicy = Callable[..., Policy]
 

@@ -15,29 +15,35 @@ from isobit.kernels.operands import (
     LinearWeight,
     RouterLoss,
     Routing,
+    router_losses,
+    sequence_means,
 )
-from isobit.kernels.router_loss import router_losses, sequence_means
+from isobit.kernels.spec import experts as routing_specification
 from isobit.kernels.spec import experts as specification
 from isobit.kernels.spec import linear as dense_specification
-from isobit.kernels.spec import routing as routing_specification
-from isobit.kernels.spec.publish import publish as publish_on_cpu
+from isobit.kernels.spec.quantise import publish as publish_on_cpu
 from isobit.precision.flow import Site
-from isobit.precision.formats import Format, ScaleKind
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper.dispatch import gather, make_dispatch, most_rows
-from isobit.kernels.hopper.experts import experts, experts_saving, swiglu_rows
-from isobit.kernels.hopper.experts_backward import experts_backward
+from isobit.kernels.hopper.experts import (
+    choose,
+    experts,
+    experts_backward,
+    experts_saving,
+    route,
+    route_backward,
+    swiglu_rows,
+)
 from isobit.kernels.hopper.gemm import why_not_deep_gemm
 from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt
 from isobit.kernels.hopper.linear import linear, linear_input
+from isobit.kernels.hopper.pointwise import swiglu_input
 from isobit.kernels.hopper.publish import publish
-from isobit.kernels.hopper.routing import choose, route, route_backward
-from isobit.kernels.hopper.swiglu import swiglu_input
 
 BACK_ENDS: list[Literal["deep_gemm", "triton"]] = (
     ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]

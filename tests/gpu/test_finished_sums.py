@@ -13,7 +13,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.hopper import token_log_probs
+from isobit.kernels.hopper import head
 
 LARGE = Size(8192, 4096, (32, 8, 128), 20_000, (16, 4, 768))
 FEW = replace(LARGE, tokens=1000)
@@ -32,7 +32,7 @@ def test_parts_of_the_head_in_zeros_are_one_finished_sum_of_the_caller(
 ) -> None:
     """What ``Backend`` says of it: a caller who has a sum already gives zeros, and adds them."""
     backend = backend_of(torch.device("cuda", torch.cuda.current_device()))
-    monkeypatch.setattr(token_log_probs, "backward_rows", lambda _: 1000)
+    monkeypatch.setattr(head, "backward_rows", lambda _: 1000)
     operation = Case(backend, replace(WHOLE, tokens=4500)).head()
     made = [torch.zeros(operation.shapes[0], device="cuda") for _ in range(2)]
     for grad in made:

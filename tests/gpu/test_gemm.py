@@ -7,11 +7,10 @@ from typing import Literal
 import pytest
 import torch
 
-from isobit.kernels.spec.gemm import fp8_gemm_nt as specification
+from isobit.kernels.spec.linear import fp8_gemm_nt as specification
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.kernels.spec.quantise import quantise_rows as quantise_rows_on_cpu
-from isobit.precision.formats import ScaleKind
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

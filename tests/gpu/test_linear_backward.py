@@ -7,16 +7,15 @@ import torch
 
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as specification
-from isobit.kernels.spec.publish import publish
+from isobit.kernels.spec.quantise import publish
 from isobit.precision.flow import Site
-from isobit.precision.formats import BLOCK, ScaleKind
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.kernels.hopper.gemm import WGradBackEnd, fp8_gemm_nt, why_not_deep_gemm
-from isobit.kernels.hopper.linear_backward import (
+from isobit.kernels.hopper.linear import (
     bf16_gemm_nn,
     bf16_gemm_tn,
     fp8_gemm_nn,

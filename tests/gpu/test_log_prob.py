@@ -8,9 +8,9 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper import gemm, sizes, token_log_probs
+from isobit.kernels.hopper import gemm, head, sizes
 from isobit.kernels.hopper.gemm import bf16_back_end, bf16_gemm_nt
-from isobit.kernels.hopper.log_prob import log_probs_at, log_sum_exp, log_sums_and_entropies
+from isobit.kernels.hopper.head import log_probs_at, log_sum_exp, log_sums_and_entropies
 from isobit.kernels.hopper.sampling import sample_tokens
 
 VOCABULARY = 151936
@@ -90,6 +90,6 @@ def test_sampler_and_training_give_the_same_bits(
         done += batch
     for logits_at_once in (1 << 28, 1 << 26):
         monkeypatch.setattr(sizes, "FORWARD_LOGITS", logits_at_once)
-        log_probs, entropies = token_log_probs.token_log_probs(hidden, weight, tokens, temperatures)
+        log_probs, entropies = head.token_log_probs(hidden, weight, tokens, temperatures)
         assert torch.equal(log_probs, sampled) and entropies.isfinite().all()
     assert 0 < entropies.mean() < 12 and (log_probs <= 0).all()

@@ -11,26 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import Recompute, TrainingConfig
+from isobit.config.tables import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.clock import Clock
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlanner
 from isobit.memory.turns import DeviceTurns
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 from isobit.training.host_moments import HostMoments
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
+from isobit.util.terminal import Clock
 
 MakePolicy = Callable[..., Policy]
 MIB = 1 << 20
@@ -94,7 +91,7 @@ def test_a_released_engine_holds_nothing_and_draws_the_same_again(
 def test_kernels_are_not_announced_again(
     make_policy: MakePolicy, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    from isobit.rollout.native import graph_runner
+    from isobit.rollout import graph_runner
 
     monkeypatch.setattr(graph_runner, "_SLOW_CAPTURE", 0.0)
     monkeypatch.setattr(graph_runner, "_compiled", set())

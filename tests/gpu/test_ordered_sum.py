@@ -6,8 +6,8 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.ordered_sum import add_in_order
-from isobit.kernels.spec import ordered_sum
+from isobit.kernels.hopper.optimiser import add_in_order
+from isobit.kernels.spec import optimiser
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 4096, 128 * 4096 + 16, 3 * 128 * 1000])
@@ -18,7 +18,7 @@ def test_the_bits_of_separate_additions(size: int, count: int) -> None:
     numbers *= torch.exp(8 * torch.randn(numbers.shape, device="cuda", generator=generator))
     total, expected = numbers[0].clone(), numbers[0].clone()
     add_in_order(total, list(numbers[1:]))
-    ordered_sum.add_in_order(expected, list(numbers[1:]))
+    optimiser.add_in_order(expected, list(numbers[1:]))
     assert torch.equal(total, expected)
 
 
@@ -27,5 +27,5 @@ def test_slices_that_begin_anywhere() -> None:
     total, expected = numbers[0, 1:1001].clone(), numbers[0, 1:1001].clone()
     addends = [numbers[1, 3:1003], numbers[2, 2:1002]]
     add_in_order(total, addends)
-    ordered_sum.add_in_order(expected, addends)
+    optimiser.add_in_order(expected, addends)
     assert torch.equal(total, expected)

@@ -14,20 +14,18 @@ import torch
 
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, Preset, TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
+from isobit.records.batch import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
-from isobit.training.budget import BudgetChange, MicrobatchBudget
-from isobit.training.packing import lay_end_to_end
 from isobit.training.step import train_on_groups
-from isobit.training.trainer import Trainer
+from isobit.training.trainer import BudgetChange, MicrobatchBudget, Trainer
 
 SHAPE = ModelConfig("qwen3", 1000, 512, 768, 3, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
 GRPO = build_algorithm(GrpoConfig())

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from isobit.kernels.backend import backend_of
-from isobit.parallel.exchanges import Exchanges, PostedExchanges
-from isobit.parallel.peer_copies import PeerCopies
+from isobit.parallel.exchanges import Exchanges, PeerCopies, PostedExchanges
 from isobit.parallel.processes import Processes
 from isobit.parallel.world import World
 from tests.parallel.test_world import _tables

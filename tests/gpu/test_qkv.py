@@ -8,13 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from isobit.errors import ConfigError
-from isobit.kernels.operands import QkvTransform
-from isobit.kernels.rope import RopeTable
-from isobit.kernels.spec.heads import Heads
-from isobit.kernels.spec.qkv import transform_qkv
+from isobit.kernels.operands import QkvTransform, RopeTable
+from isobit.kernels.spec.qkv import Heads, transform_qkv
 from isobit.kernels.spec.quantise import scale_of_byte
-from isobit.precision.formats import DTYPES, E4M3, E8M0_BIAS, Format
+from isobit.precision.quant_tensor import DTYPES, E4M3, E8M0_BIAS, Format
+from isobit.util.errors import ConfigError
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

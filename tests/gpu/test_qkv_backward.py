@@ -5,8 +5,7 @@ own rounding of them with norms.
 import pytest
 import torch
 
-from isobit.kernels.operands import QkvGradients, QkvTransform
-from isobit.kernels.rope import RopeTable
+from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
 from isobit.kernels.spec.qkv import qkv_backward as qkv_backward_on_cpu
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from isobit.kernels.spec import quantise as specification
-from isobit.kernels.spec.norm import rms_norm
-from isobit.kernels.spec.swiglu import swiglu as swiglu_on_cpu
-from isobit.precision.formats import ScaleKind
+from isobit.kernels.spec.pointwise import rms_norm
+from isobit.kernels.spec.pointwise import swiglu as swiglu_on_cpu
+from isobit.precision.quant_tensor import ScaleKind
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

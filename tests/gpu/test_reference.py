@@ -7,25 +7,24 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, Preset, TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.clock import Clock
 from isobit.kernels.backend import DeviceMemory
+from isobit.memory.activations import FrozenModel
 from isobit.memory.device import DevicePlanner
-from isobit.memory.frozen import FrozenModel
 from isobit.memory.turns import DeviceTurns
+from isobit.models.config import model_shape
+from isobit.models.decoder import Scorable
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
-from isobit.models.scorable import Scorable
 from isobit.models.scorer import Scorer
-from isobit.models.shapes import model_shape
 from isobit.records.batch import PackedBatch
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
+from isobit.util.terminal import Clock
 
 MakePolicy = Callable[..., Policy]
 PRESETS: list[Preset] = ["bf16", "fp8-linear", "fp8", "fp8-rollout"]

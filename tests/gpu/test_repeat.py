@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.precision import Preset
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import Preset, TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -16,9 +15,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.algorithms.registry import build_algorithm
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass
-from isobit.records.batch import PackedBatch
+from isobit.records.batch import PackedBatch, pack
 from isobit.records.sequence import TokenSequence
-from isobit.training.packing import pack
 from isobit.training.trainer import Trainer
 
 GRPO = build_algorithm(GrpoConfig())

@@ -19,12 +19,12 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.config.precision import PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.models.checksum import checksum, checksum_of
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
+from isobit.models.safetensors import Slice
 from isobit.models.saving import save_policy
-from isobit.models.tensor_slices import Slice
 from isobit.starter import starter_folder
 
 SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)

@@ -24,14 +24,13 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.config.precision import PrecisionConfig
-from isobit.models.config import ModelConfig
+from isobit.config.tables import PrecisionConfig
+from isobit.models.config import ModelConfig, model_shape
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
-from isobit.models.shapes import model_shape
 from isobit.starter import starter_folder
 from isobit.starter.tasks import problems, question, worked_out
-from isobit.store.checkpoint.format import MASTERS, OPTIMISER, read_checkpoint
+from isobit.store.checkpoint import MASTERS, OPTIMISER, read_checkpoint
 
 DEVICE = "cuda"
 SMALL = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=True)

@@ -8,19 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, Preset, TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.config import ModelConfig
-from isobit.models.frozen import FrozenPolicy
+from isobit.models.frozen import FrozenPolicy, RewardModel
 from isobit.models.policy import Policy, random_masters
-from isobit.models.reward_model import RewardModel
 from isobit.starter import starter_folder
-from isobit.training.preference import PreferenceObjective, measure_pairs, pack_preferences
+from isobit.training.supervised import PreferenceObjective, measure_pairs, pack_preferences
 from isobit.training.trainer import Trainer
 
 LENGTHS = (5, 300, 1, 33, 128, 129, 700, 17)

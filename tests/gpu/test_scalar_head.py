@@ -6,8 +6,8 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.norm_backward import BLOCKS
-from isobit.kernels.hopper.scalar_head import scalar_head, scalar_head_backward
+from isobit.kernels.hopper.head import scalar_head, scalar_head_backward
+from isobit.kernels.hopper.pointwise import BLOCKS
 
 WIDTHS = [128, 896, 1024, 2560, 4096, 5120, 12288]  # one to 16 rows at once, padded and not
 MANY = 2 * BLOCKS + 77  # several rows a block, in the widest too

@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.training import Recompute
+from isobit.config.tables import PrecisionConfig, Preset, Recompute
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -17,9 +16,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.models.policy import Policy, random_masters
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
-
-from .conftest import QWEN3
-from .test_training import LENGTHS, batch, on_cpu
+from tests.gpu.conftest import QWEN3
+from tests.gpu.test_training import LENGTHS, batch, on_cpu
 
 HEADS = ["value_head", "score_head"]
 LAST = torch.tensor(LENGTHS).cumsum(0) - 1

@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.rollout import RolloutConfig
+from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare, SampledPolicy
 from isobit.parallel.world import World
 from isobit.proof.verify import VerifyOptions, verify_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.native.runner import PolicyRunner
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
+from isobit.rollout.runner import PolicyRunner
 from tests.gpu.conftest import SHAPES
 from tests.ranks import in_ranks
 from tests.worlds import in_world

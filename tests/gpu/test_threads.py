@@ -10,9 +10,7 @@ from threading import Barrier, Event
 import pytest
 import torch
 
-from isobit.config.precision import Preset
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import Preset, RolloutConfig, TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -20,9 +18,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.kernels.hopper.memory import CapturedGraph
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 

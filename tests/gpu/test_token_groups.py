@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from isobit.kernels.spec import quantise as specification
-from isobit.kernels.spec.swiglu import swiglu_backward
+from isobit.kernels.spec.pointwise import swiglu_backward
 from isobit.precision.flow import Site
-from isobit.precision.formats import BLOCK, ScaleKind
+from isobit.precision.quant_tensor import BLOCK, ScaleKind
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

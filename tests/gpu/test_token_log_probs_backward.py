@@ -9,8 +9,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.kernels.hopper import sizes
-from isobit.kernels.hopper.log_prob import log_sum_exp
-from isobit.kernels.hopper.token_log_probs import (
+from isobit.kernels.hopper.head import (
+    log_sum_exp,
     logit_gradients,
     token_log_probs,
     token_log_probs_backward,

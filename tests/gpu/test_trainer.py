@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.precision import Preset
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import Preset, RolloutConfig, TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -18,9 +16,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.algorithms.registry import build_algorithm
 from isobit.models.policy import Policy
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 from isobit.training.step import StepMetrics, train_on_groups
 from isobit.training.trainer import Trainer
 

@@ -16,15 +16,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.training import Recompute
+from isobit.config.tables import PrecisionConfig, Recompute
 from isobit.models import policy as policy_module
 from isobit.models import scorer
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
-from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
-from isobit.models.scorer import ScoredPass
+from isobit.models.scorer import PackedPass, ScoredPass
 from isobit.records.batch import PackedBatch
 
 META = torch.device("meta")
@@ -81,13 +79,7 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     pytest.importorskip("triton", reason="the modules that launch the kernels need Triton")
     from isobit.kernels import hopper
-    from isobit.kernels.hopper import (
-        experts,
-        gemm,
-        grouped_gemm,
-        linear_backward,
-        packed_attention,
-    )
+    from isobit.kernels.hopper import attend, experts, gemm, grouped_gemm, linear
     from isobit.kernels.hopper.backend import HopperBackend
 
     for found in pkgutil.iter_modules(hopper.__path__):
@@ -99,8 +91,8 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "bf16_back_end", lambda: "deep_gemm")
     for module in (grouped_gemm, experts):
         monkeypatch.setattr(module, "grouped_back_end", lambda: "deep_gemm")
-    monkeypatch.setattr(linear_backward, "wgrad_back_end", lambda: "deep_gemm")
-    monkeypatch.setattr(packed_attention, "to_device", lambda tensor, device: tensor.to(device))
+    monkeypatch.setattr(linear, "wgrad_back_end", lambda: "deep_gemm")
+    monkeypatch.setattr(attend, "to_device", lambda tensor, device: tensor.to(device))
     monkeypatch.setattr(HopperBackend, "to_device", lambda self, tensor: tensor.to(self.device))
     monkeypatch.setattr(policy_module, "backend_of", HopperBackend)
     # which looks at the numbers

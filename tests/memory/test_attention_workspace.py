@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from isobit.kernels.operands import QkvTransform
-from isobit.kernels.rope import RopeTable
+from isobit.kernels.operands import QkvTransform, RopeTable
 from isobit.kernels.sizes import AttentionShape
-from isobit.kernels.spec import packed_attention, sizes
-from isobit.kernels.spec.packed_attention import PackedAttention
+from isobit.kernels.spec import attention, sizes
+from isobit.kernels.spec.attention import PackedAttention
 from isobit.precision.flow import Graph, Site
-
-from .meta_memory import LiveBytes
+from tests.memory.meta_memory import LiveBytes
 
 HEADS = [(4, 2, 32), (4, 2, 80), (4, 1, 256), (2, 2, 256)]
 LENGTHS = [(1200,), (200,) * 12]
@@ -21,7 +19,7 @@ LENGTHS = [(1200,), (200,) * 12]
 def test_attention_is_within_its_plan(
     heads: int, kv_heads: int, dim: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (packed_attention, sizes):
+    for module in (attention, sizes):
         monkeypatch.setattr(module, "GROUP_TOKENS", 1200)
     graph = Graph((Site("layers.0.attention", "attention", "bf16"),), "bf16")
     table = RopeTable.build(0.1 ** torch.arange(dim // 2, dtype=torch.float64), max(lengths))

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.errors import ConfigError
+from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.memory.cache_size import choose_num_pages
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
+from isobit.util.errors import ConfigError
 
 TINY = ModelConfig(
     family="qwen3",

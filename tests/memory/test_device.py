@@ -7,22 +7,18 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import Recompute, TrainingConfig
-from isobit.errors import ConfigError
+from isobit.config.tables import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
 from isobit.kernels.hopper import sizes
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlan, DevicePlanner
-from isobit.memory.share import share_of
-from isobit.models.config import ModelConfig
+from isobit.memory.host import share_of
+from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.models.policy import Policy
-from isobit.models.shapes import model_shape
 from isobit.precision.flow import build_flow
-
-from . import meta_memory
+from isobit.util.errors import ConfigError
+from tests.memory import meta_memory
 
 GIB = 1 << 30
 H200 = int(139.2 * GIB)

@@ -8,25 +8,29 @@ from typing import get_args
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import Moments, Recompute, TrainingConfig
+from isobit.config.tables import (
+    Moments,
+    PrecisionConfig,
+    Preset,
+    Recompute,
+    RolloutConfig,
+    TrainingConfig,
+)
 from isobit.kernels.spec import sizes
-from isobit.kernels.spec.kv_cache import SpecKvCache
+from isobit.kernels.spec.paged_attention import SpecKvCache
 from isobit.memory import host as memory
+from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import num_pages_for
 from isobit.memory.host import MemoryEstimate, estimate_memory
-from isobit.memory.published import published_bytes
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass
 from isobit.precision.flow import build_flow
 from isobit.records.batch import PackedBatch
-from isobit.rollout.native.runner import PolicyRunner
+from isobit.rollout.runner import PolicyRunner
 from isobit.training.trainer import Trainer
-
-from .meta_memory import LiveBytes
+from tests.memory.meta_memory import LiveBytes
 
 QWEN3 = ModelConfig("qwen3", 256, 128, 384, 2, 4, 2, 32, 256, 1e-6, 1e4, True)
 QWEN2 = replace(

@@ -12,28 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
-from isobit.config.training import TrainingConfig
-from isobit.errors import ConfigError, StoppedAtOnce
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.tables import TrainingConfig
 from isobit.memory.device import DevicePlan
 from isobit.memory.host import microbatch_tokens
 from isobit.memory.turns import DeviceTurns, PhaseMemory
 from isobit.records.batch import PackedBatch
-from isobit.rewards.grade import grade
-from isobit.rollout.native.engine import NativeEngine
-from isobit.run import course, model_source, outline, parts
-from isobit.run.outline import Outline
-from isobit.run.parts import PreparedRun
-from isobit.run.rl import loop
-from isobit.run.rl.loop import train
-from isobit.run.rl.setup import prepare_rl
-from isobit.run.sft import lesson
-from isobit.run.sft import loop as sft_loop
-from isobit.run.sft.setup import prepare_sft
+from isobit.rewards.grading import grade
+from isobit.rollout.native import NativeEngine
+from isobit.run import course, loop, plan, setup, sft_data
+from isobit.run import sft as sft_loop
+from isobit.run.loop import train
+from isobit.run.plan import Outline
+from isobit.run.setup import PreparedRun, prepare_rl
+from isobit.run.sft_data import prepare_sft
 from isobit.starter.tasks import correct_answer
 from isobit.training.supervised import mean_loss
 from isobit.training.trainer import Trainer
+from isobit.util.errors import ConfigError, StoppedAtOnce
 
 MakeConfig = Callable[..., RunConfig]
 GIB = 1 << 30
@@ -249,7 +245,7 @@ def test_held_out_losses_are_measured_without_the_cache(
         held.append(engine._works)
         return mean_loss(trainer, batches)
 
-    monkeypatch.setattr(lesson, "mean_loss", watched)
+    monkeypatch.setattr(sft_data, "mean_loss", watched)
     graded = run.evaluate(None, partial(grade, reward=correct_answer))
     assert graded.keys() == {"held_out"}
     assert held == [None]
@@ -267,9 +263,9 @@ def test_fine_tuning_is_planned_before_weights_are_read(
         asked.append(outline.training)
         raise ConfigError("no room")
 
-    monkeypatch.setattr(outline, "choose_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(parts, "plan_device_memory", refuse)
-    monkeypatch.setattr(model_source, "load_policy", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(plan, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(setup, "plan_device_memory", refuse)
+    monkeypatch.setattr(plan, "load_policy", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="no room"):
         prepare_sft(supervised(make_config, training={"prompts_per_step": 2}))
     assert microbatch_tokens(asked[0], 100) == 200

@@ -12,11 +12,10 @@ import torch
 import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
-from isobit.config.precision import PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.kernels.operands import PagedBatch
-from isobit.kernels.spec.kv_cache import SpecKvCache
-from isobit.kernels.spec.packed_attention import PackedAttention
-from isobit.kernels.spec.paged_attention import PagedAttention
+from isobit.kernels.spec.attention import PackedAttention
+from isobit.kernels.spec.paged_attention import PagedAttention, SpecKvCache
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 

@@ -24,18 +24,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.config.shape import Family
+from isobit.config.tables import Family, PrecisionConfig, RolloutConfig
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.families import FAMILIES
-from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
+from isobit.models.scorer import PackedPass
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 
 DENSE: dict[Family, Any] = {
     "llama": LlamaConfig,

@@ -1,4 +1,7 @@
-"""Masters from a folder's tensors, and every tensor that does not fit the configuration."""
+"""Masters from a folder's tensors, and every tensor that does not fit the configuration.
+
+Tensors in pieces are what they are in one.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,14 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isobit.config.precision import PrecisionConfig
-from isobit.errors import ModelError
-from isobit.models import pieces
+from isobit.config.tables import PrecisionConfig
+from isobit.models import checkpoint
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
+from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
-from isobit.models.shards import WEIGHTS_FILE
+from isobit.precision.quant_tensor import E4M3
+from isobit.util.errors import ModelError
 
 CONFIG = ModelConfig("qwen2", 64, 128, 256, 2, 4, 2, 32, 128, 1e-6, 1e4, tied_embeddings=True)
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -56,7 +60,7 @@ def test_masters_are_the_checkpoints_tensors_row_upon_row(folder: Path) -> None:
 
 def test_masters_do_not_depend_on_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = masters_of(folder)
-    monkeypatch.setattr(pieces, "PIECE", 1000)
+    monkeypatch.setattr(checkpoint, "PIECE", 1000)
     assert all(torch.equal(master, whole[name]) for name, master in masters_of(folder).items())
 
 
@@ -148,3 +152,40 @@ def test_config_and_tensors_that_disagree(
     rewrite(folder, change)
     with pytest.raises(ModelError, match=message):
         Checkpoint.open(folder, CONFIG)
+
+
+def test_finite_numbers() -> None:
+    x = torch.randn(5, 7)
+    assert checkpoint.is_finite(x)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        x[2, 3] = value
+        assert not checkpoint.is_finite(x)
+
+
+def test_pieces_land_in_rows_of_a_larger_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "PIECE", 10)
+    target, source = torch.zeros(9, 4), torch.randn(5, 4).bfloat16()
+    checkpoint.copy_in_pieces(target[2:7], source)
+    assert torch.equal(target[2:7], source.float())
+    assert not target[:2].any() and not target[7:].any()
+
+
+def test_equality_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "PIECE", 10)
+    x = torch.randn(9, 4)
+    assert checkpoint.is_equal_in_pieces(x, x.clone())
+    for place in (0, 35):
+        other = x.clone()
+        other.view(-1)[place] += 1
+        assert not checkpoint.is_equal_in_pieces(x, other)
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_both_nans_of_e4m3_are_found_and_no_other_byte(
+    byte: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "PIECE", 10)
+    every = torch.tensor([x for x in range(256) if x & 0x7F != 0x7F], dtype=torch.uint8)
+    assert not checkpoint.holds_nan_byte(every.view(E4M3))
+    every[200] = byte
+    assert checkpoint.holds_nan_byte(every.view(E4M3))

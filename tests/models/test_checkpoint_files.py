@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from isobit.errors import ModelError
 from isobit.models.checkpoint_files import open_checkpoint, read_json, weight_files
-from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
+from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE
+from isobit.util.errors import ModelError
 
 TENSORS = {name: torch.randn(3, 4) for name in "abcd"}
 SHARDS = {"one.safetensors": ["a", "b"], "two.safetensors": ["c", "d"]}

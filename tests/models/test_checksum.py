@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig
-from isobit.kernels.checksum import Rows
-from isobit.kernels.spec import checksum as specification
+from isobit.config.tables import PrecisionConfig
+from isobit.kernels.noise import Rows
+from isobit.kernels.spec import optimiser as specification
 from isobit.models.checksum import added_up, checksum, checksum_of
 from isobit.models.policy import Policy, random_policy
-from isobit.models.tensor_slices import Slice
+from isobit.models.safetensors import Slice
 from isobit.precision.quant_tensor import QuantTensor
 from tests.conftest import TINY
 

@@ -1,4 +1,7 @@
-"""Hugging Face folders in and out, and every way in which one can be wrong."""
+"""Hugging Face folders in and out, and every way in which one can be wrong.
+
+A device that a machine has and a command does not take gets a line.
+"""
 
 import json
 import weakref
@@ -11,17 +14,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.shape import Family
-from isobit.errors import ModelError
-from isobit.kernels.spec.packed_attention import PackedAttention
+from isobit.config.tables import Family, PrecisionConfig
+from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
-from isobit.models.folder import load_policy, read_config, read_masters
+from isobit.models.families import Llama3Scaling
+from isobit.models.folder import choose_device, load_policy, read_config, read_masters
 from isobit.models.policy import random_policy
-from isobit.models.rope_scaling import Llama3Scaling
+from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
-from isobit.models.shards import WEIGHTS_FILE
+from isobit.util.errors import ConfigError, ModelError
 
 FP32 = PrecisionConfig(preset="fp32")
 
@@ -168,3 +170,32 @@ def test_one_master_is_in_memory_at_a_time(folder: Path) -> None:
         masters.append(weakref.ref(master))
         del master
     assert len(masters) == len(build_decoder(config).masters())
+
+
+MODEL = ModelConfig("qwen3", 128, 128, 128, 2, 8, 2, 32, 256, 1e-6, 10000.0, tied_embeddings=True)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize(
+    ("preset", "reason"),
+    [
+        ("fp8", "the model has 8 query heads of 32 over 2 KV heads"),
+        ("fp32", "precision 'fp32' is the CPU's reference"),
+    ],
+)
+def test_the_models_heads_and_flow_decide(
+    preset: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    precision = PrecisionConfig.model_validate({"preset": preset})
+    assert choose_device("auto", MODEL, precision) == torch.device("cpu")
+    assert f"isobit: computing on cpu, because {reason}" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=reason):
+        choose_device("cuda", MODEL, precision)
+    assert choose_device("cpu", MODEL, precision) == torch.device("cpu")
+    assert capsys.readouterr().err == "", "what was asked for needs no reason"

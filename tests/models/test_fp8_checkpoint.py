@@ -13,20 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.errors import ModelError
+from isobit.config.tables import PrecisionConfig, Preset
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.folder import load_policy, read_config
 from isobit.models.fp8_checkpoint import master_of, read_fp8_format
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
+from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
-from isobit.models.shards import WEIGHTS_FILE
-from isobit.precision.dequantise import dequantise
-from isobit.precision.formats import E4M3
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import E4M3, QuantTensor, dequantise
 from isobit.proof.verify import VerifyOptions, verify, verify_policy
+from isobit.util.errors import ModelError
 from tests.ranks import in_ranks
 
 CONFIG = ModelConfig("qwen3", 64, 160, 200, 2, 4, 2, 32, 64, 1e-6, 1e4, tied_embeddings=False)

@@ -7,13 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.errors import MismatchError
 from isobit.models.config import ModelConfig
-from isobit.models.policy import random_policy
-from isobit.models.published import Published
-from isobit.parallel.agreement import is_agreed
-from isobit.parallel.world import World
+from isobit.models.policy import Published, random_policy
+from isobit.parallel.world import World, is_agreed
 from isobit.precision.quant_tensor import QuantTensor
+from isobit.util.errors import MismatchError
 from tests.worlds import in_world
 
 TINY = ModelConfig("qwen3", 64, 128, 128, 2, 4, 2, 64, 128, 1e-6, 1e4, True)

@@ -15,14 +15,14 @@ from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file
 
-from isobit.config.precision import PrecisionConfig
-from isobit.errors import ModelError
+from isobit.config.tables import PrecisionConfig
+from isobit.models.folder import load_model, model_folder
 from isobit.models.hub import hub_folder, is_hub_name
-from isobit.models.loaded import load_model, model_folder
 from isobit.models.policy import random_policy
+from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE, write_shards
 from isobit.models.saving import save_policy
-from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE, write_shards
 from isobit.starter import starter_folder
+from isobit.util.errors import ModelError
 from tests.models.test_folder import make_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

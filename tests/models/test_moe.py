@@ -11,15 +11,13 @@ import torch
 from torch.nn import functional
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.training import Recompute
-from isobit.kernels.operands import RouterLoss
-from isobit.kernels.router_loss import router_losses, sequence_means
+from isobit.config.tables import PrecisionConfig, Preset, Recompute
+from isobit.kernels.operands import RouterLoss, router_losses, sequence_means
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import load_policy
+from isobit.models.layers import RouterCoefficients, Routes, digests
 from isobit.models.policy import Policy, random_policy
-from isobit.models.routes import RouterCoefficients, Routes, digests
 from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch

@@ -16,16 +16,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from isobit.config.precision import PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
-from isobit.errors import ModelError
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.fp8_checkpoint import read_fp8_format
 from isobit.models.policy import random_policy
+from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE
 from isobit.models.saving import save_policy
-from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
 from isobit.starter import starter_folder
+from isobit.util.errors import ModelError
 from tests.mutations import COUNT, Outcomes, mutated_bytes, mutated_json
 
 pytestmark = pytest.mark.timeout(120)

@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.shape import Family
-from isobit.config.training import Recompute
+from isobit.config.tables import Family, PrecisionConfig, Preset, Recompute
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import Layer
-from isobit.models.layers.mlp import Mlp
-from isobit.models.layers.unit import Gradient
-from isobit.models.packed_pass import PackedPass
+from isobit.models.layers import Gradient, Weights
+from isobit.models.mlp import Mlp
 from isobit.models.policy import Policy, random_policy
-from isobit.models.scorer import ScoredPass, Scorer
-from isobit.models.weights import Weights
+from isobit.models.scorer import PackedPass, ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
 
 LENGTHS = (5, 17, 1, 40, 131)

@@ -8,13 +8,12 @@ from typing import get_args
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
-
-from .test_packed_pass import (
+from tests.models.test_packed_pass import (
     FLOWS,
     LENGTHS,
     LEVELS,

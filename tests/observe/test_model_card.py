@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isobit.config.precision import PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.observe.model_card import CardFacts, model_card

@@ -2,8 +2,8 @@
 
 import pytest
 
-from isobit.errors import ConfigError
 from isobit.parallel.launched import first_host, is_launched, rank_of_host, restarts, take_place
+from isobit.util.errors import ConfigError
 
 STEP = {
     "SLURM_PROCID": "3",

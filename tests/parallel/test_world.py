@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.errors import PeerError
-from isobit.parallel import gather
-from isobit.parallel.agreement import together
-from isobit.parallel.message import decode, encode
-from isobit.parallel.world import World
+from isobit.parallel import ownership
+from isobit.parallel.world import World, decode, encode, together
+from isobit.util.errors import PeerError
 from tests.worlds import in_world
 
 
@@ -30,7 +28,7 @@ def travel(world: World, _: Any) -> dict[str, Any]:
     world.gather([table], [cuts])
     stacked = world.stack(torch.tensor([[world.rank, 1.5]], dtype=torch.bfloat16))
     tables, many = _tables(world.rank)
-    gather._GROUP = 3 << 20  # bytes: the tables of a megabyte and more are two groups
+    ownership._GROUP = 3 << 20  # bytes: the tables of a megabyte and more are two groups
     world.gather(tables, many)
     series = world.exchanges(world.rank + 4, torch.device("cpu"))
     sums = torch.zeros(3)

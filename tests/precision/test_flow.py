@@ -4,10 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.errors import ConfigError
-from isobit.precision.compare import describe_flow, graph_differences
-from isobit.precision.flow import DecoderShape, Graph, LinearShape, Site, build_flow
+from isobit.config.tables import PrecisionConfig, Preset
+from isobit.precision.flow import (
+    DecoderShape,
+    Graph,
+    LinearShape,
+    Site,
+    build_flow,
+    describe_flow,
+    graph_differences,
+)
+from isobit.util.errors import ConfigError
 from tests.sites import shape_of_layers
 
 

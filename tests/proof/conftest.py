@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from isobit.proof import scenarios, verify
-from isobit.proof.bisect import bisect
-from isobit.rollout.native.engine import NativeEngine
+from isobit.proof import bisect, verify
+from isobit.rollout.native import NativeEngine
 
 SCENARIO = "few pages, small chunks, temperature 0.7"
 
@@ -33,8 +32,10 @@ def in_rollout(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 def one_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one in which the most happens; a fault that any of all would show is shown by this."""
 
-    def chosen(workload: scenarios.Workload) -> tuple[scenarios.Scenario, ...]:
-        return tuple(s for s in scenarios.engine_scenarios(workload) if s.name == SCENARIO)
+    every = verify.engine_scenarios
+
+    def chosen(workload: verify.Workload) -> tuple[verify.Scenario, ...]:
+        return tuple(s for s in every(workload) if s.name == SCENARIO)
 
     monkeypatch.setattr(verify, "engine_scenarios", chosen)
     monkeypatch.setattr(bisect, "engine_scenarios", chosen)

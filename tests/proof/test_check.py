@@ -10,19 +10,18 @@ import pytest
 import torch
 
 from isobit.cli.main import main
-from isobit.config.check import CheckConfig
 from isobit.config.load import dump_config
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.run import RunConfig
-from isobit.errors import MismatchError
-from isobit.kernels.spec import sampling
+from isobit.config.recipes import RunConfig
+from isobit.config.tables import CheckConfig, PrecisionConfig, Preset
+from isobit.kernels.spec import head
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.proof.check import check_state, check_step
-from isobit.run.rl.loop import train
-from isobit.store.state_digest import StateDigest
+from isobit.run.loop import train
+from isobit.store.state import StateDigest
 from isobit.training.comparison import Comparison, Mismatch
-from isobit.training.repeat import Repeat
 from isobit.training.step import StepMetrics
+from isobit.training.trainer import Repeat
+from isobit.util.errors import MismatchError
 from tests.sites import shape_of_layers
 
 MakeConfig = Callable[..., RunConfig]
@@ -68,14 +67,14 @@ def make_config(make_config: MakeConfig, write_reward: Callable[[str], str]) -> 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token of every forward is recorded one unit in the last place too low."""
-    exact = sampling.log_softmax
+    exact = head.log_softmax
 
     def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         log_probs = exact(logits, temperatures)
         log_probs[0] = torch.nextafter(log_probs[0], torch.tensor(-torch.inf))
         return log_probs
 
-    monkeypatch.setattr(sampling, "log_softmax", log_softmax)
+    monkeypatch.setattr(head, "log_softmax", log_softmax)
 
 
 @pytest.mark.parametrize("action", ["warn", "stop"])

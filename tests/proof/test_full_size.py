@@ -1,16 +1,18 @@
 """The check of ``verify --shape``, on a shape small enough for a CPU."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.errors import ConfigError
-from isobit.kernels.spec import sampling
+from isobit.config.tables import PrecisionConfig, Preset
+from isobit.kernels.spec import head
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_masters
 from isobit.proof import full_size
 from isobit.proof.full_size import FullSizeOptions, ragged_workload, verify_shape, with_outliers
 from isobit.proof.verify import VerifyResult
+from isobit.util.errors import ConfigError
 
 SHAPES = {
     "qwen3": ModelConfig(
@@ -41,10 +43,12 @@ def test_nothing_differs_and_everything_happened(shape: str) -> None:
     assert result.scenarios[0].stats.preemptions > 0
 
 
-def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = sampling.log_softmax
+def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, in_rollout: Callable[[], bool]) -> None:
+    exact = head.log_softmax
     monkeypatch.setattr(
-        sampling, "log_softmax", lambda logits, temperatures: exact(logits, temperatures) + 1e-6
+        head,
+        "log_softmax",
+        lambda logits, temperatures: exact(logits, temperatures) + 1e-6 * in_rollout(),
     )
     assert check("qwen3").exit_code == 1
 

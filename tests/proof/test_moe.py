@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.operands import Routing
-from isobit.kernels.spec import routing
+from isobit.kernels.spec import experts as experts_module
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import Policy, random_policy
-from isobit.proof.bisect.bisect import bisect_policy
-from isobit.proof.bisect.describe import describe_bisect
+from isobit.proof.bisect import bisect_policy, describe_bisect
 from isobit.proof.verify import VerifyOptions, verify_policy
 
 CONFIG = ModelConfig(
@@ -48,7 +47,7 @@ def replace_route(
     monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Routing], is_due: Callable[[], bool]
 ) -> None:
     def route(*arguments: Any) -> Routing:
-        return (mutant if is_due() else routing.route)(*arguments)
+        return (mutant if is_due() else experts_module.route)(*arguments)
 
     monkeypatch.setattr(SpecBackend, "route", staticmethod(route))
 
@@ -57,14 +56,14 @@ def with_ties_to_the_higher(
     x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool
 ) -> Routing:
     """The mirrored experts, mirrored back."""
-    found = routing.route(x, router.flip(0), top_k, renormalise)
+    found = experts_module.route(x, router.flip(0), top_k, renormalise)
     return Routing(router.shape[0] - 1 - found.experts, found.weights, found.logits.flip(1))
 
 
 def with_bf16_logits(
     x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool
 ) -> Routing:
-    logits = routing.route(x, router, top_k, renormalise).logits.bfloat16().float()
+    logits = experts_module.route(x, router, top_k, renormalise).logits.bfloat16().float()
     weights, experts = logits.softmax(-1).topk(top_k)
     return Routing(experts.int(), weights / weights.sum(-1, keepdim=True), logits)
 

@@ -9,33 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig
-from isobit.kernels.rope import RopeTable
-from isobit.kernels.spec import (
-    attention,
-    gemm,
-    kv_cache,
-    linear,
-    packed_attention,
-    paged_attention,
-    quantise,
-    sampling,
-    swiglu,
-    token_log_probs,
-)
-from isobit.kernels.spec.kv_cache import SpecKvCache
+from isobit.config.tables import PrecisionConfig
+from isobit.kernels.operands import RopeTable
+from isobit.kernels.spec import attention, head, linear, paged_attention, pointwise, quantise
+from isobit.kernels.spec import linear as linear_module
+from isobit.kernels.spec import paged_attention as paged_attention_module
+from isobit.kernels.spec.paged_attention import SpecKvCache
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.proof import verify
-from isobit.proof.bisect.bisect import bisect_policy
-from isobit.proof.bisect.describe import describe_bisect
+from isobit.proof.bisect import bisect_policy, describe_bisect
 from isobit.proof.verify import VerifyOptions
-from isobit.rollout.native import executor
-from isobit.rollout.native.batch import ForwardBatch
-from isobit.rollout.native.pages import PageAllocator
-from isobit.rollout.native.scheduler import Plan
-from isobit.rollout.native.sequence import Sample
+from isobit.rollout import executor
+from isobit.rollout.runner import ForwardBatch
+from isobit.rollout.scheduler import Plan
+from isobit.rollout.sequence import PageAllocator, Sample
 from tests.proof.test_verify_mutants import TorchWith
 
 Patch = pytest.MonkeyPatch
@@ -57,7 +46,7 @@ def rope_beyond_64(patch: Patch, in_rollout: InRollout) -> None:
                 torch.where(far, rows.cos.nextafter(torch.tensor(9.0)), rows.cos), rows.sin
             )
 
-    patch.setattr(packed_attention, "RopeTable", Table)
+    patch.setattr(attention, "RopeTable", Table)
 
 
 def far_tiles_skipped(patch: Patch, in_rollout: InRollout) -> None:
@@ -87,17 +76,17 @@ def sums_of_as_many_keys_as_there_are(patch: Patch, in_rollout: InRollout) -> No
 
 def silu_of_torch(patch: Patch, in_rollout: InRollout) -> None:
     patch.setattr(
-        swiglu, "gated", lambda gate, up: torch.nn.functional.silu(gate.contiguous()) * up
+        pointwise, "gated", lambda gate, up: torch.nn.functional.silu(gate.contiguous()) * up
     )
 
 
 def silu_of_torch_in_rollout(patch: Patch, in_rollout: InRollout) -> None:
-    exact = swiglu.gated
+    exact = pointwise.gated
 
     def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(gate) * up if in_rollout() else exact(gate, up)
 
-    patch.setattr(swiglu, "gated", gated)
+    patch.setattr(pointwise, "gated", gated)
 
 
 def a_stale_page(patch: Patch, in_rollout: InRollout) -> None:
@@ -133,7 +122,7 @@ def keys_that_are_not_computed_again(patch: Patch, in_rollout: InRollout) -> Non
 def pages_copied_without_scales(patch: Patch, in_rollout: InRollout) -> None:
     def copy_pages(self: SpecKvCache, sources: list[int], targets: list[int]) -> None:
         for arena in self.layers:
-            raw = kv_cache._raw(arena.values)
+            raw = paged_attention_module._raw(arena.values)
             for source, target in zip(sources, targets, strict=True):
                 raw[:, target] = raw[:, source]
 
@@ -153,24 +142,26 @@ def chunks_off_by_one(patch: Patch, in_rollout: InRollout) -> None:
 
 
 def temperature_after_the_softmax(patch: Patch, in_rollout: InRollout) -> None:
-    exact = sampling.log_softmax
+    exact = head.log_softmax
     patch.setattr(
-        sampling,
+        head,
         "log_softmax",
         lambda logits, temperatures: (
             exact(logits, torch.ones_like(temperatures)) / temperatures[:, None]
+            if in_rollout()
+            else exact(logits, temperatures)
         ),
     )
 
 
 def v_scaled(patch: Patch, in_rollout: InRollout) -> None:
-    exact = packed_attention.transform_qkv
+    exact = attention.transform_qkv
 
     def transform(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = exact(*arguments)
         return q, k, (v.float() * 1.0039).to(v.dtype)
 
-    patch.setattr(packed_attention, "transform_qkv", transform)
+    patch.setattr(attention, "transform_qkv", transform)
 
 
 def amax_without_the_last_element(patch: Patch, in_rollout: InRollout) -> None:
@@ -190,25 +181,28 @@ def amax_without_the_last_element(patch: Patch, in_rollout: InRollout) -> None:
 
 
 def blocks_of_k_reversed(patch: Patch, in_rollout: InRollout) -> None:
-    exact = gemm.fp8_gemm_nt
+    exact = linear_module.fp8_gemm_nt
 
     def reversed_blocks(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
         if not in_rollout() or a.scales.shape[1] == 1:
             return exact(a, b)
-        left, right = gemm.shifted_e4m3(a.values).double(), gemm.shifted_e4m3(b.values).double()
-        scales = b.row_scales().mul_(gemm.SHIFT * gemm.SHIFT).t().contiguous()
+        left, right = (
+            linear_module.shifted_e4m3(a.values).double(),
+            linear_module.shifted_e4m3(b.values).double(),
+        )
+        scales = b.row_scales().mul_(linear_module.SHIFT * linear_module.SHIFT).t().contiguous()
         total = torch.zeros(len(left), len(right))
         for k in reversed(range(a.scales.shape[1])):
-            total += gemm._block_product(left, right, k) * a.scales[:, k, None] * scales[k]
+            total += linear_module._block_product(left, right, k) * a.scales[:, k, None] * scales[k]
         return total
 
     patch.setattr(linear, "fp8_gemm_nt", reversed_blocks)
 
 
 def lm_head_in_fp32(patch: Patch, in_rollout: InRollout) -> None:
-    exact = token_log_probs.grid_gemm_nt
+    exact = head.grid_gemm_nt
     patch.setattr(
-        token_log_probs,
+        head,
         "grid_gemm_nt",
         lambda a, b: a.float() @ b.float().t() if in_rollout() else exact(a, b),
     )

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from isobit.cli.main import main
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.errors import ConfigError, NonFiniteError
+from isobit.config.tables import PrecisionConfig, Preset
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
+from isobit.util.errors import ConfigError, NonFiniteError
 from tests.conftest import TINY
 from tests.forked import AVX2, ran
 

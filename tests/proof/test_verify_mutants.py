@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.kernels.spec import attention, paged_attention, sampling
+from isobit.config.tables import PrecisionConfig, Preset
+from isobit.kernels.spec import attention, head, paged_attention
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify
-from isobit.rollout.native import executor
-from isobit.rollout.native.batch import ForwardBatch
-from isobit.rollout.native.runner import PolicyRunner
-from isobit.rollout.native.scheduler import Plan
+from isobit.rollout import executor
+from isobit.rollout.runner import ForwardBatch, PolicyRunner
+from isobit.rollout.scheduler import Plan
 
 OPTIONS = VerifyOptions(prompts=5, samples=2, max_new_tokens=6)
 
@@ -66,14 +65,14 @@ def test_one_unit_in_the_last_place_of_one_log_probability(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One token of each forward, in its last bit, is enough."""
-    exact = sampling.log_softmax
+    exact = head.log_softmax
 
     def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         log_probs = exact(logits, temperatures)
         log_probs[0] = torch.nextafter(log_probs[0], torch.tensor(-torch.inf))
         return log_probs
 
-    monkeypatch.setattr(sampling, "log_softmax", log_softmax)
+    monkeypatch.setattr(head, "log_softmax", log_softmax)
     result = check(tiny_folder)
     assert result.exit_code == 1
     assert 0 < result.comparison.tokens_differing < result.comparison.tokens_compared

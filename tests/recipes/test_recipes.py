@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerFast
 
 from isobit.cli.main import main
 from isobit.config.load import load_config, load_recipe
-from isobit.config.precision import PrecisionConfig
-from isobit.config.sft import SftConfig
-from isobit.errors import ModelError
+from isobit.config.recipes import SftConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
-from isobit.run.rl.setup import prepare_rl
+from isobit.run.setup import prepare_rl
+from isobit.util.errors import ModelError
 from tools.starter.build import save_tokenizer, write_text
 from tools.starter.tokenizer import build_tokenizer
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from isobit.parallel.message import decode, encode
+from isobit.parallel.world import decode, encode
 from isobit.records.kept_groups import completions_of, completions_value, groups_of, groups_value
 from isobit.records.sequence import GIVEN, TokenSequence
 from isobit.records.text import Completion, FinishReason, Group, Prompt

@@ -9,19 +9,19 @@ from isobit.config.reward import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import sandbox
-from isobit.rewards.counts import LONGEST_KIND, MOST_KINDS, OTHER_KINDS, count
 from isobit.rewards.grading import Graders
+from isobit.rewards.outcome import LONGEST_KIND, MOST_KINDS, OTHER_KINDS, count
 
 TOWER = r"\boxed{9^{9^{9^9}}}"
 HOSTILE_REWARD = """
 import os
-from isobit.rewards import counts
+from isobit.rewards import outcome
 
-counts.count("while it was loaded")
+outcome.count("while it was loaded")
 
 def many(prompt, completion):
     for n in range(len(completion.text)):
-        counts.count(f"{n:03}" + "\\U0001f4a9" * 1000)
+        outcome.count(f"{n:03}" + "\\U0001f4a9" * 1000)
     if not completion.text:
         return 1.0
     raise type("\\U0001f4a9" * 1000, (Exception,), {})("\\U0001f4a9" * 10**5)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from isobit.errors import RewardError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.form import recognise
 from isobit.rewards.outcome import Failure, Outcome
+from isobit.util.errors import RewardError
 
 ROW = {"answer": "22", "level": 3, "prompt": "not this one"}
 PROMPT = Prompt("train/0", "<user>3+8=", (1,), ROW, "3+8=")

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from isobit.config.reward import RewardConfig
-from isobit.errors import RewardError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import pool
 from isobit.rewards.grading import Graders
+from isobit.util.errors import RewardError
 
 HANG_S = 60.0
 """What a test waits for that should come at once; a slow machine is no failure."""
@@ -511,7 +511,7 @@ def test_waiting_ends_where_the_watch_raises(make_graders: MakeGraders) -> None:
 
 
 def test_a_reward_error_of_the_reward_itself_ends_the_grading(make_graders: MakeGraders) -> None:
-    head = "from isobit.errors import RewardError"
+    head = "from isobit.util.errors import RewardError"
     graders = make_graders("raise RewardError('no such scorer')", head=head)
     with pytest.raises(RewardError, match="no such scorer"):
         graders.collect([group("a")])

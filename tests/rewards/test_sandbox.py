@@ -12,18 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from isobit.errors import RewardError
 from isobit.rewards import sandbox
 from isobit.rewards.confined.main import MEMORY
-from isobit.rewards.sandbox import Bubblewrap, Unsandboxed, Unshare, launcher, trial
-from isobit.rewards.sandboxed_process import (
+from isobit.rewards.sandbox import (
+    Bubblewrap,
     Launcher,
     Limits,
     OutputLimitError,
     Process,
     SandboxError,
     TimeLimitError,
+    Unsandboxed,
+    Unshare,
+    launcher,
+    trial,
 )
+from isobit.util.errors import RewardError
 
 LIMITS = Limits(20.0, 256 << 20)
 

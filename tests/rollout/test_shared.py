@@ -7,26 +7,22 @@ from typing import Any
 
 import pytest
 
-from isobit.config.rollout import RolloutConfig
-from isobit.errors import Interrupted
+from isobit.config.tables import RolloutConfig
 from isobit.parallel.world import Alone, World
 from isobit.records.kept_groups import completions_of, completions_value
 from isobit.records.text import Completion
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.native.runner import PolicyRunner
-from isobit.rollout.progress import Progress
-from isobit.rollout.request import Handle, Request
-from isobit.rollout.sample_state import SampleState
+from isobit.rollout.engine import Handle, Progress, Request, SampleState, generate
+from isobit.rollout.native import NativeEngine
+from isobit.rollout.runner import PolicyRunner
 from isobit.rollout.shared import generate_shared
+from isobit.util.errors import Interrupted
+from tests.rollout.delayed_runner import DelayedRunner
+from tests.rollout.history_model import HistoryModel, make_engine, request
+from tests.rollout.test_exactness import requests as policy_requests
+from tests.rollout.test_moving import mixture
+from tests.rollout.test_open_engine import check_empty
+from tests.rollout.test_sequence import BYTES
 from tests.worlds import in_world
-
-from .native.delayed_runner import DelayedRunner
-from .native.history_model import HistoryModel, make_engine, request
-from .native.test_exactness import requests as policy_requests
-from .native.test_moving import mixture
-from .native.test_open_engine import check_empty
-from .native.test_stops import BYTES
 
 SIZES: Sequence[dict[str, Any]] = (
     {"kv_pages": 12, "max_sequences": 6, "max_batched_tokens": 60},

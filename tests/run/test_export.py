@@ -12,22 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isobit import files as storage
-from isobit.config.precision import PrecisionConfig
-from isobit.config.run import RunConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.data.tokenizer import load_tokenizer
-from isobit.errors import CheckpointError, ConfigError, ModelError, StorageError
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.folder import load_policy, read_any_config
 from isobit.models.policy import random_policy
+from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE
 from isobit.models.saving import PolicyTensors, save_policy
-from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.proof.verify import VerifyOptions, verify
-from isobit.run.export import export
-from isobit.run.export_source import find_source
-from isobit.run.rl.loop import train
+from isobit.run.export import export, find_source
+from isobit.run.loop import train
 from isobit.starter import starter_folder
+from isobit.util import files as storage
+from isobit.util.errors import CheckpointError, ConfigError, ModelError, StorageError
 from tests.conftest import TINY
 
 MakeConfig = Callable[..., RunConfig]

@@ -9,23 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from isobit.config.reward import RewardConfig
-from isobit.errors import IsobitError
-from isobit.parallel.agreement import is_agreed
-from isobit.parallel.world import Alone, World
+from isobit.parallel.world import Alone, World, is_agreed
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders
-from isobit.run.grading import RecordedGrading
-from isobit.run.interruption import Interruption
+from isobit.run.grading import Interruption, RecordedGrading
 from isobit.store.reward_record import RewardRecord
-from isobit.store.room import Room
+from isobit.store.writing import Room
+from isobit.util.errors import IsobitError
 from tests.worlds import in_world
 
 REWARDS = """
 import os
 
-from isobit.errors import RewardError
-from isobit.rewards.counts import count
+from isobit.util.errors import RewardError
+from isobit.rewards.outcome import count
 
 def length(prompt, completion):
     with open(os.environ["GRADED"], "a") as file:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import tomli_w
 
-from isobit.config.run import RunConfig
+from isobit.config.recipes import RunConfig
 
 ABSENT = ("datasets", "reasoning_gym", "tensorboard", "wandb")
 COMPILER = "torch._dynamo"

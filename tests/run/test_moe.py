@@ -11,14 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isobit.config.precision import Preset
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.tables import Preset
 from isobit.models.config import Experts
 from isobit.models.folder import read_config
 from isobit.observe.report.page import write_report
-from isobit.run.rl.loop import train
-from isobit.run.sft.loop import sft
+from isobit.run.loop import train
+from isobit.run.sft import sft
 from isobit.training.figures import UpdateMetrics
 from isobit.training.trainer import Trainer
 from tests.death import Death

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.run import RunConfig
-from isobit.errors import (
+from isobit.config.recipes import RunConfig
+from isobit.memory.host import MemoryEstimate
+from isobit.models import policy
+from isobit.run import plan as plan_module
+from isobit.run import plan as planning
+from isobit.run.plan import TrainingPlan, plan_training
+from isobit.run.setup import prepare_rl, read_rl
+from isobit.util.errors import (
     CheckpointError,
     ConfigError,
     DataError,
@@ -20,13 +26,7 @@ from isobit.errors import (
     RequestError,
     RewardError,
 )
-from isobit.memory.host import MemoryEstimate
-from isobit.memory.machine import Memory
-from isobit.models import policy
-from isobit.run import model_source, outline
-from isobit.run import plan as planning
-from isobit.run.plan import TrainingPlan, plan_training
-from isobit.run.rl.setup import prepare_rl, read_rl
+from isobit.util.machine import Memory
 
 MakeConfig = Callable[..., RunConfig]
 PLENTY = Memory(total=1 << 40, available=1 << 40)
@@ -144,7 +144,7 @@ def test_a_used_directory_is_refused_unless_a_run_goes_on_in_it(make_config: Mak
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, total: int, main_memory: int = 1 << 40) -> None:
-    monkeypatch.setattr(outline, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(plan_module, "choose_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(planning, "available_memory", lambda _: total)
     monkeypatch.setattr(planning, "read_memory", lambda: Memory(1 << 40, main_memory))
 
@@ -185,7 +185,7 @@ def test_several_processes_are_planned(
 def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_source, "load_policy", None)
+    monkeypatch.setattr(plan_module, "load_policy", None)
     on_a_gpu(monkeypatch, 1 << 30)
     for start in (plan_run, prepare_rl):
         with pytest.raises(ConfigError, match="training a micro-batch of 84 tokens would take"):

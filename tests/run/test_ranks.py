@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.run import RunConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
 from isobit.parallel.world import ALONE, World
-from isobit.run.rl.loop import train
+from isobit.run.loop import train
 from isobit.starter import starter_folder
 from tests.worlds import in_world
 

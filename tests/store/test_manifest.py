@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from isobit.config.run import RunConfig
-from isobit.run.rl.setup import prepare_rl
+from isobit.config.recipes import RunConfig
+from isobit.run.setup import prepare_rl
 from isobit.store.manifest import manifest
 
 MakeConfig = Callable[..., RunConfig]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from isobit.errors import RewardError, StorageError
-from isobit.files import LineFile
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
-from isobit.rewards.function import RewardFunction
-from isobit.rewards.grade import GradeStats, Grading, grade
-from isobit.store.journal import whole_lines
+from isobit.rewards.given import RewardFunction
+from isobit.rewards.grading import GradeStats, Grading, grade
+from isobit.store.directory import whole_lines
 from isobit.store.reward_record import RewardRecord, SentRecord
+from isobit.util.errors import RewardError, StorageError
+from isobit.util.files import LineFile
 
 
 def groups(token: int = 5, version: int = 1) -> list[Group]:

@@ -17,7 +17,7 @@ TREE = Path(str(isobit.__file__)).parent
 FILES = {
     "__init__.py": '"""The package."""\n',
     "run/loop.py": '''"""The loop."""
-from isobit.config.run import RunConfig
+from isobit.config.recipes import RunConfig
 
 
 def train(config: RunConfig) -> None:
@@ -103,12 +103,12 @@ def test_a_token_is_followed_from_prompt_to_gradient(passed: dict[str, Any]) -> 
     """Grader, packing and loss are on its way; console, journals and publishing are not."""
     rooms = {file.split("/")[0] for file in passed["token_files"]}
     assert {"data", "rollout", "models", "kernels", "rewards", "algorithms", "training"} <= rooms
-    assert {"rewards/grade.py", "training/packing.py"} <= passed["token_files"].keys()
+    assert {"rewards/grading.py", "records/batch.py"} <= passed["token_files"].keys()
     assert not rooms & {"observe", "cli", "config", "proof"}
     assert "training/optimiser.py" not in passed["token_files"]
     assert {"Prompt", "Completion", "Group"} <= passed["containers"].keys()
     assert "SamplingParams" not in passed["containers"]
-    assert any(file.endswith("gemm.py") for file in passed["weight_files"])
+    assert any(file.endswith("spec/linear.py") for file in passed["weight_files"])
     assert any(file.startswith("models/") for file in passed["weight_files"])
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from isobit.config.data import JsonlData
 from isobit.config.load import load_recipe
-from isobit.config.sft import SftConfig
+from isobit.config.recipes import SftConfig
 from isobit.data.sources import load_rows
 from isobit.data.tokenizer import load_tokenizer
-from isobit.run.sft.loop import sft
+from isobit.run.sft import sft
 from isobit.starter import starter_folder
 from isobit.starter.tasks import final_answer, is_held_out, is_worked_out
 from tools.starter import build

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from isobit.algorithms.objective import Objective
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, Preset, TrainingConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
-from isobit.records.batch import PackedBatch
+from isobit.records.batch import PackedBatch, lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
-from isobit.training.packing import lay_end_to_end
 from isobit.training.trainer import Trainer
 
 TINY = ModelConfig(

@@ -1,8 +1,12 @@
-"""Bounds of the clip from a BF16 shadow: when they are taken, from what, and who learns by them."""
+"""A calibrated clip through the command's own function: its figures, its plan, its checkpoints.
+
+Bounds of the clip from a BF16 shadow: when they are taken, from what, and who learns by them.
+"""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,21 +15,70 @@ import torch
 
 from isobit.algorithms.calibration import calibrated_bounds
 from isobit.algorithms.clipped import ClipBounds
-from isobit.algorithms.grpo import Grpo
+from isobit.algorithms.family import Grpo
 from isobit.algorithms.objective import Shares
 from isobit.algorithms.policy_gradient import Terms
+from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig, StepConfig
-from isobit.config.precision import PrecisionConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.tables import PrecisionConfig
+from isobit.kernels.spec import sizes
+from isobit.models.folder import load_policy, read_config
 from isobit.models.policy import Policy, random_policy
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
+from isobit.run.loop import train
+from isobit.run.plan import plan_training
+from isobit.run.setup import read_rl
 from isobit.training import calibration as module
-from isobit.training.calibration import Calibration, shadow_of
+from isobit.training.calibration import Calibration, build_calibration, describe_shadow, shadow_of
 from isobit.training.judge import Judge
 from isobit.training.step import Learner
 from isobit.training.trainer import Trainer
+
+MakeConfig = Callable[..., RunConfig]
+WriteReward = Callable[[str], str]
+CALIBRATED: dict[str, Any] = {
+    "algorithm": {"clip_low": 0.001, "clip_high": 0.001, "calibrate_every": 2},
+    "training": {"updates_per_batch": 2, "prompts_per_step": 4, "samples_per_prompt": 6},
+}
+BOUNDS = ("clip/low", "clip/high")
+
+
+def steps(output: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").open(encoding="utf-8")]
+    return [line for line in lines if "reward/mean" in line]
+
+
+def test_bounds_are_figures_of_every_step_where_they_are_calibrated(
+    make_config: MakeConfig, write_reward: WriteReward
+) -> None:
+    reward = write_reward("return float(completion.token_ids[0] % 2)")
+    train(make_config(reward, **CALIBRATED))
+    first, second = steps(make_config().output)
+    assert [first[name] for name in BOUNDS] == [0.001, 0.001]
+    assert [second[name] for name in BOUNDS] != [0.001, 0.001]
+
+
+def test_without_it_there_is_neither_figure_nor_shadow(make_config: MakeConfig) -> None:
+    config = make_config()
+    train(config)
+    assert not any(name in line for line in steps(config.output) for name in BOUNDS)
+    policy = load_policy(Path(config.model), config.precision)
+    trainer = Trainer(policy, config.training, 2)
+    assert describe_shadow(config, policy.config) is None
+    assert build_calibration(config, build_algorithm(config.algorithm), trainer) is None
+
+
+def test_the_plan_knows_the_shadow_to_the_byte(make_config: MakeConfig) -> None:
+    config = make_config(**CALIBRATED)
+    planned = describe_shadow(config, read_config(Path(config.model)))
+    assert planned is not None and (planned.name, planned.table) == ("BF16 shadow", "algorithm")
+    shadow = shadow_of(load_policy(Path(config.model), config.precision))
+    assert planned.weight_bytes(sizes) == shadow.num_bytes
+    assert any("BF16 shadow" in line for line in plan_training(config, read_rl).describe(None))
+
 
 MakeTrainer = Callable[..., Trainer]
 MakeGroups = Callable[..., list[Group]]

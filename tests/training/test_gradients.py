@@ -22,20 +22,16 @@ from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.objective import Objective
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.precision import PrecisionConfig, Preset
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig, TrainingConfig
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy
-from isobit.records.batch import PackedBatch
+from isobit.records.batch import PackedBatch, pack, sequences_of
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.engine import generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
 from isobit.starter import starter_folder
 from isobit.starter.tasks import correct_answer, pretraining_answer, problems, question
-from isobit.training.packing import pack, sequences_of
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 from tools.starter.tokenizer import EOS_ID

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isobit.config.precision import PrecisionConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, TrainingConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.training.host_moments import HostMoments

@@ -9,13 +9,18 @@ import pytest
 import torch
 
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import AlgorithmConfig, GrpoConfig
-from isobit.config.correction import Correction, NormaliseCorrection, TisCorrection
+from isobit.config.algorithm import (
+    AlgorithmConfig,
+    Correction,
+    GrpoConfig,
+    NormaliseCorrection,
+    TisCorrection,
+)
 from isobit.models.frozen import FrozenPolicy
+from isobit.records.batch import Sample
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.judge import Judge
-from isobit.training.sample import Sample
 from isobit.training.trainer import Trainer
 
 MakeTrainer = Callable[..., Trainer]
@@ -126,7 +131,7 @@ def test_at_step_0_the_reference_is_the_policy_bit_for_bit(
     reference = FrozenPolicy.of(trainer.policy)
     judge = judge_of(trainer, GrpoConfig(kl_coefficient=0.1), reference=reference)
     with monkeypatch.context() as patch:
-        patch.delattr("isobit.training.scoring.score_sequences")
+        patch.delattr("isobit.training.judge.score_sequences")
         skipped = scored(judge, groups)
     assert [one.reference_log_probs for one in skipped] == [one.log_probs for one in skipped]
     monkeypatch.setattr(FrozenPolicy, "is_equal_to", lambda *_: False)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 import torch
 
-from isobit.config.training import Moments, TrainingConfig
+from isobit.config.tables import Moments, TrainingConfig
 from isobit.kernels.backend import backend_of
 from isobit.parallel.ownership import Ownership
 from isobit.training.optimiser import (

@@ -13,22 +13,18 @@ import torch
 from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.precision import PrecisionConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import PrecisionConfig, TrainingConfig
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import Layer
-from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
+from isobit.models.scorer import PackedPass
 from isobit.parallel.slots import Slots
 from isobit.parallel.world import ALONE, World
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.records.batch import PackedBatch, TokenScores, pack
 from isobit.records.sequence import TokenSequence
+from isobit.training.judge import score_sequences
 from isobit.training.out_of_memory import within_memory
-from isobit.training.packing import pack
-from isobit.training.rounds import Rounds
-from isobit.training.scoring import score_sequences
-from isobit.training.trainer import Trainer
+from isobit.training.trainer import Rounds, Trainer
 from tests.worlds import in_world
 
 SHAPE: dict[str, Any] = {

@@ -1,19 +1,172 @@
-"""A reference model stays what it was, or follows the policy when it should; resumed it is the same
+"""Which reference model a recipe has, and which it cannot have.
+
+A reference model stays what it was, or follows the policy when it should; resumed it is the same
 one, or the run is refused.
 """
 
 import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from isobit.config.precision import PrecisionConfig
-from isobit.errors import CheckpointError
+from isobit.config.recipes import RunConfig
+from isobit.config.tables import PrecisionConfig
+from isobit.kernels.spec import sizes
 from isobit.models.config import ModelConfig
+from isobit.models.folder import DescribedModel, describe_model, load_policy, read_config
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
-from isobit.training.reference import Reference
+from isobit.models.saving import save_policy
+from isobit.run.loop import train
+from isobit.run.plan import plan_training
+from isobit.run.setup import read_rl
+from isobit.training.reference import (
+    Reference,
+    checkpoint_bytes,
+    describe_reference,
+    load_reference,
+)
+from isobit.util.errors import CheckpointError, ConfigError, ModelError
+
+MakeConfig = Callable[..., RunConfig]
+HELD = {"algorithm": {"kl_coefficient": 0.1}}
+
+
+@pytest.fixture
+def described(tiny_folder: Path) -> DescribedModel:
+    return describe_model(tiny_folder)
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path, tiny_folder: Path) -> Callable[..., Path]:
+    """A random model like the policy, but for some fields."""
+
+    def make(name: str = "other", **fields: Any) -> Path:
+        shape: ModelConfig = replace(read_config(tiny_folder), **fields)
+        policy = random_policy(shape, PrecisionConfig(preset="fp32"), seed=7)
+        save_policy(policy, tmp_path / name, tokenizer_from=tiny_folder)
+        return tmp_path / name
+
+    return make
+
+
+def test_without_a_penalty_there_is_none(
+    make_config: MakeConfig, described: DescribedModel
+) -> None:
+    config = make_config(reference={"model": "no/such/folder", "refresh_every": 1})
+    assert describe_reference(config, described, 64) is None
+    assert load_reference(config, load_policy(described.folder, config.precision)) is None
+    assert checkpoint_bytes(config, described.config) == 0
+
+
+def test_by_default_it_is_the_model_that_the_run_begins_with(
+    make_config: MakeConfig, described: DescribedModel
+) -> None:
+    config = make_config(**HELD)
+    policy = load_policy(described.folder, config.precision)
+    reference = load_reference(config, policy)
+    planned = describe_reference(config, described, 64)
+    assert reference is not None and planned is not None
+    assert reference.frozen.is_equal_to(policy)
+    assert planned.weight_bytes(sizes) == reference.frozen.num_bytes
+    assert (planned.name, planned.table, planned.offload) == ("reference model", "reference", False)
+    assert checkpoint_bytes(config, described.config) == 0, "it is never refreshed"
+    critic = replace(described, config=replace(described.config, value_head=True))
+    assert describe_reference(config, critic, 64) == planned
+
+
+def test_another_folder_is_another_model(
+    make_config: MakeConfig, make_folder: Callable[..., Path], described: DescribedModel
+) -> None:
+    folder = make_folder(num_layers=2)
+    config = make_config(**HELD, reference={"model": str(folder), "offload": True})
+    policy = load_policy(described.folder, config.precision)
+    reference, planned = load_reference(config, policy), describe_reference(config, described, 64)
+    assert reference is not None and planned is not None
+    assert not reference.frozen.is_equal_to(policy)
+    assert reference.frozen.is_equal_to(load_policy(folder, config.precision))
+    assert planned.shape.num_layers == 2 and planned.offload
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "message"),
+    [
+        ({"vocab_size": 120}, {}, "vocabulary has 120 entries"),
+        ({"max_positions": 32}, {}, "context is 32 tokens, but sequences have up to 64"),
+        ({"num_layers": 2}, {"refresh_every": 5}, "refresh_every is 5, but reference.model is"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(
+    fields: dict[str, Any],
+    settings: dict[str, Any],
+    message: str,
+    make_config: MakeConfig,
+    make_folder: Callable[..., Path],
+    described: DescribedModel,
+) -> None:
+    config = make_config(**HELD, reference={"model": str(make_folder(**fields)), **settings})
+    with pytest.raises(ConfigError, match=message):
+        describe_reference(config, described, 64)
+
+
+def test_another_tokenizer_and_a_missing_folder_are_refused(
+    make_config: MakeConfig, make_folder: Callable[..., Path], described: DescribedModel
+) -> None:
+    folder = make_folder()
+    config = make_config(**HELD, reference={"model": str(folder)})
+    assert describe_reference(config, described, 64) is not None
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[5:7]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="whose tokenizer has other tokens"):
+        describe_reference(config, described, 64)
+    shutil.rmtree(folder)
+    with pytest.raises(ModelError, match="is not a folder"):
+        describe_reference(config, described, 64)
+
+
+def test_a_dry_run_shows_it(make_config: MakeConfig) -> None:
+    config = make_config(**HELD, reference={"refresh_every": 1})
+    plan, plain = plan_training(config, read_rl), plan_training(make_config(), read_rl)
+    assert any("reference model" in line for line in plan.describe(None))
+    more = plan.disk.checkpoint_bytes - plain.disk.checkpoint_bytes
+    assert more == checkpoint_bytes(config, read_config(Path(config.model)))
+
+
+def test_a_run_holds_to_it_and_its_checkpoint_has_it_byte_for_byte(
+    make_config: MakeConfig,
+) -> None:
+    config = make_config(**HELD, reference={"refresh_every": 2})
+    train(config)
+    (checkpoint,) = (config.output / "checkpoints").iterdir()
+    found = load_file(checkpoint / "reference.safetensors")
+    size = sum(tensor.nbytes for tensor in found.values())
+    assert size == checkpoint_bytes(config, read_config(Path(config.model)))
+    trained = load_policy(config.output / "model", config.precision)
+    expected = load_reference(make_config(**HELD), trained)
+    assert expected is not None, "it was refreshed after the last step"
+    for name, tensor in expected.frozen.tensors().items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_resumed_run_whose_reference_has_changed_is_refused(
+    make_config: MakeConfig, make_folder: Callable[..., Path]
+) -> None:
+    folder = make_folder()
+    settings = {**HELD, "reference": {"model": str(folder)}}
+    train(make_config(**settings))
+    save_policy(random_policy(read_config(folder), PrecisionConfig(preset="fp32"), 8), folder)
+    with pytest.raises(CheckpointError, match=r"step_000002: reference: the weights in .*other"):
+        train(make_config(**settings, training={"steps": 3}), resume=True)
+
 
 TINY = ModelConfig("qwen3", 96, 128, 128, 2, 4, 2, 32, 64, 1e-6, 1e4, tied_embeddings=True)
 

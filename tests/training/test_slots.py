@@ -10,10 +10,10 @@ import torch
 
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.training import TrainingConfig
+from isobit.config.tables import TrainingConfig
 from isobit.parallel.slots import Slots
 from isobit.parallel.world import ALONE, World
-from isobit.training.packing import pack
+from isobit.records.batch import pack
 from isobit.training.trainer import Trainer
 from tests.training.test_ranks import (
     CASES,

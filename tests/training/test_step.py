@@ -1,7 +1,11 @@
-"""One step over graded groups: parts, epochs, old log-probabilities, exclusions and counts."""
+"""One step over graded groups: parts, epochs, old log-probabilities, exclusions and counts.
+
+Whether an update has anything to learn from.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,15 +14,15 @@ from hypothesis import strategies as st
 
 from isobit.algorithms.objective import Credit, JudgedGroup, LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
-from isobit.config.algorithm import GrpoConfig
-from isobit.errors import ConfigError
+from isobit.config.algorithm import GrpoConfig, PpoConfig
 from isobit.models.policy import Policy
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group
 from isobit.training.comparison import Comparison
-from isobit.training.step import cut_by_prompt, train_on_groups
+from isobit.training.step import cut_by_prompt, has_signal, train_on_groups
 from isobit.training.trainer import Trainer
+from isobit.util.errors import ConfigError
 
 GRPO = build_algorithm(GrpoConfig())
 MakeTrainer = Callable[..., Trainer]
@@ -275,3 +279,37 @@ def test_scalars_join_the_updates(make_trainer: MakeTrainer, make_groups: MakeGr
         "clip_fraction_low",
         "clip_fraction_high",
     } <= scalars.keys()
+
+
+ONE = TokenSequence.of_answer((1,), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("config", "learns"),
+    [
+        (GrpoConfig(), False),
+        (GrpoConfig(kl_coefficient=0.1), True),
+        (GrpoConfig(kl_coefficient=0.1, kl_in="reward"), False),
+        (GrpoConfig(entropy_coefficient=0.1), True),
+        (PpoConfig(), True),
+    ],
+)
+def test_terms_beside_the_advantages_are_learnt_from(
+    config: GrpoConfig | PpoConfig, learns: bool
+) -> None:
+    assert has_signal([ONE.with_advantages(0.0)], build_algorithm(config)) == learns
+
+
+def test_one_token_with_an_advantage_is_a_signal_unless_a_correction_rejects_it() -> None:
+    one = ONE.with_advantages((1.0, 0.0))
+    assert has_signal([ONE, one], GRPO)
+    assert not has_signal([replace(one, importance=one.spread((0.0, 1.0)))], GRPO)
+    assert has_signal([replace(one, importance=one.spread((0.5, 0.0)))], GRPO)
+
+
+def test_nothing_has_no_signal() -> None:
+    assert not has_signal([], build_algorithm(PpoConfig()))
+
+
+def test_an_algorithm_that_does_not_say_what_its_loss_has_is_taken_to_learn() -> None:
+    assert has_signal([ONE], cast(Any, object()))

@@ -11,14 +11,12 @@ from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.errors import NonFiniteError
 from isobit.models.policy import Policy
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.records.batch import PackedBatch, TokenScores, pack, sequences_of
 from isobit.records.text import Group
-from isobit.training.packing import pack, sequences_of
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
+from isobit.util.errors import NonFiniteError
 
 GRPO = build_algorithm(GrpoConfig())
 MakeTrainer = Callable[..., Trainer]

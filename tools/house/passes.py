@@ -23,7 +23,8 @@ AdamW, publishing, metrics, journals), and so is what only stands beside the pat
 plans of memory.
 
 **Safetensors to GEMM.**  The same step, from the first matrix that is read to the first call of a
-file named ``gemm`` with one, which counts too.  A matrix has two dimensions of 128 and more, as no
+function named for a ``gemm`` with one, which counts too.  A matrix has two
+dimensions of 128 and more, as no
 activation of this run has.  A file counts when one of its functions
 
   - is given or returns a matrix, or a record, a sequence or a mapping of matrices; or
@@ -107,7 +108,7 @@ class Watch:
                 self.token_files.setdefault(file, name)
         if not self.gemm_was_reached and any(self._holds_matrix(value) for value in values):
             self.weight_files.setdefault(file, name)
-            if Path(file).stem.startswith("gemm"):
+            if "gemm" in name:
                 self.gemm_was_reached = True
                 self._look_up_the_stack(frame.f_back)
 

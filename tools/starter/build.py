@@ -18,8 +18,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from isobit.config.load import build
-from isobit.config.sft import SftConfig
-from isobit.models.loaded import load_model
+from isobit.config.recipes import SftConfig
+from isobit.models.folder import load_model
 from isobit.starter.tasks import Problem, pretraining_answer, problems, question
 from tools.starter.card import model_card
 from tools.starter.figures import measure

@@ -9,13 +9,12 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import DataConfig, JsonlData
-from isobit.config.rollout import RolloutConfig
+from isobit.config.tables import RolloutConfig
 from isobit.data.prompts import build_prompts
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import RolloutEngine, generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.request import Request
+from isobit.rollout.engine import Request, RolloutEngine, generate
+from isobit.rollout.native import NativeEngine
 from isobit.starter.tasks import correct_answer, is_worked_out
 from tools.starter.tokenizer import EOS_ID
 

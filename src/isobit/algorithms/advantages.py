@@ -8,10 +8,29 @@ GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2), for the rewards r_1 .. r_G
 Dr. GRPO (arXiv 2503.20783, section 3) leaves out the division, which weighs questions that are
 almost always or almost never solved more than the others.  The standard deviation is the unbiased
 one (G - 1), as in the published implementations.
+
+Rewards, returns and advantages of single tokens.
+
+The reward of a completion is given at its last token; a penalty for the divergence from the
+reference is taken at each.  Generalised advantage estimation (arXiv 1506.02438, equation 16), with
+V the value before each token and 0 behind the last:
+
+    delta_t = r_t + gamma * V_{t+1} - V_t
+    A_t     = delta_t + gamma * lam * A_{t+1}        the value head learns A_t + V_t
+
+The soft punishment of completions that near the length limit (DAPO, arXiv 2503.14476, equation
+13).
+
+With L the limit and B the buffer, for a completion of n tokens:
+
+    0                       n <= L - B
+    -(n - (L - B)) / B      up to L, where it is -1
+
+times a factor.  It is added to the reward.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from isobit.algorithms.objective import Credit, Judged, JudgedGroup
@@ -100,3 +119,57 @@ def _penalised(judged: Judged) -> float | None:
     if judged.reward is None or judged.kl is None:
         return judged.reward
     return judged.reward - math.fsum(judged.kl)
+
+
+def token_rewards(judged: Judged) -> list[float]:
+    """The reward of each of its n tokens; of a completion with a reward and at least one token."""
+    assert judged.reward is not None, "an excluded completion has no rewards"
+    kl = judged.kl if judged.kl is not None else [0.0] * judged.length
+    assert len(kl) == judged.length > 0, "a penalty for each token"
+    rewards = [-one if one else 0.0 for one in kl]
+    rewards[-1] += judged.reward
+    return rewards
+
+
+def advantages_and_returns(
+    rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
+    """n rewards and n values -> n advantages and n returns; the formula is at the top of this
+    file.
+    """
+    advantages, following, next_value = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        delta = reward + gamma * next_value - value
+        following = delta + gamma * lam * following
+        next_value = value
+        advantages.append(following)
+    advantages.reverse()
+    return advantages, [a + value for a, value in zip(advantages, values, strict=True)]
+
+
+def token_credit(
+    groups: Sequence[JudgedGroup],
+    judge: Callable[[Judged], tuple[list[float], list[float] | None]],
+    normalise: Callable[[Sequence[Sequence[float]]], list[tuple[float, ...]]],
+) -> list[list[Credit | None]]:
+    """Advantages (and returns, or None) of each completion by ``judge``, the advantages of all
+    together by ``normalise``; a completion without reward or tokens is left out.
+    """
+    counted = [
+        (place, index)
+        for place, group in enumerate(groups)
+        for index, one in enumerate(group.samples)
+        if one.reward is not None and one.length > 0
+    ]
+    found = [judge(groups[place].samples[index]) for place, index in counted]
+    advantages = normalise([one for one, _ in found])
+    credit: list[list[Credit | None]] = [[None] * len(group.samples) for group in groups]
+    for (place, index), advantage, (_, returns) in zip(counted, advantages, found, strict=True):
+        credit[place][index] = Credit(advantage, None if returns is None else tuple(returns))
+    return credit
+
+
+def overlong_punishment(length: int, limit: int, buffer: int, factor: float = 1.0) -> float:
+    """What is added to the reward of a completion of ``length`` tokens: 0 or below."""
+    beyond = min(max(length - (limit - buffer), 0), buffer)
+    return -factor * beyond / buffer if beyond else 0.0

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from isobit.algorithms.sequences import sequence_means, sequence_sums
-from isobit.config.correction import (
+from isobit.algorithms.family import sequence_means, sequence_sums
+from isobit.config.algorithm import (
     Correction,
     IcePopCorrection,
     K3Correction,

@@ -19,8 +19,7 @@ from typing import Protocol
 
 import torch
 
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.records.batch import PackedBatch, TokenScores
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,43 @@
     loss = sum over tokens i of   w[i] * ( c[i] * l[i]  +  kl_coefficient * KL[i]
                                            -  entropy_coefficient * H[i] )
 
-w is the mean over the update (``isobit.algorithms.mean``), l the algorithm's own term of a token
+w is the mean over the update (``mean_weights``), l the algorithm's own term of a token
 (its surrogate), c the weight of the corrections for tokens that another policy drew
 (``isobit.algorithms.corrections``), KL an estimate of the divergence from the reference
-(``isobit.algorithms.kl``), H the entropy of the distribution that the token was drawn from.  What
+(``token_kl``), H the entropy of the distribution that the token was drawn from.  What
 has no coefficient is not computed: without KL, entropy and corrections the loss has the bits of
 ``(w * l).sum()``.
+
+Three estimators of KL(pi || reference) from tokens sampled by pi: k1, k2 and k3 of J. Schulman,
+"Approximating KL divergence" (joschu.net/blog/kl-approx.html).  With rho = reference(token) /
+pi(token):
+
+    k1 = -log rho                   unbiased, high variance, negative for about half of the tokens
+    k2 = (log rho)^2 / 2            biased (small while the two are close), low variance, never
+                                    negative
+    k3 = (rho - 1) - log rho        unbiased, low variance, never negative; GRPO's penalty (arXiv
+                                    2402.03300, equation 4)
+
+The value and the gradient are different matters.  As a term of the loss, differentiated through log
+pi only, the expected gradient is
+
+    k1   0: it penalises nothing
+    k2   that of KL(pi || reference), the divergence one wants
+    k3   that of KL(reference || pi), the other direction
+
+because E[grad log pi] = 0, and the gradients are log(1/rho) grad log pi for k2 and (1 - rho) grad
+log pi for k3.
+
+The weight of each response token in the mean over one update.
+
+Token mean, DAPO's (arXiv 2503.14476, section 3.3): with N tokens in the step, every token weighs
+``1 / N``, so that a long answer counts for more than a short one.  Sequence mean, GRPO's own (arXiv
+2402.03300, equation 3): with S answers in the step, a token of an answer of n tokens weighs ``1 /
+(S * n)``.  Either way the weights of a step sum to one.
+
+Constant, Dr. GRPO's (arXiv 2503.20783, section 3.1): ``1 / (S * C)`` with C tokens, the same for
+every length, so that a long wrong answer is not punished less a token than a short one.  The
+weights sum to the answers' mean length over C.
 """
 
 from abc import ABC, abstractmethod
@@ -17,12 +48,85 @@ from dataclasses import dataclass, field
 
 import torch
 
-from isobit.algorithms.kl import k1, k3, token_kl
-from isobit.algorithms.mean import mean_weights
 from isobit.algorithms.objective import Credit, JudgedGroup, LossOutputs, Shares
-from isobit.config.algorithm import LossConfig
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.config.algorithm import KlEstimator, LossConfig, LossMean
+from isobit.records.batch import PackedBatch, TokenScores
+from isobit.util.errors import ConfigError
+
+
+def k1(log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tensor:
+    """``log pi - log reference`` of each token, [N]: unbiased, of either sign."""
+    return log_probs - reference_log_probs
+
+
+def k2(log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tensor:
+    """Half the square of the log ratio of each token, [N]: biased, with the gradient of KL(pi ||
+    reference).
+    """
+    return 0.5 * (log_probs - reference_log_probs).square()
+
+
+def k3(log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tensor:
+    """``rho - 1 - log rho`` of each token, [N]: unbiased and never negative, with the gradient of
+    KL(reference || pi).
+    """
+    log_ratio = reference_log_probs - log_probs
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def token_kl(
+    estimator: KlEstimator, log_probs: torch.Tensor, reference_log_probs: torch.Tensor
+) -> torch.Tensor:
+    """The named estimate of each token, [N]: see the functions above."""
+    return {"k1": k1, "k2": k2, "k3": k3}[estimator](log_probs, reference_log_probs)
+
+
+def token_mean_weights(sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``1 / N`` for every token; takes and gives one tensor [N_m] a micro-batch, int64 and
+    float32.
+    """
+    total = sum(sequence.numel() for sequence in sequences)
+    return [
+        torch.full(sequence.shape, 1.0 / max(total, 1), device=sequence.device)
+        for sequence in sequences
+    ]
+
+
+def sequence_mean_weights(sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``1 / (S * n)`` for every token of an answer of n tokens; a sequence must lie in one
+    micro-batch.
+    """
+    counts = [torch.bincount(sequence) for sequence in sequences]
+    total = sum(int((count > 0).sum()) for count in counts)
+    return [
+        (1.0 / (total * count[sequence].double())).float()
+        for sequence, count in zip(sequences, counts, strict=True)
+    ]
+
+
+def constant_mean_weights(sequences: Sequence[torch.Tensor], constant: int) -> list[torch.Tensor]:
+    """``1 / (S * constant)`` for every token."""
+    total = sum(int((torch.bincount(sequence) > 0).sum()) for sequence in sequences)
+    return [
+        torch.full(sequence.shape, 1.0 / (max(total, 1) * constant), device=sequence.device)
+        for sequence in sequences
+    ]
+
+
+def mean_weights(
+    mean: LossMean, sequences: Sequence[torch.Tensor], constant: int | None = None
+) -> list[torch.Tensor]:
+    """The weights of the named mean: see the functions above.  Raises ConfigError for the mean by a
+    constant without one.
+    """
+    if mean == "constant":
+        if constant is None:
+            raise ConfigError(
+                "algorithm.loss_mean is 'constant', but algorithm.loss_constant is not set; set it "
+                "to the longest completion, in tokens"
+            )
+        return constant_mean_weights(sequences, constant)
+    return token_mean_weights(sequences) if mean == "token" else sequence_mean_weights(sequences)
 
 
 @dataclass(frozen=True, slots=True)

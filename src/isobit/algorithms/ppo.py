@@ -1,7 +1,7 @@
 """PPO with a value head (arXiv 1707.06347; for language models: 2203.02155).
 
 Advantages are those of generalised advantage estimation, token by token
-(``isobit.algorithms.gae``), whitened over all tokens of the step; the surrogate is clipped
+(``isobit.algorithms.advantages``), whitened over all tokens of the step; the surrogate is clipped
 (``isobit.algorithms.clipped``).  The value head learns the returns R with a loss that is clipped
 around V_old, its value before the step (as the authors' code has it):
 
@@ -21,14 +21,12 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.algorithms.advantages import whiten
+from isobit.algorithms.advantages import advantages_and_returns, token_credit, token_rewards, whiten
 from isobit.algorithms.clipped import ClippedPolicyGradient
-from isobit.algorithms.gae import advantages_and_returns, token_credit, token_rewards
 from isobit.algorithms.objective import Credit, Judged, JudgedGroup
 from isobit.algorithms.policy_gradient import Terms
 from isobit.config.algorithm import PpoConfig
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.records.batch import PackedBatch, TokenScores
 
 
 @dataclass(frozen=True, slots=True)

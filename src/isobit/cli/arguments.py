@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from isobit.config.limits import MAX_SEED, MAX_STEPS, MAX_THREADS
-from isobit.errors import ConfigError
+from isobit.config.base import MAX_SEED, MAX_STEPS, MAX_THREADS
+from isobit.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from isobit.config.base import Strict
@@ -73,7 +73,7 @@ def folder_parser(
 
 def precision_value(text: str) -> Any:
     """A preset's name or a table, as in a recipe and its overrides."""
-    from isobit.config.overrides import read_value
+    from isobit.config.load import read_value
 
     return read_value("precision", text)
 
@@ -136,7 +136,7 @@ def flags_first(
 
 def _describe_keys(schema: "type[Strict]") -> str:
     """Every key with what it takes, its default and its description."""
-    from isobit.config.keys import all_keys
+    from isobit.config.schema import all_keys
 
     lines = ["keys of a recipe (NAME is yours to choose):"]
     for key in all_keys(schema):
@@ -190,7 +190,7 @@ def given(**values: Any) -> dict[str, Any]:
     """The values that are not None, read as those of overrides are: what the command line leaves
     open keeps the schema's default.
     """
-    from isobit.config.overrides import read_value
+    from isobit.config.load import read_value
 
     return {
         name: read_value(name, value) if isinstance(value, str) else value
@@ -225,8 +225,7 @@ def settings_from(
     """The settings of a command: ``values`` of its own arguments, under the dotted overrides left
     over.  Raises ConfigError.
     """
-    from isobit.config.load import build
-    from isobit.config.overrides import apply_overrides, parse_overrides
+    from isobit.config.load import apply_overrides, build, parse_overrides
 
     return build(model, apply_overrides(values, parse_overrides(overrides)), "command line")
 

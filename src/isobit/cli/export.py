@@ -1,22 +1,40 @@
 """``isobit export RUN_OR_FOLDER --to FOLDER``: a model as a Hugging Face folder for other tools, in
 BF16 or in FP8.
+
+``isobit inspect FOLDER``: what is in a model folder, what FP8 does to its weights, and what it
+takes.
+
+``isobit report RUN [RUN ...]``: the figures, the precision flow and sample completions of a run,
+or several runs beside each other, as one HTML page.
+
+``isobit schema``: the JSON schema of a recipe, for editors, or the keys of all recipes as a
+page.
 """
 
+import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import add_threads, positive, precision_value, set_threads
-from isobit.cli.waiting import starting
-from isobit.errors import ConfigError
+from isobit.cli.arguments import (
+    add_threads,
+    check_directory,
+    folder_parser,
+    positive,
+    precision_value,
+    set_threads,
+    settings_from,
+)
+from isobit.cli.main import starting
+from isobit.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from isobit.config.precision import PrecisionConfig
+    from isobit.config.tables import PrecisionConfig
     from isobit.run.export import ExportResult
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_export(arguments: Sequence[str]) -> int:
     """Write the folder and say what is in it.  Raises IsobitError for what cannot be used."""
     options, overrides = _parser().parse_known_args(arguments)
     precision = _precision(options.precision, overrides)
@@ -26,8 +44,7 @@ def run(arguments: Sequence[str]) -> int:
         )
     with starting():
         from isobit.observe.console import Console
-        from isobit.run.export import export
-        from isobit.run.export_source import find_source
+        from isobit.run.export import export, find_source
     set_threads(options)
 
     console = Console()
@@ -49,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
 def _precision(given: Any, overrides: Sequence[str]) -> "PrecisionConfig | None":
     """The flow of the command line; None where it says nothing of it."""
     from isobit.cli.arguments import settings_from
-    from isobit.config.commands import ExportConfig
+    from isobit.config.recipes import ExportConfig
 
     values = {"precision": given} if given is not None else {}
     return settings_from(ExportConfig, values, overrides).precision
@@ -126,3 +143,137 @@ def _parser() -> ArgumentParser:
     )
     add_threads(parser)
     return parser
+
+
+def run_inspect(arguments: Sequence[str]) -> int:
+    """Look, print the tables, and write the page where one is asked for.  Raises IsobitError for a
+    folder that cannot be read.
+    """
+    options, overrides = _inspect_parser().parse_known_args(arguments)
+    with starting():
+        from isobit.config.recipes import InspectConfig
+        from isobit.models.folder import model_folder
+        from isobit.observe.console import Console
+        from isobit.observe.inspection import inspect_folder
+        from isobit.observe.inspection_page import describe_inspection
+    if options.out is not None:
+        check_directory(options.out)
+    settings = settings_from(InspectConfig, {"precision": options.precision}, overrides)
+    set_threads(options)
+
+    console = Console()
+    with console.counting("matrices") as on_matrix:
+        found = inspect_folder(
+            model_folder(options.folder),
+            settings.precision,
+            options.gpu,
+            options.longest,
+            on_matrix,
+        )
+    written = ""
+    if options.out is not None:
+        from isobit.observe.inspection_page import write_inspection
+
+        path = write_inspection(found, options.out)
+        written = f"{path} ({path.stat().st_size / 1000:,.0f} kB)"
+    if options.json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        console.lines([*describe_inspection(found), *(["", written] if written else [])])
+    return 0
+
+
+def _inspect_parser() -> ArgumentParser:
+    parser = folder_parser(
+        "inspect",
+        "Look at a model folder: its tensors and formats, the error of its weights in FP8 by "
+        "layer, what each preset\nquantises, and the memory that it takes.  A folder in FP8 is "
+        "shown as it is stored.",
+        "precision",
+        with_seed=False,
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="h100 or h200: the memory that it takes there"
+    )
+    parser.add_argument(
+        "--longest",
+        type=positive,
+        metavar="N",
+        help="with --gpu: tokens of the longest sequence in training; by default 4096",
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="also write it as an HTML page")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    return parser
+
+
+def run_report(arguments: Sequence[str]) -> int:
+    """Write the page and say where it is.  Raises IsobitError for a directory that is no run's, or
+    a file that cannot be written.
+    """
+    options = _report_parser().parse_args(arguments)
+
+    from isobit.observe.report.page import report
+
+    if options.watch:
+        print("the page is written again until the run ends; Ctrl-C stops that", flush=True)
+    path = report(*options.runs, out=options.out, watch=options.watch)
+    print(f"{path} ({path.stat().st_size / 1000:,.0f} kB)")
+    return 0
+
+
+def _report_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="isobit report",
+        description=(
+            "Write a run's rewards, lengths, entropy, log-probability differences, speed, "
+            "precision flow and sample completions as one "
+            "HTML page, which opens without a network.  It also shows a run that is still going, "
+            "or one that was stopped.  Of several runs, the page compares them."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        type=Path,
+        nargs="+",
+        help="the directory that `isobit train` or `isobit sft` wrote (its `output`); up to seven",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="where to write the page; by default RUN/report.html, of several comparison.html",
+    )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="write the page again every 10 s until the run ends; a browser reads it again too",
+    )
+    return parser
+
+
+def run_schema(arguments: Sequence[str]) -> int:
+    """Print the schema or the page."""
+    from isobit.config.schema import RECIPES, configuration_page, json_schema
+
+    parser = ArgumentParser(
+        prog="isobit schema",
+        description="Print the JSON schema of a recipe, from which editors complete it.",
+    )
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=RECIPES,
+        default="train",
+        help="whose recipe; by default train",
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the keys of all recipes as a page instead"
+    )
+    options = parser.parse_args(arguments)
+    if options.markdown:
+        print(configuration_page(), end="")
+    else:
+        print(json.dumps(json_schema(RECIPES[options.command]), indent=2))
+    return 0

@@ -8,20 +8,34 @@ stopped by Ctrl-C, 143 by SIGTERM, 129 by a closed terminal (SIGHUP), 152 by a l
 (SIGXCPU), 141 a reader of the output that has gone (``| head``). Stopped by a signal, ``train`` and
 ``sft`` write a checkpoint first, and ``--resume`` goes on from there; a second Ctrl-C stops them at
 once, and they go on from the checkpoint before. What ``train`` and ``sft`` print never ends them.
+
+While the heavy libraries are imported, which takes seconds on a cold disk: a live line, and a
+signal that asks a run for a checkpoint is no end of one that has not begun.
+
+Commands that several processes can obey as one: ``rollout``, ``eval`` and ``verify`` with
+``cluster.rollout_tp``, for a policy that one GPU cannot hold, and ``replay``.
 """
 
 import atexit
 import os
 import signal
 import sys
+import threading
+import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import isobit
-from isobit.errors import Interrupted, IsobitError, shown
-from isobit.terminal import prepare, say, settle
+from isobit.parallel.launched import SAVES, end_with_launcher, is_launched
+from isobit.util.errors import Interrupted, IsobitError, shown
+from isobit.util.terminal import Standard, prepare, say, settle, tell
+
+if TYPE_CHECKING:
+    from isobit.parallel.world import World
+
 
 COMMANDS = {
     "train": "train a policy with reinforcement learning, as a TOML recipe says",
@@ -38,7 +52,15 @@ COMMANDS = {
     "doctor": "test this machine: quantisers, kernels, disk, memory, versions",
     "schema": "print the JSON schema of a recipe, for editors, or its keys as a page",
 }
-"""Each command is ``isobit.cli.NAME`` with a function ``run(arguments) -> exit code``."""
+"""Each command is a function ``run_NAME(arguments) -> exit code`` in ``isobit.cli``."""
+_FILES = {
+    "sft": "train",
+    "inspect": "export",
+    "report": "export",
+    "schema": "export",
+    "doctor": "verify",
+}
+"""The module of a command, where it is not ``isobit.cli.NAME``."""
 _TRAININGS = ("train", "sft")
 """Their result is a directory, whoever reads what they print."""
 
@@ -84,7 +106,8 @@ def _obey(words: Sequence[str]) -> int:
     if not words or words[0] not in COMMANDS:
         _parser().parse_args(words or ["--help"])
     try:
-        return import_module(f"isobit.cli.{words[0]}").run(words[1:])
+        module = import_module(f"isobit.cli.{_FILES.get(words[0], words[0])}")
+        return getattr(module, f"run_{words[0]}")(words[1:])
     except IsobitError as error:
         say(f"error: {error}")
         return error.exit_code
@@ -126,6 +149,75 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"isobit {isobit.__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of those below")
     return parser
+
+
+def starting() -> AbstractContextManager[object]:
+    """A spinner on stderr, gone afterwards; nothing without a terminal."""
+    from typing import TextIO, cast
+
+    from rich.console import Console
+
+    console = Console(file=cast(TextIO, Standard("stderr")))
+    return console.status("starting") if console.is_terminal else nullcontext()
+
+
+@contextmanager
+def requests_wait() -> Iterator[None]:
+    """A block in which a signal to save, which would end the process, is answered with a line; the
+    run takes it over (``isobit.run.grading``).
+    """
+    before = signal.getsignal(SAVES)
+    if threading.current_thread() is not threading.main_thread() or before != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(SAVES, lambda *_: tell(f"{SAVES.name}: there is nothing to save"))
+    try:
+        yield
+    finally:
+        signal.signal(SAVES, before)
+
+
+NOT_COMPARED = 2
+
+
+def obey_as_rank(
+    arguments: Sequence[str], obey: "Callable[[Sequence[str], World | None], int]"
+) -> int:
+    """``obey`` the command line with the world of this process, where a launcher has started it as
+    one of several, or alone with None.
+    """
+    box = end_with_launcher()
+    if not is_launched():
+        return obey(arguments, None)
+    with starting():
+        from isobit.run.rank import as_rank
+    with as_rank(box) as world:
+        return obey(arguments, world)
+
+
+def compare_as_rank(
+    arguments: Sequence[str], compare: "Callable[[Sequence[str], World | None], int]"
+) -> int:
+    """``obey_as_rank`` for a command whose exit code 1 means a difference: a fault of Isobit's is
+    none, and ends with ``NOT_COMPARED``.
+    """
+    try:
+        return obey_as_rank(arguments, compare)
+    except IsobitError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        return NOT_COMPARED
+
+
+def start_ranks(command: str, arguments: Sequence[str], ranks: int, threads: int | None) -> None:
+    """The same command line in so many processes; what they print goes to this one's stdout.
+    Raises as ``isobit.run.launch.launch`` does.
+    """
+    from isobit.run.launch import launch
+
+    with redirect_stdout(sys.stderr):  # stdout may be JSON
+        launch(["-m", "isobit.cli.main", command, *arguments], ranks, threads)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobit.cli.arguments import add_allow_change, allowed_names, positive, whole
-from isobit.cli.ranks import compare_as_rank, start_ranks
-from isobit.cli.waiting import starting
-from isobit.config.limits import MAX_PROCESSES
-from isobit.errors import IsobitError
+from isobit.cli.main import compare_as_rank, start_ranks, starting
+from isobit.config.base import MAX_PROCESSES
+from isobit.util.errors import IsobitError
 
 if TYPE_CHECKING:
     from isobit.parallel.world import World
-    from isobit.run.rl.replay import ReplayResult
+    from isobit.run.redo import ReplayResult
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_replay(arguments: Sequence[str]) -> int:
     """Replay, print what differs and return the exit code.  Raises IsobitError for anything that
     cannot be used.
     """
@@ -34,7 +33,7 @@ def _replay(arguments: Sequence[str], world: "World | None") -> int:
         return 0
     with starting():
         from isobit.parallel.world import ALONE
-        from isobit.run.rl.replay import replay
+        from isobit.run.redo import replay
 
     allowed = allowed_names(options)
     result = replay(
@@ -64,7 +63,7 @@ def _say(text: str) -> None:
 
 
 def _describe(root: Path, result: "ReplayResult") -> str:
-    from isobit.run.rl.replay import describe_steps
+    from isobit.run.redo import describe_steps
 
     done = f"{root}: {describe_steps(result.first, result.last)} done again"
     if not result.differences:

@@ -16,19 +16,18 @@ from isobit.cli.arguments import (
     settings_from,
     whole,
 )
-from isobit.cli.ranks import obey_as_rank, start_ranks
-from isobit.cli.waiting import starting
-from isobit.config.limits import MAX_BATCH
-from isobit.files import LineFile, disk_errors
-from isobit.terminal import say
+from isobit.cli.main import obey_as_rank, start_ranks, starting
+from isobit.config.base import MAX_BATCH
+from isobit.util.files import LineFile, disk_errors
+from isobit.util.terminal import say
 
 if TYPE_CHECKING:
-    from isobit.config.commands import GenerationConfig
+    from isobit.config.recipes import GenerationConfig
     from isobit.parallel.world import World
     from isobit.records.text import Group
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_rollout(arguments: Sequence[str]) -> int:
     """Generate, and print or write.  Raises IsobitError for anything that cannot be used, before
     anything is generated.
     """
@@ -41,7 +40,7 @@ def _rollout(arguments: Sequence[str], world: "World | None") -> int:
     if options.out is not None and is_first:
         check_new(options.out)
 
-    from isobit.config.commands import GenerationConfig
+    from isobit.config.recipes import GenerationConfig
 
     limits = given(
         max_new_tokens=options.max_new_tokens,
@@ -72,7 +71,7 @@ def _writing(out: Path) -> "Iterator[Callable[[Group], None]]":
 
     Raises StorageError where it cannot be written.
     """
-    from isobit.run.rollout import completion_lines
+    from isobit.run.evaluate import completion_lines
 
     again = "generate again, into another file"
     with disk_errors(out.parent, out.name, again=again):
@@ -108,7 +107,7 @@ def _generate(
     with starting():
         from isobit.observe.console import Console, terminal_on
         from isobit.parallel.world import ALONE
-        from isobit.run.rollout import rollout_folder
+        from isobit.run.evaluate import rollout_folder
 
     with Console(terminal_on("stderr")).generating("rollout") as progress:
         return rollout_folder(

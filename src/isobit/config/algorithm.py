@@ -3,15 +3,23 @@
 Which algorithm it is says ``name``, and each has only the keys that it reads, with the defaults of
 its paper.  ``algorithm = "dapo"`` names one alone, ``algorithm = "file.py:Class"`` one's own
 objective; a table without a name is GRPO's.  Formulas are in ``docs/algorithms.md``.
+
+The list ``corrections``: weights for tokens that another policy drew than the one that learns.
+
+    [[corrections]]
+    type = "tis"
+    max = 2.0
+
+rho = pi_old / mu, token by token: the trainer's probability over the recorded one.  The weights of
+all that are listed are multiplied; formulas are in ``docs/algorithms.md``.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from isobit.config.base import Strict
-from isobit.config.limits import MAX_COUNT, MAX_FACTOR, MAX_STEPS
-from isobit.config.shape import MAX_POSITIONS
+from isobit.config.base import MAX_COUNT, MAX_FACTOR, MAX_STEPS, Strict
+from isobit.config.tables import MAX_POSITIONS
 
 LossMean = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -226,4 +234,68 @@ AlgorithmConfig = Annotated[
     | CustomConfig,
     Field(discriminator="name"),
     BeforeValidator(_named),
+]
+
+
+class TisCorrection(Strict):
+    """Truncated importance sampling: min(rho, max)."""
+
+    type: Literal["tis"] = "tis"
+    level: Literal["token", "sequence"] = "token"
+    """Each token's rho, or the product over its sequence."""
+    max: float = Field(default=2.0, ge=1, le=MAX_FACTOR)
+    min: float = Field(default=0.0, ge=0, le=1)
+    """Smaller ratios count as this."""
+
+
+class MisCorrection(Strict):
+    """Masked importance sampling: what lies outside [min, max] gets no weight.
+
+    token and sequence: rho, where it lies within.  geometric: 1 for every token of a sequence whose
+    geometric mean of rho does.
+    """
+
+    type: Literal["mis"] = "mis"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Each token's rho, the product over its sequence, or the geometric mean over it."""
+    max: float | None = Field(default=None, ge=1, le=MAX_FACTOR)
+    """By default 2, and 1.001 for the geometric mean."""
+    min: float | None = Field(default=None, ge=0, le=1)
+    """By default 0, and 0.99 for the geometric mean."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Where rho, or its mean, counts."""
+        low, high = (0.99, 1.001) if self.level == "geometric" else (0.0, 2.0)
+        return low if self.min is None else self.min, high if self.max is None else self.max
+
+
+class IcePopCorrection(Strict):
+    """IcePop: rho of a token where it lies in [min, max], else 0."""
+
+    type: Literal["icepop"] = "icepop"
+    max: float = Field(default=5.0, ge=1, le=MAX_FACTOR)
+    min: float = Field(default=0.5, ge=0, le=1)
+
+
+class K3Correction(Strict):
+    """Rejection: no weight where the K3 divergence of a token, or a sequence's mean, is above
+    ``max``.
+    """
+
+    type: Literal["k3"] = "k3"
+    level: Literal["token", "sequence"] = "sequence"
+    max: float = Field(default=0.01, gt=0, le=MAX_FACTOR)
+    """Nats."""
+
+
+class NormaliseCorrection(Strict):
+    """Scale the weights to a mean of 1 over the batch; comes last."""
+
+    type: Literal["normalise"] = "normalise"
+
+
+Correction = Annotated[
+    TisCorrection | MisCorrection | IcePopCorrection | K3Correction | NormaliseCorrection,
+    Field(discriminator="type"),
 ]

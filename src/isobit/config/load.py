@@ -3,20 +3,300 @@
 Defaults are overridden by the file, and the file by the overrides.  A relative path, in the file or
 in an override, is relative to the directory in which the command runs, not to the file: the same
 recipe then means the same files as the same command line.
+
+From pydantic's validation errors to one ``ConfigError`` that lists them all, each with its
+dotted path and what to do.
+
+TOML text, read within bounds: of a recipe's file, or of a value on the command line.
+
+Python's reader gives up on deep nesting and on whole numbers of thousands of digits with errors of
+its own, and takes a file of any size.  Here all of it is a ConfigError that names the source.
+
+Dotted overrides: ``--training.steps 5``, ``--training.steps=5`` or ``training.steps=5`` on top
+of a file's tables.
+
+A value is read as TOML where it is a TOML number, boolean, quoted string, list or inline table, and
+as plain text otherwise; so ``--output 5`` needs ``--output '"5"'``.  The schema checks it
+afterwards, exactly like a value from the file.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
+from isobit.config.algorithm import algorithm_table
 from isobit.config.base import Strict
-from isobit.config.explain import config_error
-from isobit.config.overrides import apply_overrides, parse_overrides
-from isobit.config.run import RunConfig
-from isobit.config.toml import read_toml
+from isobit.config.recipes import RunConfig
+from isobit.config.schema import all_keys, choices, locate
+from isobit.util.errors import ConfigError
+
+_LONGEST_VALUE = 60
+_IN_WORDS = {
+    "tuple_type": "should be a list",
+    "list_type": "should be a list",
+    "dict_type": "should be a table",
+    "model_type": "should be a table",
+    "model_attributes_type": "should be a table",
+    "int_type": "should be a whole number",
+    "int_parsing": "should be a whole number",
+    "int_from_float": "should be a whole number",
+    "float_type": "should be a number",
+    "float_parsing": "should be a number",
+    "finite_number": "should be a finite number",
+    "string_type": "should be text",
+    "bool_type": "should be true or false",
+    "bool_parsing": "should be true or false",
+    "path_type": "should be a path",
+}
+"""What is said of a value that is of another kind; TOML has lists and tables, no tuples."""
+
+
+def config_error(error: ValidationError, model: type[BaseModel], source: str) -> ConfigError:
+    """The error to raise for what ``model`` refused; ``source`` says where the values came from."""
+    lines = [_explain(detail, model) for detail in error.errors(include_url=False)]
+    if len(lines) == 1:
+        return ConfigError(f"{source}: {lines[0]}")
+    return ConfigError(
+        "\n".join(
+            [f"{source}: {len(lines)} settings cannot be used", *(f"  {line}" for line in lines)]
+        )
+    )
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """``; did you mean X?``, or nothing where no candidate is near."""
+    near = get_close_matches(word, list(candidates), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    path, siblings = locate(model, detail["loc"])
+    context = detail.get("ctx", {})
+    key = context.get("discriminator", "").strip("'")
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"{path}: unknown key{_suggest(path, siblings, model)}"
+        case "missing":
+            return f"{path}: missing; set it in the file or with --{path} VALUE"
+        case "union_tag_not_found":
+            *kinds, last = choices(model, detail["loc"])
+            return (
+                f"{path}.{key}: missing; it says which kind this is ({', '.join(kinds)} or {last})"
+            )
+        case "union_tag_invalid":
+            tags = context["expected_tags"].replace(", ", " or ")
+            near = did_you_mean(str(context["tag"]), choices(model, detail["loc"]))
+            return f"{path}.{key}: should be {tags}, but it is {context['tag']!r}{near}"
+    message = _IN_WORDS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
+    return f"{path}: {message.removeprefix('input ')}, but it is {_shorten(detail['input'])}"
+
+
+def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
+    """Whose key it is, if another table of a choice has it; else a near key of the same table; else
+    the key of that name in another table; else what the table holds.
+    """
+    table, _, name = path.rpartition(".")
+    known = {key.path: key for key in all_keys(model)}.get(re.sub(r"\.\d+\b", "[]", path))
+    if known is not None and known.users:
+        *others, last = known.users
+        return (
+            f"; only {', '.join(others)} and {last} have it" if others else f"; only {last} has it"
+        )
+    hint = did_you_mean(name, siblings)
+    if hint:
+        return hint.replace("did you mean ", f"did you mean {table}." if table else "did you mean ")
+    elsewhere = [key.path for key in all_keys(model) if key.path.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return f"; {table or 'a run'} has {', '.join(siblings)}" if siblings else ""
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+LARGEST_FILE = 1 << 20
+"""Bytes.  A recipe has some hundreds."""
+MAX_NESTING = 32
+"""Tables and lists within one another."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a recipe, unchecked.  Raises ConfigError for a file that cannot be read as
+    TOML.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: no such file; name a TOML file, for example recipes/quickstart.toml"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    if len(content) > LARGEST_FILE:
+        raise ConfigError(
+            f"{path}: has more than {LARGEST_FILE:,} bytes; a configuration is a TOML file of some "
+            "hundreds"
+        )
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not a text file in UTF-8 (byte {error.start}); a configuration is a TOML file"
+        ) from None
+    try:
+        return parse_toml(text.replace("\r\n", "\n"), str(path))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """The tables of a text.  Raises ConfigError, naming ``source``, for what is nested too deeply
+    and for a number of thousands of digits, TOMLDecodeError for what is no TOML.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise _too_deep(source) from None
+    except ValueError:  # Python converts no integer of more than some thousand digits
+        raise ConfigError(f"{source}: holds a number of too many digits") from None
+    check_nesting(tables, source)
+    return tables
+
+
+def check_nesting(value: Any, source: str) -> None:
+    """Raise ConfigError, naming ``source``, for tables and lists that lie too deep in one
+    another.
+    """
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        level = [
+            below
+            for one in level
+            if isinstance(one, dict | list)
+            for below in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise _too_deep(source)
+
+
+def _too_deep(source: str) -> ConfigError:
+    return ConfigError(
+        f"{source}: tables or lists lie more than {MAX_NESTING} deep in one another; no key is "
+        "nested so deeply"
+    )
+
+
+Override: TypeAlias = tuple[tuple[str, ...], Any]
+"""The parts of a dotted key, and its value."""
+
+_NAMED: dict[str, Callable[[str], dict[str, Any]]] = {
+    "precision": lambda preset: {"preset": preset},
+    "algorithm": algorithm_table,
+}
+"""Tables that may be given as a name, and what the name stands for."""
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[Override]:
+    """The overrides of a command line, in order.  Raises ConfigError for a word that is neither a
+    key nor a key's value.
+    """
+    overrides: list[Override] = []
+    words = iter(arguments)
+    for word in words:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not equals and not word.startswith("--"):
+            raise ConfigError(
+                f"{word!r} is not an override; write --KEY VALUE or KEY=VALUE, for example "
+                "--training.steps 5"
+            )
+        if not equals:
+            text = next(words, "--")
+            if text.startswith("--"):
+                raise ConfigError(f"--{key} has no value; write --{key} VALUE")
+        parts = tuple(key.split("."))
+        if not all(parts):
+            raise ConfigError(f"{word!r} is not a dotted key; write for example --training.steps 5")
+        if len(parts) > MAX_NESTING:
+            raise ConfigError(
+                f"{word[:60]!r}... has {len(parts)} parts; no key is nested so deeply"
+            )
+        overrides.append((parts, read_value(key, text)))
+    return overrides
+
+
+def nested_overrides(values: Mapping[str, Any]) -> list[Override]:
+    """The overrides that tables stand for: ``{"training": {"steps": 5}, "data.train.limit": 9}``
+    sets two keys and no others.
+    """
+    overrides: list[Override] = []
+    for key, value in values.items():
+        parts = tuple(key.split("."))
+        if isinstance(value, Mapping):
+            overrides += [((*parts, *below), leaf) for below, leaf in nested_overrides(value)]
+        else:
+            overrides.append((parts, value))
+    return overrides
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
+    """A copy of ``values`` with the overrides set, tables made where they are missing; the last
+    override of a key wins.
+
+    A list is replaced as a whole.  ``--precision NAME`` and ``--algorithm NAME`` change the name
+    and keep the table's other choices.  Raises ConfigError where a key lies below something that
+    is no table.
+    """
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        _set(result, (name,), copy.deepcopy(value))
+    for parts, value in overrides:
+        _set(result, parts, value)
+    return result
+
+
+def _set(table: dict[str, Any], parts: tuple[str, ...], value: Any) -> None:
+    if len(parts) == 1 and parts[0] in _NAMED and isinstance(value, str):
+        for key, choice in _NAMED[parts[0]](value).items():
+            _set(table, (*parts, key), choice)
+        return
+    for depth, part in enumerate(parts[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{'.'.join(parts)} cannot be set: {'.'.join(parts[:depth])} is {table!r}, not a "
+                "table"
+            )
+    table[parts[-1]] = value
+
+
+def read_value(key: str, text: str) -> Any:
+    """A word of the command line that sets ``key``, as TOML or as the text that it is.  Raises
+    ConfigError for TOML beyond all bounds.
+    """
+    try:
+        values = parse_toml(f"value = {text}", f"command line: {key}")
+    except tomllib.TOMLDecodeError:
+        return text
+    readable = len(values) == 1 and isinstance(
+        values["value"], bool | int | float | str | list | dict
+    )
+    return values["value"] if readable else text  # a date, or more than one line, was meant as text
+
 
 Model = TypeVar("Model", bound=Strict)
 

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from isobit.config.base import Strict
-from isobit.config.limits import MAX_FACTOR
+from isobit.config.base import MAX_FACTOR, Strict
 
 WHOLE = "reward"
 """What the one reward is called where there are no parts."""

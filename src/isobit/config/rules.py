@@ -7,24 +7,29 @@ ConfigError with the keys, their values and the way out.
 
 from collections.abc import Collection, Sequence
 
-from isobit.config.algorithm import LossConfig, StepConfig, TokenClipConfig
-from isobit.config.checkpoint import CheckpointConfig
-from isobit.config.cluster import ClusterConfig
-from isobit.config.correction import (
+from isobit.config.algorithm import (
     Correction,
     IcePopCorrection,
+    LossConfig,
     MisCorrection,
+    StepConfig,
     TisCorrection,
+    TokenClipConfig,
 )
-from isobit.config.evaluation import EvaluationConfig
-from isobit.config.limits import MAX_BATCH
+from isobit.config.base import MAX_BATCH
+from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.reward import CODE_SECONDS, RewardConfig, RewardPart
-from isobit.config.rollout import RolloutConfig
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
-from isobit.config.shape import MIXTURES, WINDOWED, ModelShape
-from isobit.config.training import TrainingConfig
-from isobit.errors import ConfigError
+from isobit.config.tables import (
+    MIXTURES,
+    WINDOWED,
+    CheckpointConfig,
+    ClusterConfig,
+    EvaluationConfig,
+    ModelShape,
+    RolloutConfig,
+    TrainingConfig,
+)
+from isobit.util.errors import ConfigError
 
 _BY_RATIO = (TisCorrection, IcePopCorrection)
 

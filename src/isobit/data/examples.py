@@ -6,6 +6,20 @@ and it ends in a token that ends a completion in rollout too.  Through a chat te
 the template writes behind its own generation prompt; white space after the end of the turn is not
 learnt, since nothing is sampled there.  A conversation gives one example for each turn of the
 assistant, with all before it as the prompt.
+
+A prompt and its answer as a reward model reads them: one conversation, tokenised as a whole.
+
+    with a chat template      the template's text of the prompt's messages and the answer as the
+                              assistant's turn, no generation prompt behind it
+    without                   the prompt's text, the answer's text, and the token that ends a
+                              sequence, where the tokenizer has one
+
+Training from preferences and scoring read the same tokens: both come from here.  Reward models of
+others were trained on their template's text as a whole, white space at its end included.  An
+answer is a model's text: what it spells is never a control token (``isobit.data.tokenizer``).
+
+Rows become pairs of preferences: a prompt with the answer that was chosen and the one that was
+rejected, each as a conversation that a reward model reads (``isobit.data.examples``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +28,62 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.examples import ExampleSource, SftDataConfig
-from isobit.data.encoding import is_marked, quoted_answer, token_ids
-from isobit.data.prompts import TooLong, chat_messages, prompts_of_rows, render_chat
+from isobit.config.data import ExampleSource, SftDataConfig
+from isobit.data.prompts import (
+    TooLong,
+    chat_messages,
+    encodable,
+    is_templated,
+    prompts_of_rows,
+    render_chat,
+)
 from isobit.data.sources import Row, load_rows, message_text
-from isobit.data.tokenizer import decode
-from isobit.errors import DataError
+from isobit.data.tokenizer import decode, is_marked, quoted_answer, token_ids
 from isobit.records.text import Prompt
+from isobit.util.errors import DataError
+
+
+def conversation_ids(
+    answers: Sequence[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, chat: bool = True
+) -> list[tuple[int, ...]]:
+    """The tokens of the prompt of each row and an answer to it; text prompts go through the
+    template too, unless ``chat`` is false.
+
+    Raises ``DataError`` for messages without a template, for what the template refuses, for text
+    that no tokenizer can read, and where there is no token at all.
+    """
+    templated = is_templated(tokenizer, chat)
+    texts = [_message_text(row, answer, tokenizer, chat) for row, answer in answers]
+    found = token_ids(texts, tokenizer, add_special_tokens=not templated)
+    end = tokenizer.eos_token_id
+    if not templated and isinstance(end, int):
+        found = [ids if ids[-1:] == [end] else [*ids, end] for ids in found]
+    for (row, _), ids in zip(answers, found, strict=True):
+        if not ids:
+            raise DataError(f"{row.place}: prompt and answer together have no token")
+    return [tuple(ids) for ids in found]
+
+
+def _message_text(row: Row, answer: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
+    messages = chat_messages(row, tokenizer, chat)
+    if messages is None:
+        # the prompt may be what another template rendered (row_of), with control tokens in it
+        return encodable(f"{row.prompt}{quoted_answer(answer, tokenizer)}", row)
+    turns = [*messages, {"role": "assistant", "content": answer}]
+    return render_chat(turns, row, tokenizer, add_generation_prompt=False)
+
+
+def row_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Row:
+    """The prompt of a run for another tokenizer than the policy's: as the dataset has it; where it
+    has messages and the tokenizer no template for them, the text that the policy read.
+    """
+    content = prompt.content
+    if content is not None and not isinstance(content, str):
+        messages = tuple(dict(message) for message in content)
+        content = messages if tokenizer.chat_template else None
+    text = prompt.text if content is None else content
+    return Row(text, prompt.row, f"prompt {prompt.id}")
+
 
 _ASSISTANT = "assistant"
 _COMPLETION_ADVICE = "name it in the key `completion`, or whole conversations in the key `messages`"
@@ -209,3 +272,68 @@ def length_problem(tokens: int, config: SftDataConfig, context_tokens: int) -> s
         (config.max_tokens, "data.max_tokens"), (context_tokens, "the model's context")
     )
     return f"more than {name} = {limit}: shorten or drop" if tokens > limit else None
+
+
+_ADVICE = "a pair has a prompt and two answers: name their columns in `chosen` and `rejected`"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One prompt, and the tokens of the whole conversation with either answer."""
+
+    prompt: Prompt
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+
+    @property
+    def learnt(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What is learnt."""
+        return self.chosen_ids, self.rejected_ids
+
+    @property
+    def tokens(self) -> int:
+        """Of both conversations, which are always scored together."""
+        return len(self.chosen_ids) + len(self.rejected_ids)
+
+
+def build_pairs(
+    name: str,
+    source: ExampleSource,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SftDataConfig,
+    context_tokens: int,
+    too_long: TooLong | None = None,
+) -> list[Pair]:
+    """The pairs of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows.
+
+    Raises ``DataError`` as ``load_rows`` does, and for an answer that is missing or no text, for
+    two answers that are the same, and, as ``too_long`` says, for a conversation that is longer than
+    ``config.max_tokens`` or the model's context.
+    """
+    too_long = too_long or TooLong(config.too_long)
+    rows = load_rows(source)
+    prompts = prompts_of_rows(name, rows, tokenizer, config.chat)
+    answers = [(row, answer) for row in rows for answer in _answers(row, source)]
+    ids = conversation_ids(answers, tokenizer, config.chat)
+    pairs = []
+    for prompt, row, chosen, rejected in zip(prompts, rows, ids[::2], ids[1::2], strict=True):
+        longest = max(len(chosen), len(rejected))
+        problem = length_problem(longest, config, context_tokens)
+        if problem is None or too_long.keeps(
+            f"{row.place}: prompt and answer have {longest} tokens, {problem} the row "
+            "(data.too_long = 'drop' drops all of them)"
+        ):
+            pairs.append(Pair(prompt, chosen, rejected))
+    too_long.check_left(name, pairs)
+    return pairs
+
+
+def _answers(row: Row, source: ExampleSource) -> tuple[str, str]:
+    """The one that was chosen, then the other."""
+    chosen, rejected = (answer_of(row, key, _ADVICE) for key in (source.chosen, source.rejected))
+    if chosen == rejected:
+        raise DataError(
+            f"{row.place}: {source.chosen!r} and {source.rejected!r} are the same, so neither can "
+            "be preferred; leave the row out"
+        )
+    return chosen, rejected

@@ -1,21 +1,40 @@
 """Rows become prompts: rendered through the chat template, tokenised, and checked for length.
 
 What is too long is refused, dropped and counted, or cut and counted (``TooLong``).
+
+SHA-256 of prompts, by which other data is noticed.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config import data as tables
+from isobit.config.base import MAX_COUNT
 from isobit.config.data import DataConfig, DataSource
-from isobit.config.limits import MAX_COUNT
-from isobit.data.chat_template import rendered
-from isobit.data.encoding import most_characters, quoted, token_ids, unmarked
 from isobit.data.sources import Row, load_rows
-from isobit.errors import DataError
+from isobit.data.tokenizer import most_characters, quoted, rendered, token_ids, unmarked
 from isobit.records.text import Prompt
+from isobit.util.errors import DataError
+
+
+def prompts_sha256(prompts: Sequence[Prompt]) -> str:
+    """Of all prompts in their order: ids, tokens, and the columns that a reward may read."""
+    digest = sha256()
+    for prompt in prompts:
+        content = [prompt.id, prompt.token_ids, dict(prompt.row)]
+        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def learnt_sha256(prompts: Sequence[Prompt], learnt: Sequence[Any]) -> str:
+    """The same with what is to be learnt behind each."""
+    return sha256(json.dumps([prompts_sha256(prompts), learnt]).encode()).hexdigest()
+
 
 _KEPT_AHEAD = 64
 """Characters at the beginning of a text that is cut, where a template has the token that begins
@@ -208,7 +227,7 @@ def render_chat(
     add_generation_prompt: bool,
 ) -> str:
     """The text that the chat template makes of ``messages``, which are of ``row``; marked
-    (``isobit.data.encoding``) where a message spells a control token.  Raises ``DataError`` where
+    (``isobit.data.tokenizer``) where a message spells a control token.  Raises ``DataError`` where
     the template refuses them.
     """
     said = [one | {"content": quoted(one["content"], tokenizer)} for one in messages]

@@ -9,8 +9,8 @@ where a run stands.
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from isobit.errors import DataError
 from isobit.records.text import Prompt
+from isobit.util.errors import DataError
 
 
 class PromptSampler:

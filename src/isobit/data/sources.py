@@ -4,14 +4,28 @@ reasoning-gym tasks, and rows given from Python.
 Every source gives the same ``Row``: a prompt (text, or chat messages), the columns that a reward
 function may read, and the place the row came from, which every later error names.  Nothing is
 unpickled, and nothing downloaded but a dataset of the hub that a source names as one.
+
+Rows given from Python: a configuration holds their number and digest, this module the rows.
+
+So the configuration stays one that can be written down and compared: a run that is resumed with
+other rows differs in ``sha256``, and is refused.
+
+JSON Lines: one object a line, UTF-8.  Every fault is named by file and line, also what Python's
+reader takes in silence: a key that is there twice, of which it keeps the last.
+
+CSV and Parquet files as rows.  Every fault is named by file and line or row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 from isobit.config.data import (
     ColumnsData,
@@ -24,14 +38,176 @@ from isobit.config.data import (
     ReasoningGymData,
     RowsData,
 )
-from isobit.data.given import given_rows
-from isobit.data.hub import dataset_folder
-from isobit.data.hugging_face import read_hugging_face
-from isobit.data.jsonl import read_jsonl
-from isobit.data.tables import read_csv, read_parquet
+from isobit.data.hugging_face import dataset_folder, read_hugging_face
 from isobit.data.tasks import TASK_COLUMN, create_task
-from isobit.errors import DataError
 from isobit.starter import starter_folder
+from isobit.util.errors import DataError
+
+
+class GivenRows:
+    """Rows, found by their digest for as long as somebody holds this object."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rows = rows
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(json.dumps(row, sort_keys=True, default=_plain).encode() + b"\n")
+        self.sha256 = digest.hexdigest()
+
+
+_GIVEN: WeakValueDictionary[str, GivenRows] = WeakValueDictionary()
+
+
+def give_rows(rows: Iterable[Any], key: str) -> GivenRows:
+    """Rows for the table ``key`` of a recipe; whoever starts the run holds what is returned.
+
+    Raises DataError for what are not rows.
+    """
+    found = list(rows)
+    for place, row in enumerate(found):
+        if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+            raise DataError(
+                f"{key}: row {place} is {type(row).__name__} {row!r:.60}; expected a list of "
+                "mappings from column to value, such as [{'prompt': '3+4=', 'answer': '7'}] (of a "
+                "DataFrame: frame.to_dict('records'))"
+            )
+    made = GivenRows(found)
+    return _GIVEN.setdefault(made.sha256, made)
+
+
+def given_rows(sha256: str, count: int) -> Sequence[Mapping[str, Any]]:
+    """The rows with a digest.  Raises DataError where nobody holds them."""
+    found = _GIVEN.get(sha256)
+    if found is None:
+        raise DataError(
+            f"the data are {count} rows that were given from Python, which only a call from Python "
+            "can give again: isobit.train(.., data=rows, resume=True); or write them into a file, "
+            "and name it"
+        )
+    return found.rows
+
+
+def _plain(value: Any) -> Any:
+    """Of what JSON does not know: the elements of an array or a set, the text of all else."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+LONGEST_LINE = 1 << 26
+"""Bytes.  What has no end of a line, a device or a binary file, would fill the memory."""
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of ``path`` with their line numbers from 1; blank lines are skipped, a byte order
+    mark is allowed.
+
+    Raises ``DataError`` for a file that cannot be read, bytes that are not UTF-8, and a line that
+    is not one JSON object.
+    """
+    try:
+        with path.open("rb") as lines:
+            for number in count(1):
+                line = lines.readline(LONGEST_LINE + 1)
+                if not line:
+                    return
+                if len(line) > LONGEST_LINE:
+                    raise DataError(
+                        f"{path}, line {number}: longer than {LONGEST_LINE:,} bytes; expected one "
+                        "object a line"
+                    )
+                if line.strip():
+                    yield number, _object(line, f"{path}, line {number}")
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"cannot read {path}: {reason}; expected a JSONL file") from error
+
+
+class _TwiceError(Exception):
+    """A key that is in one object twice."""
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
+    return made
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object_of)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{place}, column {error.colno}: not JSON ({error.msg}); expected one object a line"
+        ) from error
+    except _TwiceError as error:
+        raise DataError(f"{place}: the key {error.args[0]!r} is there twice") from None
+    except RecursionError as error:
+        raise DataError(f"{place}: nested too deeply") from error
+    except ValueError as error:  # Python converts no integer of more than some thousand digits
+        raise DataError(f"{place}: a number has too many digits; write it as text") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+_ROWS_AT_ONCE = 1024
+_BEYOND = "\0 beyond"
+"""What the library calls the values behind the last column."""
+
+
+def read_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of ``path`` with the numbers of their last lines, each value as the text that stands
+    there.
+
+    Raises ``DataError`` for a file that cannot be read or is not UTF-8, for column names that are
+    missing or come twice, and for a row with fewer or more values than columns.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, restkey=_BEYOND, strict=True)
+            names = list(rows.fieldnames or ())
+            if "" in names or len(set(names)) < len(names):
+                raise DataError(
+                    f"{path}, line 1: expected a name for each column, and each once; found {names}"
+                )
+            for row in rows:
+                if _BEYOND in row or None in row.values():
+                    raise DataError(
+                        f"{path}, line {rows.line_num}: not one value for each of the "
+                        f"{len(names)} columns that line 1 names; put text with commas or line "
+                        "breaks into quotes"
+                    )
+                yield rows.line_num, row
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; expected a CSV file") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8; save the file as UTF-8") from error
+    except csv.Error as error:
+        raise DataError(f"{path}: not CSV: {error}; JSONL holds any text") from error
+
+
+def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of ``path``.  Raises ``DataError`` for a file that cannot be read as Parquet."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(_ROWS_AT_ONCE):
+                yield from batch.to_pylist()
+    except OSError as error:
+        reason = error.strerror or str(error).splitlines()[0]
+        raise DataError(f"cannot read {path}: {reason}; expected a Parquet file") from error
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise DataError(f"{path}: not a Parquet file that can be read: {error}") from error
+
 
 _SHIPPED = "starter:"
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Protocol
 
-from isobit.errors import DataError
+from isobit.util.errors import DataError
 
 TASK_COLUMN = "reasoning_gym"
 """Column of a row that holds the task's name, size, seed and options: enough to build the task, and

@@ -28,9 +28,7 @@ from typing import Protocol
 import torch
 
 from isobit.config.base import Device
-from isobit.errors import ConfigError
-from isobit.kernels.adamw import AdamWFactors
-from isobit.kernels.checksum import Rows
+from isobit.kernels.noise import AdamWFactors, Rows
 from isobit.kernels.operands import (
     Attend,
     AttendWithBackward,
@@ -54,8 +52,8 @@ from isobit.kernels.operands import (
 )
 from isobit.kernels.sizes import Sizes
 from isobit.precision.flow import Graph, LinearShape, PrecisionFlow, Site
-from isobit.precision.formats import ScaleKind
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantTensor, ScaleKind
+from isobit.util.errors import ConfigError
 
 
 class Backend(Protocol):
@@ -358,7 +356,7 @@ class Backend(Protocol):
         scales: tuple[torch.Tensor, torch.Tensor] | None = None,
         first_element: int = 0,
     ) -> None:
-        """One update of a master and its moments in place (``isobit.kernels.spec.adamw``); of a
+        """One update of a master and its moments in place (``isobit.kernels.spec.optimiser``); of a
         slice from ``first_element`` on, a multiple of 128, to the bits that it has in the whole.
         """
         ...
@@ -410,7 +408,7 @@ class Backend(Protocol):
     # For proofs
 
     def checksum(self, rows: Sequence[Rows]) -> int:
-        """The checksum (``isobit.kernels.checksum``) of rows of one tensor or more, from 0 to
+        """The checksum (``isobit.kernels.noise``) of rows of one tensor or more, from 0 to
         2^64 - 1; waits for the device, once.
         """
         ...

@@ -5,17 +5,49 @@ laid out is its back end's business (``isobit.kernels.spec``: ``QuantTensor``;
 ``isobit.kernels.hopper``: ``QuantRows``).
 
 Shapes: T tokens laid end to end, B sequences, H query heads and G KV heads of D numbers.
+
+The table of rotary positions, the same bits on every device.
+
+The angles position * frequency are taken in FP64 and their sines and cosines rounded to FP32 once,
+into a table with a row a position: `pow` in FP32 is one of the operations whose bits depend on the
+place in the tensor.
+
+The router's own losses and their gradient by its logits, in FP32: the same torch operations on
+every device, each of which has one order.
+
+With p the softmax of a token's logits, f_e the share of a sequence's choices that fell on expert e
+times E, P_e the mean of p_e over its tokens, z the log-sum-exp of a token's logits:
+
+    balance   sum_e f_e P_e           1 where all experts are chosen equally often; at most E
+    z         mean of z^2
+
+f is a constant.  A sequence's means are one product with ``RouterLoss.means``.
+
+A seam for watching a forward: each operation shows its result here, to whoever is observing.
+
+    with observing(observer):
+        hidden = hidden_states(...)
+
+calls ``observer(name, values, scales)`` in the order of the forward, with the rows (one a token)
+that each operation made.  Names are those of the flow's sites and of what happens at them:
+``layers.2.qkv_proj.input`` is what the quantiser of that linear gave, ``layers.2.qkv_proj`` its
+product.  Nobody observes an ordinary forward: a call then is one comparison, and the name is not
+even joined.
+
+A rounding to BF16 hides most faults of one ulp in FP32.  So an operation that rounds its result
+does it by ``rounded``; an observer sees the numbers before, too, under ``NAME.unrounded``, first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from isobit.precision.flow import PrecisionFlow, Site
-from isobit.precision.formats import Format
-from isobit.precision.quant_tensor import QuantTensor, parts_of_rows
+from isobit.precision.quant_tensor import Format, QuantTensor, parts_of_rows
 
 
 class Quantised(Protocol):
@@ -115,7 +147,7 @@ class RouterLoss:
 
     means: torch.Tensor
     """FP32 [S, T]: a row has 1 / T_s at the tokens of its sequence, so that a product with it is a
-    sequence's mean (``isobit.kernels.router_loss``).
+    sequence's mean (``isobit.kernels.operands``).
     """
     balance: float
     """Coefficient of a sequence's load-balancing loss, divided by the update's sequences."""
@@ -160,7 +192,7 @@ class QkvTransform:
     window: int | None = None
     """Attention's: a query at position p sees the keys p - window + 1 .. p; None, all up to p."""
     hadamard: bool = False
-    """Whether Q and K are what attention in E4M3 reads (``isobit.kernels.spec.hadamard``)."""
+    """Whether Q and K are what attention in E4M3 reads (``isobit.kernels.spec.qkv``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,3 +370,159 @@ class AttendWithBackward(Attend, Protocol):
         quantisers.
         """
         ...
+
+
+_ROWS = 1 << 16
+"""Positions whose FP64 angles are in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """cos and sin, FP32 [positions, D/2]; with YaRN both times its attention factor."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @classmethod
+    def build(
+        cls, inverse_frequencies: torch.Tensor, positions: int, attention_scaling: float = 1.0
+    ) -> "RopeTable":
+        """From FP64 inverse frequencies [D/2], and what cos and sin are multiplied by."""
+        cos, sin = torch.empty(2, positions, len(inverse_frequencies)).unbind()
+        for first in range(0, positions, _ROWS):
+            places = torch.arange(first, min(first + _ROWS, positions), dtype=torch.float64)
+            angles = places[:, None] * inverse_frequencies[None, :]
+            cos[first : first + _ROWS] = angles.cos().mul_(attention_scaling)
+            sin[first : first + _ROWS] = angles.sin().mul_(attention_scaling)
+        return cls(cos, sin)
+
+    def to(self, device: torch.device) -> "RopeTable":
+        """The table on a device."""
+        return RopeTable(self.cos.to(device), self.sin.to(device))
+
+    def rows(self, positions: torch.Tensor) -> "RopeTable":
+        """The rows of the given positions, int64 [T], shaped [T, 1, D/2] to broadcast over
+        heads.
+        """
+        cos, sin = (x.index_select(0, positions)[:, None] for x in (self.cos, self.sin))
+        return RopeTable(cos, sin)
+
+    def backward(self) -> "RopeTable":
+        """The table of the transposed rotation: it takes a gradient back, and without an attention
+        factor the rotation itself.
+        """
+        return RopeTable(self.cos, -self.sin)
+
+
+def sequence_means(lengths: Sequence[int]) -> torch.Tensor:
+    """FP32 [S, T] of sequences end to end: a row has 1 / T_s at the tokens of its sequence."""
+    sizes = torch.tensor(lengths)
+    owner = torch.arange(len(lengths)).repeat_interleave(sizes)
+    means = torch.zeros(len(lengths), int(sizes.sum()))
+    means[owner, torch.arange(owner.numel())] = 1.0 / sizes[owner]
+    return means
+
+
+def router_losses(routing: Routing, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The balance and the z-loss of each sequence, before their coefficients: FP32 [S] each."""
+    probabilities = torch.softmax(routing.logits, -1)
+    balance = (_shares(routing, means) * (means @ probabilities)).sum(-1)
+    return balance, means @ torch.logsumexp(routing.logits, -1).square()
+
+
+def logit_gradient(routing: Routing, loss: RouterLoss) -> torch.Tensor:
+    """The gradient of all sequences' losses by the logits, FP32 [T, E]; what has the coefficient 0
+    is not computed.
+    """
+    p = torch.softmax(routing.logits, -1)
+    slope = torch.zeros_like(p[:, :1])
+    if loss.balance:
+        d_p = loss.means.t() @ (_shares(routing, loss.means) * loss.balance)
+        slope = d_p - (p * d_p).sum(-1, keepdim=True)
+    if loss.z:
+        z = torch.logsumexp(routing.logits, -1) * (loss.means.sum(0) * (2.0 * loss.z))
+        slope = slope + z[:, None]
+    return p * slope
+
+
+def expert_load(routing: Routing) -> torch.Tensor:
+    """Choices that fell on each expert: whole numbers in FP32 [E], of fewer than 2^24 tokens."""
+    return _chosen(routing).sum(0)
+
+
+def _shares(routing: Routing, means: torch.Tensor) -> torch.Tensor:
+    """f, FP32 [S, E]."""
+    count, top_k = routing.logits.shape[1], routing.experts.shape[1]
+    return means @ _chosen(routing) * (count / top_k)
+
+
+def _chosen(routing: Routing) -> torch.Tensor:
+    """FP32 [T, E]: 1 at a token's experts."""
+    return torch.zeros_like(routing.logits).scatter_(1, routing.experts.long(), 1.0)
+
+
+UNROUNDED = "unrounded"
+
+
+class Observer(Protocol):
+    """Sees each result of a forward and must not change it."""
+
+    def __call__(self, name: str, values: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """``values`` [T, ...]; a quantised result comes with its scales: FP32 [T, K/128], or E8M0
+        bytes [T, heads].
+        """
+        ...
+
+
+_observer: Observer | None = None
+_unrounded = WeakTensorKeyDictionary()
+"""By result, while that is alive: the numbers that it was rounded from."""
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Show every result of the forwards in the block to ``observer``; the innermost block
+    counts.
+    """
+    global _observer  # noqa: PLW0603 (one process runs one forward at a time)
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+def is_observed() -> bool:
+    """Whether it is worth computing something only to show it."""
+    return _observer is not None
+
+
+def observe(
+    values: torch.Tensor, *name: str | int, scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Show ``values`` under the name whose parts are given, after what they were rounded from if
+    that is known; and return them.
+    """
+    if _observer is not None:
+        site = ".".join(map(str, name))
+        exact = _unrounded.pop(values, None)
+        if exact is not None:
+            _observer(f"{site}.{UNROUNDED}", exact, None)
+        _observer(site, values, scales)
+    return values
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``values`` in another format; who is shown this very tensor is shown ``values`` too."""
+    result = values.to(dtype)
+    if _observer is not None and result is not values:
+        _unrounded[result] = values
+    return result
+
+
+def observe_heads(layer: int, queries: Heads, keys: Heads, values: Heads) -> None:
+    """Show what a layer's attention reads: K and V as the cache holds them, and its queries; [T,
+    heads, D].
+    """
+    for heads, name in ((keys, "kv_cache.k"), (values, "kv_cache.v"), (queries, "attention.q")):
+        observe(heads.values, "layers", layer, name, scales=heads.bytes)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from isobit.kernels.operands import KvShape
 from isobit.precision.flow import LinearShape, PrecisionFlow, Site
-from isobit.precision.formats import Format
+from isobit.precision.quant_tensor import Format
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """Bytes that the forward and backward of a micro-batch take beside weights and gradients
-(``isobit.models.packed_pass``), from the bytes of the units (``isobit.models.layers``).
+(``isobit.models.scorer``), from the bytes of the units (``isobit.models.layers``).
 
 T tokens, C hidden size; attention and MLP are the halves of a layer.
 
@@ -19,17 +19,33 @@ T tokens, C hidden size; attention and MLP are the halves of a layer.
 
 Sizes are those of the operations' own tensors; the tests run the real passes over tensors without
 storage and count.
+
+Bytes of published weights, exact: the tests compare them with the tensors.
+
+Bytes of the models that only score, a reference model, reward models or a shadow, beside a
+policy.
+
+stays        the published weights of one side (``isobit.models.frozen``)
+offload      in main memory, in a page-locked buffer; on the device only while the model scores
+not lasting  made from the policy's masters when it scores, and dropped then: the BF16 shadow that a
+             clip is calibrated by (``isobit.training.calibration``)
+checkpoint   what a reference that was refreshed takes there: published weights without what is
+             a function of others, the rotary table and lm_head's second form
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 
-from isobit.config.training import Recompute
+from isobit.config.tables import Recompute
 from isobit.kernels.sizes import AttentionShape, Sizes, WorkShape
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
-from isobit.models.layers.unit import UnitBytes
+from isobit.models.frozen import SIDE
+from isobit.models.layers import UnitBytes
 from isobit.precision.flow import PrecisionFlow
+from isobit.precision.quant_tensor import DTYPES
 
 _OF_HEAD = ("lm_head, backward", "logits chunk")
 """The workspaces in which a back end makes lm_head's gradient."""
@@ -146,3 +162,90 @@ def _layers(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> tuple[_Lay
         _Layer(layer.attention.bytes(sizes, flow.training), layer.mlp.bytes(sizes, flow.training))
         for layer in build_decoder(shape).layers
     )
+
+
+def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
+    """What both sides read, matrices that they share counted once, and the rotary table."""
+    width = DTYPES[flow.training.activations].itemsize
+    rope = 4 * shape.max_positions * shape.head_dim
+    head = 0
+    if not shape.score_head:
+        head = sizes.head_copy(shape.vocab_size * shape.hidden_size, width)
+    return rope + head + master_bytes(shape, flow, sizes)
+
+
+def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
+    """What is published of each master, in every form that a side reads."""
+    width, total = DTYPES[flow.training.activations].itemsize, 0
+    for name, master in build_decoder(shape).masters().items():
+        numbers, path = prod(master.shape), name.rpartition(".")[0]
+        if master.kind == "matrix":
+            sites = {flow.rollout.site(path), flow.training.site(path)}
+            total += sum(sizes.matrix(site, master.shape[1]) for site in sites)
+        else:
+            total += width * numbers
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """A model that only scores, as a plan knows it."""
+
+    name: str
+    """Of its item in the plan; models of the same name are added up."""
+    shape: ModelConfig
+    flow: PrecisionFlow
+    table: str
+    """The recipe's table that has its ``model`` and its ``offload``."""
+    offload: bool = False
+    lasting: bool = True
+    """Whether it lies somewhere while it does not score."""
+
+    @property
+    def grades(self) -> bool:
+        """Whether it is a reward, which whoever samples asks."""
+        return self.table.startswith("reward")
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is on the device while it does not score."""
+        return self.lasting and not self.offload
+
+    def weight_bytes(self, sizes: Sizes) -> int:
+        """Of all that it holds."""
+        return published_bytes(self.shape, self.flow.one_sided(SIDE), sizes)
+
+    def checkpoint_bytes(self, sizes: Sizes) -> int:
+        """Of its tensors in a checkpoint."""
+        return master_bytes(self.shape, self.flow.one_sided(SIDE), sizes)
+
+    def scoring_bytes(self, sizes: Sizes, tokens: int, longest: int) -> int:
+        """The most that it takes beside its weights for ``tokens`` tokens at once."""
+        return scoring_bytes(self.shape, self.flow, sizes, tokens, longest)
+
+    def with_offload(self) -> "FrozenModel":
+        """The same, in main memory while it does not score."""
+        return replace(self, offload=self.lasting)
+
+
+def page_locked(size: int) -> int:
+    """What torch takes of main memory for a page-locked buffer: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def page_locked_bytes(models: Sequence[FrozenModel], sizes: Sizes) -> dict[str, int]:
+    """Bytes of main memory by name, of those that are there."""
+    total: dict[str, int] = {}
+    for model in models:
+        if model.offload:
+            size = page_locked(model.weight_bytes(sizes))
+            total[model.name] = total.get(model.name, 0) + size
+    return total
+
+
+def added_up(models: Sequence[FrozenModel], sizes: Sizes) -> dict[str, int]:
+    """Bytes of the weights by name."""
+    total: dict[str, int] = {}
+    for model in models:
+        total[model.name] = total.get(model.name, 0) + model.weight_bytes(sizes)
+    return total

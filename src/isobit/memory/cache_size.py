@@ -12,16 +12,16 @@ from contextlib import contextmanager
 
 import torch
 
-from isobit.config.rollout import RolloutConfig
-from isobit.errors import ConfigError, OutOfMemoryError
+from isobit.config.tables import RolloutConfig
 from isobit.kernels.backend import DeviceMemory
 from isobit.kernels.sizes import Sizes
-from isobit.memory.machine import read_memory
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.policy_share import SampledPolicy
 from isobit.precision.flow import PrecisionFlow
-from isobit.units import gib
+from isobit.util.errors import ConfigError, OutOfMemoryError
+from isobit.util.machine import read_memory
+from isobit.util.terminal import gib
 
 _GIB = 1 << 30
 _HOST_GIB = 2.0

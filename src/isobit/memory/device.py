@@ -21,12 +21,12 @@ P parameters.  A sequence is never cut, so the largest micro-batch holds at leas
 
     masters, gradients  4 P each: FP32; gradients from the first backward of a step to its end; of
                         several processes the rows of the one that owns most
-    made, arriving,     gradients on their way to their sum (``isobit.memory.share``)
+    made, arriving,     gradients on their way to their sum (``isobit.memory.host``)
     of a slot
     moments             8 P in FP32, 4 P in BF16, P (2 + 1/64) in 8 bits; in training alone with
                         ``training.offload_moments``
     published weights   the matrices in each side's format, the rest, the rotary table; of frozen
-                        models those of one side (``isobit.memory.frozen``)
+                        models those of one side (``isobit.memory.activations``)
     KV pages            what is left, as far as ``rollout.max_sequences`` can need it
     forward             ``isobit.memory.cache_size.forward_bytes``
     activations         what the layers save, and the most that passes beside it
@@ -35,6 +35,12 @@ P parameters.  A sequence is never cut, so the largest micro-batch holds at leas
 ``RESERVE`` is left free for what is not planned: captured graphs, kernels, gaps between torch's
 blocks, and the workspaces of libraries. Those of cuBLAS are among what torch measures, some 32 MiB
 for each thread and stream: nearly all of what a tiny model takes.
+
+GPUs by name, for plans on a machine that has none: the memory that a process finds free on one
+that nobody else uses.
+
+That of an H200 is measured (docs/memory.md: 138.7 to 139.3 of 139.8 GiB); an H100 has 79.2 GiB, and
+the driver keeps about as much.
 """
 
 from bisect import bisect_right
@@ -43,21 +49,26 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
 
-from isobit.config.rollout import RolloutConfig
-from isobit.config.training import Recompute, TrainingConfig
-from isobit.errors import ConfigError
+from isobit.config.tables import Recompute, RolloutConfig, TrainingConfig
 from isobit.kernels.sizes import Sizes
-from isobit.memory.activations import passing_bytes, saved_bytes, scoring_bytes
+from isobit.memory.activations import (
+    FrozenModel,
+    added_up,
+    page_locked,
+    page_locked_bytes,
+    passing_bytes,
+    published_bytes,
+    saved_bytes,
+    scoring_bytes,
+)
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
-from isobit.memory.frozen import FrozenModel, added_up, page_locked, page_locked_bytes
-from isobit.memory.host import microbatch_tokens
-from isobit.memory.published import published_bytes
-from isobit.memory.share import Share, share_of
+from isobit.memory.host import Share, microbatch_tokens, share_of
 from isobit.models.config import ModelConfig
 from isobit.parallel.slots import Slots
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.optimiser import moment_bytes, smaller_moments
-from isobit.units import gib
+from isobit.util.errors import ConfigError
+from isobit.util.terminal import gib
 
 _MOST_TOKENS = 1 << 24
 _ROUND = 128  # tokens: the step of what is advised
@@ -352,3 +363,15 @@ def _settings(change: Mapping[str, str], training: TrainingConfig) -> str:
         for key, value in change.items()
         if value != getattr(training, key)
     )
+
+
+_GIB = 1 << 30
+GPUS: dict[str, int] = {"h100": 78 * _GIB, "h200": 139 * _GIB}
+"""Bytes."""
+
+
+def gpu_memory(name: str) -> int:
+    """Bytes that a process can have.  Raises ConfigError, with the names that are known."""
+    if name not in GPUS:
+        raise ConfigError(f"the GPU {name!r} is not known; known are {', '.join(GPUS)}")
+    return GPUS[name]

@@ -20,12 +20,11 @@ from typing import Protocol
 
 import torch
 
-from isobit.clock import Timing
 from isobit.kernels.backend import backend_of
 from isobit.memory.device import DevicePlan
 from isobit.training.host_moments import HostMoments
 from isobit.training.trainer import Trainer
-from isobit.units import GIB
+from isobit.util.terminal import GIB, Timing
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
-from isobit.errors import ModelError, shown
-from isobit.files import lies_within
-from isobit.models.shards import INDEX_FILE, WEIGHTS_FILE
-from isobit.models.tensor_file import TensorFile
-from isobit.models.tensor_header import parse_json
+from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE, TensorFile, parse_json
+from isobit.util.errors import ModelError, shown
+from isobit.util.files import lies_within
 
 
 @dataclass(frozen=True, slots=True)

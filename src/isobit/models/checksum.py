@@ -1,4 +1,4 @@
-"""The checksum of tensors by name (``isobit.kernels.checksum``), on the devices that have them.
+"""The checksum of tensors by name (``isobit.kernels.noise``), on the devices that have them.
 
 A name is part of it, by the seed of the tensor's v_c.  It finds faults and edits, not forgers: who
 knows the numbers can make other bytes that fit.
@@ -11,8 +11,8 @@ from functools import cache
 import torch
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.checksum import WORD, Rows
-from isobit.models.tensor_slices import Slice
+from isobit.kernels.noise import WORD, Rows
+from isobit.models.safetensors import Slice
 
 
 def checksum(tensors: Iterable[tuple[str, Slice]]) -> int:

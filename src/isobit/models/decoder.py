@@ -10,28 +10,155 @@ training.
 The residual stream and everything between operators is BF16 (FP32 in the ``fp32`` flow).  T tokens
 stand end to end, without padding.  Each result is shown to ``observe``, for ``isobit verify
 --bisect``.
+
+The embedding: a token's row of the published table begins its residual stream.
+
+lm_head: from hidden states to logits (rollout) and to the log-probabilities of given tokens
+(scoring, training).  The logits of a batch never exist all at once, but where the rollout draws.
+
+A head of one output on the final hidden states: the value of each state (PPO's critic), or the
+score of a whole sequence at its last token (a reward model).
+
+What a model has to have to be scored with: a policy has it, and so has a frozen model.
 """
 
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import Protocol
 
 import torch
 
-from isobit.kernels.operands import Attend, RouterLoss
+from isobit.kernels.backend import Backend
+from isobit.kernels.operands import Attend, RouterLoss, observe
+from isobit.models.attention import Attention
 from isobit.models.config import ModelConfig
-from isobit.models.layers.attention import Attention
-from isobit.models.layers.embedding import Embedding
-from isobit.models.layers.head import Head
-from isobit.models.layers.mlp import Mlp
-from isobit.models.layers.moe import MixtureOfExperts
-from isobit.models.layers.norm import Norm
-from isobit.models.layers.scalar_head import ScalarHead
-from isobit.models.layers.unit import Master, MlpUnit
-from isobit.models.routes import Routes
-from isobit.models.weights import Weights
+from isobit.models.layers import Gradient, Master, MlpUnit, Norm, Routes, Weights
+from isobit.models.mlp import Mlp
+from isobit.models.moe import MixtureOfExperts
 from isobit.parallel.ownership import Ownership
-from isobit.precision.flow import DecoderShape, SiteShape
+from isobit.precision.flow import DecoderShape, PrecisionFlow, SiteShape
+from isobit.precision.quant_tensor import Side
+
+NAME = "embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The table [V, C]."""
+
+    vocab_size: int
+    hidden_size: int
+
+    def masters(self) -> dict[str, Master]:
+        """The table."""
+        rows = {f"model.{NAME}": self.vocab_size}
+        return {NAME: Master((self.vocab_size, self.hidden_size), rows)}
+
+    def forward(self, weights: Weights, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, C]."""
+        return observe(weights.backend.embedding(token_ids, weights.plain[NAME]), "embed_tokens")
+
+    def backward(
+        self, weights: Weights, gradient: Gradient, d: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
+        """d [T, C] is the gradient of what ``forward`` gave."""
+        weights.backend.embedding_backward(d, token_ids, gradient(NAME))
+
+
+pass
+
+PUBLISHED = "head"
+"""What lm_head multiplies with, among the plain tensors of ``Weights``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The matrix [V, C]: its own master, or the embedding's where they are tied."""
+
+    vocab_size: int
+    hidden_size: int
+    tied: bool
+
+    @property
+    def master(self) -> str:
+        """The name of the master that it multiplies with."""
+        return NAME if self.tied else "lm_head.weight"
+
+    def masters(self) -> dict[str, Master]:
+        """The matrix; none where it is the embedding's."""
+        if self.tied:
+            return {}
+        rows = {self.master: self.vocab_size}
+        return {self.master: Master((self.vocab_size, self.hidden_size), rows)}
+
+    def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, C] -> FP32 logits [N, V]."""
+        mine = weights.backend.head_logits(hidden, weights.plain[PUBLISHED])
+        return weights.cut.columns(mine, weights.cut.vocabulary)
+
+    def token_log_probs(
+        self,
+        weights: Weights,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] and
+        entropies [N].
+        """
+        head = weights.plain[PUBLISHED]
+        return weights.backend.token_log_probs(hidden, head, targets, temperatures)
+
+    def backward(
+        self,
+        weights: Weights,
+        gradient: Gradient,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+        d_log_probs: torch.Tensor,
+        d_entropies: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for
+        zeros -> that of ``hidden`` [N, C].
+        """
+        head = weights.plain[PUBLISHED]
+        return weights.backend.token_log_probs_backward(
+            hidden, head, targets, temperatures, d_log_probs, gradient(self.master), d_entropies
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarHead:
+    """The matrix [1, C], published in the format between operators; its sums are FP32."""
+
+    path: str
+    width: int
+    checkpoint_name: str | None
+    """None where no checkpoint has it: then it starts at zeros."""
+
+    @property
+    def master(self) -> str:
+        """The name of its master."""
+        return f"{self.path}.weight"
+
+    def masters(self) -> dict[str, Master]:
+        """The matrix."""
+        parts = {} if self.checkpoint_name is None else {self.checkpoint_name: 1}
+        return {self.master: Master((1, self.width), parts)}
+
+    def forward(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, C] -> FP32 [N]."""
+        return weights.backend.scalar_head(hidden, weights.plain[self.master][0])
+
+    def backward(
+        self, weights: Weights, gradient: Gradient, hidden: torch.Tensor, d: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of the outputs, FP32 [N] -> that of ``hidden`` [N, C]."""
+        weight, grad = weights.plain[self.master][0], gradient(self.master)[0]
+        return weights.backend.scalar_head_backward(hidden, weight, d, grad)
+
 
 VALUE_HEAD = "value_head"
 """What a value head and its master are called by."""
@@ -199,3 +326,26 @@ def parameter_count(config: ModelConfig) -> int:
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The masters' names and shapes, in the order of the forward pass."""
     return {name: master.shape for name, master in build_decoder(config).masters().items()}
+
+
+class Scorable(Protocol):
+    """Published weights, and the decoder that reads them."""
+
+    @property
+    def backend(self) -> Backend:
+        """Computes with them."""
+        ...
+
+    @property
+    def flow(self) -> PrecisionFlow:
+        """Their formats, of which the training side counts."""
+        ...
+
+    @property
+    def decoder(self) -> Decoder:
+        """Reads them."""
+        ...
+
+    def weights(self, side: Side) -> Weights:
+        """What a side reads."""
+        ...

@@ -22,12 +22,10 @@ from typing import Any
 
 import torch
 
-from isobit.errors import ModelError, shown
 from isobit.models.checkpoint_files import CheckpointTensor
-from isobit.precision.dequantise import dequantise
 from isobit.precision.flow import Site
-from isobit.precision.formats import BLOCK, E4M3_MAX
-from isobit.precision.quant_tensor import QuantTensor, num_blocks
+from isobit.precision.quant_tensor import BLOCK, E4M3_MAX, QuantTensor, dequantise, num_blocks
+from isobit.util.errors import ModelError, shown
 
 MasterValues = torch.Tensor | QuantTensor
 """What a folder has for a master: numbers, or FP8 as it is."""

@@ -9,9 +9,8 @@ so here, and its log-probabilities are recomputed before they are learnt from.
 from dataclasses import dataclass
 
 from isobit.models.policy_share import SampledPolicy
-from isobit.precision.compare import graph_differences
-from isobit.precision.flow import Graph
-from isobit.precision.formats import Side
+from isobit.precision.flow import Graph, graph_differences
+from isobit.precision.quant_tensor import Side
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ Nothing else is: no pickle, and no code, which is never run either.
 import re
 from pathlib import Path
 
-from isobit.errors import ModelError
-from isobit.hub import hub_errors
 from isobit.models.checkpoint_files import shard_names, weight_files
+from isobit.models.safetensors import INDEX_FILE
 from isobit.models.saving import TEMPLATES, TEXT_FILES
-from isobit.models.shards import INDEX_FILE
-from isobit.terminal import say
+from isobit.util.errors import ModelError
+from isobit.util.hub import hub_errors
+from isobit.util.terminal import say
 
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
 _DESCRIPTION = ("config.json", INDEX_FILE, *TEXT_FILES, f"{TEMPLATES}/*.jinja")

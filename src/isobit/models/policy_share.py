@@ -1,5 +1,5 @@
 """A rank's share of a policy that several ranks sample from together
-(``isobit.models.cut``): what one GPU cannot hold, each holds a part of.
+(``isobit.models.tensor_parallel``): what one GPU cannot hold, each holds a part of.
 
 Masters are taken whole and one by one, published as a ``Policy`` publishes them, and cut: the bytes
 are rows of the whole policy's, and no rank ever holds more than its share and one master.  It only
@@ -11,20 +11,17 @@ from dataclasses import replace
 
 import torch
 
-from isobit.config.precision import PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
-from isobit.models.cut import TensorCut
-from isobit.models.decoder import build_decoder
+from isobit.models.decoder import PUBLISHED, build_decoder
 from isobit.models.fp8_checkpoint import MasterValues
-from isobit.models.layers.head import PUBLISHED
-from isobit.models.layers.unit import Master
-from isobit.models.policy import Policy
-from isobit.models.published import Published
-from isobit.models.weights import Weights
+from isobit.models.layers import Master, Weights
+from isobit.models.policy import Policy, Published
+from isobit.models.tensor_parallel import TensorCut
 from isobit.parallel.world import World
 from isobit.precision.flow import build_flow
-from isobit.precision.formats import Side
+from isobit.precision.quant_tensor import Side
 
 SIDE: Side = "rollout"
 """The side that samples."""

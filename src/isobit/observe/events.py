@@ -22,8 +22,8 @@ from tensorboard.compat.proto.summary_pb2 import (
 )
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from isobit.files import LineFile
-from isobit.store.journal import EVENTS_SUFFIX
+from isobit.store.directory import EVENTS_SUFFIX
+from isobit.util.files import LineFile
 
 _NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 

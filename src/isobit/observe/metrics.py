@@ -5,6 +5,13 @@ Each figure is defined in ``docs/metrics.md``.
 
 A line of ``metrics.jsonl`` is one object with ``step`` and the figures of that step or of the
 evaluation after it; a figure that is not finite is null.  Every line is flushed when written.
+
+Weights & Biases, for those who ask for it: the only file that imports its package, an extra
+(``pip install wandb``).
+
+A run keeps its id there in ``wandb_id`` in its directory, so that a resumed run goes on in the same
+place; figures of steps that are repeated after a kill are already there, and wandb leaves them as
+they are.
 """
 
 import math
@@ -13,21 +20,24 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
+from uuid import uuid4
 
 from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.ppo import explained_variance
-from isobit.files import LineFile
-from isobit.records.json_line import json_line
-from isobit.records.text import Group
-from isobit.rewards.grade import GradeStats
-from isobit.rollout.progress import EngineStats
+from isobit.config.tables import TrackingConfig
+from isobit.records.text import Group, json_line
+from isobit.rewards.grading import GradeStats
+from isobit.rollout.engine import EngineStats
 from isobit.training.comparison import Comparison, Mismatch
-from isobit.training.repeat import FORWARD, Repeat
 from isobit.training.step import StepMetrics
+from isobit.training.trainer import FORWARD, Repeat
+from isobit.util.errors import ConfigError
+from isobit.util.files import LineFile
 
 if TYPE_CHECKING:
     from isobit.observe.events import Events
+
 
 Metrics = dict[str, float]
 
@@ -244,3 +254,92 @@ def _open_events(folder: Path, say: Callable[[str], None]) -> "Events | None":
         )
         return None
     return Events(folder)
+
+
+DEFAULT_PROJECT = "isobit"
+
+
+def check_package(tracking: TrackingConfig) -> None:
+    """Refuse a tracker whose package is missing, without a word to anybody.  Raises ConfigError."""
+    if tracking.wandb is not False:
+        _package()
+
+
+def check_tracking(tracking: TrackingConfig) -> None:
+    """Refuse, before anything is loaded or written, a tracker whose package is missing or that
+    nobody is logged in to.
+
+    Raises ConfigError.  On a terminal wandb asks for the key; with WANDB_MODE=offline it needs
+    none.
+    """
+    if tracking.wandb is not False:
+        wandb = _package()
+        try:
+            wandb.login()
+        except Exception as error:  # its own classes of error differ from version to version
+            raise _refusal(error) from error
+
+
+def open_tracker(tracking: TrackingConfig, root: Path, settings: dict[str, Any]) -> Tracker | None:
+    """The tracker that ``tracking`` asks for, or None.  ``settings`` is the resolved configuration.
+
+    Raises ConfigError where Weights & Biases cannot be started.
+    """
+    if tracking.wandb is False:
+        return None
+    return WandbTracker(
+        DEFAULT_PROJECT if tracking.wandb is True else tracking.wandb, root, settings
+    )
+
+
+class WandbTracker:
+    """One run of a project at Weights & Biases (a ``Tracker``)."""
+
+    def __init__(self, project: str, root: Path, settings: dict[str, Any]) -> None:
+        wandb = _package()
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=root.resolve().name,
+                id=_run_id(root / "wandb_id"),
+                resume="allow",
+                dir=str(root),
+                config=settings,
+            )
+        except Exception as error:  # see above
+            raise _refusal(error) from error
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Figures of one step; a second call for the same step adds to the first."""
+        self._run.log(metrics, step=step)
+
+    def close(self, failed: bool) -> None:
+        """Wait until all figures have been sent, and mark the run as finished or failed."""
+        self._run.finish(exit_code=int(failed))
+
+
+def _refusal(error: Exception) -> ConfigError:
+    reason = str(error).rstrip(".")
+    return ConfigError(
+        f"tracking.wandb is set, but Weights & Biases cannot start ({reason}): run `wandb login`, "
+        "set WANDB_MODE=offline, or leave "
+        "tracking.wandb out"
+    )
+
+
+def _package() -> Any:
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]  # an extra
+    except ImportError as error:
+        raise ConfigError(
+            "tracking.wandb is set, but the package wandb is not installed: pip install wandb, "
+            "or leave tracking.wandb out"
+        ) from error
+    return wandb
+
+
+def _run_id(path: Path) -> str:
+    """The id that this run has at Weights & Biases: a new one the first time."""
+    if not path.exists():
+        path.write_text(uuid4().hex[:12], encoding="utf-8")
+    return path.read_text(encoding="utf-8")

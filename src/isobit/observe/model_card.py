@@ -16,11 +16,10 @@ import isobit
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import parameter_count
 from isobit.models.hub import is_hub_name
+from isobit.observe.report.page import visible
 from isobit.observe.report.panels import evaluation_sets
 from isobit.observe.report.source import RunRecord, entry_at
-from isobit.observe.report.template import visible
-from isobit.precision.compare import describe_flow
-from isobit.precision.flow import PrecisionFlow
+from isobit.precision.flow import PrecisionFlow, describe_flow
 
 CARD_FILE = "README.md"
 

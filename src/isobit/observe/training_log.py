@@ -6,6 +6,9 @@ Of several processes each keeps the log, and rank 0 writes it.
 A boundary is a moment between two steps, with all that a checkpoint holds beside the tensors.  The
 log takes one after every step and every evaluation: its own totals and the sizes of its files are
 part of it.
+
+What a run achieved, in one record: the last lines on the console and ``summary.json`` are both
+made from it.
 """
 
 import math
@@ -13,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -22,22 +25,50 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.clock import Clock
-from isobit.files import LineFile
-from isobit.observe.console import Console
-from isobit.observe.metrics import Metrics, MetricsWriter
-from isobit.observe.step_line import TimeLeft
-from isobit.observe.summary import RunSummary
-from isobit.observe.wandb_tracker import open_tracker
-from isobit.records.json_line import json_line
-from isobit.records.text import Group
-from isobit.store.budget_record import write_change
-from isobit.store.checkpoint.start import Start
-from isobit.store.checkpoint.state import Boundary, take_boundary
-from isobit.store.directory import RunDirectory
-from isobit.store.journal import positions
-from isobit.store.training_run import TrainingRun
-from isobit.training.budget import BudgetChange
+from isobit.memory.turns import PhaseMemory
+from isobit.observe.console import Console, TimeLeft
+from isobit.observe.metrics import Metrics, MetricsWriter, open_tracker
+from isobit.records.text import Group, json_line
+from isobit.store.directory import RunDirectory, positions, write_json
+from isobit.store.manifest import TrainingRun
+from isobit.store.resume import Start
+from isobit.store.state import Boundary, take_boundary, write_change
+from isobit.training.trainer import BudgetChange
+from isobit.util.files import LineFile
+from isobit.util.terminal import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What every finished training has to say, whatever it learnt from."""
+
+    directory: Path
+    preset: str
+    steps: int
+    gpu_memory: Mapping[str, PhaseMemory] | None = field(default=None, kw_only=True)
+    """By phase, rollout and training, of this process; None on a CPU."""
+
+    @property
+    def model(self) -> Path:
+        """The trained policy, as a Hugging Face folder."""
+        return self.directory / "model"
+
+    def as_json(self) -> dict[str, Any]:
+        """The record with paths as text."""
+        return {**asdict(self), "directory": str(self.directory), "model": str(self.model)}
+
+    def describe_memory(self) -> list[str]:
+        """A line a phase; none on a CPU."""
+        return [
+            f"device memory in {phase}: {memory.peak_gib:.1f} GiB at most, "
+            f"{memory.planned_gib:.1f} planned"
+            for phase, memory in (self.gpu_memory or {}).items()
+        ]
+
+    def write(self, path: Path) -> None:
+        """Write the record as ``summary.json``."""
+        write_json(path, self.as_json())
+
 
 SAMPLES_KEPT = 4
 """Groups of a step, and of each set of an evaluation, that ``completions.jsonl`` has completions

@@ -5,16 +5,84 @@
                       host of the step, its port comes from the numbers of job and step
 
 No torch is needed to ask.
+
+What a rank was doing and why it ended, where its launcher finds it after its death: a page of
+memory that both have, with one JSON object.
+
+    phase      the part of the run that it was in
+    error      why it stops, in the words of an error that a user can meet
+    fault      the same of a fault in Isobit, whose traceback it prints
+    lost       how it lost the connection to another
+    code       the exit code that goes with it
+    at         seconds of the host's monotonic clock, when one of them came up
+    verdict    [rank, text]: it found that other one dead or silent
+
+A rank that is killed leaves the page as it was.  Nothing here waits: a launcher that has stopped
+stops nobody.
+
+The signals that a run answers, alone or as several processes.
+
+SIGINT (Ctrl-C), SIGTERM,       stop with a checkpoint; a second Ctrl-C stops at once
+SIGHUP (the terminal is gone),
+SIGXCPU (a limit on CPU time)
+SIGUSR1                         a checkpoint after the step, and on
+
+What a process is doing, for those who watch it: the phase of the run, how often it has shown
+progress, and whether it waits for others.
 """
 
 import ctypes
+import json
 import os
 import re
 import signal
-from collections.abc import Mapping, MutableMapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
 
-from isobit.errors import ConfigError
-from isobit.parallel.black_box import VARIABLE, BlackBox
+from isobit.util.errors import ConfigError
+
+VARIABLE = "ISOBIT_LAUNCHER"
+"""``pid:descriptor``: of the launcher, and of the page as the rank has inherited it."""
+
+_SIZE = 1 << 15
+_LONGEST = 4000
+"""Characters of a text, each at most six bytes of JSON."""
+
+
+class BlackBox:
+    """The page of one rank, seen from either side."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._entries: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def made(cls) -> "BlackBox":
+        """A new one, by the launcher."""
+        return cls(os.memfd_create("isobit-rank"))
+
+    def write(self, **entries: Any) -> None:
+        """Add to what is known, or replace it."""
+        with self._lock:
+            for name, value in entries.items():
+                self._entries[name] = value[:_LONGEST] if isinstance(value, str) else value
+            os.pwrite(self.descriptor, json.dumps(self._entries).encode().ljust(_SIZE, b"\0"), 0)
+
+    def read(self) -> Mapping[str, Any]:
+        """What the rank has written last; nothing where it was killed within it."""
+        try:
+            return json.loads(os.pread(self.descriptor, _SIZE, 0).rstrip(b"\0") or b"{}")
+        except ValueError:
+            return {}
+
+    def close(self) -> None:
+        """Give the page back."""
+        os.close(self.descriptor)
+
 
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(10_000, 30_000)
@@ -94,3 +162,46 @@ def _tasks(environment: Mapping[str, str]) -> str:
 def _port(environment: Mapping[str, str]) -> int:
     job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _PORTS[(job * 31 + step) % len(_PORTS)]
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
+SAVES = signal.SIGUSR1
+
+
+class Pulse:
+    """Of one process.  Beaten by the thread that works, read by the one that watches."""
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self.beats = 0
+        self.waits_for: str | None = None
+        """The collective that it is in; None while it computes."""
+        self._waited = 0.0
+        self.on_phase: Callable[[str], None] | None = None
+        """Told when another phase begins."""
+
+    def beat(self, phase: str | None = None) -> None:
+        """Something was done; with ``phase``, another part of the run begins."""
+        if phase is not None and phase != self.phase:
+            self.phase = phase
+            if self.on_phase is not None:
+                self.on_phase(phase)
+        self.beats += 1
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """A block that ends when the other processes have come as far."""
+        outer, self.waits_for = self.waits_for, self.waits_for or what
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.waits_for = outer
+            self.beats += 1
+            if outer is None:
+                self._waited += perf_counter() - began
+
+    def take_waited(self) -> float:
+        """Seconds in such blocks since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited

@@ -1,7 +1,7 @@
 """Several processes as one world: the one file that imports torch.distributed.
 
 Tensors of the host travel by gloo, those of GPUs by NCCL, or within a host by copy engines
-(``isobit.parallel.peer_copies``).  Notes lie in torch's store, which rank 0 or the launcher keeps.
+(``isobit.parallel.exchanges``).  Notes lie in torch's store, which rank 0 or the launcher keeps.
 A connection to another rank that is lost is a ``PeerError``.
 """
 
@@ -18,15 +18,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from isobit.errors import ConfigError, PeerError
-from isobit.parallel.exchanges import Exchanges, PostedExchanges, Work
-from isobit.parallel.gather import complete
-from isobit.parallel.launched import is_launched, rank_of_host, restarts, take_place
-from isobit.parallel.message import decode, encode
-from isobit.parallel.peer_copies import PeerCopies, shared_numbers, try_copies
-from isobit.parallel.pulse import Pulse
-from isobit.parallel.world import Alone, Board, World
-from isobit.terminal import say
+from isobit.parallel.exchanges import (
+    Exchanges,
+    PeerCopies,
+    PostedExchanges,
+    Work,
+    shared_numbers,
+    try_copies,
+)
+from isobit.parallel.launched import Pulse, is_launched, rank_of_host, restarts, take_place
+from isobit.parallel.ownership import complete
+from isobit.parallel.world import Alone, Board, World, decode, encode
+from isobit.util.errors import ConfigError, PeerError
+from isobit.util.terminal import say
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Of one tensor; torch 2.13 calls it otherwise than those before."""

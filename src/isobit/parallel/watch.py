@@ -32,11 +32,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from isobit.errors import PeerError
-from isobit.parallel.black_box import BlackBox
+from isobit.parallel.launched import BlackBox, Pulse
 from isobit.parallel.processes import Processes
-from isobit.parallel.pulse import Pulse
-from isobit.terminal import say
+from isobit.util.errors import PeerError
+from isobit.util.terminal import say
 
 _VARIABLE = "ISOBIT_SILENCE_S"
 """For tests: the shortest silence, instead of a minute; all other times in proportion."""

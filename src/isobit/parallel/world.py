@@ -13,16 +13,51 @@ algorithm and the number of ranks.
 
 A run alone is a world of one (``Alone``): the same calls, and nothing travels.  Several are
 ``isobit.parallel.processes``.
+
+What ranks do side by side and must then agree on: an error of one is an error of all, so that
+nobody waits for a rank that has given up.
+
+    together(world, attempt)               each rank's own result
+    gathered(world, attempt)               the results of all ranks, by rank
+    shared_out(world, items, compute)      each item computed by one rank, all results on all
+
+``attempt`` asks nothing of other ranks: where it did, those that it asks might already have failed.
+
+Messages between processes: what JSON can hold, with tensors in it, as bytes.
+
+    8 bytes      length of the JSON, little-endian
+    JSON         the value; a tensor stands there as {"tensor": number}
+    safetensors  the tensors by number
+
+No code travels: a message that is not one of these is an error, whoever sent it.  Floats keep their
+bits (JSON's shortest decimals), NaN and infinities too; tuples arrive as lists.
+
+What one rank knows, on all: rank 0 reads and decides (``told``), or any makes (``spread``).
+
+Writing by several ranks: a disk that fails one of them fails all, with an error that names the
+rank and its host.
 """
 
+import json
 import socket
-from collections.abc import Sequence
-from typing import Any, Protocol
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
+from safetensors.torch import load, save
 
 from isobit.parallel.exchanges import Exchanges, NoExchanges
-from isobit.parallel.pulse import Pulse
+from isobit.parallel.launched import Pulse
+from isobit.util.errors import (
+    Interrupted,
+    IsobitError,
+    NoSpaceError,
+    PeerError,
+    StoppedAtOnce,
+    StorageError,
+)
 
 
 class Board(Protocol):
@@ -58,7 +93,7 @@ class World(Protocol):
     pulse: Pulse
 
     def messages(self, mine: Any) -> list[Any]:
-        """The value of every rank, by rank (``isobit.parallel.message``)."""
+        """The value of every rank, by rank (``isobit.parallel.world``)."""
         ...
 
     def gather(
@@ -179,3 +214,206 @@ class Alone:
 
 ALONE = Alone()
 """For everything that is not told of a world."""
+
+
+T = TypeVar("T")
+_AGREED = "isobit_agreed"
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether every rank of the world is ending with an error of its own, so that they may still do
+    something together.
+    """
+    if isinstance(error, PeerError):
+        return error.rank is not None  # one whose connection is lost has not agreed
+    return getattr(error, _AGREED, False)
+
+
+def agreed(error: IsobitError) -> IsobitError:
+    """An error that every rank raises by itself, since all know what it follows from."""
+    setattr(error, _AGREED, True)
+    return error
+
+
+def together(world: World, attempt: Callable[[], T]) -> T:
+    """``attempt`` on every rank.  Where it raised on any, each rank raises: its own error, or one
+    that names the first rank with one (out of memory and a signal keep their kind).
+    """
+    made: list[T] = []
+    gathered(world, lambda: made.append(attempt()))
+    return made[0]
+
+
+def gathered(world: World, attempt: Callable[[], Any]) -> list[Any]:
+    """``attempt`` on every rank, and what each made of it (``isobit.parallel.world``); raises as
+    ``together`` does.
+    """
+    error: BaseException | None = None
+    value = None
+    try:
+        value = attempt()
+    except StoppedAtOnce:
+        raise
+    except BaseException as raised:  # whatever it is, nobody must wait for this rank
+        error = raised
+    if world.size == 1:
+        if error is not None:
+            raise error
+        return [value]
+    found = world.messages({"failure": _described(error), "value": None if error else value})
+    for rank, one in enumerate(found):
+        if one["failure"] is not None:
+            raised = error or _of_peer(world.numbers[rank], one["failure"])
+            setattr(raised, _AGREED, True)
+            raise raised
+    return [one["value"] for one in found]
+
+
+def shared_out(world: World, items: Sequence[T], compute: Callable[[T], Any]) -> list[Any]:
+    """``compute`` of every item, in their order: rank r takes the items r, r + W, ..; raises as
+    ``together`` does.
+    """
+    made = gathered(world, lambda: [compute(item) for item in items[world.rank :: world.size]])
+    return in_turn(made)
+
+
+def in_turn(made: Sequence[Sequence[T]]) -> list[T]:
+    """The results of all items in their order, from those that each rank made of its own: rank r of
+    the items r, r + W, ..
+    """
+    count = sum(map(len, made))
+    return [made[place % len(made)][place // len(made)] for place in range(count)]
+
+
+def _described(error: BaseException | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    if isinstance(error, Interrupted):
+        return {"signal": error.signal_name, "number": error.exit_code - 128}
+    if isinstance(error, PeerError) and error.rank is not None:
+        return {"peer": error.rank, "text": error.reason}
+    memory = isinstance(error, torch.OutOfMemoryError)
+    return {"memory": memory, "text": f"{type(error).__name__}: {error}"}
+
+
+def _of_peer(rank: int, failure: dict[str, Any]) -> BaseException:
+    if "signal" in failure:
+        return Interrupted(failure["signal"], failure["number"])
+    if "peer" in failure:
+        return PeerError(failure["peer"], failure["text"])
+    if failure["memory"]:
+        return torch.OutOfMemoryError(f"rank {rank}: {failure['text']}")
+    return PeerError(rank, failure["text"])
+
+
+_TENSOR = "tensor"
+
+
+def encode(value: Any) -> bytes:
+    """A value of None, bool, int, float, str, lists, tuples, dicts with names for keys, and
+    tensors.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(_plain(value, tensors), separators=(",", ":")).encode()
+    return struct.pack("<Q", len(text)) + text + save(tensors)
+
+
+def decode(data: bytes) -> Any:
+    """What ``encode`` was given, tensors on the host."""
+    (length,) = struct.unpack_from("<Q", data)
+    tensors = load(data[8 + length :])
+    return _whole(json.loads(data[8 : 8 + length]), tensors)
+
+
+def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        number = str(len(tensors))
+        tensors[number] = value.detach().cpu().contiguous()
+        return {_TENSOR: number}
+    if isinstance(value, dict):
+        assert value.keys() != {_TENSOR}, "this name stands for tensors"
+        return {key: _plain(one, tensors) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, tensors) for one in value]
+    return value
+
+
+def _whole(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _whole(one, tensors) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_whole(one, tensors) for one in value]
+    return value
+
+
+T = TypeVar("T")
+
+
+def told(world: World, make: Callable[[], T]) -> T:
+    """What rank 0 makes (``isobit.parallel.world``), on every rank, where ``make`` is not called;
+    where it raises, every rank raises (``together``).
+
+    It travels once to each rank, unlike a message, of which every rank gets everybody's.
+    """
+    return spread(world, 0, make if world.rank == 0 else None, partial(gathered, world))
+
+
+def spread(
+    world: World,
+    source: int,
+    make: Callable[[], Any] | None,
+    agree: Callable[[Callable[[], int]], list[int]],
+) -> Any:
+    """What rank ``source`` makes, on every rank.  Others may make something, too, which counts for
+    nothing; where a ``make`` raises, every rank raises, as ``agree`` does: ``gathered`` in this
+    world.
+    """
+    made: list[bytes] = []
+
+    def attempt() -> int:
+        if make is None:
+            return 0
+        made.append(encode(make()))
+        return len(made[0])
+
+    size = agree(attempt)[source]
+    sent = torch.empty(size, dtype=torch.uint8)
+    if world.rank == source:
+        sent = torch.frombuffer(bytearray(made[0]), dtype=torch.uint8)
+    world.gather([sent], [[0] * (source + 1) + [size] * (world.size - source)])
+    return decode(bytes(sent.numpy()))
+
+
+def write_together(world: World, attempt: Callable[[], Any]) -> list[Any]:
+    """``attempt`` on every rank, and what each made of it (``isobit.parallel.world``).  Raises
+    StorageError on all where it did so on any, NoSpaceError where nothing but room was missing;
+    whatever else it raises, all raise, too.
+    """
+
+    def tried() -> dict[str, Any]:
+        try:
+            return {"made": attempt()}
+        except StorageError as error:
+            if world.size == 1:
+                raise
+            where = f"rank {world.rank} on {world.host}"
+            return {"failed": f"{where}: {error}", "is_full": isinstance(error, NoSpaceError)}
+
+    found = gathered(world, tried)
+    failed = [one for one in found if "failed" in one]
+    if failed:
+        kind = NoSpaceError if all(one["is_full"] for one in failed) else StorageError
+        raise agreed(kind(failed[0]["failed"]))
+    return [one["made"] for one in found]
+
+
+def write_by_first(world: World, attempt: Callable[[], Any]) -> None:
+    """``attempt`` on rank 0, while the others wait; raises as ``write_together`` does."""
+
+    def first() -> None:
+        if world.rank == 0:
+            attempt()
+
+    write_together(world, first)

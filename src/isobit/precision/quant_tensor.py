@@ -9,6 +9,21 @@ ceil(n / 128), since the last group of a row, column or matrix may be short:
 
 A matrix fused of several, one below the other, has ``parts``, the rows of each: blocks begin anew
 at each part, so b(R) is the sum of the parts' own.  So have the columns of an output's gradient.
+
+The number formats of the flow and the constants that every quantiser shares.
+
+E4M3 has 4 exponent and 3 mantissa bits, a largest value of 448, no infinity, and one NaN (byte
+0x7F, or 0xFF with the sign). A scale is the factor that turns a stored value back into what it
+stands for: value = code * scale.
+
+    scale = max(amax, 2^-60) / 448                  as FP32, or rounded up to a power of two (the
+                                                    default)
+
+The floor on amax keeps gradients of 1e-12 alive and gives a block of zeros a scale.  A block that
+holds a NaN or an infinity gets a NaN scale (E8M0 byte 0xFF) and the value byte 0x7F everywhere, so
+that no kernel can turn it into a finite number again.
+
+What the bytes of a quantised weight stand for: value = byte * scale of its block.
 """
 
 from dataclasses import dataclass
@@ -18,7 +33,20 @@ from typing import Literal
 
 import torch
 
-from isobit.precision.formats import BLOCK, E4M3
+Format = Literal["e4m3", "bf16", "fp32"]
+ScaleKind = Literal["power_of_two", "fp32"]
+Side = Literal["rollout", "training"]
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+E4M3_NAN_BYTE = 0x7F
+E8M0_NAN_BYTE = 0xFF
+E8M0_BIAS = 127
+AMAX_FLOOR = 2.0**-60
+BLOCK = 128
+
+DTYPES: dict[Format, torch.dtype] = {"e4m3": E4M3, "bf16": torch.bfloat16, "fp32": torch.float32}
+
 
 Granularity = Literal["1x128", "128x128", "128x1"]
 
@@ -114,3 +142,11 @@ class QuantTensor:
         assert (self.granularity, self.parts) == (other.granularity, other.parts)
         self.values.view(torch.uint8).copy_(other.values.view(torch.uint8))
         self.scales.copy_(other.scales)
+
+
+def dequantise(matrix: QuantTensor) -> torch.Tensor:
+    """A weight in 128x128 blocks -> FP32 [R, C].  A product of E4M3 and an FP32 scale is rounded
+    once; with a power of two it is exact, and a BF16.
+    """
+    columns = block_numbers((matrix.values.shape[1],), matrix.scales.device)
+    return matrix.values.float().mul_(matrix.row_scales().index_select(1, columns))

@@ -9,21 +9,21 @@ ratio that is far out is told of: such tokens come from weights that are long go
 What stands between two updates is compared with what the first one left (``check_state``): a bit
 that a memory loses there is learnt from on both sides alike, and no log-probability shows it.
 
-A micro-batch that was computed twice (``isobit.training.repeat``) says whether the machine gives
+A micro-batch that was computed twice (``isobit.training.trainer``) says whether the machine gives
 the same bits again; that needs neither a limit nor an exact flow.
 """
 
 from dataclasses import asdict
 from pathlib import Path
 
-from isobit.config.check import CheckConfig
-from isobit.errors import MismatchError
-from isobit.parallel.agreement import agreed
+from isobit.config.tables import CheckConfig
+from isobit.parallel.world import agreed
 from isobit.precision.flow import PrecisionFlow
-from isobit.store.state_digest import StateDigest
+from isobit.store.state import StateDigest
 from isobit.training.comparison import Comparison, Mismatch
-from isobit.training.repeat import FORWARD, Repeat
 from isobit.training.step import StepMetrics
+from isobit.training.trainer import FORWARD, Repeat
+from isobit.util.errors import MismatchError
 
 
 def check_step(

@@ -20,23 +20,19 @@ from random import Random
 import torch
 
 from isobit.config.base import Device
-from isobit.config.precision import PrecisionConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.errors import ConfigError
-from isobit.models.config import ModelConfig
-from isobit.models.device import choose_device
+from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.models.config import ModelConfig, model_shape
+from isobit.models.folder import choose_device
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare
 from isobit.models.scorer import Scorer
-from isobit.models.shapes import model_shape
 from isobit.parallel.world import ALONE, World
-from isobit.proof.scenarios import Scenario, Workload
-from isobit.proof.verify import ScenarioResult, VerifyResult, run_scenario
-from isobit.records.batch import PackedBatch
+from isobit.proof.verify import Scenario, ScenarioResult, VerifyResult, Workload, run_scenario
+from isobit.records.batch import PackedBatch, pack
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Prompt
-from isobit.rollout.native.runner import page_tokens_of
-from isobit.training.packing import pack
+from isobit.rollout.runner import page_tokens_of
+from isobit.util.errors import ConfigError
 
 _OUTLIER_EVERY, _OUTLIER = 101, 30.0
 _MAX_BATCHED_TOKENS = 4096

@@ -2,7 +2,7 @@
 
 The native engine completes random prompts under settings that make everything happen that may not
 change a bit: preemption, prompts cut into chunks, groups that share pages, few sequences at once,
-greedy and truncated sampling, temperatures other than 1 (``isobit.proof.scenarios``).  Every
+greedy and truncated sampling, temperatures other than 1 (``isobit.proof.verify``).  Every
 recorded log-probability is then compared, bit for bit, with the one that the training forward
 computes from packed batches: each sequence alone, and among different neighbours.  So are the
 experts that each token's row was routed to, in a mixture of experts.
@@ -14,6 +14,13 @@ hides most faults of one ulp, and hides them from the log-probabilities.
 A scenario counts only if what it is there for did happen, by the engine's own counts; where it did
 not, that part was not proved and the result says so.  In ``fp8-rollout``, whose sides are two
 functions, differences must appear: that is how the check is known to be able to fail.
+
+What ``isobit verify`` puts the engine and the trainer through: prompts, engine settings,
+packings.
+
+Prompts are random tokens of the model's vocabulary, so any folder can be checked, with lengths
+around the bounds of a KV page, where sharing, copying and growing into a new page happen.
+Completions end at ragged lengths.
 """
 
 import hashlib
@@ -21,33 +28,184 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from isobit.config.base import Device
-from isobit.config.precision import PrecisionConfig
-from isobit.errors import ConfigError, IsobitError
-from isobit.models.device import choose_device
-from isobit.models.folder import load_policy, read_config, read_masters
-from isobit.models.loaded import model_folder
+from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.memory.cache_size import pages_for
+from isobit.models.folder import choose_device, load_policy, model_folder, read_config, read_masters
 from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World
-from isobit.proof.bisect.difference import Checksums
-from isobit.proof.bisect.observer import ObservedRunner, TokenObserver, observed_scores
-from isobit.proof.bisect.operations import Operations, compared_operations, describe_site
-from isobit.proof.scenarios import Scenario, Workload, build_workload, engine_scenarios, packings
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.proof.difference import (
+    Checksums,
+    ObservedRunner,
+    Operations,
+    TokenObserver,
+    compared_operations,
+    describe_site,
+    observed_scores,
+)
+from isobit.records.batch import PackedBatch, TokenScores, pack, sequences_of
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import Group
-from isobit.rollout.engine import RolloutEngine, generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.native.runner import page_tokens_of
-from isobit.rollout.progress import EngineStats
-from isobit.rollout.request import Request
+from isobit.records.text import Group, Prompt, SamplingParams
+from isobit.rollout.engine import EngineStats, Request, RolloutEngine, generate
+from isobit.rollout.native import NativeEngine
+from isobit.rollout.runner import page_tokens_of
 from isobit.training.comparison import Comparison
-from isobit.training.packing import sequences_of
+from isobit.util.errors import ConfigError, IsobitError
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One setting of the engine, and the counts of ``EngineStats`` that must not be zero under
+    it.
+    """
+
+    name: str
+    rollout: RolloutConfig
+    must_happen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Random prompts and the limit of each one's completions."""
+
+    prompts: tuple[Prompt, ...]
+    max_new_tokens: tuple[int, ...]
+    samples: int
+    page_tokens: int
+    """Tokens of a page of the cache whose bounds the lengths are around."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(
+            len(prompt.token_ids) + limit
+            for prompt, limit in zip(self.prompts, self.max_new_tokens, strict=True)
+        )
+
+    def requests(self, scenario: Scenario) -> list[Request]:
+        """What the engine is asked for: each completion ends at its own limit, never at a stop
+        token.
+        """
+        rollout = scenario.rollout
+        return [
+            Request(
+                prompt,
+                0,
+                self.samples,
+                SamplingParams(
+                    limit, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p
+                ),
+            )
+            for prompt, limit in zip(self.prompts, self.max_new_tokens, strict=True)
+        ]
+
+
+def build_workload(
+    vocab_size: int,
+    context: int,
+    prompts: int,
+    samples: int,
+    max_new_tokens: int,
+    seed: int,
+    page_tokens: int,
+) -> Workload:
+    """Random prompts that leave room for ``max_new_tokens`` in the context."""
+    random = Random(seed)  # noqa: S311 (no secret)
+    longest = context - max_new_tokens
+    lengths = _prompt_lengths(page_tokens)
+    made, limits = [], []
+    for index in range(prompts):
+        shortest, most = lengths[index % len(lengths)]
+        length = min(random.randint(shortest, most), longest)
+        made.append(
+            Prompt(
+                f"verify/{index}", "", tuple(random.randrange(vocab_size) for _ in range(length))
+            )
+        )
+        limits.append(random.randint(max_new_tokens // 2, max_new_tokens))
+    return Workload(tuple(made), tuple(limits), samples, page_tokens)
+
+
+def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
+    """The settings under which the workload is generated."""
+    limit = max(workload.max_new_tokens)
+    few_pages = pages_for(workload.longest, workload.page_tokens)
+    return (
+        Scenario(
+            "roomy",
+            RolloutConfig(max_new_tokens=limit, max_batched_tokens=4096),
+            ("shared_pages", "copied_pages"),
+        ),
+        Scenario(
+            "few pages",
+            RolloutConfig(max_new_tokens=limit, kv_pages=few_pages),
+            ("preemptions", "recomputed_tokens"),
+        ),
+        Scenario(
+            "small chunks", RolloutConfig(max_new_tokens=limit, max_batched_tokens=40), ("chunks",)
+        ),
+        Scenario("two sequences", RolloutConfig(max_new_tokens=limit, max_sequences=2)),
+        Scenario("greedy", RolloutConfig(max_new_tokens=limit, temperature=0.0)),
+        Scenario(
+            "few pages, small chunks, temperature 0.7",
+            RolloutConfig(
+                max_new_tokens=limit,
+                temperature=0.7,
+                kv_pages=few_pages,
+                max_batched_tokens=56,
+                max_sequences=8,
+            ),
+            ("preemptions", "chunks", "shared_pages"),
+        ),
+        Scenario(
+            "truncated, temperature 1.3",
+            RolloutConfig(max_new_tokens=limit, temperature=1.3, top_k=20, top_p=0.9, min_p=0.01),
+        ),
+    )
+
+
+def packings(
+    samples: Sequence[TokenSequence], seed: int
+) -> Iterator[tuple[str, list[PackedBatch]]]:
+    """The same samples in several packings, by name."""
+    yield "alone", pack(samples, 1)
+    yield "300 tokens", pack(samples, 300)
+    yield "2048 tokens", pack(samples, 2048)
+    yield (
+        "random neighbours",
+        [
+            batch
+            for part in _random_parts(samples, seed)
+            for batch in pack(part, sum(s.length for s in part))
+        ],
+    )
+
+
+def _prompt_lengths(page: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of prompt lengths, in tokens, taken in turn, for pages of ``page`` tokens."""
+    return (
+        (1, page // 4),
+        (page - 6, page),  # completions grow into a second page,
+        (page - 6, page),  # those of two prompts at about the same time
+        (page + 1, page + 16),  # a full page to share and a partial one to copy
+        (2 * page, 3 * page),
+    )
+
+
+def _random_parts(samples: Sequence[TokenSequence], seed: int) -> Iterator[list[TokenSequence]]:
+    """The samples in a random order, cut into runs of 2 to 9."""
+    random = Random(seed)  # noqa: S311 (no secret)
+    shuffled = random.sample(list(samples), len(samples))
+    while shuffled:
+        size = random.randint(2, 9)
+        yield shuffled[:size]
+        shuffled = shuffled[size:]
+
 
 Packings = Callable[[list[TokenSequence], int], Iterator[tuple[str, list[PackedBatch]]]]
 """Samples and a seed -> named packings of all of them."""

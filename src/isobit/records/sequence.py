@@ -56,7 +56,7 @@ class TokenSequence:
     """Under the truncated distribution; None without top-k, top-p or min-p."""
     routings: Digests | None = None
     """Digests of the experts at the row that each token was drawn from, recorded at the draw
-    (``isobit.models.routes``); None where a model without experts drew.
+    (``isobit.models.layers``); None where a model without experts drew.
     """
     old_log_probs: Numbers | None = None
     """By the trainer's forward before it learnt from the sequence; None where the recorded ones are

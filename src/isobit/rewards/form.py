@@ -20,11 +20,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobit.config.secrets import is_secret
-from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
-from isobit.rewards.secrets import hidden
+from isobit.util.errors import RewardError
+from isobit.util.secrets import hidden, is_secret
 
 if TYPE_CHECKING:
     import asyncio

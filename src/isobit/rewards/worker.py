@@ -17,21 +17,184 @@ here:
         "last" the process ends after it, since what it ran may have left it in any state; with
         "counts" graders have met something unusual since the last answer, how often by kind
     {"fatal": message}, where the reward says that nothing can be graded
+
+The process between the trainer and one that grades.  It runs no code of a reward, and so can do
+what the grader cannot be trusted with:
+
+    it reads what the grader and its children print, and keeps the end of it for a message
+    it says how the grader ended, and ends what the grader has left behind
+    it ends them all when the trainer is gone, however it went
+
+It is the leader of the grader's process group, and the new parent of processes of the grader that
+lose theirs, in whatever session they are.
+
+The bound on the memory of a process that grades.
+
+What counts is memory that the process writes and shares with nobody: its heap, its arrays, its
+stacks (RLIMIT_DATA of Linux; as ``VmData`` in ``/proc/PID/status``).  Not counted are the text of
+libraries, files that are mapped to be read, and address space that is reserved and not used: a CUDA
+build of torch maps many GiB of those when it is imported, and takes some hundred MiB of memory.
+Shared memory (``/dev/shm``, ``mmap.mmap(-1, n)``) is not counted either.
 """
 
+import ctypes
+import mmap
 import os
 import resource
+import select
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
 from types import FrameType
 from typing import Any, NoReturn
 
-from isobit.rewards.counts import take
-from isobit.rewards.keeper import adopt_orphans, die_with_parent, keep
-from isobit.rewards.memory_limit import limit_memory
-from isobit.rewards.wire import line, read_frame, write_all
+from isobit.rewards.outcome import line, read_frame, take, write_all
+
+TAIL = 1500
+"""Bytes of the output that are kept."""
+_SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
+_GLANCE_S = 1.0
+"""How often it looks whether the trainer is still its parent, beside waiting for the pipe's end."""
+_END_S = 2.0
+"""How long it tries to end processes that go on making new ones."""
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all processes below this one that lose theirs."""
+    _process_control(_SET_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when ``parent`` ends, which started it."""
+    _process_control(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def keep(child: int, trainer: int, requests: int, replies: int, output: int) -> NoReturn:
+    """Wait until the grader ``child`` or the ``trainer`` is gone, then end everything; does not
+    return.
+
+    ``requests`` is the pipe from the trainer (read by the grader; here its end is waited for),
+    ``replies`` the one to it, ``output`` what the grader and its children print.
+    """
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    poller = select.poll()
+    poller.register(requests, 0)  # the end alone, which is always told
+    poller.register(output, select.POLLIN)
+    poller.register(wake, select.POLLIN)
+    tail, status = b"", None
+    while status is None and os.getppid() == trainer:
+        events = dict(poller.poll(_GLANCE_S * 1000))
+        if requests in events:
+            break
+        if wake in events:
+            os.read(wake, 4096)
+        if output in events:
+            printed = _read_some(output)
+            tail = (tail + printed)[-TAIL:]
+            if not printed:  # the grader has closed it
+                poller.unregister(output)
+        status = _reap(child)
+    if status is not None:
+        while _is_readable(output) and (chunk := _read_some(output)):
+            tail = (tail + chunk)[-TAIL:]
+        _tell(replies, os.waitstatus_to_exitcode(status), tail)
+    _end_all()
+    os._exit(0)
+
+
+def _tell(replies: int, exit_code: int, tail: bytes) -> None:
+    text = tail.decode("utf-8", "replace")
+    try:
+        write_all(replies, b"\n" + line({"ended": exit_code, "output": text}, text="output"))
+    except OSError:  # the trainer is gone, too
+        return
+
+
+def _read_some(descriptor: int) -> bytes:
+    return os.read(descriptor, 1 << 16)
+
+
+def _is_readable(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return any(event & select.POLLIN for _, event in poller.poll(0))
+
+
+def _reap(child: int) -> int | None:
+    """Bury the dead; the wait status of ``child`` if it is among them."""
+    status = None
+    try:
+        while True:
+            pid, found = os.waitpid(-1, os.WNOHANG)
+            if pid == child:
+                status = found
+            if pid == 0:
+                return status
+    except ChildProcessError:
+        return status
+
+
+def _end_all() -> None:
+    """Kill everything below this process, again until nothing is left: a process may have made
+    others before it was its turn.
+    """
+    until = monotonic() + _END_S
+    while (found := list(_descendants(os.getpid()))) and monotonic() < until:
+        for pid in found:
+            with suppress(ProcessLookupError):  # gone meanwhile
+                os.kill(pid, signal.SIGKILL)
+        _reap(0)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _descendants(root: int) -> Iterator[int]:
+    children: dict[int, list[int]] = {}
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:  # gone meanwhile
+            continue
+        children.setdefault(int(fields[1]), []).append(pid)
+    found = children.get(root, [])
+    while found:
+        yield from found
+        found = [below for pid in found for below in children.get(pid, ())]
+
+
+def _process_control(option: int, value: int) -> None:
+    """prctl of Linux; elsewhere the process group alone holds the processes together."""
+    control = getattr(ctypes.CDLL(None), "prctl", None)
+    if control is not None:
+        control(option, value, 0, 0, 0)
+
+
+def limit_memory(size: int) -> None:
+    """Have this process, and each that it starts, fail to get more than ``size`` bytes.
+
+    A kernel that does not hold processes to that bound is given one of the whole address space.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+    if not _is_held_to(size):
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def _is_held_to(size: int) -> bool:
+    """Whether memory beyond ``size`` bytes is refused; none of it is touched."""
+    try:
+        mmap.mmap(-1, size + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
+        return True
+    return False
+
 
 ENDS_AFTER = frozenset({"MemoryError", "SystemExit"})
 """Kinds of failures after which a process is replaced: what is left of its memory may be too little
@@ -123,9 +286,8 @@ class Grader:
         faulthandler.enable()  # where a segmentation fault was
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit_memory(start.memory_bytes)
-        from isobit.errors import RewardError
-        from isobit.rewards.function import load_reward
-        from isobit.rewards.given import unpack_reward
+        from isobit.rewards.given import load_reward, unpack_reward
+        from isobit.util.errors import RewardError
 
         try:
             self._given = [unpack_reward(name, packed) for name, packed in start.given.items()]
@@ -147,8 +309,8 @@ class Grader:
         os._exit(1)
 
     def _grade(self, reward: Any, prompt: Any, completions: Any) -> None:
-        from isobit.errors import RewardError
         from isobit.rewards.outcome import Failure, failure_of
+        from isobit.util.errors import RewardError
 
         missing, leaves = list(range(len(completions))), False
         one_by_one = reward.mode == "each"

@@ -12,18 +12,223 @@ Requests come and go while others run; ``step`` is the only thing that takes lon
     release                the device has its memory back until the next step
 
 ``generate`` is the loop for those who want completions and nothing else.
+
+What an engine did, and how far a ``generate`` call has come: plain records for a progress bar,
+metrics and tests.
+
+What an engine is asked for, and the refusal of what no engine could do with it.
+
+A half-done sample as it moves between engines: what was drawn of it, and no K or V.
+
+The engine that takes it computes K and V again, as after a preemption, and draws on at the next
+position: the sample's noise is keyed by its name and its place, so the tokens are those that the
+first engine would have drawn.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol, Self
 
-from isobit.errors import RequestError
 from isobit.models.function import LogProbFunction
-from isobit.records.text import Completion
-from isobit.rollout.progress import EngineStats, Progress
-from isobit.rollout.request import Handle, Request
-from isobit.rollout.sample_state import SampleState
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, FinishReason, Prompt, SamplingParams
+from isobit.util.errors import RequestError
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts from the first request after the engine had nothing to do: those of one ``generate``
+    call.
+    """
+
+    generated_tokens: int = 0
+    """Those of samples that were aborted as well."""
+    prompt_tokens: int = 0
+    """Prompt tokens put through the model: each prompt once, and again if its pages were given
+    up.
+    """
+    recomputed_tokens: int = 0
+    """Generated tokens whose K and V were given up and computed again."""
+    preemptions: int = 0
+    """Running samples that lost their pages to an earlier one."""
+    weight_changes: int = 0
+    """Times that new weights were published and all pages dropped."""
+    shared_pages: int = 0
+    """Pages that a sample took over from its prompt instead of computing them."""
+    copied_pages: int = 0
+    """Shared partial pages that were copied before the first write into them."""
+    chunks: int = 0
+    """Pieces of prompts, or of recomputations, that the token budget of a forward cut off before
+    the end.
+    """
+    forwards: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "EngineStats") -> "EngineStats":
+        """Of two calls together."""
+        names = [field.name for field in fields(self)]
+        return EngineStats(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A moment of a ``generate`` call."""
+
+    finished: int
+    running: int
+    total: int
+    """Samples."""
+    generated_tokens: int
+    seconds: float
+    """Since the start of the call."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the time since the start."""
+        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+SMALLEST_TEMPERATURE = 1e-6
+"""Above 0: logits divided by less leave FP32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """One sample: ``sample`` counts those of one visit of one prompt.
+
+    The name says which noise is drawn, so no two samples of one name are live at a time.
+    """
+
+    prompt_id: str
+    visit: int
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``samples`` completions of one prompt.  ``visit`` counts how often a run has come back to the
+    prompt: it keys the noise.
+    """
+
+    prompt: Prompt
+    visit: int
+    samples: int
+    sampling: SamplingParams
+
+    def max_length(self, context: int) -> int:
+        """Tokens of the prompt and its longest possible completion within the model's context."""
+        return min(len(self.prompt.token_ids) + self.sampling.max_new_tokens, context)
+
+
+def check_requests(requests: Sequence[Request], live: Collection[Handle] = ()) -> None:
+    """Refuse requests that contradict themselves, one another, or the ``live`` samples.
+
+    Raises:
+        RequestError: naming the prompt, and what is asked for.
+    """
+    seen = {(handle.prompt_id, handle.visit) for handle in live}
+    for request in requests:
+        name = (request.prompt.id, request.visit)
+        if name in seen:
+            raise RequestError(
+                f"prompt {request.prompt.id!r} is requested twice for visit {request.visit}: both "
+                "would draw the same samples; "
+                "ask once with more samples, or count the visits"
+            )
+        seen.add(name)
+        _check_sampling(request)
+
+
+def distinct_requests(
+    samples: Iterable[tuple[Request, int]], live: Collection[Handle]
+) -> list[Request]:
+    """The requests of samples that come one by one, each once.
+
+    Raises:
+        RequestError: where a sample comes twice, or is among the ``live`` ones.
+    """
+    seen, requests = set(live), dict[tuple[str, int], Request]()
+    for request, sample in samples:
+        handle = Handle(request.prompt.id, request.visit, sample)
+        if handle in seen:
+            raise RequestError(
+                f"sample {sample} of prompt {request.prompt.id!r}, visit {request.visit}, is here "
+                "already: taken on twice it would be drawn twice; withdraw it first"
+            )
+        seen.add(handle)
+        requests[request.prompt.id, request.visit] = request
+    return list(requests.values())
+
+
+def _check_sampling(request: Request) -> None:
+    sampling = request.sampling
+    wrong = {
+        f"samples = {request.samples} must be at least 1": request.samples < 1,
+        f"max_new_tokens = {sampling.max_new_tokens} must be at least 1": sampling.max_new_tokens
+        < 1,
+        f"temperature = {sampling.temperature} must be finite and not below 0": not 0
+        <= sampling.temperature
+        < math.inf,
+        f"temperature = {sampling.temperature} is too small to divide by in FP32: 0 is greedy, "
+        f"else at least {SMALLEST_TEMPERATURE:g}": 0 < sampling.temperature < SMALLEST_TEMPERATURE,
+        f"top_k = {sampling.top_k} must not be below 0": sampling.top_k < 0,
+        f"top_p = {sampling.top_p} must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
+        f"min_p = {sampling.min_p} must be at least 0 and below 1": not 0 <= sampling.min_p < 1,
+        "an empty stop string would stop everything": "" in sampling.stop_strings,
+    }
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise RequestError(f"prompt {request.prompt.id!r}: {message}")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleState:
+    """Sample number ``sample`` of a request, with an entry of each column for each token drawn."""
+
+    request: Request
+    sample: int
+    token_ids: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
+    """FP32 values."""
+    weights_versions: Sequence[int] = ()
+    truncated_log_probs: Sequence[float] = ()
+    """Empty where no filter is on."""
+    routings: Sequence[int] = ()
+    """Empty for a model without experts."""
+
+    @classmethod
+    def of(cls, request: Request, sample: int, completion: Completion) -> Self:
+        """The state whose ``completion`` this is."""
+        return cls(
+            request,
+            sample,
+            completion.token_ids,
+            completion.log_probs,
+            completion.weights_versions,
+            completion.truncated_log_probs or (),
+            completion.routings or (),
+        )
+
+    @property
+    def handle(self) -> Handle:
+        """The sample's name."""
+        return Handle(self.request.prompt.id, self.request.visit, self.sample)
+
+    def completion(self, text: str, finish_reason: FinishReason) -> Completion:
+        """The record of the sample, which has ended here."""
+        sampling = self.request.sampling
+        sequence = TokenSequence.of_answer(
+            self.request.prompt.token_ids,
+            self.token_ids,
+            self.log_probs,
+            self.weights_versions,
+            sampling.log_prob_temperature,
+            self.truncated_log_probs if sampling.truncates else None,
+            self.routings or None,
+        )
+        return Completion(sequence, text, finish_reason)
+
 
 Follow = Literal["end", "tokens", "text"]
 """What is told of a sample: its end alone; its tokens as they are drawn; their text as well, which

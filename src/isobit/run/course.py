@@ -11,36 +11,91 @@ save, stop where a signal asks for it, finish.
 
 Everything that can be refused is refused by ``begin`` and ``prepare``, and the first evaluation has
 run, before the run's directory is made: a reward that fails on everything leaves nothing behind.
+
+Whether all ranks of a run are one program on machines of one kind: where they are not, they part
+without a word, or the bits depend on who computed what.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from isobit.clock import Clock
-from isobit.config.recipe import Recipe
-from isobit.config.run import RunConfig
-from isobit.config.secrets import secret_notes
-from isobit.config.sft import SftConfig
-from isobit.files import disk_errors
+import torch
+
+from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.memory.turns import Turns
 from isobit.models.config import ModelConfig
 from isobit.observe.console import Console, silent
 from isobit.observe.training_log import TrainingLog
-from isobit.parallel.agreement import together
-from isobit.parallel.world import ALONE, World
+from isobit.parallel.world import ALONE, World, agreed, together
 from isobit.records.text import Group
-from isobit.rewards.grade import GradeStats, Grading
-from isobit.rewards.grading import Graders, ModelScores
-from isobit.run.alike import check_machines, check_recipes
+from isobit.rewards.grading import Graders, GradeStats, Grading, ModelScores
 from isobit.run.evaluate import Evaluation, OnProgress
-from isobit.run.grading import RecordedGrading
-from isobit.run.interruption import Interruption
-from isobit.store.checkpoint.keeper import CheckpointKeeper
-from isobit.store.checkpoint.start import Start, begin
-from isobit.store.checkpoint.usable import Say
-from isobit.store.training_run import TrainingRun
+from isobit.run.grading import Interruption, RecordedGrading
+from isobit.store.keeper import CheckpointKeeper
+from isobit.store.manifest import TrainingRun, environment
+from isobit.store.resume import Say, Start, begin
+from isobit.util.errors import ConfigError
+from isobit.util.files import disk_errors
+from isobit.util.secrets import secret_notes
+from isobit.util.terminal import Clock
+
+
+def check_recipes(world: World, config: Recipe) -> None:
+    """Refuse ranks that were started with other recipes, naming the first key that differs."""
+    differs = _first_difference(world.messages(config.model_dump(mode="json")))
+    if differs is not None:
+        rank, key, theirs, firsts = differs
+        raise agreed(
+            ConfigError(
+                f"rank {rank} was started with {key} = {theirs!r}, rank 0 with {firsts!r}; start "
+                "all with the same recipe and overrides"
+            )
+        )
+
+
+def check_machines(world: World, device: torch.device) -> None:
+    """Refuse ranks with other versions, other GPUs or classes of bits, or on CPUs another number of
+    threads.
+    """
+    found = environment(device)
+    # of a CPU it is compared what the instructions compute (isobit.store.manifest), not their name
+    del found["device"]["instructions" if device.type == "cpu" else "threads"]
+    every = world.messages({"host": world.host, **found})
+    hosts = [one.pop("host") for one in every]
+    differs = _first_difference(every)
+    if differs is not None:
+        rank, key, theirs, firsts = differs
+        raise agreed(
+            ConfigError(
+                f"rank {rank} on {hosts[rank]} has {key} {theirs!r}, rank 0 on {hosts[0]} "
+                f"{firsts!r}, and the bits of a run would depend on which rank computes what; make "
+                "them alike"
+                + (" (the key threads of the recipe)" if key == "device.threads" else "")
+            )
+        )
+
+
+def _first_difference(
+    every: list[Mapping[str, Any]],
+) -> tuple[int, str, Any, Any] | None:
+    """Rank, key, its value there, and on rank 0."""
+    firsts = dict(_flat(every[0]))
+    for rank, one in enumerate(every):
+        values = dict(_flat(one))
+        for key in sorted(firsts.keys() | values.keys()):
+            if values.get(key) != firsts.get(key):
+                return rank, key, values.get(key), firsts.get(key)
+    return None
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 class Runnable(TrainingRun, Protocol):
@@ -72,7 +127,7 @@ Begins = Callable[
     [Recipe, ModelConfig, bool, Say, int, World, Sequence[str], Callable[[], None]],
     AbstractContextManager[Start],
 ]
-"""``isobit.store.checkpoint.start.begin``, or what stands in for it."""
+"""``isobit.store.resume.begin``, or what stands in for it."""
 MakeLog = Callable[[Run, Start, Console, Clock], Log]
 
 

@@ -2,33 +2,34 @@
 
 The noise is keyed by the problem and the sample, never by the step: two evaluations of one run
 differ by the weights and by nothing else.  The figures are described in
-``isobit.observe.eval_result``.
+``isobit.observe.evaluation``.
+
+``isobit rollout``: completions of a model folder for texts or rows of a file, without
+grading.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from isobit.config.evaluation import EvaluationConfig
-from isobit.config.rollout import RolloutConfig
-from isobit.config.rules import check_has_sets, check_reward, check_samples
-from isobit.config.run import RunConfig
-from isobit.data.prompts import TooLong, build_prompts, describe_too_long
-from isobit.models.cut import check_ranks
-from isobit.models.loaded import DescribedModel, SamplingModel, load_sampling_model
-from isobit.observe.eval_result import EvalResult, result_of
+from isobit.config.data import ColumnsData, DataSource, ReasoningGymData
+from isobit.config.recipes import GenerationConfig, RunConfig
+from isobit.config.rules import check_greedy, check_has_sets, check_reward, check_samples
+from isobit.config.tables import EvaluationConfig, RolloutConfig
+from isobit.data.prompts import TooLong, build_prompts, describe_too_long, prompts_of_rows
+from isobit.data.sources import load_rows, row_of
+from isobit.models.folder import DescribedModel, SamplingModel, load_sampling_model
+from isobit.models.tensor_parallel import check_ranks
+from isobit.observe.evaluation import EvalResult, result_of
 from isobit.parallel.world import ALONE, World
-from isobit.records.text import Group, Prompt
-from isobit.rewards.grade import GradeStats, Grading
-from isobit.rewards.grading import Graders
-from isobit.rollout.engine import RolloutEngine, generate
-from isobit.rollout.native.engine import NativeEngine
-from isobit.rollout.progress import Progress
-from isobit.rollout.request import Request
+from isobit.records.text import Completion, Group, Prompt, json_line
+from isobit.rewards.grading import Graders, GradeStats, Grading
+from isobit.rollout.engine import Progress, Request, RolloutEngine, generate
+from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
 from isobit.run.reward_models import ModelRewards
-from isobit.terminal import say
+from isobit.util.terminal import say
 
 OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
@@ -142,3 +143,84 @@ def _evaluate_folder(
 
     evaluation = Evaluator(engine, requests).run(progress, grading)
     return {name: result for name, (result, _) in evaluation.items()}
+
+
+def rollout_folder(
+    folder: Path,
+    prompts: Sequence[str | Sequence[Mapping[str, str]]] | DataSource,
+    settings: GenerationConfig,
+    samples: int = 1,
+    seed: int = 0,
+    chat: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+    world: World = ALONE,
+    take: Callable[[Group], None] | None = None,
+) -> list[Group]:
+    """Complete each prompt ``samples`` times; a completion that would outgrow the model's context
+    ends there ("length").  Where the settings say nothing of the temperature, one sample is greedy,
+    which shows what a model has learnt.  ``take`` is given each group as soon as it and those
+    before are there.
+
+    ``prompts`` are texts or lists of chat messages, or a dataset whose prompt column holds them.
+    Raises ModelError, DataError or RequestError, before anything is generated, for what cannot be
+    used, and ConfigError for several samples of greedy decoding.  Ranks of ``world`` share the
+    model, and each has all completions.
+    """
+    check_ranks(settings.cluster.rollout_tp, world)
+    rollout = _with_temperature(settings.rollout, samples)
+    check_greedy(samples, rollout.temperature, "samples", "rollout.temperature")
+    model = load_sampling_model(folder, settings.precision, settings.device, world)
+    rows = (
+        load_rows(prompts)
+        if isinstance(prompts, ColumnsData | ReasoningGymData)
+        else [row_of(prompt, {}, f"prompt {i}") for i, prompt in enumerate(prompts)]
+    )
+    made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
+    requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]
+    engine = NativeEngine(model.policy, rollout, model.tokenizer, seed)
+    complete = _in_order(made, take) if take is not None else None
+    completions = generate(engine, requests, progress, complete)
+    return [Group(prompt, 0, group) for prompt, group in zip(made, completions, strict=True)]
+
+
+def _in_order(
+    prompts: Sequence[Prompt], take: Callable[[Group], None]
+) -> Callable[[int, list[Completion]], None]:
+    """Takes completions by the place of their prompt, as they come, and hands them on in order."""
+    waiting: dict[int, list[Completion]] = {}
+    due = 0
+
+    def complete(place: int, completions: list[Completion]) -> None:
+        nonlocal due
+        waiting[place] = completions
+        while due in waiting:
+            take(Group(prompts[due], 0, waiting.pop(due)))
+            due += 1
+
+    return complete
+
+
+def _with_temperature(rollout: RolloutConfig, samples: int) -> RolloutConfig:
+    """Greedy for one sample, unless something is said of how it is drawn."""
+    said = {"temperature", "top_k", "top_p", "min_p"} & rollout.model_fields_set
+    return rollout if said or samples > 1 else rollout.model_copy(update={"temperature": 0.0})
+
+
+def completion_lines(group: Group) -> Iterator[bytes]:
+    """A JSON object, as a line, a completion: its prompt and columns, text, tokens and their
+    log-probabilities.
+    """
+    for sample, completion in enumerate(group.completions):
+        record: dict[str, Any] = {
+            "prompt_id": group.prompt.id,
+            "sample": sample,
+            "prompt": group.prompt.text,
+            "completion": completion.text,
+            "finish_reason": completion.finish_reason,
+            "token_ids": completion.token_ids,
+            "log_probs": completion.log_probs,
+            "columns": dict(group.prompt.row),
+        }
+        if completion.routings is not None:
+            record["routings"] = completion.routings
+        yield json_line(record, default=str)

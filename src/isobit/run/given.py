@@ -3,7 +3,7 @@
     reward=f                        reward.function = the name of f (``isobit.rewards.given``)
     reward=[f, g]                   reward.parts, each by its function's name, added up
     reward={"function": f, ..}      that key alone
-    data=rows                       data.train = the digest of the rows (``isobit.data.given``)
+    data=rows                       data.train = the digest of the rows (``isobit.data.sources``)
     data={"train": rows,
           "eval": {"held_out": rows}}
     data={"train": {"rows": rows, "prompt": "question"}}
@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from isobit.config.overrides import Override, nested_overrides
+from isobit.config.load import Override, nested_overrides
 from isobit.config.reward import DEFAULT_FUNCTION
-from isobit.data.given import give_rows
-from isobit.errors import ConfigError
+from isobit.data.sources import give_rows
 from isobit.rewards.given import give_reward
+from isobit.util.errors import ConfigError
 
 Held: TypeAlias = list[Any]
 """What is found by its name for as long as this is held."""

@@ -5,39 +5,265 @@ A dry run reads the configuration, the tokenizer and the data; never the weights
 refused that the run would refuse, apart from what only the weights can show and from trackers,
 which would be called up over the network.  Nothing is written, and no memory is taken that the run
 would take.
+
+Where a training's policy comes from: a model folder, or random weights of a shape of the
+recipe's own with a folder's tokenizer.  What learns from preferences is a reward model, which may
+also begin as a language model's folder.
+
+A training as far as it is known without the weights: what its parts are built from
+(``isobit.run.setup``), and what a dry run plans with (``isobit.run.plan``).
+
+Each kind of training makes its own outline; from there on all is the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from isobit.config.load import dump_config
+from isobit.config.recipes import Objective, Recipe, RunConfig, SftConfig
 from isobit.config.reward import RewardConfig
-from isobit.config.run import RunConfig
-from isobit.config.sft import SftConfig
-from isobit.errors import ConfigError
+from isobit.config.rules import check_shape
+from isobit.config.tables import ModelShape, PrecisionConfig, TrainingConfig
+from isobit.data.tokenizer import (
+    check_vocabulary,
+    load_tokenizer,
+    pad_token_id,
+    stop_token_ids,
+)
 from isobit.kernels.backend import backend_of, support
 from isobit.kernels.sizes import Sizes
+from isobit.memory.activations import FrozenModel
 from isobit.memory.cache_size import num_pages_for
 from isobit.memory.device import MOMENTS, DevicePlan, DevicePlanner
 from isobit.memory.host import MemoryEstimate, estimate_memory, microbatch_tokens
-from isobit.memory.machine import Memory, read_memory
+from isobit.models.checkpoint_files import weight_files
+from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import decoder_shape, master_shapes
-from isobit.precision.compare import describe_flow
-from isobit.precision.flow import PrecisionFlow, build_flow
+from isobit.models.folder import (
+    DescribedModel,
+    LoadedModel,
+    choose_device,
+    load_policy,
+    model_folder,
+    read_config,
+    read_reward_masters,
+    reward_config,
+)
+from isobit.models.policy import Policy, random_policy
+from isobit.parallel.slots import ONE_SLOT, Slots
+from isobit.parallel.world import ALONE, World
+from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
+from isobit.precision.quant_tensor import BLOCK
 from isobit.rewards.grading import Graders
-from isobit.rollout.native.limits import Limits, check_limits
-from isobit.run.outline import Material, Outline, check_requests
-from isobit.store.checkpoint.format import folders_by_step
-from isobit.store.checkpoint.space import DiskPlan, plan_disk
-from isobit.store.checkpoint.start import preview
+from isobit.rollout.engine import Request
+from isobit.rollout.native import Limits, check_limits
+from isobit.store.checkpoint import folders_by_step
 from isobit.store.directory import RunDirectory, check_unused
+from isobit.store.resume import preview
+from isobit.store.space import DiskPlan, plan_disk
 from isobit.training.optimiser import advise_smaller_moments
-from isobit.units import gib
+from isobit.util.errors import ConfigError, DataError
+from isobit.util.machine import Memory, read_memory
+from isobit.util.terminal import gib
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model to start from, of which the weights have not been read yet."""
+
+    described: DescribedModel
+    from_scratch: bool
+    """Whether its weights are drawn; the folder then gives the tokenizer alone."""
+
+    def with_value_head(self) -> "ModelSource":
+        """The same, with a value head to be trained on top."""
+        config = replace(self.described.config, value_head=True)
+        return replace(self, described=replace(self.described, config=config))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model's files; 0 where it starts from random weights."""
+        files = [] if self.from_scratch else weight_files(self.described.folder)
+        return sum(file.stat().st_size for file in files)
+
+    def load(
+        self,
+        precision: PrecisionConfig,
+        seed: int,
+        device: torch.device,
+        world: World = ALONE,
+        trainable: bool = True,
+        slots: Slots = ONE_SLOT,
+    ) -> LoadedModel:
+        """The model with its weights, published in the given flow on a device of each rank of a
+        world, which share its masters, or keep none; ``seed`` draws random ones, and ``slots`` are
+        those of an update.
+        """
+        described = self.described
+        config = described.config
+        if self.from_scratch:
+            policy = random_policy(config, precision, seed, device, trainable, world, slots)
+        elif config.score_head:
+            masters = read_reward_masters(described.folder, config, seed, device)
+            policy = Policy(config, precision, masters, device, trainable, world, slots)
+        else:
+            policy = load_policy(
+                described.folder, precision, device, trainable, config.value_head, world, slots
+            )
+        return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
+
+
+def describe_source(
+    model: str, shape: ModelShape | None = None, objective: Objective = "supervised"
+) -> ModelSource:
+    """The folder ``model`` (or ``starter``), or a decoder of ``shape`` with that folder's
+    tokenizer; a reward model where the objective is ``preference``.
+
+    Raises ModelError for a folder, ConfigError for a shape that cannot be used.
+    """
+    folder = model_folder(model)
+    config, tokenizer = source_config(model, shape, objective), load_tokenizer(folder)
+    check_vocabulary(tokenizer, config.vocab_size, folder)
+    described = DescribedModel(
+        folder, config, tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
+    )
+    return ModelSource(described, from_scratch=shape is not None)
+
+
+def source_config(
+    model: str, shape: ModelShape | None = None, objective: Objective = "supervised"
+) -> ModelConfig:
+    """The decoder alone; raises as ``describe_source`` does."""
+    folder = model_folder(model)
+    if shape is None and objective == "supervised":
+        return read_config(folder)
+    tokenizer = load_tokenizer(folder)
+    if shape is None:
+        return reward_config(folder, pad_token_id(tokenizer))
+    config = decoder_of(shape, len(tokenizer))
+    if objective == "supervised":
+        return config
+    return replace(config, score_head=True, pad_token_id=pad_token_id(tokenizer))
+
+
+def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
+    """The decoder of a shape, for a tokenizer of ``tokens`` tokens."""
+    check_shape(shape)
+    vocab_size = shape.vocab_size or -(-tokens // BLOCK) * BLOCK
+    if vocab_size < tokens:
+        raise ConfigError(
+            f"from_scratch.vocab_size is {vocab_size}, but the tokenizer has {tokens} tokens; "
+            "raise it, or leave it out"
+        )
+    return ModelConfig(
+        family=shape.family,
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads or shape.num_heads,
+        head_dim=shape.head_dim or shape.hidden_size // shape.num_heads,
+        max_positions=shape.max_positions,
+        rms_epsilon=shape.rms_epsilon,
+        rope_theta=shape.rope_theta,
+        tied_embeddings=shape.tied_embeddings,
+        experts=_experts(shape),
+        sliding_window=shape.sliding_window,
+    )
+
+
+def _experts(shape: ModelShape) -> Experts | None:
+    if shape.num_experts is None:
+        return None
+    width = shape.moe_intermediate_size or shape.intermediate_size
+    return Experts(shape.num_experts, shape.num_experts_per_tok, width, renormalise=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a training asks of the model and of the machine."""
+
+    config: Recipe
+    source: ModelSource
+    training: TrainingConfig
+    """As the trainer and the memory plan read it."""
+    updates: int
+    """Of the whole run: the length of the learning rate's schedule."""
+    longest: int
+    """Tokens of the longest sequence that training can meet."""
+    learning: Sequence[str]
+    """Lines on the data and the steps."""
+    frozen: tuple[FrozenModel, ...] = ()
+    """Models that only score: a reference model, reward models."""
+    extra_bytes: int = 0
+    """Of a checkpoint, beside policy and optimiser."""
+    head_rate: float = 1.0
+    """How many times as fast as the rest a value head learns."""
+
+    @property
+    def model(self) -> DescribedModel:
+        """The model that the training starts from, without its weights."""
+        return self.source.described
+
+    def choose_device(self) -> torch.device:
+        """Where it computes.  Raises ConfigError where that cannot be."""
+        return choose_device(self.config.device, self.model.config, self.config.precision)
+
+    @property
+    def generates(self) -> bool:
+        """Whether there is an engine: completions are wanted where a reward grades them."""
+        return self.config.reward is not None
+
+
+class Material(Protocol):
+    """What a kind of training is made from, as far as it is known without the weights."""
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """Digests of what is read beside the recipe (``isobit.run.setup``)."""
+        ...
+
+    @property
+    def outline(self) -> Outline:
+        """What it asks of the model and of the machine."""
+        ...
+
+    @property
+    def requests(self) -> Sequence[Sequence[Request]]:
+        """All that its engine may be asked for, in sets of which no two are asked for together."""
+        ...
+
+
+def check_requests(
+    requests: Sequence[Sequence[Request]], check: Callable[[Sequence[Request]], None], context: int
+) -> None:
+    """Refuse prompts that the engine, by its ``check``, or the model's context cannot take."""
+    for asked_together in requests:
+        check(asked_together)
+        check_context(asked_together, context)
+
+
+def check_context(requests: Sequence[Request], context: int) -> None:
+    """Refuse prompts whose longest answer would not fit the model's context: the context, not the
+    limit asked for, would cut it.
+
+    Raises DataError naming the first such prompt and the numbers.
+    """
+    for request in requests:
+        tokens, new = len(request.prompt.token_ids), request.sampling.max_new_tokens
+        if tokens + new > context:
+            raise DataError(
+                f"prompt {request.prompt.id} has {tokens} tokens; with max_new_tokens = {new} that "
+                f"is {tokens + new}, more than the model's context of {context}: lower "
+                f"max_new_tokens to {context - tokens} or shorten the prompt"
+            )
+
 
 Config = TypeVar("Config", RunConfig, SftConfig)
 

@@ -1,5 +1,5 @@
 """Reward models as parts of a run's reward: the prompt and each completion become a conversation
-of the reward model's own tokenizer and chat template (``isobit.data.conversations``), which gets a
+of the reward model's own tokenizer and chat template (``isobit.data.examples``), which gets a
 score.
 
 The completion is its text, without the token that ended it: the reward model's template ends the
@@ -9,10 +9,13 @@ which the reward model has none are the text that the policy read.
 On a device with memory of its own the engine gives back its cache before a reward model scores, and
 makes it again when it is next asked.  A run goes on with the reward models that it began with: a
 checkpoint holds their digests.
+
+``isobit eval --reward-model``: the scores that a reward model gives to the answers of a file,
+one answer a row or a pair of which one is preferred.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,18 +23,20 @@ from typing import Any
 
 import torch
 
-from isobit.config.precision import PrecisionConfig
+from isobit.config.data import ExampleSource
+from isobit.config.recipes import ScoringConfig
 from isobit.config.reward import RewardConfig
-from isobit.data.conversations import conversation_ids, row_of
-from isobit.errors import CheckpointError
-from isobit.memory.frozen import FrozenModel
+from isobit.config.tables import PrecisionConfig
+from isobit.data.examples import answer_of, conversation_ids, row_of
+from isobit.data.sources import Row, load_rows
+from isobit.memory.activations import FrozenModel
 from isobit.models.decoder import decoder_shape
-from isobit.models.folder import read_reward_config
-from isobit.models.loaded import model_folder
-from isobit.models.reward_model import RewardModel, load_reward_model
+from isobit.models.folder import choose_device, model_folder, read_reward_config
+from isobit.models.frozen import RewardModel, load_reward_model
 from isobit.precision.flow import build_flow
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.grading import ModelScores
+from isobit.util.errors import CheckpointError, DataError, NonFiniteError
 
 NAME = "reward models"
 TOKENS_PER_BATCH = 16384
@@ -87,7 +92,7 @@ def plan_reward_models(reward: RewardConfig | None) -> tuple[FrozenModel, ...]:
 
 
 class ModelRewards:
-    """All reward models of a recipe on their device (``isobit.store.training_run.Extra``)."""
+    """All reward models of a recipe on their device (``isobit.store.manifest.Extra``)."""
 
     def __init__(self, reward: RewardConfig | None, device: torch.device) -> None:
         """Load them.  Raises ModelError for a folder that holds none."""
@@ -148,3 +153,114 @@ def _models(reward: RewardConfig | None) -> list[tuple[str, Path, PrecisionConfi
         for name, part in parts.items()
         if part.model is not None
     ]
+
+
+ROWS_AT_ONCE = 64
+"""Scored before the next are tokenised, and handed on."""
+_ADVICE = (
+    "name it in data.completion, or the columns of two answers in data.chosen and data.rejected"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """What a row's answer got; or its two answers, where it is a pair."""
+
+    row: int
+    """From 0, in the order of the file."""
+    score: float | None = None
+    chosen: float | None = None
+    rejected: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringResult:
+    """The scores of a file in short."""
+
+    rows: int
+    mean: float
+    """Of all scores."""
+    lowest: float
+    highest: float
+    accuracy: float | None
+    """The share of pairs whose chosen answer has the higher score; None without pairs."""
+    margin: float | None
+    """The mean of chosen - rejected; None without pairs."""
+
+
+def score_rows(folder: Path, config: ScoringConfig) -> Iterator[ScoredRow]:
+    """Score the rows of a file as they come, in their order; all are pairs where the first row has
+    both of their columns.
+
+    Raises ModelError for the folder, DataError for a row that cannot be used or is longer than the
+    model's context, NonFiniteError for a score that is not finite.
+    """
+    rows = load_rows(config.data)
+    folder = model_folder(folder)
+    device = choose_device(config.device, read_reward_config(folder), config.precision)
+    model = load_reward_model(folder, config.precision, device)
+    columns = _columns(rows[0], config.data)
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[first : first + ROWS_AT_ONCE]
+        answers = [(row, answer_of(row, column, _ADVICE)) for row in some for column in columns]
+        ids = _fitting_ids(answers, model, config.chat)
+        scores = iter(model.score(ids, config.tokens_per_batch))
+        for index, row in enumerate(some, start=first):
+            yield ScoredRow(
+                index, **{name: _finite(next(scores), row) for name in columns.values()}
+            )
+
+
+def summarise(scored: Sequence[ScoredRow]) -> ScoringResult:
+    """The mean and the range of scores, and of pairs how they are ranked."""
+    pairs = [
+        (one.chosen, one.rejected)
+        for one in scored
+        if one.chosen is not None and one.rejected is not None
+    ]
+    scores = [one.score for one in scored if one.score is not None] + [*sum(pairs, ())]
+    return ScoringResult(
+        rows=len(scored),
+        mean=math.fsum(scores) / len(scores),
+        lowest=min(scores),
+        highest=max(scores),
+        accuracy=sum(a > b for a, b in pairs) / len(pairs) if pairs else None,
+        margin=math.fsum(a - b for a, b in pairs) / len(pairs) if pairs else None,
+    )
+
+
+def describe(result: ScoringResult) -> str:
+    """One line."""
+    scores = (
+        f"mean score {result.mean:.4f}, from {result.lowest:.4f} to {result.highest:.4f}, on "
+        f"{result.rows} {'rows' if result.accuracy is None else 'pairs'}"
+    )
+    if result.accuracy is None or result.margin is None:
+        return scores
+    return f"{100 * result.accuracy:.1f}% ranked right, margin {result.margin:.4f}, {scores}"
+
+
+def _columns(first: Row, source: ExampleSource) -> dict[str, str]:
+    """The columns of answers, with the name that the score of each has."""
+    if source.chosen in first.columns and source.rejected in first.columns:
+        return {source.chosen: "chosen", source.rejected: "rejected"}
+    return {source.completion: "score"}
+
+
+def _fitting_ids(
+    answers: Sequence[tuple[Row, str]], model: RewardModel, chat: bool
+) -> list[tuple[int, ...]]:
+    found = conversation_ids(answers, model.tokenizer, chat)
+    for (row, _), ids in zip(answers, found, strict=True):
+        if len(ids) > model.context:
+            raise DataError(
+                f"{row.place}: prompt and answer have {len(ids)} tokens, more than the reward "
+                f"model's context = {model.context}: shorten or drop the row"
+            )
+    return found
+
+
+def _finite(score: float, row: Row) -> float:
+    if not math.isfinite(score):
+        raise NonFiniteError(f"{row.place}: the reward model's score is {score}")
+    return score

@@ -3,29 +3,185 @@
 Gradients repeat at a fixed number of threads and on one kind of CPU (the instruction set chooses
 the kernels), so both are recorded beside the versions, the resolved configuration and the formats
 of every site on both sides.
+
+The class of bits of a machine: two of one class compute the same bits from the same inputs at
+the same number of threads; of two classes nobody promises it.
+
+    device        cpu or cuda
+    arithmetic    of a CPU: SHA-256 of what torch's operations make of fixed inputs.  The name of
+                  an instruction set would say too little: AVX2 and AVX-512 multiply matrices to
+                  the same bits and differ in softmax, and MKL and oneDNN choose for themselves
+                  (benchmarks/instruction_sets.py)
+    torch         its version
+    kernels       SHA-256 of the source of Isobit's kernels and formats
+    PACKAGE       versions of the packages that compute for the kernels
+
+What a run's directory has to know of a training, whatever it learns from: the parts that a
+checkpoint saves and puts back, and what the manifest says of the others.
 """
 
+import hashlib
 import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
 
 import isobit
+from isobit.config.recipes import Recipe
+from isobit.data.sampler import PromptSampler
 from isobit.kernels.backend import support
-from isobit.memory.machine import openmp_libraries, processor_name, read_memory, usable_cores
-from isobit.precision.compare import graph_differences
-from isobit.precision.flow import PrecisionFlow, Site
-from isobit.store.bits import class_of_bits
-from isobit.store.training_run import TrainingRun
+from isobit.models.folder import LoadedModel
+from isobit.precision.flow import PrecisionFlow, Site, graph_differences
+from isobit.training.trainer import Trainer
+from isobit.util.machine import openmp_libraries, processor_name, read_memory, usable_cores
+
+_COMPUTE = ("kernels", "precision")
+"""Folders of the package."""
+_GEMMS = ((1, 128, 128), (7, 300, 130), (64, 1024, 512), (257, 2048, 96))
+"""M, K, N: of one row, of odd sizes, and longer than a block of each library."""
+
+
+def class_of_bits(device: torch.device, libraries: Mapping[str, str]) -> dict[str, str]:
+    """Of this machine; ``libraries`` are the versions of those that the device's back end needs."""
+    return {
+        "device": device.type,
+        **({"arithmetic": arithmetic_sha256()} if device.type == "cpu" else {}),
+        "torch": torch.__version__,
+        "kernels": kernels_sha256(),
+        **libraries,
+    }
+
+
+def recorded_class(environment: Mapping[str, Any]) -> dict[str, str]:
+    """The class in a record of versions and machine, as far as an older one, which does not name
+    it, lets it be known.
+    """
+    if "bits" in environment:
+        return dict(environment["bits"])
+    found = {
+        "device": environment.get("device", {}).get("type"),
+        "torch": environment.get("versions", {}).get("torch"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@cache
+def kernels_sha256() -> str:
+    """Of the source that decides what an operation computes."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for folder in _COMPUTE:
+        for path in sorted((package / folder).rglob("*.py")):
+            digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def arithmetic_sha256() -> str:
+    """Of the results of the operations that the specification is made of, on one thread."""
+    threads, digest = torch.get_num_threads(), hashlib.sha256()
+    torch.set_num_threads(1)
+    try:
+        for result in _results():
+            digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
+    finally:
+        torch.set_num_threads(threads)
+    return digest.hexdigest()
+
+
+def _results() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for m, k, n in _GEMMS:
+        a, b = drawn(m, k), drawn(n, k)
+        yield a @ b.T
+        yield a.T @ drawn(m, n)
+        yield a.bfloat16() @ b.bfloat16().T
+    x = drawn(64, 1000) * 5
+    size = x.abs()
+    yield from (x.exp(), x.expm1(), size.log(), size.log1p(), size.sqrt(), size.rsqrt())
+    yield from (x.sigmoid(), silu(x), x.cos(), x.sin(), x.bfloat16().float())
+    yield from (x.sum(-1), x.sum(0), x.double().sum(-1), x.square().mean(-1), x.cumsum(-1))
+    yield from (x.softmax(-1), x.log_softmax(-1), x.logsumexp(-1))
+
+
+class Extra(Protocol):
+    """A part of a training, beside policy and trainer, that a checkpoint saves and puts back: a
+    reference model, for example, or a replay buffer.
+    """
+
+    def state(self) -> Mapping[str, Any]:
+        """Ready for JSON, and never the same again once ``tensors`` are others: this says whether
+        they still are those of the last moment between two steps.
+        """
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a file of its own holds, by name; where there are none, there is no file."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Be what it was when both were taken.  Raises CheckpointError where that cannot be."""
+        ...
+
+
+class TrainingRun(Protocol):
+    """A training whose parts are ready."""
+
+    @property
+    def config(self) -> Recipe:
+        """The recipe that the training was made from."""
+        ...
+
+    @property
+    def model(self) -> LoadedModel:
+        """The policy that learns, with its folder and tokenizer."""
+        ...
+
+    @property
+    def trainer(self) -> Trainer:
+        """The optimiser, its counters and its budget."""
+        ...
+
+    @property
+    def sampler(self) -> PromptSampler:
+        """The order of what is learnt from, and the place in it."""
+        ...
+
+    @property
+    def extras(self) -> Mapping[str, Extra]:
+        """What else a checkpoint holds, by the name of its file."""
+        ...
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """Digests by name of what is read beside the recipe: data, tokenizer, code of the user's
+        (``isobit.run.setup``).  A run goes on with the same only.
+        """
+        ...
+
+    def data_figures(self) -> dict[str, Any]:
+        """What it learns from and is measured on, in numbers, for the manifest."""
+        ...
+
+    def engine_figures(self) -> dict[str, Any] | None:
+        """The sizes that its engine has, for the manifest; None where nothing is generated."""
+        ...
+
 
 _LIBRARIES = ("transformers", "safetensors", "datasets", "reasoning-gym", "numpy")
 

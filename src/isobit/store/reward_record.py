@@ -5,7 +5,7 @@ gradings.
     "rewards": [[1.0, null], ..], "parts": {"format": [[0.5, null], ..], ..}, ..}
 
 ``parts`` stands there where a run has several rewards, ``counts`` where graders met something
-unusual (``isobit.rewards.counts``).
+unusual (``isobit.rewards.outcome``).
 
 A run is a pure function of its configuration, its data and these rewards.  A reward function need
 not be one (a judge, a clock): a resumed run therefore takes the rewards of the steps that it does
@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.files import LineFile
 from isobit.records.text import Group
-from isobit.rewards.grade import GradeStats, Grading
+from isobit.rewards.grading import GradeStats, Grading
+from isobit.util.files import LineFile
 
 Say = Callable[[str], None]
 _IDENTITY = ("weights_version", "prompts", "completions")

@@ -10,6 +10,8 @@ cut off there, and bounds that cut off as much here take the place of the config
 The shadow is published from the masters when it is asked and dropped once it has scored, so that it
 and a gradient are never there together.  A replayed sequence takes no part, since the weights that
 drew it have no shadow any more; and while no weight has moved, every ratio is 1 and says nothing.
+
+The calibrated clip of a recipe: whether there is one, and what its BF16 shadow takes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +22,19 @@ import torch
 
 from isobit.algorithms.calibration import calibrated_bounds
 from isobit.algorithms.clipped import ClipBounds, ClippedPolicyGradient
-from isobit.config.precision import PrecisionConfig
-from isobit.models.decoder import build_decoder
+from isobit.algorithms.objective import Algorithm
+from isobit.config.algorithm import TokenClipConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.tables import PrecisionConfig
+from isobit.memory.activations import FrozenModel
+from isobit.models.config import ModelConfig
+from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.frozen import FrozenPolicy, without_value_head
 from isobit.models.policy import Policy
+from isobit.precision.flow import build_flow
+from isobit.records.batch import responses
 from isobit.records.sequence import Numbers, TokenSequence
-from isobit.training.packing import responses
-from isobit.training.scoring import SequenceScores, scores_by_frozen, scores_by_policy
+from isobit.training.judge import SequenceScores, scores_by_frozen, scores_by_policy
 from isobit.training.trainer import Trainer
 
 SHADOW = PrecisionConfig(preset="bf16")
@@ -46,7 +54,7 @@ class Begun:
 
 
 class Calibration:
-    """The bounds of a run's clip, as a checkpoint holds them (``isobit.store.training_run.Extra``).
+    """The bounds of a run's clip, as a checkpoint holds them (``isobit.store.manifest.Extra``).
 
     The configured ones stand until the first calibration.
     """
@@ -138,3 +146,28 @@ def _log_probs(
 def _joined(sequences: Sequence[TokenSequence], columns: Iterable[Numbers]) -> torch.Tensor:
     """float64 [N]: the entries of all response tokens of a column each."""
     return responses(sequences, columns).double()
+
+
+def calibrates(config: RunConfig) -> bool:
+    """Whether the clip's bounds are ever set anew."""
+    algorithm = config.algorithm
+    return isinstance(algorithm, TokenClipConfig) and algorithm.calibrate_every > 0
+
+
+def describe_shadow(config: RunConfig, policy: ModelConfig) -> FrozenModel | None:
+    """The shadow as a plan of the memory knows it; None where there is none."""
+    if not calibrates(config):
+        return None
+    shape = without_value_head(policy)
+    flow = build_flow(SHADOW, decoder_shape(shape))
+    return FrozenModel("BF16 shadow", shape, flow, "algorithm", lasting=False)
+
+
+def build_calibration(
+    config: RunConfig, algorithm: Algorithm, trainer: Trainer
+) -> Calibration | None:
+    """What sets the bounds of ``algorithm``, which is the recipe's; None where nothing does."""
+    if not calibrates(config):
+        return None
+    assert isinstance(algorithm, ClippedPolicyGradient), "its configuration has the key"
+    return Calibration(trainer, algorithm)

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from isobit.algorithms.corrections import LARGEST_LOG_RATIO, effective_sample_size
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.sequence import Digests, Numbers, TokenSequence
 
 

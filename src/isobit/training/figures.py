@@ -1,18 +1,69 @@
 """The figures of an update: what each micro-batch says, and the sums over all of them, added in
 their order by every rank, whichever computed what.
+
+The router's own losses in an update: their coefficients, and the figures that show whether the
+experts are used.
+
+The loss of an update is the objective's and, over its S sequences and all sparse layers,
+
+    1/S * sum over s, layers of  router_balance * balance_s + router_z * z_s
+
+(``isobit.kernels.operands``): a mean over sequences, however they are cut into micro-batches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from isobit.algorithms.objective import LossOutputs
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import RouterScores, TokenScores
+from isobit.config.tables import OptimisationConfig
+from isobit.models.layers import RouterCoefficients
+from isobit.records.batch import PackedBatch, RouterScores, TokenScores
 from isobit.training.comparison import ComparedTokens, Comparison, Mismatch
-from isobit.training.router import RouterTotals
+
+
+def router_coefficients(
+    config: OptimisationConfig, batches: Sequence[PackedBatch]
+) -> RouterCoefficients:
+    """Of one sequence of an update."""
+    sequences = sum(len(batch.lengths) for batch in batches)
+    return RouterCoefficients(config.router_balance / sequences, config.router_z / sequences)
+
+
+@dataclass(slots=True)
+class RouterTotals:
+    """Sums over the micro-batches of an update."""
+
+    sequences: int = 0
+    balance: float = 0.0
+    z: float = 0.0
+    load: torch.Tensor | None = None
+    """int64 [layers, E]"""
+
+    def add(self, scores: RouterScores) -> None:
+        """Another micro-batch."""
+        self.sequences += scores.balance.numel()
+        self.balance += float(scores.balance.double().sum())
+        self.z += float(scores.z.double().sum())
+        self.load = scores.load if self.load is None else self.load + scores.load
+
+    def figures(self) -> dict[str, float]:
+        """By name; nothing for a model without experts.
+
+        ``router/busiest``: the largest share of a layer's choices that fell on one expert.
+        ``router/idle``: experts of all layers that no token chose.
+        """
+        if self.load is None:
+            return {}
+        shares = self.load / self.load.sum(1, keepdim=True)
+        return {
+            "router/balance": self.balance / self.sequences,
+            "router/z": self.z / self.sequences,
+            "router/busiest": float(shares.max()),
+            "router/idle": float((self.load == 0).sum()),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +99,7 @@ class UpdateMetrics:
 
 def microbatch_figures(scores: TokenScores, outputs: LossOutputs, compare: bool) -> dict[str, Any]:
     """What one micro-batch adds to an update's figures, as a message
-    (``isobit.parallel.message``); with ``compare`` its log-probabilities and experts as well.
+    (``isobit.parallel.world``); with ``compare`` its log-probabilities and experts as well.
     """
     router = scores.router
     return {

@@ -1,7 +1,8 @@
 """AdamW over the FP32 masters, the clip of the gradient's norm, and the learning rate of each
 update.
 
-AdamW is ``isobit.kernels.spec.adamw`` (decoupled weight decay, arXiv 1711.05101), in every format
+AdamW is ``isobit.kernels.spec.optimiser`` (decoupled weight decay, arXiv 1711.05101), in every
+format
 of the moments.  An element's bits are its own, so a rank moves its rows of a master as one process
 moves the whole; in torch's fused form they depend on where a tensor begins.  Only matrices decay:
 norms and biases have no scale to be held down.
@@ -15,10 +16,10 @@ from typing import get_args
 
 import torch
 
-from isobit.config.training import Moments, TrainingConfig
-from isobit.kernels.adamw import FIRST, SECOND, AdamWFactors, noise_key, num_groups
+from isobit.config.tables import Moments, TrainingConfig
 from isobit.kernels.backend import Backend
-from isobit.precision.formats import DTYPES
+from isobit.kernels.noise import FIRST, SECOND, AdamWFactors, noise_key, num_groups
+from isobit.precision.quant_tensor import DTYPES
 
 
 def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> float:

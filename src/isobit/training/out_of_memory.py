@@ -7,7 +7,7 @@
 
 Up to the optimiser's first change of a weight nothing of an attempt remains, so the result is that
 of the smaller budget from the start.  Of several processes all do the same: what one of them has no
-memory for, none has (``isobit.parallel.agreement``).  A measurement without gradients does not
+memory for, none has (``isobit.parallel.world``).  A measurement without gradients does not
 depend on the cut: it lowers the budget for itself alone.
 """
 
@@ -18,12 +18,11 @@ from typing import TypeVar
 
 import torch
 
-from isobit.config.training import OptimisationConfig
-from isobit.errors import IsobitError, OutOfMemoryError
-from isobit.parallel.agreement import agreed
-from isobit.training.budget import halved
+from isobit.config.tables import OptimisationConfig
+from isobit.parallel.world import agreed
 from isobit.training.optimiser import advise_smaller_moments
-from isobit.training.trainer import Trainer
+from isobit.training.trainer import Trainer, halved
+from isobit.util.errors import IsobitError, OutOfMemoryError
 
 Result = TypeVar("Result")
 

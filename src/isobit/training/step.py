@@ -5,7 +5,7 @@
                     prompt stay together; replayed samples are shared out among them
     updates         ``epochs`` times over the parts, one update each; a part without a signal is
                     left out, unless ``training.without_signal`` asks for it
-                    (``isobit.training.signal``); one that runs out of memory is packed and done
+                    (``isobit.training.step``); one that runs out of memory is packed and done
                     again (``isobit.training.out_of_memory``); the clip of the last may be
                     calibrated just before it (``isobit.training.calibration``)
     keep            what was judged, for later steps, where there is a replay buffer
@@ -15,7 +15,19 @@ with weights that have moved since it was sampled, which is what the ratio and i
 For the same reason recorded and trained log-probabilities are compared before any weight has
 changed, and not for what is replayed: over the first part that is learnt from where they are
 exact, over the whole batch where they are recomputed.  A batch that was sampled by older weights is
-compared when it is sampled instead (``isobit.run.rl.pending``).
+compared when it is sampled instead (``isobit.run.pending``).
+
+Whether an update has anything to learn from.
+
+With A[i] the advantage of response token i and c[i] the weight of its corrections, the gradient of
+the family's losses (``isobit.algorithms.policy_gradient``) is exactly 0 where
+
+    c[i] * A[i] = 0     for every token, and
+    the loss has no other term: no KL, no entropy bonus, no value head
+
+That is so where all rewards of each prompt are equal.  AdamW would move the weights all the same,
+by the momentum of earlier updates: by the rewards of other prompts, seen long ago.  A router's own
+losses (``isobit.training.figures``) say nothing of rewards and are no signal.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +40,8 @@ from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.corrections import effective_sample_size
 from isobit.algorithms.objective import Algorithm, Credit
 from isobit.config.algorithm import StepConfig
-from isobit.config.training import TrainingConfig
-from isobit.errors import ConfigError
-from isobit.records.batch import PackedBatch
+from isobit.config.tables import TrainingConfig
+from isobit.records.batch import PackedBatch, Sample, pack, responses
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.calibration import Calibration
@@ -38,12 +49,26 @@ from isobit.training.comparison import ComparedTokens, Comparison, Mismatch
 from isobit.training.figures import UpdateMetrics
 from isobit.training.judge import Judge
 from isobit.training.out_of_memory import within_memory
-from isobit.training.packing import pack, responses
-from isobit.training.repeat import Repeat
-from isobit.training.replay import ReplayBuffer
-from isobit.training.sample import Sample
-from isobit.training.signal import has_signal
-from isobit.training.trainer import Trainer
+from isobit.training.replay_buffer import ReplayBuffer
+from isobit.training.trainer import Repeat, Trainer
+from isobit.util.errors import ConfigError
+
+
+def has_signal(sequences: Sequence[TokenSequence], algorithm: Algorithm) -> bool:
+    """Whether an update on these sequences can have a gradient; never where there are none.
+
+    Of one's own algorithm that does not say ``has_other_terms`` it is not known, and taken to be
+    so.
+    """
+    if not sequences:
+        return False
+    return getattr(algorithm, "has_other_terms", True) or any(map(_teaches, sequences))
+
+
+def _teaches(sequence: TokenSequence) -> bool:
+    advantages, weights = sequence.advantages, sequence.importance
+    return bool((advantages if weights is None else advantages * weights).any())
+
 
 Result = TypeVar("Result")
 

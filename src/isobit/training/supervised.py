@@ -2,20 +2,122 @@
 completions' tokens.
 
 loss = -1/N * sum over the N completion tokens of a step of log pi(token | everything before it)
+
+Training of a reward model from preferences, with the same trainer: the negative log-likelihood
+of the choices under Bradley and Terry's model of them (Biometrika 39, 1952; for language models:
+Ouyang et al., arXiv 2203.02155, equation 1, with one pair a prompt).
+
+    P(chosen is preferred) = sigmoid(r_chosen - r_rejected)
+    loss = -1/P * sum over the P pairs of a step of log sigmoid(r_chosen - r_rejected)
+
+Both conversations of a pair always lie in one micro-batch, the chosen one first, so that a
+micro-batch is scored as
+
+    row       0           1             2           3
+    score     chosen 0    rejected 0    chosen 1    rejected 1    ...
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import fsum
+from math import exp, fsum, log1p
 
-from isobit.algorithms.mean import token_mean_weights
+import torch
+
 from isobit.algorithms.objective import LossOutputs, Shares
-from isobit.parallel.agreement import shared_out
-from isobit.records.batch import PackedBatch
-from isobit.records.scores import TokenScores
+from isobit.algorithms.policy_gradient import token_mean_weights
+from isobit.models.frozen import last_tokens_batch, without_padding
+from isobit.models.scorer import Scorer
+from isobit.parallel.world import ALONE, World, shared_out
+from isobit.records.batch import PackedBatch, TokenScores, first_fit_decreasing, pack
 from isobit.records.sequence import TokenSequence
-from isobit.training.packing import pack
 from isobit.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceObjective:
+    """Bradley-Terry on pairs of scores (an ``Objective``)."""
+
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
+        """Every pair counts the same; its two scores carry the pair's share both."""
+        pairs = sum(batch.rows.numel() for batch in batches) // 2
+        return [Shares(torch.full((batch.rows.numel(),), 1 / pairs)) for batch in batches]
+
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
+        """The weighted sum over the pairs; reported are the share of pairs that are ranked right,
+        the margin of their scores, and the scores themselves.
+        """
+        chosen, rejected = _by_pair(scores)
+        margin = chosen - rejected
+        loss = (shares.mean[0::2] * torch.nn.functional.softplus(-margin)).sum()
+        values, margin = torch.cat([chosen, rejected]).detach(), margin.detach()
+        return LossOutputs(
+            loss,
+            sums={  # of both scores of each pair: the trainer divides by their number
+                "accuracy": 2.0 * int((margin > 0).sum()),
+                "margin": 2.0 * float(margin.double().sum()),
+                "score_mean": float(values.double().sum()),
+            },
+            maxima={"score_max": float(values.max())},
+            minima={"score_min": float(values.min())},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PairFigures:
+    """What a reward model makes of pairs that it does not learn from."""
+
+    loss: float
+    """Nats a pair."""
+    accuracy: float
+    """The share of pairs whose chosen answer has the higher score; equal scores are not right."""
+    margin: float
+    """The mean of r_chosen - r_rejected."""
+
+
+def pack_preferences(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    tokens_per_microbatch: int,
+    pad_token_id: int | None,
+) -> list[PackedBatch]:
+    """(chosen, rejected) token ids of whole conversations -> micro-batches of at most so many
+    tokens; a longer pair gets a micro-batch of its own.
+    """
+    trimmed = [[without_padding(ids, pad_token_id) for ids in pair] for pair in pairs]
+    lengths = [sum(map(len, pair)) for pair in trimmed]
+    return [
+        last_tokens_batch([ids for index in members for ids in trimmed[index]])
+        for members in first_fit_decreasing(lengths, tokens_per_microbatch)
+    ]
+
+
+def measure_pairs(
+    scorer: Scorer, batches: Sequence[PackedBatch], world: World = ALONE
+) -> PairFigures:
+    """The figures over all pairs of ``batches`` together.  Sums are rounded once: the cut into
+    batches changes no bit of them.
+    """
+
+    def margins_of(batch: PackedBatch) -> list[float]:
+        chosen, rejected = _by_pair(scorer.score(batch))
+        return (chosen.double() - rejected.double()).tolist()
+
+    margins = [one for made in shared_out(world, batches, margins_of) for one in made]
+    count = len(margins)
+    return PairFigures(
+        loss=fsum(_softplus(-margin) for margin in margins) / count,
+        accuracy=sum(margin > 0 for margin in margins) / count,
+        margin=fsum(margins) / count,
+    )
+
+
+def _by_pair(scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor]:
+    assert scores.values is not None, "a reward model scores"
+    return scores.values[0::2], scores.values[1::2]
+
+
+def _softplus(x: float) -> float:
+    """log(1 + e^x), without overflow."""
+    return max(x, 0.0) + log1p(exp(-abs(x)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,9 @@ choices, places, gathers, sums and the router's gradient against plain torch.
 import torch
 
 from isobit.kernels.hopper.dispatch import combine, gather, make_dispatch
-from isobit.kernels.hopper.routing import choose, route_backward
-from isobit.kernels.operands import RouterLoss, Routing
-from isobit.kernels.router_loss import sequence_means
-from isobit.kernels.spec import routing as specification
+from isobit.kernels.hopper.experts import choose, route_backward
+from isobit.kernels.operands import RouterLoss, Routing, sequence_means
+from isobit.kernels.spec import experts as specification
 
 HIDDEN = 24
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import torch
 
-from isobit.kernels.adamw import FIRST, SECOND, AdamWFactors, noise_key, num_groups
-from isobit.kernels.hopper import adamw as ours
-from isobit.kernels.hopper.gradient_squares import gradient_squares
-from isobit.kernels.spec import adamw as specification
-from isobit.kernels.spec.gradient_squares import gradient_squares as specified_squares
+from isobit.kernels.hopper import optimiser as ours
+from isobit.kernels.hopper.optimiser import gradient_squares
+from isobit.kernels.noise import FIRST, SECOND, AdamWFactors, noise_key, num_groups
+from isobit.kernels.spec import optimiser as specification
+from isobit.kernels.spec.optimiser import gradient_squares as specified_squares
 
 ROWS, WIDTH = 300, 64
 KEY = noise_key(1, 1, 2)

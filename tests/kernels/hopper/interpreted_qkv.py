@@ -14,15 +14,14 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from isobit.kernels.hopper.attention import TILE, PagedKeys
-from isobit.kernels.hopper.hadamard import hadamard
+from isobit.kernels.hopper.device_functions import hadamard
 from isobit.kernels.hopper.qkv import encode_packed, encode_paged, gather_pages
 from isobit.kernels.hopper.qkv_backward import qkv_backward
-from isobit.kernels.operands import QkvGradients, QkvTransform
-from isobit.kernels.rope import RopeTable
-from isobit.kernels.spec import hadamard as exact_hadamard
+from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
+from isobit.kernels.spec import qkv as exact_hadamard
 from isobit.kernels.spec import qkv as specification
-from isobit.kernels.spec.heads import Heads
-from isobit.precision.formats import E4M3
+from isobit.kernels.spec.qkv import Heads
+from isobit.precision.quant_tensor import E4M3
 
 LAYOUTS = [(3, 1, 64), (2, 1, 128)]
 TOKENS, POSITIONS = 7, 50

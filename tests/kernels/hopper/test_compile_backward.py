@@ -13,7 +13,7 @@ triton = pytest.importorskip(
 
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from isobit.kernels.hopper import linear_backward, swiglu_backward, token_groups  # noqa: E402
+from isobit.kernels.hopper import linear, swiglu_backward, token_groups  # noqa: E402
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper  # noqa: E402
 
 TYPES = {
@@ -104,5 +104,5 @@ def test_swiglu_backward() -> None:
 def test_transpose(sizes: tuple[int, int, int, int]) -> None:
     names = ("N", "K", "OUT_ROW", "OUT_BLOCKS")
     constants: dict[str, int] = dict(zip(names, sizes, strict=True))
-    made = compile_for_hopper(linear_backward._transpose_kernel, TYPES, constants, 4, fuses=True)
+    made = compile_for_hopper(linear._transpose_kernel, TYPES, constants, 4, fuses=True)
     assert (made.stack, made.wide_loads, made.wide_stores) == (0, 8, 8)

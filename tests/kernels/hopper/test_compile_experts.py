@@ -10,13 +10,7 @@ triton = pytest.importorskip(
     "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
 )
 
-from isobit.kernels.hopper import (  # noqa: E402
-    dispatch,
-    experts,
-    experts_backward,
-    grouped_gemm,
-    routing,
-)
+from isobit.kernels.hopper import dispatch, experts, grouped_gemm  # noqa: E402
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper  # noqa: E402
 
 TYPES = {
@@ -50,8 +44,8 @@ NUM_EXPERTS, TOP_K = 256, 16  # both powers of two
 def test_choice(renormalise: bool) -> None:
     sizes = {"NUM_EXPERTS": NUM_EXPERTS, "E": NUM_EXPERTS, "TOP_K": TOP_K}
     sizes["RENORMALISE"] = renormalise
-    compiled(routing._choose_kernel, sizes | {"RANKS": TOP_K}, 1)
-    compiled(routing._choose_backward_kernel, sizes, 1)
+    compiled(experts._choose_kernel, sizes | {"RANKS": TOP_K}, 1)
+    compiled(experts._choose_backward_kernel, sizes, 1)
 
 
 def test_places() -> None:
@@ -131,5 +125,5 @@ def test_transpose(scaled: bool) -> None:
 
 def test_weigh() -> None:
     sizes = {"C": 2048, "WIDTH": 2048, "TOP_K": 8}
-    made = compiled(experts_backward._weigh_kernel, sizes, 4)
+    made = compiled(experts._weigh_kernel, sizes, 4)
     assert made.wide_loads and made.wide_stores

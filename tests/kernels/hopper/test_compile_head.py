@@ -11,7 +11,7 @@ triton = pytest.importorskip(
     "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
 )
 
-from isobit.kernels.hopper import log_prob, publish, quantise, sampling, triton_gemm  # noqa: E402
+from isobit.kernels.hopper import gemm, head, publish, quantise, sampling  # noqa: E402
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper  # noqa: E402
 
 TYPES = {
@@ -26,10 +26,10 @@ TYPES = {
 
 
 def vocabulary(size: int, *names: str) -> dict[str, int]:
-    chunks = triton.cdiv(size, log_prob.CHUNK)
+    chunks = triton.cdiv(size, head.CHUNK)
     known = {
         "V": size,
-        "CHUNK": log_prob.CHUNK,
+        "CHUNK": head.CHUNK,
         "CHUNKS": chunks,
         "PADDED": triton.next_power_of_2(chunks),
     }
@@ -39,10 +39,10 @@ def vocabulary(size: int, *names: str) -> dict[str, int]:
 @pytest.mark.parametrize("size", [151936, 4096, 40])
 def test_chunk_statistics(size: int) -> None:
     constants = vocabulary(size, "V", "CHUNK", "CHUNKS")
-    made = compile_for_hopper(log_prob._chunk_kernel, TYPES, constants, 4)
+    made = compile_for_hopper(head._chunk_kernel, TYPES, constants, 4)
     assert made.stack == 0 and made.wide_loads
     constants = vocabulary(size, "CHUNKS", "PADDED")
-    assert compile_for_hopper(log_prob._combine_kernel, TYPES, constants, 1).stack == 0
+    assert compile_for_hopper(head._combine_kernel, TYPES, constants, 1).stack == 0
 
 
 @pytest.mark.parametrize("size", [151936, 40])
@@ -83,7 +83,7 @@ def test_swiglu() -> None:
     [(16, True, True), (16, False, False), (4096, False, True), (4096, True, False)],
 )  # any two of them
 def test_gemm(m: int, whole_k: bool, e4m3: bool) -> None:
-    rows, warps = triton_gemm.tile(m, 4096)
+    rows, warps = gemm.tile(m, 4096)
     constants: dict[str, Any] = {
         "BLOCK_M": rows,
         "BLOCK_N": 128,
@@ -93,11 +93,11 @@ def test_gemm(m: int, whole_k: bool, e4m3: bool) -> None:
     constants |= {} if e4m3 else {"A_SCALE": None, "B_SCALE": None}
     types = dict.fromkeys("AB", E4M3 if e4m3 else "*bf16") | {"OUT": "*bf16" if e4m3 else "*fp32"}
     made = compile_for_hopper(
-        triton_gemm._gemm_kernel,
+        gemm._gemm_kernel,
         TYPES | types,
         constants,
         warps,
         multiples=("n", "k", "out_stride"),
-        num_stages=triton_gemm.stages(rows, 1 if e4m3 else 2),
+        num_stages=gemm.stages(rows, 1 if e4m3 else 2),
     )
     assert made.stack == 0 and made.products == {"e4m3" if e4m3 else "bf16"}

@@ -12,13 +12,7 @@ triton = pytest.importorskip(
     "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
 )
 
-from isobit.kernels.hopper import (  # noqa: E402
-    block_sums,
-    embedding_backward,
-    norm_backward,
-    qkv_backward,
-    scalar_head,
-)
+from isobit.kernels.hopper import device_functions, head, pointwise, qkv_backward  # noqa: E402
 from tests.kernels.hopper.ahead_of_time import compile_for_hopper  # noqa: E402
 
 TYPES = {
@@ -41,20 +35,20 @@ TYPES = {
     ],
 )
 def test_norm(columns: int, residual: bool) -> None:
-    width, rows, warps = norm_backward.layout(columns)
+    width, rows, warps = pointwise.layout(columns)
     constants = {"C": columns, "WIDTH": width, "ROWS": rows} | (
         {} if residual else {"D_RESIDUAL": None}
     )
-    made = compile_for_hopper(norm_backward._norm_kernel, TYPES, constants, warps)
+    made = compile_for_hopper(pointwise._norm_kernel, TYPES, constants, warps)
     assert made.stack == 0 and made.wide_loads and made.wide_stores
     assert made.programs * warps >= 16
 
 
 @pytest.mark.parametrize("columns", [128, 896, 4096, 5120])  # one of each layout
 def test_scalar_head(columns: int) -> None:
-    width, rows, warps = norm_backward.layout(columns)
+    width, rows, warps = pointwise.layout(columns)
     constants = {"C": columns, "WIDTH": width, "ROWS": rows}
-    for kernel in (scalar_head._output_kernel, scalar_head._backward_kernel):
+    for kernel in (head._output_kernel, head._backward_kernel):
         made = compile_for_hopper(kernel, TYPES, constants, warps)
         assert made.stack == 0 and made.wide_loads
         assert made.programs * warps >= 16
@@ -62,8 +56,8 @@ def test_scalar_head(columns: int) -> None:
 
 @pytest.mark.parametrize("columns", [64, 4096])
 def test_block_sums(columns: int) -> None:
-    constants = {"C": columns, "ROWS": block_sums._ROWS, "COLUMNS": block_sums._COLUMNS}
-    made = compile_for_hopper(block_sums._add_kernel, TYPES, constants, 4, fuses=True)
+    constants = {"C": columns, "ROWS": device_functions._ROWS, "COLUMNS": device_functions._COLUMNS}
+    made = compile_for_hopper(device_functions._add_kernel, TYPES, constants, 4, fuses=True)
     assert made.stack == 0 and made.wide_loads
 
 
@@ -105,8 +99,8 @@ def test_qkv(absent: tuple[str, ...], layout: tuple[int, int, int], hadamard: bo
 def test_embedding(columns: int) -> None:
     constants = {
         "C": columns,
-        "WIDTH": embedding_backward.columns_of_program(columns),
-        "UNROLLED": embedding_backward._UNROLLED,
+        "WIDTH": pointwise.columns_of_program(columns),
+        "UNROLLED": pointwise._UNROLLED,
     }
-    made = compile_for_hopper(embedding_backward._run_kernel, TYPES, constants, 4, fuses=True)
+    made = compile_for_hopper(pointwise._run_kernel, TYPES, constants, 4, fuses=True)
     assert made.stack == 0 and (columns < 1024 or made.wide_loads)

@@ -10,7 +10,7 @@ triton = pytest.importorskip(
     "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
 )
 
-from isobit.kernels.hopper import adamw, gradient_squares, ordered_sum, token_log_probs  # noqa: E402
+from isobit.kernels.hopper import head, optimiser  # noqa: E402
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper  # noqa: E402
 
 TYPES = {
@@ -39,9 +39,9 @@ def assert_rounded(made: Compiled) -> None:
 @pytest.mark.parametrize("noise", [False, True])
 def test_adamw(noise: bool) -> None:
     moments = dict.fromkeys(("FIRST", "SECOND"), "*bf16" if noise else "*fp32")
-    constants = {"WIDTH": adamw._WIDTH, "NOISE": noise}
+    constants = {"WIDTH": optimiser._WIDTH, "NOISE": noise}
     made = compile_for_hopper(
-        adamw._adamw_kernel, TYPES | moments, constants, 4, multiples=MULTIPLES
+        optimiser._adamw_kernel, TYPES | moments, constants, 4, multiples=MULTIPLES
     )
     assert made.stack == 0
     assert made.wide_loads == (6 if noise else 8) == made.count("LDG")
@@ -51,9 +51,9 @@ def test_adamw(noise: bool) -> None:
 
 def test_adamw_with_8_bit_moments() -> None:
     codes = dict.fromkeys(("FIRST", "SECOND", "FIRST_SCALES", "SECOND_SCALES"), "*u8")
-    constants = {"GROUPS": adamw._WIDTH // 128}
+    constants = {"GROUPS": optimiser._WIDTH // 128}
     made = compile_for_hopper(
-        adamw._adamw_8_bits_kernel, TYPES | codes, constants, 4, multiples=MULTIPLES
+        optimiser._adamw_8_bits_kernel, TYPES | codes, constants, 4, multiples=MULTIPLES
     )
     assert made.stack == 0
     for width, reads, writes in (
@@ -68,33 +68,33 @@ def test_adamw_with_8_bit_moments() -> None:
 @pytest.mark.parametrize(
     ("size", "piece"),
     [
-        (128 * 4096, gradient_squares._PIECE),
-        (128 * 1000, gradient_squares._PIECE),
+        (128 * 4096, optimiser._PIECE),
+        (128 * 1000, optimiser._PIECE),
         (128, 128),
         (37, 64),
     ],
 )
 def test_gradient_squares(size: int, piece: int) -> None:
-    constants = {"SIZE": size, "PIECE": piece, "WIDTH": min(gradient_squares._WIDTH, piece)}
-    made = compile_for_hopper(gradient_squares._squares_kernel, TYPES, constants, 4)
+    constants = {"SIZE": size, "PIECE": piece, "WIDTH": min(optimiser._SQUARES_WIDTH, piece)}
+    made = compile_for_hopper(optimiser._squares_kernel, TYPES, constants, 4)
     assert made.stack == 0
     assert (made.wide_loads > 0) == (size >= 128 * 128)
 
 
 def test_sums_of_a_blocks_pieces() -> None:
-    constants = {"BLOCKS": gradient_squares._BLOCKS}
+    constants = {"BLOCKS": optimiser._BLOCKS}
     types = TYPES | {"OUT": "*fp64"}
-    made = compile_for_hopper(gradient_squares._add_kernel, types, constants, 4, fuses=True)
+    made = compile_for_hopper(optimiser._add_squares_kernel, types, constants, 4, fuses=True)
     assert made.stack == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_an_ordered_sum_reads_each_number_once(count: int) -> None:
-    constants = {"COUNT": count, "WIDTH": ordered_sum._WIDTH}
+    constants = {"COUNT": count, "WIDTH": optimiser._SUM_WIDTH}
     made = compile_for_hopper(
-        ordered_sum._add_kernel, TYPES, constants, 8, multiples=MULTIPLES, fuses=True
+        optimiser._add_kernel, TYPES, constants, 8, multiples=MULTIPLES, fuses=True
     )
-    vectors = ordered_sum._WIDTH // (8 * 32 * 4)  # of four numbers, by eight warps
+    vectors = optimiser._SUM_WIDTH // (8 * 32 * 4)  # of four numbers, by eight warps
     assert made.stack == 0
     assert made.wide_loads == (count + 1) * vectors
     assert made.wide_stores == vectors
@@ -104,10 +104,10 @@ def test_an_ordered_sum_reads_each_number_once(count: int) -> None:
 @pytest.mark.parametrize("of_entropies", [True, False])
 @pytest.mark.parametrize("size", [151936, 40])
 def test_gradient_of_the_logits(size: int, of_entropies: bool) -> None:
-    constants: dict[str, Any] = {"V": size, "WIDTH": token_log_probs._WIDTH}
+    constants: dict[str, Any] = {"V": size, "WIDTH": head._WIDTH}
     constants |= {} if of_entropies else {"ENTROPY": None, "D_ENTROPY": None}
     types = TYPES | {"OUT": "*bf16"}
-    made = compile_for_hopper(token_log_probs._gradient_kernel, types, constants, 4)
+    made = compile_for_hopper(head._gradient_kernel, types, constants, 4)
     assert made.stack == 0
     if size % 16 == 0:
         assert made.wide_loads and made.wide_stores

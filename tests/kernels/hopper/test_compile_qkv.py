@@ -10,7 +10,7 @@ triton = pytest.importorskip(
     "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
 )
 
-from isobit.kernels.hopper import kv_cache, qkv  # noqa: E402
+from isobit.kernels.hopper import attend, qkv  # noqa: E402
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper  # noqa: E402
 
 TYPES = {
@@ -93,6 +93,6 @@ def test_gather(dim: int, e4m3: bool) -> None:
 
 
 def test_copy() -> None:
-    constants = {"WORDS": 8 * 128 * 128 // 4, "N": kv_cache._COPIED}
-    made = compile_for_hopper(kv_cache._copy_kernel, TYPES, constants, 8, fuses=True)
+    constants = {"WORDS": 8 * 128 * 128 // 4, "N": attend._COPIED}
+    made = compile_for_hopper(attend._copy_kernel, TYPES, constants, 8, fuses=True)
     assert made.stack == 0 and made.wide_loads and made.wide_stores

@@ -5,7 +5,7 @@ import torch
 
 from isobit.kernels.hopper.linear import joined_rows
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.precision.formats import E4M3
+from isobit.precision.quant_tensor import E4M3
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 64])

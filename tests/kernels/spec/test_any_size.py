@@ -4,21 +4,19 @@ import pytest
 import torch
 
 from isobit.kernels.operands import LinearWeight
-from isobit.kernels.spec.gemm import fp8_gemm_nt
 from isobit.kernels.spec.linear import (
     dequantise_rows,
     dequantised,
     dgrad,
+    fp8_gemm_nt,
     linear,
     linear_input,
     output_gradient,
     wgrad,
 )
-from isobit.kernels.spec.publish import publish, republish
-from isobit.kernels.spec.quantise import quantise_blocks, quantise_rows
+from isobit.kernels.spec.quantise import publish, quantise_blocks, quantise_rows, republish
 from isobit.precision.flow import Site
-from isobit.precision.formats import ScaleKind
-from isobit.precision.quant_tensor import QuantTensor, block_sizes
+from isobit.precision.quant_tensor import QuantTensor, ScaleKind, block_sizes
 
 SHAPES = [
     ((576, 192, 192), 576),  # Q, K and V of SmolLM2-135M

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.spec import token_log_probs
-from isobit.precision.formats import Format
+from isobit.kernels.spec import head
+from isobit.precision.quant_tensor import Format
 from tests.finished_sums import SMALL, WHOLE, Case, Size, adds_one_finished_sum, others
 
 SPEC = backend_of(torch.device("cpu"))
@@ -20,5 +20,5 @@ def test_one_finished_sum(size: Size, activations: Format) -> None:
 
 
 def test_so_does_the_head_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_log_probs, "CHUNK", 10 * SMALL.vocabulary)
+    monkeypatch.setattr(head, "CHUNK", 10 * SMALL.vocabulary)
     assert adds_one_finished_sum(Case(SPEC, SMALL).head(), SPEC.device)

@@ -1,5 +1,9 @@
 """Bias, norms of Q and K and rotation: values and the explicit backward against FP64 autograd of
 the plain operations.
+
+The Hadamard matrix before E4M3: its definition, its bits, and what it is for.
+
+Rotation of the halves of each head.
 """
 
 from dataclasses import replace
@@ -8,10 +12,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from isobit.kernels.operands import QkvGradients, QkvTransform
-from isobit.kernels.rope import RopeTable
-from isobit.kernels.spec.hadamard import hadamard
-from isobit.kernels.spec.qkv import qkv_backward, transform_qkv, with_bias
+from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
+from isobit.kernels.spec.qkv import (
+    Heads,
+    hadamard,
+    hadamard_size,
+    qkv_backward,
+    rotate,
+    transform_qkv,
+    with_bias,
+)
 
 H, G, D, TOKENS = 6, 2, 32, 40
 WIDTH = (H + 2 * G) * D
@@ -125,3 +135,82 @@ def test_rows_do_not_depend_on_their_place(kind: str) -> None:
     for rows in (slice(0, 1), slice(3, 5), slice(7, 24), slice(39, 40)):
         part = transform_qkv(0, qkv[rows], transform, TABLE.rows(positions[rows]))
         assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole, strict=True))
+
+
+SIZES = {64: 64, 80: 16, 96: 32, 128: 128, 256: 256}
+
+
+def matrix(head_dim: int) -> torch.Tensor:
+    """By Sylvester's construction, a block beside the other."""
+    block, pair = torch.ones(1, 1), torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    while len(block) < SIZES[head_dim]:
+        block = torch.kron(pair, block)
+    return torch.block_diag(*[block] * (head_dim // len(block)))
+
+
+@pytest.mark.parametrize("head_dim", SIZES)
+def test_it_is_sylvesters_matrix(head_dim: int) -> None:
+    assert hadamard_size(head_dim) == SIZES[head_dim]
+    whole = torch.randint(-1000, 1000, (5, 3, head_dim)).float()  # their sums are exact
+    assert torch.equal(hadamard(whole), whole @ matrix(head_dim))
+    assert torch.equal(hadamard(hadamard(whole)), whole * SIZES[head_dim])
+
+
+def test_sums_have_the_order_of_the_fast_transform() -> None:
+    x = torch.randn(64) * torch.exp(5 * torch.randn(64))
+    expected = x.tolist()
+    for apart in (1, 2, 4, 8, 16, 32):
+        for i in range(64):
+            if not i & apart:
+                a, b = torch.tensor([expected[i], expected[i + apart]])
+                expected[i], expected[i + apart] = float(a + b), float(a - b)
+    assert torch.equal(hadamard(x), torch.tensor(expected))
+
+
+def test_a_vector_does_not_depend_on_its_place() -> None:
+    x = torch.randn(40, 3, 64) * torch.exp(3 * torch.randn(40, 3, 1))
+    whole = hadamard(x)
+    for rows in (slice(0, 1), slice(3, 20), slice(39, 40)):
+        assert torch.equal(hadamard(x[rows]), whole[rows])
+
+
+def test_products_of_vectors_with_large_channels_lose_less() -> None:
+    """Two channels of 64 are ten times as large as the others, as in Q and K of trained models."""
+    q, k = torch.randn(2, 500, 64)
+    q[:, [5, 37]] *= 10.0
+    k[:, [5, 37]] *= 10.0
+    exact = (q.double() * k.double()).sum(-1)
+
+    def lost(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        read = [Heads.encode(x, "e4m3").dequantised().double() for x in (q, k)]
+        return ((read[0] * read[1]).sum(-1) - exact).square().mean().sqrt()
+
+    assert 3 * lost(hadamard(q) / 64, hadamard(k)) < lost(q, k)
+
+
+FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
+TABLE_ROPE = RopeTable.build(FREQUENCIES, 50)
+
+
+def test_values_against_complex_numbers() -> None:
+    x, positions = torch.randn(3, 2, 8), torch.tensor([0, 3, 49])
+    y = rotate(x, TABLE_ROPE.rows(positions))
+    turn = torch.polar(torch.ones(3, 1, 4).double(), positions[:, None, None] * FREQUENCIES)
+    exact = torch.complex(*x.double().chunk(2, -1)) * turn
+    torch.testing.assert_close(y.double(), torch.cat([exact.real, exact.imag], -1))
+    assert torch.equal(y[0], x[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_table_gives_the_gradient_and_takes_a_rotation_back(
+    dtype: torch.dtype,
+) -> None:
+    rows = TABLE_ROPE.rows(torch.tensor([0, 3, 49]))
+    x, dy = torch.randn(3, 2, 8).to(dtype).requires_grad_(), torch.randn(3, 2, 8).to(dtype)
+    (dx,) = torch.autograd.grad(rotate(x, rows), x, dy.float())
+    ours = rotate(dy, rows.backward()).to(dtype)
+    torch.testing.assert_close(ours, dx, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+    back = rotate(rotate(x.detach(), rows), rows.backward())
+    torch.testing.assert_close(
+        back.to(dtype), x.detach(), rtol=0, atol=0.05 if dtype != torch.float32 else 1e-6
+    )

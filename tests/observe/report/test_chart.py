@@ -7,15 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.observe.report.axis import (
+from isobit.observe.report.chart import (
+    BOTTOM,
+    LEFT,
+    MAX_POINTS,
+    RIGHT,
+    TOP,
+    Curve,
+    Panel,
     axis_range,
+    buckets_of,
+    draw,
     duration_text,
     number_text,
+    points_of,
     round_ticks,
     tick_text,
 )
-from isobit.observe.report.chart import BOTTOM, LEFT, RIGHT, TOP, Panel, draw
-from isobit.observe.report.series import MAX_POINTS, Curve, buckets_of, points_of
 
 FIGURES = {step: {"loss": float(step), "other": 1.0} for step in range(1, 501)}
 finite = st.floats(-1e12, 1e12, allow_nan=False).filter(

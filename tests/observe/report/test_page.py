@@ -1,23 +1,29 @@
-"""The page: self-contained, escaped, small, and there for every run however it ended."""
+"""The page: self-contained, escaped, small, and there for every run however it ended.
 
+Several runs on one page.
+
+The colours of the page: text and curves stand out from what is behind them, in light and in dark
+mode (WCAG 2.2, 1.4.3 and 1.4.11).
+"""
+
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isobit.config.run import RunConfig
-from isobit.errors import ConfigError
-from isobit.observe.report.page import write_report
-from isobit.observe.report.settings import view_settings
-from isobit.observe.report.template import visible
-from isobit.observe.report.watching import watch_run
-from isobit.run.rl.loop import train
-from isobit.store.lock import locked
+import isobit
+from isobit.config.recipes import RunConfig
+from isobit.observe.report.page import visible, watch_run, write_comparison, write_report
+from isobit.observe.report.source import view_settings
+from isobit.run.loop import train
+from isobit.store.directory import locked
+from isobit.util.errors import ConfigError
 from tests.observe.pages import Page, assert_self_contained
-
-from .run_files import completion_line, evaluation_line, manifest, step_line
+from tests.observe.report.run_files import completion_line, evaluation_line, manifest, step_line
 
 WriteRun = Callable[..., Path]
 
@@ -241,3 +247,115 @@ def test_only_a_page_is_overwritten(write_run: WriteRun) -> None:
     assert write_report(root) == write_report(root) == root / "report.html"
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report(root, root / "no" / "folder.html")
+
+
+def runs(write_run: WriteRun, *names: str) -> list[Path]:
+    """Runs that differ in their learning rate and in where they end."""
+    return [
+        write_run(
+            [step_line(1), step_line(2 + place), evaluation_line(2, 0.5 + place / 10)],
+            [],
+            manifest(config={"output": name, "training": {"learning_rate": place}}),
+            name=name,
+        )
+        for place, name in enumerate(names)
+    ]
+
+
+def test_each_chart_has_a_curve_of_each_run(write_run: WriteRun, tmp_path: Path) -> None:
+    page = Page(write_comparison(runs(write_run, "one", "<b>two"), tmp_path / "both.html"))
+    assert_self_contained(page)
+    assert "one against <b>two" in page.text
+    assert "training.learning_rate" in page.text and "\noutput" not in page.text
+    assert "50.0%" in page.text and "60.0%" in page.text
+    for heading in ("Reward", "held_out", "Entropy", "Throughput", "Time a step"):
+        assert heading in page.text, heading
+    assert "one 1, <b>two 1" in page.text.replace("\n", " ") or "step 1, one" in page.source
+
+
+def test_a_run_keeps_its_colour_where_another_has_no_figure(
+    write_run: WriteRun, tmp_path: Path
+) -> None:
+    one, two = (
+        write_run([{**step_line(1), "entropy": None if name == "one" else 1.0}], [], name=name)
+        for name in ("one", "two")
+    )
+    source = write_comparison([one, two], tmp_path / "both.html").read_text(encoding="utf-8")
+    entropy = source[source.index("<h3>Entropy</h3>") :].partition("</figure>")[0]
+    assert 'class="k2"' in entropy and 'class="k1"' not in entropy
+
+
+def test_intervals_of_several_runs_are_bands_that_do_not_hide_each_other(
+    write_run: WriteRun, tmp_path: Path
+) -> None:
+    names = [
+        write_run([step_line(1), evaluation_line(1, 0.5), evaluation_line(2, 0.6)], [], name=name)
+        for name in ("one", "two")
+    ]
+    source = write_comparison(names, tmp_path / "both.html").read_text(encoding="utf-8")
+    assert 'class="band"' in source and 'class="whisker"' not in source
+
+
+def test_runs_of_one_name_are_told_apart_and_equal_recipes_are_said_to_be(
+    write_run: WriteRun, tmp_path: Path
+) -> None:
+    root = write_run([step_line(1)], [], manifest())
+    text = Page(write_comparison([root, root], tmp_path / "both.html")).text
+    assert f"1: {root} against 2: {root}" in text
+    assert "Their recipes are the same" in text
+
+
+def test_one_run_or_eight_are_refused(write_run: WriteRun, tmp_path: Path) -> None:
+    root = write_run([step_line(1)], [], manifest())
+    for number in (1, 8):
+        with pytest.raises(ConfigError, match=f"{number} runs cannot be compared; name 2 to 7"):
+            write_comparison([root] * number, tmp_path / "all.html")
+
+
+def test_python_has_the_command(write_run: WriteRun, tmp_path: Path) -> None:
+    one, two = runs(write_run, "one", "two")
+    assert isobit.report(str(one)) == one / "report.html"
+    assert isobit.report(one, two, out=tmp_path / "x.html") == tmp_path / "x.html"
+    with pytest.raises(ConfigError, match="--watch shows one run"):
+        isobit.report(one, two, watch=True)
+
+
+TEMPLATE = "".join(
+    files("isobit.observe.report").joinpath(name).read_text(encoding="utf-8")
+    for name in ("chart_style.html", "style.html")
+)
+LIGHT, DARK = (
+    dict(re.findall(r"--([\w-]+): #(\w{6})", block))
+    for block in re.findall(r":root \{(.*?)\}", TEMPLATE, re.DOTALL)
+)
+BACKGROUNDS = ("page", "card", "grid", "warn", "e4m3", "bf16", "fp32", "s1", "s2", "s3", "s4", "s5")
+
+
+def luminance(code: str) -> float:
+    channels = [int(code[start : start + 2], 16) / 255 for start in (0, 2, 4)]
+    linear = [
+        channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
+        for channel in channels
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_text_and_curves_stand_out(colours: dict[str, str]) -> None:
+    pairs = [("text", behind) for behind in BACKGROUNDS] + [
+        (text, behind) for text in ("soft", "accent") for behind in ("page", "card")
+    ]
+    for text, behind in [*pairs, ("tip-text", "tip"), ("good", "card")]:
+        assert contrast(colours[text], colours[behind]) >= 4.5, (text, behind)
+    for curve in ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "warn-line"):
+        assert contrast(colours[curve], colours["card"]) >= 3.0, curve
+
+
+def test_both_modes_have_every_colour() -> None:
+    assert LIGHT.keys() == DARK.keys() and len(LIGHT) > 20
+    assert set(re.findall(r"var\(--([\w-]+)\)", TEMPLATE)) - {"k"} <= LIGHT.keys()

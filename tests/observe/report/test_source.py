@@ -4,8 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from isobit.observe.report.source import read_run
-
-from .run_files import manifest
+from tests.observe.report.run_files import manifest
 
 
 def test_a_torn_line_is_counted_and_left_out(write_run: Callable[..., Path]) -> None:

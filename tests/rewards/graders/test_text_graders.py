@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from isobit.errors import RewardError
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.graders import GRADERS, exact_match, regex
-from isobit.rewards.graders import format as layout
+from isobit.rewards.graders import GRADERS
+from isobit.rewards.graders import text as layout
+from isobit.rewards.graders import text as text_module
+from isobit.util.errors import RewardError
 
 PROMPT = Prompt("train/0", "", (1,), {"answer": "Rom", "other": 5})
 
@@ -37,12 +38,12 @@ def completion(text: str) -> Completion:
     ],
 )
 def test_exact_match(text: str, options: dict[str, Any], expected: float) -> None:
-    assert exact_match.score(PROMPT, completion(text), **options) == expected
+    assert text_module.exact_match(PROMPT, completion(text), **options) == expected
 
 
 def test_exact_match_without_its_column() -> None:
     with pytest.raises(RewardError, match="exact_match needs the column 'gold'"):
-        exact_match.score(PROMPT, completion("Rom"), column="gold")
+        text_module.exact_match(PROMPT, completion("Rom"), column="gold")
 
 
 @pytest.mark.parametrize(
@@ -56,12 +57,15 @@ def test_exact_match_without_its_column() -> None:
     ],
 )
 def test_regex(pattern: str, full: bool, expected: float) -> None:
-    assert regex.score(PROMPT, completion("abb\nc"), pattern=pattern, full=full) == expected
+    assert (
+        text_module.regex_score(PROMPT, completion("abb\nc"), pattern=pattern, full=full)
+        == expected
+    )
 
 
 def test_what_is_no_regular_expression() -> None:
     with pytest.raises(RewardError, match=r"'\(' is no regular expression"):
-        regex.score(PROMPT, completion("a"), pattern="(")
+        text_module.regex_score(PROMPT, completion("a"), pattern="(")
 
 
 @pytest.mark.parametrize(
@@ -79,18 +83,18 @@ def test_what_is_no_regular_expression() -> None:
     ],
 )
 def test_format(text: str, expected: float) -> None:
-    assert layout.score(PROMPT, completion(text)) == expected
+    assert layout.format_score(PROMPT, completion(text)) == expected
 
 
 @pytest.mark.parametrize("part", ["<think>", "</think>", "<think></think>", "<answer>", "<", "a"])
 def test_the_layout_reads_a_megabyte_once(part: str) -> None:
     """Not timed; what goes back again and again would end this test by its deadline."""
-    assert layout.score(PROMPT, completion(part * (1_000_000 // len(part)))) == 0.0
+    assert layout.format_score(PROMPT, completion(part * (1_000_000 // len(part)))) == 0.0
 
 
 def test_another_layout() -> None:
-    assert layout.score(PROMPT, completion("Answer: 5"), pattern=r"Answer: \d+") == 1.0
-    assert layout.score(PROMPT, completion("Answer: five"), pattern=r"Answer: \d+") == 0.0
+    assert layout.format_score(PROMPT, completion("Answer: 5"), pattern=r"Answer: \d+") == 1.0
+    assert layout.format_score(PROMPT, completion("Answer: five"), pattern=r"Answer: \d+") == 0.0
 
 
 @pytest.mark.parametrize("name", sorted(GRADERS))

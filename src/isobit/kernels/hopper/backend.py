@@ -10,15 +10,29 @@ import torch
 
 from isobit.kernels.backend import Backend, Captured
 from isobit.kernels.hopper import sizes
-from isobit.kernels.hopper.adamw import adamw_step
+from isobit.kernels.hopper.attend import (
+    DecodeAttention,
+    HopperKvCache,
+    PackedAttention,
+    PagedAttention,
+)
 from isobit.kernels.hopper.attention import PART
 from isobit.kernels.hopper.checksum import checksum
-from isobit.kernels.hopper.embedding_backward import embedding_backward
-from isobit.kernels.hopper.experts import experts, experts_saving
-from isobit.kernels.hopper.experts_backward import experts_backward
+from isobit.kernels.hopper.experts import (
+    experts,
+    experts_backward,
+    experts_saving,
+    route,
+    route_backward,
+)
 from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
-from isobit.kernels.hopper.gradient_squares import gradient_squares
-from isobit.kernels.hopper.kv_cache import HopperKvCache
+from isobit.kernels.hopper.head import (
+    head_logits,
+    scalar_head,
+    scalar_head_backward,
+    token_log_probs,
+    token_log_probs_backward,
+)
 from isobit.kernels.hopper.linear import (
     dgrad,
     joined_rows,
@@ -34,23 +48,19 @@ from isobit.kernels.hopper.memory import (
     synchronize,
     to_device,
 )
-from isobit.kernels.hopper.norm import add_rms_norm
-from isobit.kernels.hopper.norm_backward import rms_norm_backward
-from isobit.kernels.hopper.ordered_sum import add_in_order
-from isobit.kernels.hopper.packed_attention import PackedAttention
-from isobit.kernels.hopper.paged_attention import DecodeAttention, PagedAttention
+from isobit.kernels.hopper.optimiser import adamw_step, add_in_order, gradient_squares
+from isobit.kernels.hopper.pointwise import (
+    add_rms_norm,
+    embedding_backward,
+    rms_norm_backward,
+    swiglu_backward,
+    swiglu_input,
+    swiglu_saved,
+)
 from isobit.kernels.hopper.publish import publish, publish_head, republish
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.hopper.quantise import quantise_rows, swiglu
-from isobit.kernels.hopper.routing import route, route_backward
 from isobit.kernels.hopper.sampling import draw_tokens
-from isobit.kernels.hopper.scalar_head import scalar_head, scalar_head_backward
-from isobit.kernels.hopper.swiglu import swiglu_backward, swiglu_input, swiglu_saved
-from isobit.kernels.hopper.token_log_probs import (
-    head_logits,
-    token_log_probs,
-    token_log_probs_backward,
-)
 from isobit.kernels.operands import (
     DecodeBatch,
     KvCache,
@@ -58,8 +68,7 @@ from isobit.kernels.operands import (
     PagedBatch,
 )
 from isobit.precision.flow import PrecisionFlow
-from isobit.precision.formats import ScaleKind
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 
 
 class HopperBackend:

@@ -1,4 +1,4 @@
-"""The checksum of bytes (``isobit.kernels.checksum``) on a GPU: one launch for any number of
+"""The checksum of bytes (``isobit.kernels.noise``) on a GPU: one launch for any number of
 tensors, each byte read once and nothing written but a number a program.
 
 A u_i is some twenty instructions, more than there is time for at every word.  They are the same in
@@ -24,9 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.checksum import CHUNK, SEED, WORD, Rows
 from isobit.kernels.hopper.memory import to_device
-from isobit.kernels.hopper.noise import splitmix64
+from isobit.kernels.hopper.sampling import splitmix64
+from isobit.kernels.noise import CHUNK, SEED, WORD, Rows
 
 _WIDTH = 2048
 _RUN = 16

@@ -26,8 +26,7 @@ import triton.language as tl
 
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.operands import Operand
-from isobit.precision.formats import BLOCK, E4M3
-from isobit.precision.quant_tensor import num_blocks
+from isobit.precision.quant_tensor import BLOCK, E4M3, num_blocks
 
 TOKENS = tl.constexpr(64)  # of a block
 _COUNTED = tl.constexpr(32)  # blocks that are added up at once

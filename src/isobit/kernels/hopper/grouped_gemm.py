@@ -26,13 +26,11 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows
-from isobit.kernels.hopper.gemm import call_deep_gemm, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import call_deep_gemm, stages, why_not_deep_gemm
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.kernels.hopper.triton_gemm import stages
 from isobit.kernels.hopper.wgrad import triton_fp8_gemm_tn
 from isobit.kernels.operands import LinearWeight, Operand
-from isobit.precision.formats import BLOCK, E4M3
-from isobit.precision.quant_tensor import num_blocks
+from isobit.precision.quant_tensor import BLOCK, E4M3, num_blocks
 
 _WHOLE = 64  # DeepGEMM's BF16 tiles
 

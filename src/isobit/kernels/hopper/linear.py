@@ -1,27 +1,138 @@
 """The linear layer on Hopper: its operands in the formats of a site, and its three products.
 
     FProp   ``isobit.kernels.hopper.gemm``               rows whose bits do not depend on the batch
-    DGrad, WGrad   ``isobit.kernels.hopper.linear_backward``
+    DGrad, WGrad   ``isobit.kernels.hopper.linear``
 
 WGrad reads X in E4M3 groups of 128 tokens, transposed, or in BF16 (``precision.wgrad``, and layers
 that stay in BF16).  Where both copies of an operand are wanted, one kernel reads it once.
+
+DGrad and WGrad of a linear on a GPU.
+
+    DGrad   dX  = dY W
+    WGrad   dW += dY^T X
+            dW[n, k] += sum over token groups t of
+                            (sum_j dY^T[n, tj] X^T[k, tj]) * scale_y[n, t] * scale_x[k, t]
+
+In E4M3, DGrad's dY is in 1x128 groups along N and W's 128x128 blocks are the forward's own, their
+bytes transposed, both in whole blocks of W's parts (``parts``).  WGrad's operands are both in
+groups of 128 tokens (``token_groups``), transposed.
+
+FP8 tensor cores read both operands along the contraction, so W is transposed a layer at a time,
+here, rather than stored twice. dW is the FP32 gradient of the master: each call adds one finished
+sum to every element.  No bit of the backward has to agree with a rollout, so cuBLAS does what it is
+fastest at; every result repeats at fixed shapes.
 """
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
-from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
-from isobit.kernels.hopper.linear_backward import (
-    bf16_gemm_nn,
-    bf16_gemm_tn,
-    fp8_gemm_nn,
-    fp8_gemm_tn,
+from isobit.kernels.hopper.device_functions import padded_size, runs
+from isobit.kernels.hopper.gemm import (
+    WGradBackEnd,
+    bf16_gemm_nt,
+    call_deep_gemm,
+    fp8_gemm_nt,
+    wgrad_back_end,
 )
 from isobit.kernels.hopper.quantise import QuantRows, quantise_gradient, quantise_rows
 from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
+from isobit.kernels.hopper.wgrad import triton_fp8_gemm_tn
 from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind, num_blocks
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+
+@triton.jit
+def _transpose_kernel(
+    VALUES, SCALES, OUT_VALUES, OUT_SCALES,
+    N: tl.constexpr, K: tl.constexpr, OUT_ROW: tl.constexpr, OUT_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program a block and its scale, of N rows to N of the OUT_ROW columns; bytes as integers,
+    since nothing is computed with them.  Behind the rows go zeros, up to a whole block.
+    """
+    block_n = tl.program_id(1)
+    block_k = tl.program_id(0)
+    n = block_n.to(tl.int64) * 128 + tl.arange(0, 128)
+    k = block_k.to(tl.int64) * 128 + tl.arange(0, 128)
+    if N % 128 or K % 128:
+        inside = (n < N)[:, None] & (k < K)[None, :]
+        values = tl.load(VALUES + n[:, None] * K + k[None, :], mask=inside, other=0)
+        kept = (k < K)[:, None]
+        tl.store(OUT_VALUES + k[:, None] * OUT_ROW + n[None, :], tl.trans(values), mask=kept)
+    else:
+        values = tl.load(VALUES + n[:, None] * K + k[None, :])
+        tl.store(OUT_VALUES + k[:, None] * OUT_ROW + n[None, :], tl.trans(values))
+    tl.store(
+        OUT_SCALES + block_k * OUT_BLOCKS + block_n,
+        tl.load(SCALES + block_n * ((K + 127) // 128) + block_k),
+    )
+
+
+def transpose_blocks(weight: QuantTensor) -> QuantTensor:
+    """A weight [N, K] in 128x128 blocks -> its transpose, the same bytes and scales: [K, N] where
+    all blocks along N are whole, else [K, ``padded_size``] with zeros behind each short one.
+    """
+    assert weight.granularity == "128x128"
+    assert weight.values.is_contiguous()
+    assert weight.scales.is_contiguous()
+    n, k = weight.values.shape
+    parts = weight.parts or (n,)
+    out = QuantTensor.empty_blocks(k, padded_size(parts), weight.values.device)
+    from_values, to_values = weight.values.view(torch.uint8), out.values.view(torch.uint8)
+    for run in runs(parts):
+        _transpose_kernel[(num_blocks(k), run.blocks)](
+            from_values[run.first :],
+            weight.scales[run.first_block :],
+            to_values[:, run.first_block * BLOCK :],
+            out.scales[:, run.first_block :],
+            run.size,
+            k,
+            *out.values.shape[1:],
+            *out.scales.shape[1:],
+            num_warps=4,
+        )
+    return out
+
+
+def fp8_gemm_nn(dy: QuantRows, weight: QuantTensor, scales: ScaleKind) -> torch.Tensor:
+    """dY in 1x128 groups, [M, N] in whole blocks of W's parts, W [N, K] in 128x128 blocks, scales
+    of one kind -> dX = dY W, BF16 [M, K].
+    """
+    return fp8_gemm_nt(dy, transpose_blocks(weight), scales)
+
+
+def bf16_gemm_nn(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dY [M, N], W [N, K], both BF16 -> dX = dY W, BF16 [M, K]."""
+    return torch.mm(dy, weight)
+
+
+def fp8_gemm_tn(
+    dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: WGradBackEnd | None = None
+) -> None:
+    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens: grad, FP32 [N, K], contiguous, += dY^T
+    X.
+    """
+    assert grad.dtype == torch.float32
+    assert grad.is_contiguous()
+    assert grad.shape == (dy_t.values.shape[0], x_t.values.shape[0])
+    if (back_end or wgrad_back_end()) == "triton":
+        triton_fp8_gemm_tn(dy_t, x_t, grad)
+        return
+    left, right = (dy_t.values, dy_t.scales), (x_t.values, x_t.scales)
+    call_deep_gemm("fp8_gemm_nt", left, right, grad, c=grad, recipe=(1, 1, BLOCK))
+
+
+def bf16_gemm_tn(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
+    """dY [T, N] and X [T, K], BF16: grad, FP32 [N, K], += dY^T X, added up in FP32 and never
+    rounded to BF16.
+    """
+    torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
 
 
 def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:

@@ -3,7 +3,8 @@ pass over the master.
 
 The bytes are those of ``isobit.kernels.spec.quantise.quantise_blocks(master.bfloat16())``, blocks
 beginning anew at each part that the matrix fuses: a launch takes one run of them
-(``isobit.kernels.hopper.parts``).  A program holds its block in registers, so the master is read
+(``isobit.kernels.hopper.device_functions``).  A program holds its block in registers, so the master
+is read
 once: 4 bytes in and 1 byte out a weight, at the card's bandwidth.  Where it is asked how many bytes
 become others, it reads the old ones too.
 """
@@ -16,12 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.parts import runs
+from isobit.kernels.hopper.device_functions import runs
 from isobit.kernels.hopper.quantise import amax_bits, to_e4m3
 from isobit.kernels.operands import LinearWeight, Operand
 from isobit.precision.flow import Site
-from isobit.precision.formats import BLOCK, DTYPES, ScaleKind
-from isobit.precision.quant_tensor import QuantTensor, num_blocks
+from isobit.precision.quant_tensor import BLOCK, DTYPES, QuantTensor, ScaleKind, num_blocks
 
 
 @triton.jit

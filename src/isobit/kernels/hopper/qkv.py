@@ -38,13 +38,13 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.errors import ConfigError
 from isobit.kernels.hopper.attention import TILE, PackedKeys, PagedKeys
-from isobit.kernels.hopper.hadamard import hadamard
+from isobit.kernels.hopper.device_functions import hadamard
 from isobit.kernels.hopper.quantise import _INF_BITS, _ROUND_UP_ABOVE_1_75, FLOOR_BITS
 from isobit.kernels.hopper.support import HEAD_SIZES
 from isobit.kernels.operands import QkvTransform
-from isobit.precision.formats import E4M3, Format
+from isobit.precision.quant_tensor import E4M3, Format
+from isobit.util.errors import ConfigError
 
 _GATHERED = 64  # tokens of one gathering program
 

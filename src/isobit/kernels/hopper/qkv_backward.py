@@ -10,7 +10,7 @@ one kernel.
     dbias += sum over tokens of d                           in models that have a bias
 
 Straight-through: the quantisation passes gradients on as they are.  Rounding is that of
-``isobit.kernels.spec.rope``, ``rms_norm`` and ``linear``; without norms the bits of d are theirs,
+``isobit.kernels.spec.qkv``, ``rms_norm`` and ``linear``; without norms the bits of d are theirs,
 with norms they differ where a sum of D numbers rounds to another number.
 
 One program takes N tokens
@@ -26,8 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.block_sums import add_block_sums
-from isobit.kernels.hopper.hadamard import hadamard
+from isobit.kernels.hopper.device_functions import add_block_sums, hadamard
 from isobit.kernels.hopper.qkv import _load, _sum_of_squares
 from isobit.kernels.operands import QkvGradients, QkvTransform
 

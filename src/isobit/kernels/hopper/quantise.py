@@ -28,9 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.parts import padded_size, runs
-from isobit.precision.formats import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX, ScaleKind
-from isobit.precision.quant_tensor import num_blocks
+from isobit.kernels.hopper.device_functions import padded_size, runs
+from isobit.precision.quant_tensor import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX, ScaleKind, num_blocks
 
 _FLOOR_BITS = 0x21800000
 _INF_BITS = tl.constexpr(0x7F800000)

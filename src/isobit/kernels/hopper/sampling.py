@@ -8,16 +8,15 @@ Gumbel noise g,
 
 gives v with probability exp(S_c - L) exp(x_v - S_c) = p_v.  So noise is made for the chunks and for
 one chunk's entries, not for the vocabulary.  g_i comes from output i of the sample's generator at
-that position (``isobit.kernels.spec.noise``), in FP32: with u the uniform of 53 bits, -log(u) is
+that position (``isobit.kernels.spec.head``), in FP32: with u the uniform of 53 bits, -log(u) is
 -log1p(-(1 - u)), which keeps its relative precision where it is small, and there alone a draw is
 decided.  Temperature 0 takes the largest logit, the lowest id among equals.
 
-Chunks, L and log-probabilities are those of ``isobit.kernels.hopper.log_prob``.
-"""
+Chunks, L and log-probabilities are those of ``isobit.kernels.hopper.head``.
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# (Triton's types know neither launch options nor what a kernel computes with)
+The counter-based noise of ``isobit.kernels.spec.head`` inside a kernel: output i + 1 of
+splitmix64 is mix(seed + (i + 1) * golden).
+"""
 
 import torch
 import triton
@@ -25,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from isobit.kernels.hopper.log_prob import (
+from isobit.kernels.hopper.head import (
     CHUNK,
     chunk_stats,
     combine,
@@ -34,9 +33,34 @@ from isobit.kernels.hopper.log_prob import (
     log_softmax,
     log_sums_and_entropies,
 )
-from isobit.kernels.hopper.noise import splitmix64
 from isobit.kernels.operands import Drawn, Draws
-from isobit.kernels.spec.sampling import draw, truncate
+from isobit.kernels.spec.head import draw, truncate
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def splitmix64(seed, index):
+    """Output number ``index`` + 1 of the generator, all uint64."""
+    bits = seed + (index + 1) * _GOLDEN
+    bits ^= bits >> 30
+    bits *= _MULTIPLIER_1
+    bits ^= bits >> 27
+    bits *= _MULTIPLIER_2
+    return bits ^ (bits >> 31)
+
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
 
 _UNIT = tl.constexpr(2.0**-53)
 _BELOW_1 = tl.constexpr(1 - 2.0**-24)  # a complement that rounds to 1 would make the noise infinite
@@ -126,7 +150,7 @@ def sample_truncated(
     min_p: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sample_tokens`` where some samples truncate their distribution
-    (``isobit.kernels.spec.sampling.truncate``).
+    (``isobit.kernels.spec.head.truncate``).
 
     A sample without a filter, or greedy, gets what ``sample_tokens`` gives it, whatever its
     neighbours do.

@@ -15,12 +15,11 @@ q(n) = n + n / 32 bytes are n numbers in E4M3 with an FP32 scale for each 128.
 
 from collections.abc import Mapping
 
-from isobit.errors import ConfigError
 from isobit.kernels.operands import KvShape, kv_formats
 from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
 from isobit.precision.flow import PrecisionFlow, Site
-from isobit.precision.formats import BLOCK, DTYPES, Format
-from isobit.precision.quant_tensor import block_sizes, num_blocks
+from isobit.precision.quant_tensor import BLOCK, DTYPES, Format, block_sizes, num_blocks
+from isobit.util.errors import ConfigError
 
 page_tokens = 128
 batched_tokens = 16384

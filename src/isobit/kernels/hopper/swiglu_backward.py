@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from isobit.kernels.hopper.parts import padded_size
+from isobit.kernels.hopper.device_functions import padded_size
 from isobit.kernels.hopper.quantise import QuantRows, four_sigmoids
 from isobit.kernels.hopper.token_groups import (
     BY_ROW,
@@ -36,7 +36,7 @@ from isobit.kernels.hopper.token_groups import (
     tile_grid,
     widen,
 )
-from isobit.precision.formats import ScaleKind
+from isobit.precision.quant_tensor import ScaleKind
 
 
 @triton.jit

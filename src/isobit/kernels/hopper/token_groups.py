@@ -31,10 +31,9 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from isobit.kernels.hopper.parts import padded_size, runs
+from isobit.kernels.hopper.device_functions import padded_size, runs
 from isobit.kernels.hopper.quantise import QuantRows, amax_bits, gated, to_e4m3
-from isobit.precision.formats import BLOCK, ScaleKind
-from isobit.precision.quant_tensor import num_blocks
+from isobit.precision.quant_tensor import BLOCK, ScaleKind, num_blocks
 
 WARPS = 8
 STRIP = gl.constexpr(32)

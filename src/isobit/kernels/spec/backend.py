@@ -13,12 +13,22 @@ import torch
 from isobit.kernels.backend import Backend, Captured
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.kernels.spec import sizes
-from isobit.kernels.spec.adamw import adamw_step
-from isobit.kernels.spec.checksum import checksum
-from isobit.kernels.spec.embedding import embedding, embedding_backward
-from isobit.kernels.spec.experts import experts, experts_backward, experts_saving
-from isobit.kernels.spec.gradient_squares import gradient_squares
-from isobit.kernels.spec.kv_cache import SpecKvCache
+from isobit.kernels.spec.attention import PackedAttention
+from isobit.kernels.spec.experts import (
+    experts,
+    experts_backward,
+    experts_saving,
+    route,
+    route_backward,
+)
+from isobit.kernels.spec.head import (
+    draw_tokens,
+    head_logits,
+    scalar_head,
+    scalar_head_backward,
+    token_log_probs,
+    token_log_probs_backward,
+)
 from isobit.kernels.spec.linear import (
     dgrad,
     joined_rows,
@@ -27,25 +37,22 @@ from isobit.kernels.spec.linear import (
     output_gradient,
     wgrad,
 )
-from isobit.kernels.spec.norm import add_rms_norm, rms_norm_backward
-from isobit.kernels.spec.ordered_sum import add_in_order
-from isobit.kernels.spec.packed_attention import PackedAttention
-from isobit.kernels.spec.paged_attention import PagedAttention
-from isobit.kernels.spec.publish import publish, publish_head, republish
-from isobit.kernels.spec.qkv import qkv_backward
-from isobit.kernels.spec.quantise import quantise_rows
-from isobit.kernels.spec.routing import route, route_backward
-from isobit.kernels.spec.sampling import draw_tokens
-from isobit.kernels.spec.scalar_head import scalar_head, scalar_head_backward
-from isobit.kernels.spec.swiglu import swiglu, swiglu_backward, swiglu_input, swiglu_saved
-from isobit.kernels.spec.token_log_probs import (
-    head_logits,
-    token_log_probs,
-    token_log_probs_backward,
+from isobit.kernels.spec.optimiser import adamw_step, add_in_order, checksum, gradient_squares
+from isobit.kernels.spec.paged_attention import PagedAttention, SpecKvCache
+from isobit.kernels.spec.pointwise import (
+    add_rms_norm,
+    embedding,
+    embedding_backward,
+    rms_norm_backward,
+    swiglu,
+    swiglu_backward,
+    swiglu_input,
+    swiglu_saved,
 )
+from isobit.kernels.spec.qkv import qkv_backward
+from isobit.kernels.spec.quantise import publish, publish_head, quantise_rows, republish
 from isobit.precision.flow import PrecisionFlow
-from isobit.precision.formats import ScaleKind
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 
 
 class SpecBackend:

@@ -1,7 +1,7 @@
 """The linear layer: FProp, DGrad and WGrad in the formats of its site.
 
     FProp  Y  = X W^T    forward format; its rows must be the same bits for every batch: exact GEMM
-                         (``isobit.kernels.spec.gemm``)
+                         (``isobit.kernels.spec.linear``)
     DGrad  dX = dY W     E4M3: dY in 1x128 groups along N; W's 128x128 blocks are the forward's own,
                          read transposed
     WGrad  dW += dY^T X  E4M3: both operands in groups of 128 tokens, quantised straight from BF16
@@ -9,19 +9,64 @@
 Y and dX are rounded to the format between operators, dW is FP32 and is added to the FP32 master's
 gradient as one finished sum.  No bit of the backward has to agree with a rollout, so its GEMMs are
 plain FP32 over the dequantised operands: they repeat at a fixed number of threads.
+
+The exact GEMM of the CPU: every 128-long block product has one right answer.
+
+Products of two E4M3 numbers, and sums of 128 of them, are exact in FP64; so are those of numbers on
+the grid of ``isobit.kernels.spec.quantise``.  A block product is therefore the same in any order,
+batch, tile, library or thread count.  It is rounded once to FP32 and scaled, and blocks are added
+in FP32 in ascending order of K:
+
+    Y[m, n] = sum over blocks k of  FP32(sum_j A[m, kj] B[n, kj]) * scale_a[m, k]
+                                                                  * scale_b[block of n, k]
+
+Shapes: A [M, K], B [N, K] (K-major, as FP8 tensor cores want it), Y [M, N] FP32.
 """
 
 import torch
 
-from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
-from isobit.kernels.spec.e4m3 import decode_e4m3
-from isobit.kernels.spec.gemm import fp8_gemm_nt, grid_gemm_nt
-from isobit.kernels.spec.grid import snap_rows
-from isobit.kernels.spec.quantise import quantise_rows, quantise_tokens
-from isobit.kernels.trace import rounded
+from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient, rounded
+from isobit.kernels.spec.quantise import (
+    SHIFT,
+    decode_e4m3,
+    quantise_rows,
+    quantise_tokens,
+    shifted_e4m3,
+    snap_rows,
+)
 from isobit.precision.flow import Site
-from isobit.precision.formats import BLOCK
-from isobit.precision.quant_tensor import QuantTensor, block_sizes
+from isobit.precision.quant_tensor import BLOCK, QuantTensor, block_sizes
+
+
+def fp8_gemm_nt(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
+    """A in 1x128 groups, B in 128x128 blocks -> A B^T in FP32."""
+    assert (a.granularity, b.granularity) == ("1x128", "128x128"), (a.granularity, b.granularity)
+    left, right = shifted_e4m3(a.values).double(), shifted_e4m3(b.values).double()
+    b_scales = b.row_scales().mul_(SHIFT * SHIFT).t().contiguous()
+    total: torch.Tensor | None = None
+    for k in range(a.scales.shape[1]):
+        block = _block_product(left, right, k)
+        block.mul_(a.scales[:, k, None])
+        block.mul_(b_scales[k])
+        total = block if total is None else total.add_(block)
+    assert total is not None
+    return total
+
+
+def grid_gemm_nt(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A [M, K] and B [N, K], BF16 or FP32 and snapped to the grid by rows (``snap_rows``) -> A B^T
+    in FP32.
+    """
+    left, right = a.double(), b.double()
+    total = _block_product(left, right, 0)
+    for k in range(1, -(-a.shape[1] // BLOCK)):
+        total.add_(_block_product(left, right, k))
+    return total
+
+
+def _block_product(left: torch.Tensor, right: torch.Tensor, k: int) -> torch.Tensor:
+    block = slice(k * BLOCK, (k + 1) * BLOCK)
+    return torch.mm(left[:, block], right[:, block].t()).float()
 
 
 def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:

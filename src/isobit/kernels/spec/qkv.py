@@ -7,16 +7,140 @@
 
 Each result is rounded to the format between operators, the last one to E4M3 at once; on the way
 back it is the one behind the rotation that is rounded.
+
+Q and K times a Hadamard matrix before they are rounded to E4M3, so that no channel stands out:
+
+    q~ = H q / n      k~ = H k      q~ . k~ = q . k             H H = n, H symmetric
+
+H has the entries +1 and -1 (Sylvester's construction), n is its size: the largest power of two that
+divides the head size, whose blocks H is applied to.  E4M3's error is a share of each number, so
+that of q . k has the variance of sum_i (q_i k_i)^2.  In a pretrained model Q and K are large in the
+same few channels, whose products bring nearly all of it; behind H every number is a mixture of all,
+and what is left is |q|^2 |k|^2 / n (FlashAttention-3, arXiv 2407.08608, section 3.3).  Division by
+n instead of by sqrt(n) on both sides is exact.
+
+The sums are FP32 and have one order, that of the fast transform: pairs of numbers 1, 2, 4, ...,
+n / 2 apart, each time (a, b) -> (a + b, a - b).  So every back end has the same bits.
+
+Queries, keys and values in the flow's format: a value times one power-of-two scale a token and
+head.
+
+    x[t, h, :] = values[t, h, :] * 2^(byte[t, h] - 127)
+
+    e4m3    values are E4M3, the scale is max(amax, 2^-60) / 448 rounded up to a power of two
+    bf16    values are BF16 (fp32: FP32) of magnitude below 2 on a grid of 2^-22, the scale is
+            2^floor(log2 amax), at least 2^-60;  heads larger than 128: a grid of 2^-21
+
+The scale depends on that token's vector alone: nothing to calibrate, and a token's entry never
+changes when others come.  In the second form a value loses what lies more than 22 bits below the
+vector's largest number; it is what makes the products of the attention exact
+(``isobit.kernels.spec.quantise``): a sum of 256 products of integers up to 2^22 is at most 2^52,
+where
+2^23 would give 2^54.  A vector that is not finite has the byte 255.
+
+Rotary position embedding: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the two halves of
+each head, in FP32.  The gradient is the rotation by the negative angle.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from isobit.kernels.operands import QkvGradients, QkvTransform
-from isobit.kernels.rope import RopeTable
-from isobit.kernels.spec.hadamard import hadamard, hadamard_size
-from isobit.kernels.spec.norm import rms_norm, rms_norm_backward
-from isobit.kernels.spec.rope import rotate
-from isobit.kernels.trace import observe, rounded
+from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable, observe, rounded
+from isobit.kernels.spec.pointwise import rms_norm, rms_norm_backward
+from isobit.kernels.spec.quantise import (
+    GRID_BITS,
+    SHIFT,
+    decode_e4m3,
+    largest_exponent,
+    quantise_heads,
+    reciprocal_of_byte,
+    scale_of_byte,
+    shifted_e4m3,
+)
+from isobit.precision.quant_tensor import BLOCK, DTYPES, E4M3, E8M0_BIAS, Format
+
+
+def hadamard_size(head_dim: int) -> int:
+    """The largest power of two that divides the head size."""
+    return head_dim & -head_dim
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """FP32 [..., D] -> H x, of each block of ``hadamard_size(D)`` numbers."""
+    size = hadamard_size(x.shape[-1])
+    blocks = x.view(*x.shape[:-1], -1, size)
+    for _ in range(size.bit_length() - 1):
+        # Neighbours' sums in the first half, their differences in the second: the next neighbours
+        # are twice as far apart in x, and after the last step all stand in order.
+        a, b = blocks[..., ::2], blocks[..., 1::2]
+        blocks = torch.cat([a + b, a - b], -1)
+    return blocks.view(x.shape)
+
+
+_SMALLEST_EXPONENT = -60
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """values [..., D] in the format's dtype and uint8 scale bytes [...]."""
+
+    values: torch.Tensor
+    bytes: torch.Tensor
+
+    @classmethod
+    def encode(cls, x: torch.Tensor, format: Format) -> "Heads":
+        """[..., D], BF16 or FP32."""
+        if format == "e4m3":
+            return cls(*quantise_heads(x))
+        byte = largest_exponent(x).clamp_(min=_SMALLEST_EXPONENT).add_(E8M0_BIAS)
+        scaled = (x.float() * reciprocal_of_byte(byte)[..., None]).double()
+        to_grid = 1.5 * 2.0 ** (52 - grid_bits(x.shape[-1]))
+        return cls(scaled.add_(to_grid).sub_(to_grid).to(DTYPES[format]), byte.to(torch.uint8))
+
+    def map(self, rearrange: Callable[[torch.Tensor], torch.Tensor]) -> "Heads":
+        """The same rearrangement of tokens and heads, applied to values and scale bytes; E4M3
+        travels as bytes.
+        """
+        raw = self.values.view(torch.uint8) if self.values.dtype == E4M3 else self.values
+        return Heads(rearrange(raw).view(self.values.dtype), rearrange(self.bytes))
+
+    def units(self) -> torch.Tensor:
+        """FP32 [..., D]: the values without their scales."""
+        return decode_e4m3(self.values) if self.values.dtype == E4M3 else self.values.float()
+
+    def shifted_units(self) -> tuple[torch.Tensor, float]:
+        """``units`` but for a power of two, which is returned too: cheaper where a scale is
+        multiplied in later.
+        """
+        return (
+            (shifted_e4m3(self.values), SHIFT)
+            if self.values.dtype == E4M3
+            else (self.values.float(), 1.0)
+        )
+
+    def dequantised(self) -> torch.Tensor:
+        """FP32 [..., D]."""
+        return self.units() * scale_of_byte(self.bytes)[..., None]
+
+
+def grid_bits(head_dim: int) -> int:
+    """Of values in the second form: how far below the largest number they reach."""
+    return GRID_BITS if head_dim <= BLOCK else GRID_BITS - 1
+
+
+def stack_heads(first: Heads, second: Heads) -> Heads:
+    """Two of one shape and format -> one with a leading dimension of 2."""
+    raw = torch.uint8 if first.values.dtype == E4M3 else first.values.dtype
+    values = torch.stack([first.values.view(raw), second.values.view(raw)])
+    return Heads(values.view(first.values.dtype), torch.stack([first.bytes, second.bytes]))
+
+
+def rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
+    """x [T, heads, D] -> the same shape in FP32; ``table`` holds the rows of its T positions."""
+    x1, x2 = x.float().chunk(2, -1)
+    return torch.cat([x1 * table.cos - x2 * table.sin, x2 * table.cos + x1 * table.sin], -1)
 
 
 def transform_qkv(

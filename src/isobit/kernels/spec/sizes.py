@@ -22,12 +22,10 @@ from collections.abc import Mapping
 
 from isobit.kernels.operands import KvShape, kv_formats
 from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
-from isobit.kernels.spec.attention import TILE
-from isobit.kernels.spec.packed_attention import GROUP_TOKENS, QUERY_BLOCK
-from isobit.kernels.spec.token_log_probs import CHUNK
+from isobit.kernels.spec.attention import GROUP_TOKENS, QUERY_BLOCK, TILE
+from isobit.kernels.spec.head import CHUNK
 from isobit.precision.flow import PrecisionFlow, Site
-from isobit.precision.formats import DTYPES, Format
-from isobit.precision.quant_tensor import block_sizes, num_blocks
+from isobit.precision.quant_tensor import DTYPES, Format, block_sizes, num_blocks
 
 page_tokens = TILE
 batched_tokens = 2048

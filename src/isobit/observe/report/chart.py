@@ -3,14 +3,181 @@ table with the same numbers.
 
 The markup stands in the template.  The axes are x = steps, or layers, and y = the panel's unit; a
 step without a value leaves a gap.
+
+Axes: round ticks, and numbers with as many digits as a reader can use.
+
+Figures over steps.  A long run is put together into at most ``MAX_POINTS`` points of equally
+many steps.
+
+A point shows the mean of its steps, or the highest of them for figures that are maxima or counts,
+and keeps their lowest and highest value: nothing that happened in one step disappears.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
+from typing import Literal
 
-from isobit.observe.report.axis import axis_range, number_text, round_ticks, tick_text
-from isobit.observe.report.series import Bucket, Curve, Figures, Point, buckets_of, points_of
+MINUS = "\N{MINUS SIGN}"
+
+
+def round_ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
+    """At most ``most`` multiples of 1, 2 or 5 times a power of ten within ``low`` to ``high``;
+    whole numbers only if asked for.
+    """
+    if not high > low:
+        return [low]
+    power = math.floor(math.log10((high - low) / most))
+    power = max(power, 0) if whole else power
+    steps = [factor * 10.0**exponent for exponent in (power, power + 1) for factor in (1, 2, 5)] + [
+        10.0 ** (power + 2)
+    ]
+    for step in steps:
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first + 1 <= most:
+            return [index * step for index in range(first, last + 1)]
+    raise AssertionError(f"no ticks between {low} and {high}")
+
+
+def axis_range(low: float, high: float) -> tuple[float, float]:
+    """The range of an axis that shows ``low`` to ``high``: a little room on both sides, none below
+    zero where nothing is negative.
+    """
+    if low == high == 0.0:
+        return 0.0, 1.0
+    room = 0.06 * (high - low) or 0.1 * abs(high)
+    bottom = low - room
+    return (0.0 if low >= 0.0 > bottom or 0.0 <= low < 0.4 * high else bottom), high + room
+
+
+def number_text(value: float | None, percent: bool = False) -> str:
+    """Four significant digits, thousands separated; below 0.001 as 1e-4; a dash for none."""
+    if value is None:
+        return "\N{EN DASH}"
+    if percent:
+        return f"{100 * value:.1f}%".replace("-", MINUS)
+    if value == int(value) and abs(value) < 1e15:
+        text = f"{int(value):,}"
+    elif abs(value) >= 1000:
+        text = f"{value:,.0f}"
+    elif abs(value) < 1e-3:
+        digits, exponent = f"{value:.3e}".split("e")
+        text = f"{float(digits):g}e{int(exponent)}"
+    else:
+        text = f"{value:.4g}"
+    return text.replace("-", MINUS)
+
+
+def tick_text(value: float, percent: bool = False) -> str:
+    """A tick's number: 20k rather than 20,000."""
+    value = float(f"{value:.10g}")  # 0.30000000000000004 is the third tick of 0.1
+    if percent:
+        return f"{100 * value:g}%".replace("-", MINUS)
+    if abs(value) >= 10_000:
+        scale, suffix = (1e6, "M") if abs(value) >= 1e6 else (1e3, "k")
+        return f"{value / scale:g}{suffix}".replace("-", MINUS)
+    return number_text(value)
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds, minutes and seconds, or hours and minutes."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+MAX_POINTS = 150
+
+Figures = Mapping[int, Mapping[str, float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Steps that share a point."""
+
+    steps: tuple[int, ...]
+
+    @property
+    def middle(self) -> float:
+        """Where the point stands on the axis of steps."""
+        return (self.steps[0] + self.steps[-1]) / 2
+
+    @property
+    def text(self) -> str:
+        """The steps in words."""
+        return (
+            str(self.steps[0])
+            if len(self.steps) == 1
+            else f"{self.steps[0]}\N{EN DASH}{self.steps[-1]}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One figure over the steps of a bucket; None where no step has it."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A figure to draw, and what to draw around it: nothing, plus and minus another figure, or
+    between two others.
+    """
+
+    metric: str
+    label: str
+    take: Literal["mean", "max", "per step"] = "mean"
+    """Of a point's steps: the mean of those that have the figure, the highest, or the mean with 0
+    for those that have it not.
+    """
+    spread: str | None = None
+    spread_factor: float = 1.0
+    """What the figure of ``spread`` is multiplied by."""
+    between: tuple[str, str] | None = None
+
+
+def buckets_of(figures: Figures, metrics: Iterable[str]) -> list[Bucket]:
+    """The steps that have any of ``metrics``, in at most ``MAX_POINTS`` buckets."""
+    wanted = set(metrics)
+    steps = [step for step, row in figures.items() if wanted & row.keys()]
+    size = max(1, math.ceil(len(steps) / MAX_POINTS))
+    return [Bucket(tuple(steps[start : start + size])) for start in range(0, len(steps), size)]
+
+
+def points_of(figures: Figures, curve: Curve, buckets: Sequence[Bucket]) -> list[Point]:
+    """One point a bucket."""
+    return [_point(figures, curve, bucket) for bucket in buckets]
+
+
+def _point(figures: Figures, curve: Curve, bucket: Bucket) -> Point:
+    values = _values(figures, curve.metric, bucket)
+    if not values:
+        return Point(None)
+    if curve.take == "per step":
+        return Point(sum(values) / len(bucket.steps))
+    value = max(values) if curve.take == "max" else fmean(values)
+    if curve.spread is not None:
+        spreads = _values(figures, curve.spread, bucket)
+        if not spreads:
+            return Point(value)
+        half = curve.spread_factor * fmean(spreads)
+        return Point(value, value - half, value + half)
+    if curve.between is not None:
+        lows, highs = (_values(figures, metric, bucket) for metric in curve.between)
+        return Point(value, fmean(lows), fmean(highs)) if lows and highs else Point(value)
+    return Point(value, min(values), max(values)) if len(values) > 1 else Point(value)
+
+
+def _values(figures: Figures, metric: str, bucket: Bucket) -> list[float]:
+    found = (figures[step].get(metric) for step in bucket.steps)
+    return [value for value in found if value is not None]
+
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 348, 10, 160
 """The edges of the plot inside the SVG."""

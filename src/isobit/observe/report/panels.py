@@ -1,15 +1,79 @@
 """Which charts the page has, in which order.  Each figure is defined in ``docs/metrics.md``.
 
 A figure that no panel names is not left out: it gets a chart of its own among the others.
+
+What a reader should know about a run before its charts: how it ended, if not by itself, and what
+went wrong on the way without ending it.
+
+The figures on top of the page.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from isobit.observe.report.chart import Chart, Panel, draw
-from isobit.observe.report.series import Curve
+from isobit.observe.report.chart import Chart, Curve, Panel, draw, duration_text, number_text
 from isobit.observe.report.source import RunRecord
+
+TRUNCATED = 0.05
+"""Share of the last step's completions that the length limit may end without a word."""
+LEVEL = 0.5
+"""Share of level groups over all steps from which they are named."""
+
+
+def notices(record: RunRecord) -> list[str]:
+    """A sentence each, the gravest first."""
+    return [*_differing_notice(record), *_counts(record), *_last_step(record), *record.problems]
+
+
+def total(record: RunRecord, metric: str) -> float:
+    """The sum of a figure over all steps."""
+    return sum(row.get(metric) or 0.0 for row in record.figures.values())
+
+
+def _differing_notice(record: RunRecord) -> Iterator[str]:
+    differing = total(record, "log_prob_diff/tokens_differing")
+    if differing and record.setting("precision", "exact"):
+        yield (
+            f"{differing:,.0f} log-probabilities differ between rollout and training, in a flow "
+            "where none should: isobit verify --bisect names the place"
+        )
+
+
+def _counts(record: RunRecord) -> Iterator[str]:
+    steps = [row for row in record.figures.values() if "updates/skipped" in row]
+    without = sum(row.get("updates/taken") == 0 for row in steps)
+    if failed := total(record, "reward/failed"):
+        yield (
+            f"{failed:,.0f} rewards failed, and their completions were left out; the console says "
+            "of each step which error came first"
+        )
+    if skipped := total(record, "updates/skipped"):
+        yield f"{skipped:,.0f} updates were skipped: loss or gradient norm was not finite"
+    if without_signal := total(record, "updates/without_signal"):
+        yield (
+            f"{without_signal:,.0f} updates had nothing to learn from, since all rewards of each "
+            f"prompt were equal; no weight changed in {without:,} of {len(steps):,} steps"
+        )
+    shares = [v for row in steps if (v := row.get("reward/level_share")) is not None]
+    if shares and (mean := sum(shares) / len(shares)) > LEVEL:
+        yield (
+            f"{100 * mean:.0f}% of all groups were level: no two of their rewards differ, and "
+            "nothing is learnt from them; the problems are too easy or too hard for this model"
+        )
+
+
+def _last_step(record: RunRecord) -> Iterator[str]:
+    rows = [row for row in record.figures.values() if "response_length/truncated" in row]
+    cut = (rows[-1].get("response_length/truncated") or 0.0) if rows else 0.0
+    if cut > TRUNCATED:
+        limit = record.setting("config", "rollout", "max_new_tokens")
+        yield (
+            f"{100 * cut:.0f}% of the last step's completions were cut off by the length limit"
+            + (f" of {limit} tokens" if isinstance(limit, int) else "")
+            + " (rollout.max_new_tokens)"
+        )
+
 
 MOST_OTHERS = 24
 """Charts of figures that no panel names."""
@@ -320,3 +384,92 @@ def _figures_of(curve: Curve) -> list[str]:
     return [
         name for name in (curve.metric, curve.spread, *(curve.between or ())) if name is not None
     ]
+
+
+_MOST_SETS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A figure on top of the page."""
+
+    label: str
+    value: str
+    detail: str
+
+
+def tiles_of(record: RunRecord) -> list[Tile]:
+    """Losses first where examples are learnt, then what evaluations found, then the rest."""
+    losses = evaluation_sets(record.names, "loss")[:_MOST_SETS]
+    return [
+        *(_change(record, f"eval/{name}/loss", f"{name} loss") for name in losses),
+        *(_accuracy(record, name) for name in evaluation_sets(record.names)[:_MOST_SETS]),
+        *_differing(record, "log_prob_diff", "log-probabilities"),
+        *_differing(record, "routing_diff", "routings"),
+        *_last(record),
+        *_time(record),
+    ]
+
+
+def _change(record: RunRecord, metric: str, label: str) -> Tile:
+    values = [value for row in record.figures.values() if (value := row.get(metric)) is not None]
+    if not values:
+        return Tile(label, number_text(None), "no evaluation has a figure")
+    before = "measured once" if len(values) == 1 else f"from {number_text(values[0])}"
+    return Tile(label, number_text(values[-1]), before)
+
+
+def _accuracy(record: RunRecord, name: str) -> Tile:
+    rows = [row for row in record.figures.values() if row.get(f"eval/{name}/accuracy") is not None]
+    if not rows:
+        return Tile(f"{name} accuracy", number_text(None), "no evaluation has a figure")
+    first, last = rows[0], rows[-1]
+    accuracy = [row[f"eval/{name}/accuracy"] or 0.0 for row in (first, last)]
+    percent = all(0.0 <= value <= 1.0 for value in accuracy)
+    low, high = (last.get(f"eval/{name}/{side}") for side in ("low", "high"))
+    problems = last.get(f"eval/{name}/problems")
+    parts = [
+        "" if len(rows) == 1 else f"from {number_text(accuracy[0], percent)}",
+        f"95% interval {number_text(low, percent)} to {number_text(high, percent)}"
+        if low is not None and high is not None
+        else "",
+        "" if problems is None else f"{number_text(problems)} problems",
+    ]
+    return Tile(
+        f"{name} accuracy" if percent else f"{name} mean reward",
+        number_text(accuracy[1], percent),
+        "; ".join(part for part in parts if part),
+    )
+
+
+def _differing(record: RunRecord, kind: str, noun: str) -> Iterator[Tile]:
+    compared = total(record, f"{kind}/tokens_compared")
+    differing = total(record, f"{kind}/tokens_differing")
+    if compared:
+        yield Tile(
+            f"{noun} that differ",
+            "0" if not differing else f"{100 * differing / compared:.3g}%",
+            f"{differing:,.0f} of {compared:,.0f} in rollout and training",
+        )
+
+
+def _last(record: RunRecord) -> Iterator[Tile]:
+    """The first and the last step's reward, or loss where there is none."""
+    for metric, label in (("reward/mean", "training reward"), ("loss", "training loss")):
+        values = [v for row in record.figures.values() if (v := row.get(metric)) is not None]
+        if values:
+            detail = f"mean of the last step; {number_text(values[0])} in the first"
+            yield Tile(label, number_text(values[-1]), detail)
+            return
+
+
+def _time(record: RunRecord) -> Iterator[Tile]:
+    phases = {
+        name: total(record, f"time/{name}_s")
+        for name in ("rollout", "training", "grading", "evaluation")
+    }
+    if sum(phases.values()):
+        parts = [
+            f"{name} {duration_text(spent)}" for name, spent in phases.items() if spent >= 0.05
+        ]
+        yield Tile("time", duration_text(sum(phases.values())), ", ".join(parts))

@@ -1,8 +1,23 @@
-"""Calls of the Linux kernel that Python 3.11 has no function for: mounts, privileges, a filter."""
+"""Calls of the Linux kernel that Python 3.11 has no function for: mounts, privileges, a filter.
+
+A new root (``build_root``) for the calling process, which `unshare` gave namespaces of its own.
+
+    /            tmpfs, read-only at the end
+    SHOWN        what the host shows, bound read-only at its own path or at another
+    LINKS        symbolic links, as the host has them (/lib -> usr/lib)
+    /dev         null and urandom
+    /tmp         tmpfs of a bounded size, the only place to write
+
+There is no /proc.  The host's root is unmounted before this returns.
+
+Bounds (``apply_limits``) that a process sets itself before it runs what it was given.
+"""
 
 import ctypes
 import os
 import platform
+import resource
+from collections.abc import Mapping
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -99,3 +114,71 @@ def set_filter(instructions: bytes) -> None:
     code = ctypes.create_string_buffer(instructions, len(instructions))
     program = _Program(len(instructions) // 8, ctypes.addressof(code))
     _checked(_LIBC.prctl(SET_FILTER, FILTER_MODE, ctypes.byref(program), 0, 0), "seccomp")
+
+
+DEVICES = ("/dev/null", "/dev/urandom")
+OLD = "/old-root"
+FILES_IN_TMP = 1024
+
+
+def build_root(shown: Mapping[str, str], links: Mapping[str, str], tmp_bytes: int) -> None:
+    """Enter the new root: ``shown`` maps a path inside to the host's, ``links`` a path inside to
+    what it points to.
+
+    Raises OSError naming what could not be mounted.
+    """
+    plain = NO_SETUID | NO_DEVICES
+    mount("tmpfs", "/tmp", "tmpfs", plain, "size=1m,mode=755")  # noqa: S108  (a place that every host has)
+    os.mkdir("/tmp" + OLD)  # noqa: S108
+    pivot("/tmp", "/tmp" + OLD)  # noqa: S108
+    for inside, host in shown.items():
+        _bind(OLD + host, inside)
+        make_read_only(inside)
+    for device in DEVICES:
+        _bind(OLD + device, device)
+    for inside, target in links.items():
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        os.symlink(target, inside)
+    os.makedirs("/tmp", exist_ok=True)  # noqa: S108
+    detach(OLD)
+    os.rmdir(OLD)
+    _make_root_read_only()
+    bounds = f"size={tmp_bytes},nr_inodes={FILES_IN_TMP},mode=700"
+    mount("tmpfs", "/tmp", "tmpfs", plain, bounds)  # noqa: S108
+    os.chdir("/tmp")  # noqa: S108
+
+
+def _bind(source: str, target: str) -> None:
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(target, "w"):
+            pass
+    mount(source, target, "", BIND | RECURSIVE)
+
+
+def _make_root_read_only() -> None:
+    remount = 32
+    flags = READ_ONLY | NO_SETUID | NO_DEVICES
+    mount("", "/", "", remount | BIND | flags)
+
+
+def apply_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
+    """Set soft and hard limits: address space, CPU time, size of a file, descriptors, threads.
+
+    A limit that is already lower stays.
+    """
+    bounds = {
+        resource.RLIMIT_AS: memory_bytes,
+        resource.RLIMIT_CPU: cpu_seconds,
+        resource.RLIMIT_FSIZE: file_bytes,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_NPROC: 64,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, bound in bounds.items():
+        _, hard = resource.getrlimit(kind)
+        if hard != resource.RLIM_INFINITY:
+            bound = min(bound, hard)
+        resource.setrlimit(kind, (bound, bound))

@@ -17,7 +17,7 @@ import os
 import sys
 from typing import Any
 
-from . import calls, candidate, judge, kernel, limits, root
+from . import calls, candidate, judge, kernel
 from .wire import Channel
 
 Job = dict[str, Any]
@@ -29,10 +29,10 @@ def main() -> None:
     with open(descriptor, "rb", closefd=False) as file:
         job: Job = json.load(file)
     if job["root"] is not None:
-        root.build(**job["root"])
+        kernel.build_root(**job["root"])
     if job["privileged"]:
         kernel.drop_capabilities()
-    limits.apply(**job["limits"])
+    kernel.apply_limits(**job["limits"])
     calls.refuse_dangerous_calls()
     os.ftruncate(descriptor, 0)
     os.close(descriptor)

@@ -5,10 +5,10 @@ docs/graders.md has their columns, options and bounds.
 
 GRADERS: dict[str, str] = {
     "code": "isobit.rewards.graders.code:score",
-    "exact_match": "isobit.rewards.graders.exact_match:score",
-    "format": "isobit.rewards.graders.format:score",
-    "math_verify": "isobit.rewards.graders.math_verify:score",
+    "exact_match": "isobit.rewards.graders.text:exact_match",
+    "format": "isobit.rewards.graders.text:format_score",
+    "math_verify": "isobit.rewards.graders.math:score",
     "reasoning_gym": "isobit.rewards.graders.reasoning_gym:score",
-    "regex": "isobit.rewards.graders.regex:score",
+    "regex": "isobit.rewards.graders.text:regex_score",
 }
 """Where each one is, as ``module:function``; a module is imported when its grader is asked for."""

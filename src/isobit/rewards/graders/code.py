@@ -29,16 +29,16 @@ from typing import Any
 
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.confined.main import MEMORY
-from isobit.rewards.counts import count
-from isobit.rewards.extract import cell, last_code
-from isobit.rewards.sandbox import launcher
-from isobit.rewards.sandboxed_process import (
+from isobit.rewards.graders.text import cell, last_code
+from isobit.rewards.outcome import count
+from isobit.rewards.sandbox import (
     Launcher,
     Limits,
     OutputLimitError,
     Process,
     SandboxError,
     TimeLimitError,
+    launcher,
 )
 
 MOST_CODE = 100_000

@@ -21,11 +21,10 @@ from functools import cache
 from typing import Any
 
 from isobit.data.tasks import TASK_COLUMN, Task, create_task
-from isobit.errors import RewardError
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.counts import count
-from isobit.rewards.deadline import DeadlineError, deadline
-from isobit.rewards.extract import last_tagged
+from isobit.rewards.graders.text import last_tagged
+from isobit.rewards.outcome import DeadlineError, count, deadline
+from isobit.util.errors import RewardError
 
 EXECUTES_ANSWERS = frozenset(
     {

@@ -1,0 +1,417 @@
+"""The paged KV cache on Hopper: an arena a format, every page 128 tokens, laid out as
+``isobit.kernels.hopper.attention`` reads it.
+
+    e4m3    values [2 (K, V), layer, page, KV head * 128 * D] and scale bytes [2, layer, page, KV
+            head * 128]
+    bf16    values alone
+
+A layer's ``PagedKeys`` are views of its format's arena, so that pages are copied in all layers by
+one launch a tensor.
+
+Attention of the training forward on Hopper: causal within each sequence of a packed batch, over
+K and V laid end to end.
+
+Attention of the rollout on Hopper: new tokens of every sequence over its pages, written there
+first.
+
+``DecodeAttention`` takes one token a sequence and reads nothing from the host, so it can be
+captured in a CUDA graph. ``PagedAttention`` takes any ragged batch: sequences with one new token go
+through the decode kernel; those with a chunk of several have the keys of their pages laid end to
+end and go through the kernel of the training forward.  Both give the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.kernels.hopper.attention import (
+    PackedKeys,
+    PagedKeys,
+    decode_attention,
+    prefill_attention,
+)
+from isobit.kernels.hopper.memory import to_device
+from isobit.kernels.hopper.qkv import Queries, encode_packed, encode_paged, gather_pages
+from isobit.kernels.hopper.sizes import page_formats
+from isobit.kernels.hopper.sizes import page_tokens as PAGE_TOKENS
+from isobit.kernels.operands import (
+    DecodeBatch,
+    KvShape,
+    PagedBatch,
+    QkvTransform,
+    is_observed,
+    observe_heads,
+)
+from isobit.kernels.spec.qkv import Heads
+from isobit.precision.flow import Graph, PrecisionFlow
+from isobit.precision.quant_tensor import DTYPES, E4M3, E8M0_BIAS, Format
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+
+_COPIED = 4096  # words of one copying program
+
+
+class HopperKvCache:
+    """Pages of K and V for all layers; which page belongs to whom is the scheduler's business."""
+
+    page_tokens = PAGE_TOKENS
+
+    def __init__(
+        self, shape: KvShape, flow: PrecisionFlow, num_pages: int, device: torch.device | str
+    ) -> None:
+        self.num_pages = num_pages
+        self.formats = page_formats(shape, flow)
+        self._arenas = {
+            format: _Arena.zeros(self.formats.count(format), num_pages, shape, format, device)
+            for format in dict.fromkeys(self.formats)
+        }
+        self.layers = [
+            self._arenas[format].layer(self.formats[:i].count(format))
+            for i, format in enumerate(self.formats)
+        ]
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy each source page to its target, in every layer.  The targets are all different, and
+        none of them is a source.
+        """
+        if not sources:
+            return
+        device = next(iter(self._arenas.values())).values.device
+        pairs = to_device(torch.tensor([list(sources), list(targets)], dtype=torch.int32), device)
+        for arena in self._arenas.values():
+            arena.copy(pairs)
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
+        """K and V at slots int64 [T] = page * 128 + offset: [T, G, D] each; in BF16 with scale
+        bytes of 127.
+        """
+        pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+        paged = self.layers[layer]
+        if paged.key_bytes is None or paged.value_bytes is None:
+            keys, values = paged.keys[pages, :, offsets], paged.values[pages, :, offsets]
+            units = torch.full(keys.shape[:2], E8M0_BIAS, dtype=torch.uint8, device=keys.device)
+            return Heads(keys, units), Heads(values, units)
+        keys = paged.keys.view(torch.uint8)[pages, :, offsets].view(E4M3)
+        values = paged.values.view(torch.uint8)[pages, :, :, offsets].view(E4M3)
+        return Heads(keys, paged.key_bytes[pages, :, offsets]), Heads(
+            values, paged.value_bytes[pages, :, offsets]
+        )
+
+    def clear(self) -> None:
+        """Zeros everywhere, in place."""
+        for arena in self._arenas.values():
+            arena.values.zero_()
+            if arena.bytes is not None:
+                arena.bytes.zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class _Arena:
+    """The layers of one format: values [2, layers, pages, G * 128 * D], E4M3 as uint8, and scale
+    bytes [2, layers, pages, G * 128].
+    """
+
+    values: torch.Tensor
+    bytes: torch.Tensor | None
+    kv_heads: int
+
+    @classmethod
+    def zeros(
+        cls, layers: int, pages: int, shape: KvShape, format: Format, device: torch.device | str
+    ) -> "_Arena":
+        """Zeros, so that keys beyond a sequence's end are finite: their probability is 0, and 0 *
+        NaN would not be.
+        """
+        rows, vectors = (2, layers, pages), shape.num_kv_heads * PAGE_TOKENS
+        dtype = torch.uint8 if format == "e4m3" else torch.bfloat16
+        values = torch.zeros((*rows, vectors * shape.head_dim), dtype=dtype, device=device)
+        scales = (
+            torch.zeros((*rows, vectors), dtype=torch.uint8, device=device)
+            if format == "e4m3"
+            else None
+        )
+        return cls(values, scales, shape.num_kv_heads)
+
+    def layer(self, index: int) -> PagedKeys:
+        """The pages of the format's index-th layer."""
+        keys, values = self.values[:, index]
+        rows = (keys.shape[0], self.kv_heads)
+        keys = keys.view(*rows, PAGE_TOKENS, -1)
+        if self.bytes is None:
+            return PagedKeys(keys, None, values.view(*rows, PAGE_TOKENS, -1), None)
+        key_bytes, value_bytes = self.bytes[:, index].view(2, *rows, PAGE_TOKENS)
+        return PagedKeys(
+            keys.view(E4M3), key_bytes, values.view(*rows, -1, PAGE_TOKENS).view(E4M3), value_bytes
+        )
+
+    def copy(self, pairs: torch.Tensor) -> None:
+        """Sources and targets, int32 [2, n] on the device."""
+        for tensor in (self.values, self.bytes):
+            if tensor is not None:
+                words = tensor.view(torch.int32).view(-1, *tensor.view(torch.int32).shape[2:])
+                grid = (triton.cdiv(words.shape[2], _COPIED), pairs.shape[1], words.shape[0])
+                _copy_kernel[grid](
+                    words, pairs[0], pairs[1], words.shape[1], words.shape[2], _COPIED, num_warps=8
+                )
+
+
+@triton.jit
+def _copy_kernel(ARENA, SOURCE, TARGET, pages, WORDS: tl.constexpr, N: tl.constexpr):
+    """One program N words of one page of one layer's K or V: ARENA [row, page, WORDS]."""
+    pair = tl.program_id(1)
+    first = tl.program_id(2).to(tl.int64) * pages
+    word = tl.program_id(0) * N + tl.arange(0, N)
+    source = (first + tl.load(SOURCE + pair)) * WORDS
+    target = (first + tl.load(TARGET + pair)) * WORDS
+    tl.store(
+        ARENA + target + word, tl.load(ARENA + source + word, mask=word < WORDS), mask=word < WORDS
+    )
+
+
+_ONE = 127  # the E8M0 byte of the scale 1
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What attention of a layer read and made: its backward starts from that."""
+
+    queries: Queries
+    keys: PackedKeys
+    output: torch.Tensor
+    """BF16 [T, H, D]"""
+    log_sum_exp: torch.Tensor
+    """FP32 [T, H], base 2"""
+    window: int | None
+
+
+class PackedAttention:
+    """Attention for packed sequences of the given lengths (``AttendWithBackward``); the same object
+    serves all layers.
+    """
+
+    def __init__(self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor) -> None:
+        """``positions`` int64 [T], on the GPU."""
+        self._formats: list[Format] = [
+            site.forward for site in graph.sites if site.kind == "attention"
+        ]
+        self._positions, self._longest = positions, max(lengths)
+        ends = torch.tensor(lengths, dtype=torch.int32)
+        self._starts, self._lengths = (
+            to_device(x.int(), positions.device) for x in (ends.cumsum(0) - ends, ends)
+        )
+
+    def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
+        """Causal attention of each sequence over itself: [T, (H + 2 G) D] -> [T, H D]."""
+        return self.attend(layer, qkv, transform)[0]
+
+    def attend(
+        self, layer: int, qkv: torch.Tensor, transform: QkvTransform
+    ) -> tuple[torch.Tensor, Attended]:
+        """The same, and what the backward reads."""
+        format = self._formats[layer]
+        queries, keys = encode_packed(qkv, transform, self._positions, format)
+        if is_observed():
+            observe_heads(layer, query_heads(queries), *_key_heads(keys, format))
+        starts, lengths, longest = self._starts, self._lengths, self._longest
+        out, lse = prefill_attention(
+            queries.values,
+            queries.scales,
+            keys,
+            starts,
+            lengths,
+            starts,
+            lengths,
+            longest,
+            longest,
+            transform.window,
+        )
+        return out.view(qkv.shape[0], -1), Attended(queries, keys, out, lse, transform.window)
+
+    def backward(
+        self, attended: Attended, d_output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradient of one layer: d_output BF16 [T, H D] -> dq [T, H, D], dk and dv [T, G,
+        D].
+        """
+        from isobit.kernels.hopper.attention_backward import (
+            attention_backward,
+        )  # Gluon, which the forward does without
+
+        queries, keys, output = attended.queries, attended.keys, attended.output
+        return attention_backward(
+            queries.values,
+            queries.scales,
+            keys,
+            output,
+            attended.log_sum_exp,
+            d_output.view_as(output),
+            self._starts,
+            self._lengths,
+            self._longest,
+            attended.window,
+        )
+
+
+def query_heads(queries: Queries) -> Heads:
+    """As an observer compares them: with E8M0 bytes, also where there are no scales."""
+    if queries.scales is None:
+        return Heads(
+            queries.values, torch.full_like(queries.values[..., 0], _ONE, dtype=torch.uint8)
+        )
+    return Heads(queries.values, (queries.scales.view(torch.int32) >> 23).to(torch.uint8))
+
+
+def _key_heads(keys: PackedKeys, format: Format) -> tuple[Heads, Heads]:
+    ones = torch.full_like(keys.keys[..., 0], _ONE, dtype=torch.uint8)
+    values = keys.values.to(DTYPES[format])  # FP16 copies of E4M3 numbers
+    return (
+        Heads(keys.keys, ones if keys.key_bytes is None else keys.key_bytes),
+        Heads(values, ones if keys.value_bytes is None else keys.value_bytes),
+    )
+
+
+class DecodeAttention:
+    """A attention (``Attend``) for decoding sequences; the same object serves all layers."""
+
+    def __init__(self, cache: HopperKvCache, batch: DecodeBatch) -> None:
+        self._cache, self._batch = cache, batch
+
+    def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
+        """Attend in one layer."""
+        batch, pages = self._batch, self._cache.layers[layer]
+        queries = encode_paged(qkv, transform, batch.positions, batch.slots, pages)
+        out, _ = decode_attention(
+            queries.values,
+            queries.scales,
+            pages,
+            batch.table,
+            batch.lengths,
+            batch.max_length,
+            transform.window,
+        )
+        return out.view(qkv.shape[0], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Singles:
+    """The sequences with one new token."""
+
+    rows: torch.Tensor  # int64: their rows of the batch
+    table: torch.Tensor
+    lengths: torch.Tensor
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The sequences with several."""
+
+    query_starts: torch.Tensor  # int32, like all below
+    query_counts: torch.Tensor
+    key_starts: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    max_count: int
+    max_length: int
+    total: int  # keys of all of them
+
+
+class PagedAttention:
+    """Attention (``Attend``) for a ragged batch; one object serves all layers of one forward."""
+
+    def __init__(self, cache: HopperKvCache, batch: PagedBatch, positions: torch.Tensor) -> None:
+        """``batch`` on the host, ``positions`` int64 [T] on the GPU."""
+        self._cache, self._positions = cache, positions
+        self._slots = to_device(batch.slots, positions.device)
+        counts, lengths = (
+            torch.tensor(batch.counts, dtype=torch.int32),
+            torch.tensor(batch.lengths, dtype=torch.int32),
+        )
+        starts = (counts.cumsum(0) - counts).int()
+        table = batch.block_table.int()
+        self._singles = _singles(counts == 1, starts, table, lengths, positions.device)
+        self._chunks = _chunks(counts > 1, starts, counts, table, lengths, positions.device)
+
+    def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
+        """Attend in one layer."""
+        queries = encode_paged(
+            qkv, transform, self._positions, self._slots, self._cache.layers[layer]
+        )
+        if is_observed():
+            observe_heads(layer, query_heads(queries), *self._cache.read(layer, self._slots))
+        if self._chunks is None:
+            return self._attend_singles(layer, queries, transform.window).view(qkv.shape[0], -1)
+        out = self._attend_chunks(layer, queries, self._chunks, transform.window)
+        if self._singles is not None:
+            singles = self._attend_singles(layer, queries, transform.window)
+            out.index_copy_(0, self._singles.rows, singles)
+        return out.view(qkv.shape[0], -1)
+
+    def _attend_singles(self, layer: int, queries: Queries, window: int | None) -> torch.Tensor:
+        singles = self._singles
+        assert singles is not None
+        values, scales = queries.values, queries.scales
+        if self._chunks is not None:
+            values = values.view(torch.uint8).index_select(0, singles.rows).view(values.dtype)
+            scales = None if scales is None else scales.index_select(0, singles.rows)
+        pages = self._cache.layers[layer]
+        return decode_attention(
+            values, scales, pages, singles.table, singles.lengths, singles.max_length, window
+        )[0]
+
+    def _attend_chunks(
+        self, layer: int, queries: Queries, chunks: _Chunks, window: int | None
+    ) -> torch.Tensor:
+        pages = self._cache.layers[layer]
+        keys = gather_pages(
+            pages, chunks.table, chunks.key_starts, chunks.lengths, chunks.total, chunks.max_length
+        )
+        return prefill_attention(
+            queries.values,
+            queries.scales,
+            keys,
+            chunks.query_starts,
+            chunks.query_counts,
+            chunks.key_starts,
+            chunks.lengths,
+            chunks.max_count,
+            chunks.max_length,
+            window,
+        )[0]
+
+
+def _singles(
+    chosen: torch.Tensor,
+    starts: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    device: torch.device,
+) -> _Singles | None:
+    if not bool(chosen.any()):
+        return None
+    rows, picked, of = starts[chosen].long(), table[chosen], lengths[chosen]
+    return _Singles(*(to_device(x, device) for x in (rows, picked, of)), max_length=int(of.max()))
+
+
+def _chunks(
+    chosen: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    device: torch.device,
+) -> _Chunks | None:
+    if not bool(chosen.any()):
+        return None
+    new, of = counts[chosen], lengths[chosen]
+    key_starts = (of.cumsum(0) - of).int()
+    tensors = (to_device(x, device) for x in (starts[chosen], new, key_starts, table[chosen], of))
+    return _Chunks(
+        *tensors, max_count=int(new.max()), max_length=int(of.max()), total=int(of.sum())
+    )

@@ -1,0 +1,370 @@
+"""AdamW on a GPU: one pass over master, gradient and moments, with the bits of
+``isobit.kernels.spec.optimiser``.
+
+An element costs 28 bytes with FP32 moments, 20 with BF16 ones and 16 with 8-bit ones.  Division and
+square root are the rounded ones, no product is fused with a sum, and the noise is a function of the
+element's number in the whole tensor: nothing depends on the launch.
+
+The 8-bit moments of ``isobit.kernels.spec.optimiser`` inside a kernel, with the same bits: tiles
+of [groups, 128] elements, scales [groups, 1].
+
+Codes are read and written as bytes: the conversions between them and FP32 are shifts and a product
+with a power of two.
+
+Sums of squares of gradients on a GPU, one for every 128 rows: in FP64 and in an order that
+nothing but the size of these rows decides.
+
+The rows of a block lie together.  They are cut into pieces of 16384 elements; a program takes one,
+2048 at a time, one FP64 sum a lane, then adds its lanes.  A second kernel adds the sums of a
+block's pieces, ascending.  So a slice of a tensor at a multiple of 128 rows gives the sums that it
+has in the whole.  The square of an FP32 number is exact in FP64 and cannot overflow: a sum is
+finite if and only if every element is.
+
+Sums of gradients in the order of their micro-batches, on a GPU: each number is read once and
+the total is read and written once, where one addition after the other would do that for every
+addend.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.kernels.hopper.sampling import splitmix64
+from isobit.kernels.noise import GROUP, AdamWFactors, check_moments
+from isobit.kernels.spec import optimiser
+from isobit.kernels.spec.optimiser import BF16_NAN
+from isobit.precision.quant_tensor import BLOCK, num_blocks
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+
+_ABOVE_448, _ABOVE_496 = tl.constexpr(optimiser.ABOVE_448), tl.constexpr(optimiser.ABOVE_496)
+_NOT_FINITE = tl.constexpr(optimiser.NOT_FINITE)
+_REBIAS, _UNBIAS = tl.constexpr(optimiser.REBIAS), tl.constexpr(1 / optimiser.REBIAS)
+_MAGNITUDE, _INFINITY = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _value(codes, MANTISSA: tl.constexpr):
+    """The FP32 number of an int32 code, a sign in front of eight bits of exponent."""
+    return (codes << (23 - MANTISSA)).to(tl.float32, bitcast=True) * _REBIAS
+
+
+@triton.jit
+def _of_byte(scales):
+    """FP32 scales."""
+    return (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_first(codes, scales):
+    """Bytes -> m."""
+    bits = codes.to(tl.int32)
+    return _value((bits & 0x7F) | ((bits & 0x80) << 4), 3) * _of_byte(scales)
+
+
+@triton.jit
+def decode_second(codes, scales):
+    """Bytes -> v."""
+    root = _value(codes.to(tl.int32), 4) * _of_byte(scales)
+    return root * root
+
+
+@triton.jit
+def _scales(x, ABOVE: tl.constexpr):
+    """-> the bytes of the scales, their FP32 reciprocals, and which groups hold a number that is
+    not finite.
+    """
+    largest = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, 1, keep_dims=True)
+    bad = largest >= _INFINITY
+    exponent = tl.maximum(((largest + ABOVE) >> 23) - 8, 1)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bad, _NOT_FINITE, exponent).to(tl.uint8), inverse, bad
+
+
+@triton.jit
+def encode_first(m, noise):
+    """FP32 m and int32 noise in 0 .. 65535 -> codes and scales."""
+    scales, inverse, bad = _scales(m, _ABOVE_448)
+    bits = (tl.abs(m * inverse) * _UNBIAS).to(tl.int32, bitcast=True)
+    codes = (bits + (noise << 4) + 8) >> 20
+    codes |= (m.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where(bad, 0, codes).to(tl.uint8), scales
+
+
+@triton.jit
+def encode_second(root, noise):
+    """FP32 sqrt(v) and int32 noise in 0 .. 65535 -> codes and scales."""
+    scales, inverse, bad = _scales(root, _ABOVE_496)
+    scaled = root * inverse
+    codes = (scaled * _UNBIAS).to(tl.int32, bitcast=True) >> 19
+    low, high = _value(codes, 4), _value(codes + 1, 4)
+    drawn = (noise.to(tl.float32) + 0.5) * ((high - low) * (high + low))
+    codes += (drawn < (scaled - low) * (scaled + low) * 65536.0).to(tl.int32)
+    codes = tl.maximum(codes, (root > 0).to(tl.int32))
+    return tl.where(bad, 0, codes).to(tl.uint8), scales
+
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+
+_WIDTH = 1024
+_NAN = tl.constexpr(BF16_NAN)
+
+
+@triton.jit
+def _round_stochastically(x, noise):
+    """FP32 -> BF16, up or down by uint32 noise in 0 .. 65535."""
+    bits = (x.to(tl.uint32, bitcast=True) + noise) >> 16
+    return tl.where(x == x, bits, _NAN).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _update(w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay):
+    """-> the new master, m, v and sqrt(v), all FP32."""
+    g = g * clip
+    m = m * beta1 + g * rest1
+    v = v * beta2 + g * g * rest2
+    v_root = tl.sqrt_rn(v)
+    quotient = tl.div_rn(m, v_root * root + epsilon)
+    return w - (w * decay + quotient * size), m, v, v_root
+
+
+@triton.jit(do_not_specialize=["key", "first"])
+def _adamw_kernel(
+    MASTER, GRAD, FIRST, SECOND, n, key, first, clip, beta1, rest1, beta2, rest2, root, epsilon,
+    size, decay,
+    WIDTH: tl.constexpr, NOISE: tl.constexpr,
+):  # fmt: skip
+    """Moments in FP32, or with NOISE in BF16; one program WIDTH elements of n, the tensor's from
+    ``first`` on.
+    """
+    element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inside = element < n
+    w = tl.load(MASTER + element, mask=inside, other=0.0)
+    g = tl.load(GRAD + element, mask=inside, other=0.0)
+    m = tl.load(FIRST + element, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(SECOND + element, mask=inside, other=0.0).to(tl.float32)
+    w, m, v, _ = _update(w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay)
+    tl.store(MASTER + element, w, mask=inside)
+    if NOISE:
+        bits = splitmix64(key.to(tl.uint64), (element + first).to(tl.uint64)).to(tl.uint32)
+        m = _round_stochastically(m, bits & 0xFFFF)
+        v = _round_stochastically(v, bits >> 16)
+    tl.store(FIRST + element, m, mask=inside)
+    tl.store(SECOND + element, v, mask=inside)
+
+
+@triton.jit(do_not_specialize=["key", "first"])
+def _adamw_8_bits_kernel(
+    MASTER, GRAD, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES, n, key, first,
+    clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Moments in 8 bits; one program GROUPS groups of 128 elements, of n elements, the tensor's
+    from ``first`` on.
+    """
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    element = group * 128 + tl.arange(0, 128)[None, :]
+    inside, begun = element < n, group * 128 < n
+    w = tl.load(MASTER + element, mask=inside, other=0.0)
+    g = tl.load(GRAD + element, mask=inside, other=0.0)
+    m_scales = tl.load(FIRST_SCALES + group, mask=begun, other=0)
+    v_scales = tl.load(SECOND_SCALES + group, mask=begun, other=0)
+    m = decode_first(tl.load(FIRST + element, mask=inside, other=0), m_scales)
+    v = decode_second(tl.load(SECOND + element, mask=inside, other=0), v_scales)
+    w, m, _, v_root = _update(
+        w, g, m, v, clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay
+    )
+    tl.store(MASTER + element, w, mask=inside)
+    bits = splitmix64(key.to(tl.uint64), (element + first).to(tl.uint64)).to(tl.uint32)
+    codes, scales = encode_first(m, (bits & 0xFFFF).to(tl.int32))
+    tl.store(FIRST + element, codes, mask=inside)
+    tl.store(FIRST_SCALES + group, scales, mask=begun)
+    codes, scales = encode_second(v_root, (bits >> 16).to(tl.int32))
+    tl.store(SECOND + element, codes, mask=inside)
+    tl.store(SECOND_SCALES + group, scales, mask=begun)
+
+
+def adamw_step(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    factors: AdamWFactors,
+    key: int | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    first_element: int = 0,
+) -> None:
+    """What ``isobit.kernels.spec.optimiser.adamw_step`` says; ``key`` is the noise's, None for FP32
+    moments.
+    """
+    check_moments(master, grad, exp_avg, exp_avg_sq, key, scales, first_element)
+    n, f = master.numel(), factors
+    numbers = (f.clip, f.beta1, f.rest1, f.beta2, f.rest2, f.root, f.epsilon, f.size, f.decay)
+    grid, options = (triton.cdiv(n, _WIDTH),), {"num_warps": 4, "enable_fp_fusion": False}
+    if scales is None:
+        number = 0 if key is None else key
+        _adamw_kernel[grid](
+            master,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            n,
+            number,
+            first_element,
+            *numbers,
+            _WIDTH,
+            key is not None,
+            **options,
+        )
+        return
+    codes = exp_avg.view(torch.uint8), exp_avg_sq
+    _adamw_8_bits_kernel[grid](
+        master, grad, *codes, *scales, n, key, first_element, *numbers, _WIDTH // GROUP, **options
+    )
+
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+
+_PIECE = 16384
+_SQUARES_WIDTH = 2048
+_BLOCKS = 128  # of a program that adds pieces
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _squares_kernel(X, SUMS, stride, SIZE: tl.constexpr, PIECE: tl.constexpr, WIDTH: tl.constexpr):
+    """One program a piece of a block of SIZE elements: its sum to SUMS[piece, block].
+
+    SIZE is known to the compiler: whether the end of a block is aligned decides the layout, and so
+    the order of the lanes.
+    """
+    pieces: tl.constexpr = (SIZE + PIECE - 1) // PIECE
+    block, piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
+    start = X + block.to(tl.int64) * SIZE
+    acc = tl.zeros([WIDTH], tl.float64)
+    for first in tl.static_range(0, PIECE, WIDTH):
+        element = piece * PIECE + first + tl.arange(0, WIDTH)
+        if SIZE % PIECE == 0:
+            x = tl.load(start + element)
+        else:
+            x = tl.load(start + element, mask=element < SIZE, other=0.0)
+        wide = x.to(tl.float64)
+        acc += wide * wide
+    tl.store(SUMS + piece.to(tl.int64) * stride + block, tl.sum(acc, 0))
+
+
+@triton.jit(do_not_specialize=["blocks", "pieces"])
+def _add_squares_kernel(SUMS, OUT, blocks, pieces, BLOCKS: tl.constexpr):
+    """One program BLOCKS blocks: their pieces, ascending; a zero for a piece that is not there
+    changes nothing.
+    """
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < blocks
+    at = SUMS + block
+    acc = tl.zeros([BLOCKS], tl.float64)
+    for _ in range(pieces):
+        acc += tl.load(at, mask=inside, other=0.0)
+        at += blocks
+    tl.store(OUT + block, acc, mask=inside)
+
+
+def gradient_squares(grads: Sequence[torch.Tensor]) -> list[float]:
+    """The sums of all blocks of 128 rows, tensor by tensor, which this waits for; NaN or infinite
+    where an element is.  FP32 tensors, contiguous, of any shapes; one without rows has none.
+    """
+    grads = [grad for grad in grads if grad.numel()]
+    total = sum(num_blocks(len(grad)) for grad in grads)
+    if not total:
+        return []
+    pieces = max(triton.cdiv(BLOCK * grad[0].numel(), _PIECE) for grad in grads)
+    sums = torch.zeros((pieces, total), dtype=torch.float64, device=grads[0].device)
+    first = 0
+    for grad in grads:
+        assert grad.dtype == torch.float32
+        assert grad.is_contiguous()
+        assert grad.data_ptr() % 16 == 0  # another alignment would give the kernel another layout
+        rows, width = len(grad), grad[0].numel()
+        whole = rows // BLOCK
+        _launch(grad, sums[:, first:], whole, BLOCK * width)
+        _launch(grad[whole * BLOCK :], sums[:, first + whole :], 1, rows % BLOCK * width)
+        first += num_blocks(rows)
+    out = torch.empty(total, dtype=torch.float64, device=sums.device)
+    _add_squares_kernel[(triton.cdiv(total, _BLOCKS),)](
+        sums, out, total, pieces, _BLOCKS, num_warps=4
+    )
+    return out.tolist()
+
+
+def _launch(x: torch.Tensor, sums: torch.Tensor, blocks: int, size: int) -> None:
+    """The pieces of so many blocks of ``size`` elements."""
+    if not blocks * size:
+        return
+    piece = min(_PIECE, triton.next_power_of_2(size))
+    _squares_kernel[(blocks * triton.cdiv(size, piece),)](
+        x,
+        sums,
+        sums.stride(0),
+        size,
+        piece,
+        min(_SQUARES_WIDTH, piece),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+
+_SUM_WIDTH = 4096
+_ADDENDS = 8  # of one launch
+
+
+@triton.jit
+def _add_kernel(TOTAL, A0, A1, A2, A3, A4, A5, A6, A7, n, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """One program WIDTH elements, of the first COUNT addends."""
+    element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inside = element < n
+    total = tl.load(TOTAL + element, mask=inside) + tl.load(A0 + element, mask=inside)
+    if COUNT > 1:
+        total += tl.load(A1 + element, mask=inside)
+    if COUNT > 2:
+        total += tl.load(A2 + element, mask=inside)
+    if COUNT > 3:
+        total += tl.load(A3 + element, mask=inside)
+    if COUNT > 4:
+        total += tl.load(A4 + element, mask=inside)
+    if COUNT > 5:
+        total += tl.load(A5 + element, mask=inside)
+    if COUNT > 6:
+        total += tl.load(A6 + element, mask=inside)
+    if COUNT > 7:
+        total += tl.load(A7 + element, mask=inside)
+    tl.store(TOTAL + element, total, mask=inside)
+
+
+def add_in_order(total: torch.Tensor, addends: Sequence[torch.Tensor]) -> None:
+    """See ``isobit.kernels.spec.optimiser``: contiguous, of as many elements each."""
+    n = total.numel()
+    for tensor in (total, *addends):
+        assert tensor.dtype == torch.float32
+        assert tensor.is_contiguous()
+        assert tensor.numel() == n
+    if not n:
+        return
+    for first in range(0, len(addends), _ADDENDS):
+        some = list(addends[first : first + _ADDENDS])
+        unread = [total] * (_ADDENDS - len(some))
+        grid = (triton.cdiv(n, _SUM_WIDTH),)
+        _add_kernel[grid](total, *some, *unread, n, len(some), _SUM_WIDTH, num_warps=8)

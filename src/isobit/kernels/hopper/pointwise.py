@@ -1,0 +1,220 @@
+"""The backward of the embedding on Hopper: rows of equal ids are added in the order of their
+tokens, without atomics.
+
+    grad[v] += sum over tokens t with token_ids[t] = v, ascending, of d_hidden[t]     FP32
+
+A stable sort brings equal ids together and keeps their tokens in order.  A program looks at one
+place of the sorted ids: if a run of equal ids begins there, it adds the whole run, starting from
+zero, and then adds that to the gradient's row, which it alone writes. These are the bits of
+``torch.ops.aten.embedding_dense_backward`` on the CPU.
+
+The residual stream and its norm on Hopper, one kernel with the quantisation that follows
+(``isobit.kernels.hopper.quantise``); WGrad's copy is quantised from the BF16 norm.
+
+The backward of RMSNorm on Hopper, with the residual's gradient and the weight's, in one pass
+over the tokens.
+
+    n  = h / sqrt(mean(h^2) + eps)              h: the norm's input, the residual stream
+    s  = dy w
+    dh = d_residual + (s - n mean(s n)) / rms   FP32, rounded to BF16 once; without a residual the
+                                                second term alone
+    dw += sum over tokens of dy n               FP32
+
+A token's sums are taken by one program in a layout that depends on the number of channels alone, so
+a row of dh depends on no other row. At most BLOCKS programs walk the tokens, each a run of
+neighbours in ascending order, and leave their sums of dy n to ``add_block_sums``: no atomics, and
+one order for every number of tokens.  The kernel moves 8 bytes a number, and BLOCKS sums of 4 bytes
+a channel.
+
+SwiGLU on Hopper: the activation as the linear behind it reads it, and its gradient, each in one
+kernel (``quantise``, ``token_groups``, ``swiglu_backward``).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.kernels.hopper.device_functions import add_block_sums
+from isobit.kernels.hopper.linear import input_saved, linear_input, output_gradient
+from isobit.kernels.hopper.quantise import rms_norm_quantise, swiglu, swiglu_quantise
+from isobit.kernels.hopper.swiglu_backward import swiglu_backward_bf16, swiglu_backward_quantise
+from isobit.kernels.hopper.token_groups import swiglu_both, swiglu_tokens
+from isobit.kernels.operands import LinearInput, Normed, Operand, OutputGradient, is_observed
+from isobit.precision.flow import Site
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportReturnType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+
+_UNROLLED = 8  # rows whose loads are in flight together
+_WIDEST = 1024  # columns of a program
+
+
+@triton.jit
+def _run_kernel(
+    SORTED, TOKEN, END, DH, GRAD, C: tl.constexpr, WIDTH: tl.constexpr, UNROLLED: tl.constexpr
+):
+    """One program a place of the sorted ids and WIDTH columns."""
+    place = tl.program_id(0)
+    row = tl.load(SORTED + place)
+    if tl.load(SORTED + place - 1, mask=place > 0, other=-1) == row:
+        return
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < C
+    end = tl.load(END + place)
+    total = tl.zeros([WIDTH], tl.float32)
+    for first in range(place, end, UNROLLED):
+        for i in tl.static_range(UNROLLED):
+            there = first + i < end
+            token = tl.load(TOKEN + first + i, mask=there, other=0)
+            total += tl.load(DH + token * C + column, mask=inside & there, other=0.0).to(
+                tl.float32
+            )  # + 0.0 changes no bit of a sum
+    at = GRAD + row * C + column
+    tl.store(at, tl.load(at, mask=inside) + total, mask=inside)
+
+
+def columns_of_program(columns: int) -> int:
+    """Columns of a program, a power of two, for rows of so many."""
+    return min(_WIDEST, triton.next_power_of_2(columns))
+
+
+def embedding_backward(d_hidden: torch.Tensor, token_ids: torch.Tensor, grad: torch.Tensor) -> None:
+    """d_hidden BF16 [T, C] and token_ids int64 [T], contiguous -> added to the rows of FP32 [V, C],
+    in place.  No host synchronisation.
+    """
+    tokens, columns = d_hidden.shape
+    if not tokens:
+        return
+    ids, order = torch.sort(token_ids, stable=True)
+    ends = torch.searchsorted(ids, ids, right=True, out_int32=True)
+    width = columns_of_program(columns)
+    _run_kernel[(tokens, triton.cdiv(columns, width))](
+        ids, order, ends, d_hidden, grad, columns, width, _UNROLLED, num_warps=4
+    )
+
+
+def add_rms_norm(
+    h: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    site: Site | None,
+    save: bool = False,
+    keep: bool = False,
+) -> Normed:
+    """h and x BF16 [T, C]; the norm itself is written only where somebody reads it."""
+    scales = site.scales if site is not None and site.forward == "e4m3" else None
+    keep = keep or scales is None or save or is_observed()
+    h, norm, quantised = rms_norm_quantise(h, x, weight, epsilon, scales, keep)
+    if site is None:
+        return Normed(h, norm, None)
+    read = norm if quantised is None else quantised
+    assert read is not None
+    saved = None
+    if save:
+        assert norm is not None
+        saved = input_saved(norm, site)
+    return Normed(h, norm, LinearInput(read, saved))
+
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportReturnType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+
+BLOCKS = 512  # almost four programs for each of an H200's 132 multiprocessors
+_NUMBERS = 2048  # that a program holds at once: rows of fewer channels are taken several at a time
+_NUMBERS_OF_WARP = (
+    512  # at 1024 the registers leave room for 8 warps a multiprocessor instead of 16
+)
+_MOST_WARPS = 16  # beyond 8192 channels a few registers spill, with 32 warps many
+
+
+@triton.jit(do_not_specialize=["tokens", "tokens_of_block"])
+def _norm_kernel(
+    DY, H, WEIGHT, D_RESIDUAL, DH, SUMS, tokens, tokens_of_block, epsilon, C: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """One program a block of tokens, ROWS at a time, of C channels padded to WIDTH."""
+    block = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    weight = tl.load(WEIGHT + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
+    sums = tl.zeros([WIDTH], tl.float32)
+    end = tl.minimum((block + 1) * tokens_of_block, tokens)
+    for first in range(block * tokens_of_block, end, ROWS):
+        t = first + tl.arange(0, ROWS)
+        inside = (t < end)[:, None] & (column < C)[None, :]
+        at = t[:, None] * C + column[None, :]
+        dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
+        h = tl.load(H + at, mask=inside, other=0.0).to(tl.float32)
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(h * h, 1) / C + epsilon)
+        normalised = h * inverse[:, None]
+        scaled = dy * weight
+        mean = tl.sum(scaled * normalised, 1) / C
+        dh = (scaled - normalised * mean[:, None]) * inverse[:, None]
+        if D_RESIDUAL is not None:
+            dh += tl.load(D_RESIDUAL + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(DH + at, dh.to(tl.bfloat16), mask=inside)
+        sums += tl.sum(dy * normalised, 0)
+    tl.store(SUMS + block * C + column, sums, mask=column < C)
+
+
+def layout(columns: int) -> tuple[int, int, int]:
+    """Channels -> their number as a power of two, and the rows and warps of a program."""
+    width = triton.next_power_of_2(columns)
+    return width, max(1, _NUMBERS // width), min(max(4, width // _NUMBERS_OF_WARP), _MOST_WARPS)
+
+
+def rms_norm_backward(
+    dy: torch.Tensor,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    d_residual: torch.Tensor | None,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    """Gradients of ``y = RMSNorm(h)``: all BF16 [T, C] and contiguous, the published weight BF16
+    [C] -> BF16 [T, C] for h.
+
+    ``d_residual`` is the gradient that reaches h past the norm, or None.  The weight's is added to
+    ``grad``, FP32 [C].
+    """
+    tokens, columns = h.shape
+    dh = torch.empty_like(h)
+    if not tokens:
+        return dh
+    width, rows, warps = layout(columns)
+    tokens_of_block = triton.cdiv(triton.cdiv(tokens, BLOCKS), rows) * rows
+    blocks = triton.cdiv(tokens, tokens_of_block)
+    sums = torch.empty((blocks, columns), dtype=torch.float32, device=h.device)
+    _norm_kernel[(blocks,)](
+        dy, h, weight, d_residual, dh, sums, tokens, tokens_of_block, epsilon, columns, width, rows,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    add_block_sums(sums, grad)
+    return dh
+
+
+def swiglu_input(gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
+    """gate_up BF16 [T, 2 C] -> ``swiglu`` as the linear ``site`` reads it."""
+    if save and site.wgrad == "e4m3":
+        return LinearInput(*swiglu_both(gate_up, site.scales))
+    if not save and site.forward == "e4m3":
+        return LinearInput(swiglu_quantise(gate_up, site.scales))
+    return linear_input(swiglu(gate_up), site, save)
+
+
+def swiglu_saved(gate_up: torch.Tensor, site: Site) -> Operand:
+    """``swiglu`` as the linear's WGrad reads it."""
+    return swiglu_tokens(gate_up, site.scales) if site.wgrad == "e4m3" else swiglu(gate_up)
+
+
+def swiglu_backward(
+    d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
+) -> OutputGradient:
+    """[T, C] and [T, 2 C], BF16 -> the gradient of ``gate_up``, as dY of the linear ``site``."""
+    if site.forward == "e4m3" and site.wgrad == "e4m3":
+        return OutputGradient(*swiglu_backward_quantise(d_activation, gate_up, site.scales))
+    return output_gradient(swiglu_backward_bf16(d_activation, gate_up), site)

@@ -1,0 +1,129 @@
+"""The embedding: rows of the published table; the gradient goes to the FP32 master.
+
+The backward is ``embedding_dense_backward``, which adds a token's rows in their order.  The
+backward of ``table[ids]`` would be an accumulating ``index_put``, the one CPU operation whose sums
+vary from run to run.
+
+RMSNorm and the residual stream: h = h + x, y = h / sqrt(mean(h^2) + eps) * w over the last
+dimension, in FP32 from input to the one rounding of y.
+
+Rows of up to 4096 are summed in one piece, wider ones in pieces of 4096 added in ascending order:
+torch splits the sum of a very wide row over threads, which would change its bits.  The gradient
+repeats at a fixed number of threads:
+
+    n  = h / rms      s  = dy w      dh = d_residual + (s - n mean(s n)) / rms      dw += sum dy n
+
+SwiGLU: y = silu(gate) * up for the fused rows (gate, up), with silu(x) = x / (1 + exp(-x)) in
+FP32.
+
+torch's own ``silu`` and ``sigmoid`` round differently in the vector body and in the scalar tail of
+a loop, so a token's bits would depend on its place; ``exp`` and the division do not.
+"""
+
+import torch
+
+from isobit.kernels.operands import LinearInput, Normed, Operand, OutputGradient, rounded
+from isobit.kernels.spec.linear import input_saved, linear_input, output_gradient
+from isobit.precision.flow import Site
+
+
+def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """int64 [T], table [V, C] -> [T, C] in the table's dtype."""
+    return table.index_select(0, token_ids)
+
+
+def embedding_backward(d_hidden: torch.Tensor, token_ids: torch.Tensor, grad: torch.Tensor) -> None:
+    """d_hidden [T, C], int64 [T]: grad, FP32 [V, C], += the sum of each token's rows."""
+    rows = d_hidden.float()
+    grad.add_(torch.ops.aten.embedding_dense_backward(rows, token_ids, grad.shape[0], -1, False))
+
+
+_WIDEST_SUM = 4096
+
+
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """FP32 or FP64 [..., C] contiguous -> [..., 1], in an order that depends on C alone."""
+    pieces = [piece.sum(-1, keepdim=True) for piece in x.split(_WIDEST_SUM, -1)]
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+    return total
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x [..., C], weight [C] -> y like x."""
+    wide = x.float()
+    return rounded(wide * _inverse_rms(wide, epsilon) * weight.float(), x.dtype)
+
+
+def add_rms_norm(
+    h: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    site: Site | None,
+    save: bool = False,
+    keep: bool = False,
+) -> Normed:
+    """The residual stream [T, C] after the addition, its norm (always kept: it is there), and that
+    as ``site`` reads it.
+    """
+    h = h if x is None else h + x
+    norm = rms_norm(h, weight, epsilon)
+    return Normed(h, norm, None if site is None else linear_input(norm, site, save))
+
+
+def rms_norm_backward(
+    dy: torch.Tensor,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    d_residual: torch.Tensor | None,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    """dy and h [..., C] -> dh in the dtype of h; grad, FP32 [C], += dw."""
+    wide, dy = h.float(), dy.float()
+    inverse = _inverse_rms(wide, epsilon)
+    normalised = wide * inverse
+    grad.add_((dy * normalised).reshape(-1, h.shape[-1]).sum(0))
+    scaled = dy * weight.float()
+    dh = (scaled - normalised * (scaled * normalised).mean(-1, keepdim=True)) * inverse
+    dh = dh.to(h.dtype)
+    return dh if d_residual is None else d_residual + dh
+
+
+def _inverse_rms(wide: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """FP32 [..., C] -> [..., 1]."""
+    return (row_sum(wide * wide) / wide.shape[-1] + epsilon).rsqrt()
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2 C] -> [T, C] in the dtype of the input."""
+    return rounded(gated(*gate_up.float().chunk(2, -1)), gate_up.dtype)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """FP32 silu(gate) * up."""
+    return gate / (1.0 + torch.exp(-gate)) * up
+
+
+def swiglu_input(gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
+    """``swiglu`` as the linear ``site`` reads it."""
+    return linear_input(swiglu(gate_up), site, save)
+
+
+def swiglu_saved(gate_up: torch.Tensor, site: Site) -> Operand:
+    """``swiglu`` as the linear's WGrad reads it."""
+    return input_saved(swiglu(gate_up), site)
+
+
+def swiglu_backward(
+    d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
+) -> OutputGradient:
+    """[T, C] and [T, 2 C] -> the gradient of ``gate_up``, as dY of the linear ``site``."""
+    gate, up = gate_up.float().chunk(2, -1)
+    dy = d_activation.float()
+    sigmoid = 1.0 / (1.0 + torch.exp(-gate))
+    silu = gate * sigmoid
+    d_gate = dy * up * (sigmoid + silu * (1.0 - sigmoid))
+    return output_gradient(torch.cat([d_gate, dy * silu], -1).to(gate_up.dtype), site)

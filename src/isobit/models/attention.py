@@ -1,0 +1,190 @@
+"""Attention: the first half of a decoder layer.
+
+    h = h + x     a = norm(h)     q, k, v = qkv_proj(a)     x = o_proj(attend(q, k, v))
+
+Bias, norms of Q and K, rotary positions, the flow's format and the KV cache are between the
+projection and attention (``QkvTransform``, ``Attend``).  How queries find their keys, in pages or
+in packed sequences, is the ``Attend`` that the caller brings.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from isobit.kernels.operands import (
+    Attend,
+    Attended,
+    AttendWithBackward,
+    LinearInput,
+    Operand,
+    QkvGradients,
+    QkvTransform,
+    observe,
+)
+from isobit.kernels.sizes import AttentionShape, Sizes
+from isobit.models.config import ModelConfig
+from isobit.models.layers import Gradient, Linear, Master, Norm, UnitBytes, Weights, norm_master
+from isobit.precision.flow import Graph, LinearShape, SiteShape
+from isobit.precision.quant_tensor import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAttention:
+    """What the backward reads."""
+
+    h: torch.Tensor
+    """The residual stream that the norm reads."""
+    normed: Operand | None
+    """The input of the projection of Q, K and V, as all inputs here as WGrad reads it."""
+    qkv: torch.Tensor
+    attended: Attended
+    out: Operand | None
+    """The input of the output projection."""
+
+
+class Attention:
+    """Attention of layer ``layer``."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        path, hidden = f"layers.{layer}", config.hidden_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._layer, self._config = layer, config
+        self._shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._norm = Norm(
+            f"{path}.input_norm",
+            hidden,
+            f"model.{path}.input_layernorm.weight",
+            config.rms_epsilon,
+            residual=f"layers.{layer - 1}.mlp_residual",
+            linear=f"{path}.qkv_proj",
+        )
+        checkpoint = f"model.{path}.self_attn"
+        self._qkv = Linear(
+            f"{path}.qkv_proj",
+            LinearShape({"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden),
+            checkpoint,
+            has_bias=config.qkv_bias,
+        )
+        self._out = Linear(f"{path}.o_proj", LinearShape({"o_proj": hidden}, queries), checkpoint)
+        names = ("q_norm", "k_norm") if config.qk_norm else ()
+        self._head_norms = {
+            f"{path}.{name}.weight": norm_master(config.head_dim, f"{checkpoint}.{name}.weight")
+            for name in names
+        }
+
+    def sites(self) -> tuple[SiteShape, ...]:
+        """In the order of the forward."""
+        path, layer = f"layers.{self._layer}", self._layer
+        return (
+            self._qkv.site(layer),
+            SiteShape(f"{path}.kv_cache", "kv_cache", layer),
+            SiteShape(f"{path}.attention", "attention", layer),
+            self._out.site(layer),
+        )
+
+    def masters(self) -> dict[str, Master]:
+        """In the order of the forward."""
+        return {
+            **self._norm.masters(),
+            **self._qkv.masters(),
+            **self._head_norms,
+            **self._out.masters(),
+        }
+
+    def forward(
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h and x [T, C] -> the residual stream, and what there is to add to it."""
+        h, a = self._norm.forward(weights, h, x, save=False)
+        qkv = self._qkv.forward(weights, a)
+        out = attend(self._layer, qkv, self._transform(weights))
+        return h, self._project(weights, out, save=False)[1]
+
+    def saving_forward(
+        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: AttendWithBackward
+    ) -> tuple[torch.Tensor, torch.Tensor, SavedAttention]:
+        """The same bits, and what the backward reads."""
+        h, a = self._norm.forward(weights, h, x, save=True)
+        qkv = self._qkv.forward(weights, a)
+        out, attended = attend.attend(self._layer, qkv, self._transform(weights))
+        made, x = self._project(weights, out, save=True)
+        return h, x, SavedAttention(h, a.saved, qkv, attended, made.saved)
+
+    def backward(
+        self,
+        weights: Weights,
+        gradient: Gradient,
+        attend: AttendWithBackward,
+        positions: torch.Tensor,
+        saved: SavedAttention,
+        d: torch.Tensor,
+    ) -> torch.Tensor:
+        """The gradient of the residual stream behind this unit [T, C] -> before it."""
+        d_out = self._out.backward(weights, gradient, d, saved.out)
+        # no name holds dQ, dK and dV: they are gone when the projection's backward begins
+        d_qkv = weights.backend.qkv_backward(
+            *attend.backward(saved.attended, d_out),
+            saved.qkv,
+            self._transform(weights),
+            positions,
+            self._gradients(gradient),
+        )
+        d_a = self._qkv.backward(weights, gradient, d_qkv, saved.normed)
+        return self._norm.backward(weights, gradient, d_a, saved.h, d)
+
+    def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
+        """Of a token of the training forward."""
+        config, shape, layer = self._config, self._shape, self._layer
+        a = DTYPES[graph.activations].itemsize
+        stream, attended = a * config.hidden_size, a * shape.num_heads * shape.head_dim
+        qkv = a * self._qkv.shape.out_features
+        qkv_site, out_site = graph.site(self._qkv.path), graph.site(self._out.path)
+        width = self._out.shape.in_features
+        encoded = sizes.encoded(shape, graph.attention_format(layer)) + attended
+        keys = a * shape.num_kv_heads * shape.head_dim
+        saved = stream + sizes.saved(qkv_site, config.hidden_size) + qkv + encoded
+        read = sizes.read(qkv_site, config.hidden_size)
+        return UnitBytes(
+            saved=saved + sizes.saved(out_site, width, is_kept=True),
+            input=stream,
+            read=read,
+            kept=0,
+            made=(read or stream) + encoded,
+            gradients=stream + 2 * attended + sizes.attention_gradients(shape) + 2 * keys,
+            once=max(
+                sizes.transposed(site, linear.shape.in_features)
+                for site, linear in ((qkv_site, self._qkv), (out_site, self._out))
+            ),
+        )
+
+    def _project(
+        self, weights: Weights, out: torch.Tensor, save: bool
+    ) -> tuple[LinearInput, torch.Tensor]:
+        """The output projection of what attention gave: its input, and what it gives."""
+        observe(out, "layers", self._layer, "attention")
+        made = self._out.input(weights, weights.cut.whole_groups(out), save)
+        return made, self._out.joined(weights, made, weights.cut.queries)
+
+    def _transform(self, weights: Weights) -> QkvTransform:
+        config, plain, path = self._config, weights.plain, f"layers.{self._layer}"
+        return QkvTransform(
+            config.num_heads // weights.cut.size,
+            config.num_kv_heads // weights.cut.size,
+            config.head_dim,
+            weights.rope.cos,
+            weights.rope.sin,
+            config.rms_epsilon,
+            plain[f"{path}.q_norm.weight"] if config.qk_norm else None,
+            plain[f"{path}.k_norm.weight"] if config.qk_norm else None,
+            weights.linears[self._qkv.path].bias,
+            config.window(self._layer),
+            hadamard=weights.graph.attention_format(self._layer) == "e4m3",
+        )
+
+    def _gradients(self, gradient: Gradient) -> QkvGradients:
+        path, config = f"layers.{self._layer}", self._config
+        return QkvGradients(
+            gradient(f"{path}.q_norm.weight") if config.qk_norm else None,
+            gradient(f"{path}.k_norm.weight") if config.qk_norm else None,
+            gradient(f"{path}.qkv_proj.bias") if config.qkv_bias else None,
+        )

@@ -1,0 +1,461 @@
+"""safetensors files, written and read one tensor at a time: what they hold need not fit the host's
+memory beside what else is there.
+
+    8 bytes      length of the header, little-endian
+    header       JSON: name -> dtype, shape, and where its bytes begin and end behind the header;
+                 padded with spaces to 8 bytes
+    tensors      end to end, by format in the order of ``_FORMATS``, the widest first, so that each
+                 begins at a multiple of its width, and then by name
+
+These are the bytes of safetensors' own ``save_file``, which copies everything to host memory before
+it writes the first one.  They are hashed on their way to the disk: what is read later is compared
+with what was meant, and nothing is read twice.
+
+The header of a safetensors file, read strictly.
+
+    8 bytes      length of the header, little-endian
+    header       JSON: name -> dtype, shape, and where its bytes begin and end behind the header
+    tensors      end to end: every byte belongs to one tensor
+
+A header can lie in many ways, and each is refused by the file and the tensor's name: names that are
+there twice (JSON parsers keep the last one in silence), offsets that overlap or leave a gap or do
+not fit shape and format, a file that is shorter or longer than they say.  Names come from
+strangers: messages show them as they can be printed.
+
+A safetensors file written by several processes side by side, each its own rows of the tensors:
+the header follows from the whole shapes, and from it where every row lies.
+
+The bytes are those of ``isobit.models.safetensors.write_tensors``, whoever writes which rows.
+
+A folder's tensors over its files: one file, or shards with an index that says where each is.
+
+    model.safetensors                       all of them, where they fit
+    model-00001-of-00003.safetensors, ...   or shards of at most so many bytes, in the order of the
+                                            forward pass; a larger tensor has a shard of its own
+    model.safetensors.index.json            of shards: ``weight_map``, tensor -> file, and
+                                            ``metadata.total_size``, bytes of all tensors
+
+transformers reads shards one after the other, and other loaders map one at a time: a matrix and its
+scales are in the same one.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isobit.util.errors import ModelError, shown
+
+LARGEST_HEADER = 100_000_000
+"""Bytes, as safetensors itself has it."""
+_SIZES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+"""Bytes of a number.  Formats of less than a byte (F4, F6) are not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One entry of a header."""
+
+    format: str
+    """As the header names it: "BF16", "F8_E4M3" ..."""
+    shape: tuple[int, ...]
+    begin: int
+    """Of its bytes in the file."""
+    end: int
+
+
+def parse_json(content: bytes, source: str) -> dict[str, Any]:
+    """A JSON object in which no key is there twice; raises ModelError, naming ``source``."""
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except _DuplicateError as error:
+        raise ModelError(f"{source}: {shown(error)} is there twice; expected once") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{source} is not valid JSON: {shown(error)}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{source} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def read_header(data: memoryview, path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file of which ``data`` is all.  Raises ModelError, naming ``path``."""
+    if len(data) < 8:
+        raise _damaged(path, f"it has {len(data)} bytes, less than a header's length takes")
+    length = struct.unpack("<Q", data[:8])[0]
+    if length > min(LARGEST_HEADER, len(data) - 8):
+        raise _damaged(
+            path,
+            f"its header is said to have {length:,} bytes, and the file has {len(data):,} "
+            f"(a header has at most {LARGEST_HEADER:,})",
+        )
+    header = parse_json(bytes(data[8 : 8 + length]), f"{path} is damaged: its header")
+    _check_metadata(header.pop("__metadata__", {}), path)
+    tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
+    _check_tiling(tensors, 8 + length, len(data), path)
+    return tensors
+
+
+class _DuplicateError(Exception):
+    """A key that is in one object twice."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        raise _DuplicateError(next(key for key, _ in pairs if key in seen or seen.add(key)))
+    return made
+
+
+def _damaged(path: Path, what: str) -> ModelError:
+    return ModelError(f"{path} is damaged: {what}; fetch or write it again")
+
+
+def _check_metadata(metadata: object, path: Path) -> None:
+    texts = metadata.values() if isinstance(metadata, Mapping) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise _damaged(path, "its __metadata__ is no object of texts")
+
+
+def _entry(path: Path, name: str, entry: object, data_begin: int) -> StoredTensor:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _damaged(path, f"{shown(name)} has not exactly dtype, shape and data_offsets")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in _SIZES:
+        raise ModelError(
+            f"{path}: {shown(name)} has the dtype {shown(kind)}, which is not read; a model's "
+            "weights are F32, BF16, F16 or F64, or F8_E4M3 with scales"
+        )
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > 8:
+        raise _damaged(path, f"{shown(name)} has a shape or data_offsets that are no sizes")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * _SIZES[kind]:
+        raise _damaged(
+            path,
+            f"{shown(name)} of the shape {tuple(shape)} in {kind} takes "
+            f"{math.prod(shape) * _SIZES[kind]:,} bytes, and its offsets are {begin} and {end}",
+        )
+    return StoredTensor(kind, tuple(shape), data_begin + begin, data_begin + end)
+
+
+def _are_sizes(values: object) -> bool:
+    """Whether these are integers from 0 to what a file can have."""
+    return isinstance(values, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in values)
+
+
+def _check_tiling(
+    tensors: Mapping[str, StoredTensor], begin: int, file_end: int, path: Path
+) -> None:
+    """Every byte behind the header belongs to exactly one tensor."""
+    end, before = begin, "the header"
+    for name, tensor in sorted(tensors.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
+        if tensor.begin != end:
+            how = "overlaps" if tensor.begin < end else "leaves a gap behind"
+            raise _damaged(path, f"{shown(name)} {how} {before}")
+        end, before = tensor.end, shown(name)
+    if end != file_end:
+        how = "truncated" if end > file_end else "followed by bytes of no tensor"
+        raise _damaged(
+            path, f"it has {file_end:,} bytes and its header describes {end:,}: it is {how}"
+        )
+
+
+_FORMATS = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in _FORMATS.items()} | {
+    "F16": torch.float16,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""Of what is read."""
+_MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+_FLAGS = mmap.MAP_PRIVATE | _MAP_NORESERVE
+_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
+"""What is written to a mapped tensor stays in the process; nothing is reserved for that, as a file
+may be larger than the memory.
+"""
+_ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """Where everything lies in a file that is to be written."""
+
+    header: bytes
+    begins: Mapping[str, int]
+    """Of each tensor's bytes in the file, in their order."""
+    size: int
+    """Bytes of the file."""
+
+    @classmethod
+    def of(
+        cls, layout: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    ) -> "FilePlan":
+        """Of tensors with these shapes and formats, which may be on the device ``meta``."""
+        names = sorted(layout, key=lambda name: (_ORDER[layout[name].dtype], name))
+        entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        begins: dict[str, int] = {}
+        end = 0
+        for name in names:
+            tensor = layout[name]
+            begins[name], end = end, end + tensor.numel() * tensor.element_size()
+            entries[name] = {
+                "dtype": _FORMATS[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begins[name], end],
+            }
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        header = struct.pack("<Q", len(text)) + text
+        begins = {name: len(header) + begin for name, begin in begins.items()}
+        return cls(header, begins, len(header) + end)
+
+
+def write_tensors(
+    path: Path,
+    layout: Mapping[str, torch.Tensor],
+    value: Callable[[str], torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> str:
+    """Write ``value(name)`` for each name; -> the SHA-256 of the file.
+
+    ``layout`` has tensors of the same shapes and formats, which may be on the device ``meta``;
+    values are on any device.
+    """
+    plan = FilePlan.of(layout, metadata)
+    digest = hashlib.sha256(plan.header)
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
+        file.write(plan.header)
+
+        def write(name: str, tensor: torch.Tensor) -> None:
+            assert (tensor.shape, tensor.dtype) == (layout[name].shape, layout[name].dtype), (
+                f"{name} is not what the layout says"
+            )
+            data = bytes_of(tensor)
+            hashed = hashing.submit(digest.update, data)
+            file.write(data)
+            hashed.result()
+
+        for name in plan.begins:
+            write(name, value(name))
+    return digest.hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Of a tensor on any device, on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+class TensorFile(Mapping[str, torch.Tensor]):
+    """The tensors of a file by name.  The file is opened once and mapped: a tensor is its bytes
+    there, read from the disk when they are looked at, and copied only where somebody writes to it.
+    Mapped bytes are the file's pages in the system's cache and no memory of the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError for a file that cannot be read or is damaged."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self._map = mmap.mmap(file.fileno(), size, _FLAGS, _ACCESS) if size else b""
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+        with memoryview(self._map) as data:
+            self.stored = read_header(data, path)
+        """What the header says of each tensor."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        stored = self.stored[name]
+        dtype = DTYPES[stored.format]
+        if stored.begin == stored.end:
+            return torch.empty(stored.shape, dtype=dtype)
+        count = (stored.end - stored.begin) // dtype.itemsize
+        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=stored.begin)
+        return flat.view(stored.shape)
+
+    def read_ahead(self, name: str) -> None:
+        """Have the system begin to read a tensor from the disk, and return at once."""
+        stored = self.stored[name]
+        begin = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if stored.end > begin and isinstance(self._map, mmap.mmap):
+            self._map.madvise(mmap.MADV_WILLNEED, begin, stored.end - begin)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor; none is read."""
+        return {name: stored.shape for name, stored in self.stored.items()}
+
+
+_AT_ONCE = 1 << 30
+"""Bytes of a write; Linux takes less than 2 GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows of a tensor that lies on several ranks."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    first: int
+    """Its row that is the first of these."""
+    rows: torch.Tensor
+    """[R, ...], R from 0, on any device."""
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> "Slice":
+        """All rows."""
+        return cls(tuple(tensor.shape), 0, tensor)
+
+    @classmethod
+    def none(cls, tensor: torch.Tensor) -> "Slice":
+        """No row of a tensor that another rank writes."""
+        return cls(tuple(tensor.shape), 0, tensor.reshape(-1)[:0])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return prod(self.shape) * self.rows.element_size()
+
+
+def plan_slices(slices: Mapping[str, Slice]) -> FilePlan:
+    """The file of the whole tensors."""
+    return FilePlan.of(
+        {
+            name: torch.empty(one.shape, dtype=one.rows.dtype, device="meta")
+            for name, one in slices.items()
+        }
+    )
+
+
+def create_file(path: Path, plan: FilePlan) -> None:
+    """Write the header, and give the file its size: from now on any process may write its rows."""
+    with path.open("wb") as file:
+        file.write(plan.header)
+        file.truncate(plan.size)
+
+
+def write_slices(
+    path: Path, plan: FilePlan, slices: Mapping[str, Slice], beat: Callable[[], None]
+) -> None:
+    """Write these rows into the file that has been created; on the disk when this returns.
+    ``beat`` is called after each tensor.
+    """
+    with path.open("r+b") as file:
+        for name, begin in plan.begins.items():
+            one = slices[name]
+            if one.rows.numel():
+                row = prod(one.shape[1:]) * one.rows.element_size()
+                _write_at(file.fileno(), bytes_of(one.rows), begin + one.first * row)
+                beat()
+        os.fsync(file.fileno())
+
+
+def _write_at(descriptor: int, data: memoryview, place: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data[:_AT_ONCE], place)
+        data, place = data[written:], place + written
+
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+SCALES_SUFFIX = "_scale_inv"
+"""What a matrix's name ends with where its scales are meant."""
+
+Layout = Mapping[str, torch.Tensor]
+"""Tensors of a folder by name, as shapes and formats on the device ``meta``."""
+
+
+def plan_shards(layout: Layout, limit: int = SHARD_BYTES) -> dict[str, list[str]]:
+    """The names of each file's tensors, by the file's name; ``limit`` in bytes."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for members in _kept_together(layout):
+        more = sum(layout[name].nbytes for name in members)
+        if shards[-1] and size + more > limit:
+            shards.append([])
+            size = 0
+        shards[-1] += members
+        size += more
+    if len(shards) == 1:
+        return {WEIGHTS_FILE: shards[0]}
+    return {
+        f"model-{number:05}-of-{len(shards):05}.safetensors": names
+        for number, names in enumerate(shards, 1)
+    }
+
+
+def write_order(layout: Layout, limit: int = SHARD_BYTES) -> list[str]:
+    """The names in the order in which ``write_shards`` asks for their values."""
+    return [
+        name
+        for names in plan_shards(layout, limit).values()
+        for name in FilePlan.of({name: layout[name] for name in names}).begins
+    ]
+
+
+def write_shards(
+    folder: Path,
+    layout: Layout,
+    value: Callable[[str], torch.Tensor],
+    limit: int = SHARD_BYTES,
+) -> dict[str, str]:
+    """Write ``value(name)`` for each name of the layout, one at a time, and the index where there
+    are several files; -> the SHA-256 of each file of tensors.
+    """
+    shards = plan_shards(layout, limit)
+    digests = {
+        file: write_tensors(
+            folder / file, {name: layout[name] for name in names}, value, {"format": "pt"}
+        )
+        for file, names in shards.items()
+    }
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": total_bytes(layout)},
+            "weight_map": {
+                name: file for file, names in sorted(shards.items()) for name in sorted(names)
+            },
+        }
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return digests
+
+
+def total_bytes(layout: Layout) -> int:
+    """Of all tensors."""
+    return sum(tensor.nbytes for tensor in layout.values())
+
+
+def _kept_together(layout: Layout) -> list[list[str]]:
+    """A matrix with its scales, in the order of the layout; every other tensor alone."""
+    groups: dict[str, list[str]] = {}
+    for name in layout:
+        groups.setdefault(name.removesuffix(SCALES_SUFFIX), []).append(name)
+    return list(groups.values())

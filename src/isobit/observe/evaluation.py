@@ -1,0 +1,181 @@
+"""Figures of an evaluation from the scores of its samples, with 95% intervals; pure functions of
+numbers.
+
+The problem is the unit of sampling: several samples of one problem are averaged first, so that they
+do not count as independent evidence (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640,
+section 2.2).
+
+    pass@k      mean over problems of 1 - C(n - c, k) / C(n, k): n samples, c of them right;
+                unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1)
+    Wilson 1927, one score of 0 or 1 a problem:  (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2))
+                                                 / (1 + z^2/n)
+    bootstrap, any other scores: 2.5% and 97.5% of the means of n scores that are drawn from the n
+                                 at random, with replacement (Efron 1979, Annals of Statistics 7:1)
+
+Wilson keeps its coverage at 0% and 100% and for few problems.  The bootstrap stays within the
+scores: the normal interval, m +- z s / sqrt(n), reaches below 0 where most partial credits are 0.
+
+The figures of one evaluation set, from its graded groups.
+
+Accuracy is the mean reward over problems.  Greedy decoding takes one sample a problem; above
+temperature 0 a problem's score is the mean of its n samples (mean@n), and a sample counts as right
+for pass@k where its reward is at least 1.
+
+A sample whose reward failed is left out and counted; a problem all of whose samples failed is left
+out of every figure.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from statistics import fmean
+from typing import Any, Self
+
+from isobit.observe.metrics import Metrics, length_metrics
+from isobit.records.text import Group
+
+Interval = tuple[float, float]
+
+Z_95 = 1.959963984540054
+
+_RESAMPLES = 1000
+"""0.1 s for 1,000 problems."""
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The probability that at least one of ``k`` samples is right, estimated from ``right`` of
+    ``samples``; 1 <= k <= samples.
+    """
+    if not (0 <= right <= samples and 1 <= k <= samples):
+        raise ValueError(f"pass@{k} cannot be estimated from {right} right of {samples} samples")
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def wilson_interval(right: int, problems: int) -> Interval:
+    """The 95% score interval of a proportion; (0, 1) without problems."""
+    if problems == 0:
+        return 0.0, 1.0
+    share, spread = right / problems, Z_95**2 / problems
+    middle = share + spread / 2
+    half = Z_95 * math.sqrt(share * (1 - share) / problems + spread / (4 * problems))
+    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+
+
+def bootstrap_interval(scores: Sequence[float]) -> Interval:
+    """The 95% interval of the mean of at least two problems' scores, which may be any finite
+    numbers; the same for the same scores in the same order.
+    """
+    random, count = Random(0), len(scores)  # noqa: S311 - no secret
+    means = sorted(fmean(random.choices(scores, k=count)) for _ in range(_RESAMPLES))
+    outside = _RESAMPLES // 40
+    return means[outside], means[-1 - outside]
+
+
+def mean_interval(scores: Sequence[float]) -> Interval | None:
+    """Wilson's interval where every problem scored 0 or 1, else the bootstrap's; None where there
+    is too little to say.
+    """
+    if scores and all(score in (0.0, 1.0) for score in scores):
+        return wilson_interval(sum(score == 1.0 for score in scores), len(scores))
+    return bootstrap_interval(scores) if len(scores) > 1 else None
+
+
+RIGHT = 1.0
+"""The reward from which a sample counts as right."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """What an evaluation of one set found."""
+
+    accuracy: float
+    """Mean over problems of the mean reward of their samples."""
+    interval: Interval | None
+    """95%, over problems; None where one problem alone has a fractional score."""
+    problems: int
+    """With at least one graded sample."""
+    samples: int
+    """A problem."""
+    failed: int
+    """Samples whose reward raised or was no finite number."""
+    pass_at: Mapping[int, float]
+    """pass@k for k = 1, 2, 4, .. up to the samples a problem; empty for one sample."""
+    response_length: float
+    """Mean, tokens."""
+    truncated: float
+    """Share of the samples that the length limit ended."""
+
+    has_shares: bool = True
+    """Whether every reward lies between 0 and 1, so that their mean can be a share of right
+    answers, an accuracy.
+    """
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, ready for JSON: ``mean_reward``, which is the ``accuracy`` too where it can be
+        one; that is null elsewhere.
+        """
+        accuracy = self.accuracy if self.has_shares else None
+        return {"mean_reward": self.accuracy, **asdict(self), "accuracy": accuracy}
+
+    def scalars(self, name: str) -> Metrics:
+        """The figures for the metrics file, under ``eval/NAME/``."""
+        low, high = self.interval or (math.nan, math.nan)
+        figures = {
+            "accuracy": self.accuracy,
+            "low": low,
+            "high": high,
+            "problems": self.problems,
+            "failed": self.failed,
+        }
+        figures |= {"response_length": self.response_length, "truncated": self.truncated}
+        figures |= {f"pass@{k}": value for k, value in self.pass_at.items()}
+        return {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """The record from what ``dataclasses.asdict`` and JSON made of it: lists, and keys that are
+        text.
+        """
+        interval = content["interval"]
+        pass_at = {int(k): value for k, value in content["pass_at"].items()}
+        return cls(
+            **{
+                **content,
+                "interval": tuple(interval) if interval is not None else None,
+                "pass_at": pass_at,
+            }
+        )
+
+
+def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
+    """The figures of graded groups of ``samples`` completions each; at least one of them has a
+    reward.
+    """
+    graded = [[reward for reward in group.rewards if reward is not None] for group in groups]
+    scores = [fmean(rewards) for rewards in graded if rewards]
+    lengths = length_metrics(groups)
+    return EvalResult(
+        accuracy=fmean(scores),
+        interval=mean_interval(scores),
+        problems=len(scores),
+        samples=samples,
+        failed=sum(reward is None for group in groups for reward in group.rewards),
+        pass_at=_pass_at(graded, samples),
+        response_length=lengths["response_length/mean"],
+        truncated=lengths["response_length/truncated"],
+        has_shares=all(0 <= reward <= 1 for rewards in graded for reward in rewards),
+    )
+
+
+def _pass_at(graded: Sequence[Sequence[float]], samples: int) -> dict[int, float]:
+    """pass@k for powers of two, each over the problems that have k graded samples."""
+    figures: dict[int, float] = {}
+    for k in (1 << power for power in range(samples.bit_length())) if samples > 1 else ():
+        enough = [rewards for rewards in graded if len(rewards) >= k]
+        if enough:
+            figures[k] = fmean(
+                pass_at_k(len(rewards), sum(reward >= RIGHT for reward in rewards), k)
+                for rewards in enough
+            )
+    return figures

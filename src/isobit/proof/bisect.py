@@ -1,0 +1,356 @@
+"""``isobit verify --bisect``: the first layer and operation at which rollout and training part.
+
+A scenario of ``isobit verify`` is generated and trained on once more, with every operation of both
+forwards observed: a checksum for each token at each site.  The first site in the order of the
+forward pass whose rows are not all equal is where they part; everything before it is equal,
+everything behind it may differ because of it.  A third pass takes the values of that site alone, to
+say by how much.
+
+What ``isobit verify --bisect`` found, as lines of text.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from isobit.config.base import Device
+from isobit.config.tables import PrecisionConfig
+from isobit.kernels.operands import UNROUNDED
+from isobit.models.policy import Policy
+from isobit.models.scorer import Scorer
+from isobit.proof.difference import (
+    Checksums,
+    Extremes,
+    Keep,
+    ObservedRunner,
+    Operations,
+    SiteDifference,
+    TokenObserver,
+    compared_operations,
+    describe_site,
+    keys_of_batch,
+    observed_scores,
+)
+from isobit.proof.verify import (
+    Scenario,
+    ScenarioResult,
+    VerifyOptions,
+    VerifyResult,
+    Workload,
+    engine_scenarios,
+    generate_samples,
+    packings,
+    policy_to_verify,
+    random_workload,
+    verify_policy,
+)
+from isobit.records.batch import pack
+from isobit.records.sequence import TokenSequence
+from isobit.rollout.native import NativeEngine
+
+TOKENS_MEASURED = 256
+"""Tokens whose values are compared; those at more would fill the memory where a row holds
+logits.
+"""
+
+_KINDS = {
+    "embed_tokens": "embedding",
+    "input": "quantiser",
+    "q": "quantiser",
+    "rope.q": "RoPE",
+    "rope.k": "RoPE",
+    "hadamard.q": "Hadamard matrix",
+    "hadamard.k": "Hadamard matrix",
+    "kv_cache.k": "KV write",
+    "kv_cache.v": "KV write",
+    "attention": "attention",
+    "activation": "activation",
+    "attention_residual": "residual",
+    "mlp_residual": "residual",
+    "router.logits": "router, logits",
+    "router.experts": "router, choice of experts",
+    "router.weights": "router, weights",
+    "experts": "experts",
+    "lm_head": "head",
+    "log_prob": "log-probability",
+}
+"""The kind of an operation, by the last part or parts of its site."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A token of a sequence."""
+
+    prompt_id: str
+    sample: int
+    position: int
+    """From 0, at the start of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where the sides part."""
+
+    difference: SiteDifference
+    first_token: Place | None
+    """That differs, or that rollout lacks; None where only rollout has rows of its own."""
+    max_abs_diff: float | None
+    """Over the first tokens that differ; None if their values are equal (a sign of zero, a NaN) or
+    did not differ again.
+    """
+
+    @property
+    def kind(self) -> str:
+        """What kind of operation it is.  Which tokens stand before a row is known by the pages that
+        it reads, so it is these where rows have no partner.
+        """
+        found = self.difference
+        return "KV pages" if found.lacks_rows else operation_kind(found.site)
+
+    @property
+    def site(self) -> str:
+        """Where they part."""
+        return "kv_cache" if self.difference.lacks_rows else self.difference.site
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the keys, which mean nothing elsewhere."""
+        found, first = self.difference, self.first_token
+        return {
+            "site": self.site,
+            "operation": self.kind,
+            "sites_before": found.sites_before,
+            "formats": dict(found.formats),
+            "tokens_compared": found.tokens_compared,
+            "tokens_differing": found.differing.numel(),
+            "max_abs_diff": self.max_abs_diff,
+            "first_token": None if first is None else asdict(first),
+            "tokens_not_repeated": dict(found.unstable),
+            "tokens_alone": {side: keys.numel() for side, keys in found.alone.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """One scenario, observed: what was compared, and where the sides part in it, if they do."""
+
+    scenario: str
+    sites: int
+    rows: int
+    """Checksums compared, of both sides."""
+    parting: Parting | None
+
+
+@dataclass(frozen=True, slots=True)
+class BisectResult:
+    """The counts of ``isobit verify``, and the scenarios that were observed until the sides
+    parted.
+    """
+
+    verified: VerifyResult
+    traced: tuple[Traced, ...]
+
+    @property
+    def parting(self) -> Parting | None:
+        """Where the sides part."""
+        return self.traced[-1].parting
+
+    @property
+    def exit_code(self) -> int:
+        """That of ``isobit verify``, and 1 where an intermediate result differs that no
+        log-probability shows.
+        """
+        return 1 if self.parting is not None else self.verified.exit_code
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of ``isobit verify --json``, with ``bisect`` beside its counts."""
+        last = self.traced[-1]
+        bisected = {
+            "scenarios": [traced.scenario for traced in self.traced],
+            "sites": last.sites,
+            "checksums": sum(traced.rows for traced in self.traced),
+            "first_difference": None if last.parting is None else last.parting.as_json(),
+        }
+        return {**self.verified.as_json(), "bisect": bisected}
+
+
+def bisect(
+    folder: Path,
+    precision: PrecisionConfig,
+    options: VerifyOptions | None = None,
+    on_scenario: Callable[[ScenarioResult], None] | None = None,
+    on_trace: Callable[[str], None] | None = None,
+    device: Device = "cpu",
+) -> BisectResult:
+    """Verify a Hugging Face folder, or ``starter``, then observe the first scenario that differs;
+    where none does, all of them that ``verify`` has not observed.
+
+    ``on_trace`` is called with the name of each scenario about to be observed.  Raises as
+    ``isobit.proof.verify.verify`` does.
+    """
+    return bisect_policy(
+        policy_to_verify(folder, precision, device),
+        options or VerifyOptions(),
+        on_scenario,
+        on_trace,
+    )
+
+
+def bisect_policy(
+    policy: Policy,
+    options: VerifyOptions,
+    on_scenario: Callable[[ScenarioResult], None] | None = None,
+    on_trace: Callable[[str], None] | None = None,
+) -> BisectResult:
+    """``bisect`` for the published weights of a policy."""
+    verified = verify_policy(policy, options, on_scenario)
+    differing = [result.name for result in verified.scenarios if result.differs]
+    names = differing[:1] or [result.name for result in verified.scenarios]
+    seen = {result.name: result.operations for result in verified.scenarios}
+    workload = random_workload(policy, options)
+    scorer = Scorer(policy)
+    traced: list[Traced] = []
+    for scenario in engine_scenarios(workload):
+        if scenario.name not in names:
+            continue
+        operations = seen[scenario.name]
+        if on_trace is not None and (operations is None or operations.difference is not None):
+            on_trace(scenario.name)
+        traced.append(trace_scenario(scenario, workload, scorer, options.seed, operations))
+        if traced[-1].parting is not None:
+            break
+    return BisectResult(verified, tuple(traced))
+
+
+def operation_kind(site: str) -> str:
+    """``layers.2.rope.q`` -> ``RoPE``."""
+    site = site.removesuffix(f".{UNROUNDED}")
+    parts = site.split(".")
+    for name in (".".join(parts[-2:]), parts[-1]):
+        if name in _KINDS:
+            return _KINDS[name]
+    return "norm" if site.endswith("norm") else "GEMM"
+
+
+def trace_scenario(
+    scenario: Scenario,
+    workload: Workload,
+    scorer: Scorer,
+    seed: int,
+    compared: Operations | None = None,
+) -> Traced:
+    """Observe one scenario on both sides, in every packing, unless its operations have been
+    ``compared``; where they part, measure by how much.
+    """
+    if compared is None:
+        rollout, training = Checksums(), Checksums()
+        samples = _observe(scenario, workload, scorer, seed, rollout, training)
+        compared = compared_operations(rollout, training, samples)
+    found, parting = compared.difference, None
+    if found is not None:
+        extremes = Extremes(found.site, found.differing[:TOKENS_MEASURED])
+        samples = _observe(scenario, workload, scorer, seed, extremes, extremes)
+        parting = Parting(found, _first_place(found, samples, workload), extremes.max_abs_diff)
+    return Traced(scenario.name, compared.sites, compared.rows, parting)
+
+
+def _observe(
+    scenario: Scenario,
+    workload: Workload,
+    scorer: Scorer,
+    seed: int,
+    rollout: Keep,
+    training: Keep,
+) -> list[TokenSequence]:
+    """Both sides of a scenario, in every packing; -> its samples, in the order of prompts and their
+    completions.
+    """
+    make_runner = partial(ObservedRunner, observer=TokenObserver(rollout))
+    engine = NativeEngine(
+        scorer.policy, scenario.rollout, tokenizer=None, seed=seed, make_runner=make_runner
+    )
+    samples = generate_samples(engine, workload.requests(scenario))
+    for _, batches in packings(samples, seed):
+        for batch in batches:
+            observed_scores(scorer, batch, rollout, training)
+    return samples
+
+
+def _first_place(
+    found: SiteDifference, samples: list[TokenSequence], workload: Workload
+) -> Place | None:
+    wanted = set(found.differing.tolist()).union(found.alone["training"].tolist())
+    for index, sample in enumerate(samples):
+        (batch,) = pack([sample], sample.length)
+        for position, key in enumerate(keys_of_batch(batch).tolist()):
+            if key in wanted:
+                prompt, number = divmod(index, workload.samples)
+                return Place(workload.prompts[prompt].id, number, position)
+    return None
+
+
+_HINTS = {
+    "attention": (
+        "its queries and what was written to the KV cache are equal: it is the arithmetic, or "
+        "the pages that were read"
+    ),
+    "log-probability": (
+        "the logits are equal: it is the log-softmax, the temperature, or how the number was "
+        "recorded"
+    ),
+}
+
+
+def describe_bisect(result: BisectResult) -> list[str]:
+    """Where the sides part and what is known about it; or that nothing differs."""
+    if result.parting is not None:
+        return _describe_parting(result.parting)
+    if result.verified.differs:
+        return [
+            "the differences did not come again while every operation was observed: they do not "
+            "repeat, and no site can be named"
+        ]
+    last = result.traced[-1]
+    checksums = sum(traced.rows for traced in result.traced)
+    return [f"nothing differs: {checksums:,} checksums of {last.sites} operations agree"]
+
+
+def _describe_parting(parting: Parting) -> list[str]:
+    found, first = parting.difference, parting.first_token
+    place = (
+        ""
+        if first is None
+        else (
+            f", the first at position {first.position} of {first.prompt_id}, sample {first.sample}"
+        )
+    )
+    if found.lacks_rows:
+        ours, theirs = (found.alone[side].numel() for side in ("rollout", "training"))
+        return [
+            f"rollout and training part at {parting.site} ({parting.kind}), seen at {found.site}",
+            f"  rollout lacks {theirs:,} tokens that training has{place}",
+            f"  rollout computed {ours:,} tokens behind others than those of any sample: the pages "
+            "that it went on from hold another sequence's keys, or old ones",
+        ]
+    lines = [
+        f"rollout and training part at {describe_site(found.site)} ({parting.kind}); the "
+        f"{found.sites_before} operations before it are equal",
+        f"  {found.differing.numel():,} of {found.tokens_compared:,} tokens differ there{place}",
+    ]
+    if parting.max_abs_diff is not None:
+        lines.append(f"  their values differ by {parting.max_abs_diff:.3g} at most")
+    if len(set(found.formats.values())) > 1:
+        lines.append(
+            f"  the flow has {found.formats['rollout']} there in rollout and "
+            f"{found.formats['training']} in training"
+        )
+    lines += [
+        f"  {side} computed {count:,} tokens more than once with other bits: its result there "
+        "depends on more than the token"
+        for side, count in found.unstable.items()
+        if count
+    ]
+    if parting.kind in _HINTS:
+        lines.append(f"  {_HINTS[parting.kind]}")
+    return lines

@@ -1,0 +1,196 @@
+"""One step of the engine over a ModelRunner: a forward, then a token for every sample that is up to
+date, known at once.
+
+One step of the engine over a PipelineRunner: the host is a step behind the device, and the
+device never waits for it.
+
+    host     plan t, launch t | wait for the tokens of t - 1, let samples end | plan t + 1, launch
+    device   [   step t - 1   ][                   step t                     ][    step t + 1 ...
+
+Step t + 1 is planned and launched before the tokens of step t are known: the device feeds them to
+itself.  The host knows how many there will be, ``in_flight``, and where K and V go; it does not
+know whether one of them is a stop token.  A sample that stops is decoded once more for nothing, in
+pages that are its own until the device is past it, and that token is dropped.
+
+The host waits for all tokens before samples lose their pages: what is computed again starts from
+tokens that it knows.
+"""
+
+from collections.abc import Sequence
+from math import isfinite
+
+import torch
+
+from isobit.rollout.engine import EngineStats
+from isobit.rollout.runner import (
+    ModelRunner,
+    PendingTokens,
+    PipelineRunner,
+    Ready,
+    build_batch,
+    check_finite,
+    distinct_rows,
+    draws_of,
+    take_ready,
+)
+from isobit.rollout.scheduler import Plan, Scheduler
+from isobit.rollout.sequence import Sample
+from isobit.util.errors import NonFiniteError
+
+
+class DirectExecutor:
+    """Carries out plans and waits for every result: no token is ever in flight."""
+
+    def __init__(self, runner: ModelRunner, stats: EngineStats) -> None:
+        self._runner = runner
+        self.stats = stats
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """As the runner does it."""
+        self._runner.copy_pages(sources, targets)
+
+    def settle(self) -> bool:
+        """Nothing is in flight."""
+        return False
+
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """The runner knows no samples."""
+
+    def step(self, scheduler: Scheduler, version: int) -> None:
+        """One forward, and one token for every sample that is up to date then.  Nothing of it
+        counts if weights change meanwhile.
+        """
+        plan = scheduler.plan()
+        decoded: Ready = []
+        if plan:
+            states = self._runner.forward(build_batch(plan, self._runner.page_tokens))
+            if self._runner.version != version:
+                # published during the forward: its result belongs to no version of the weights
+                return
+            scheduler.advance(plan)
+            ends = torch.tensor([count for _, count in plan]).cumsum(0) - 1
+            decoded = take_ready(plan, states, ends.tolist())
+        fresh = scheduler.start()
+        assert plan or scheduler.running, "an engine with work to do always finds some"
+        self._draw([*decoded, *fresh], version)
+        scheduler.remove_finished()
+
+    def _draw(self, ready: Ready, version: int) -> None:
+        if not ready:
+            return
+        samples = [sample for sample, _ in ready]
+        states, rows = distinct_rows(ready)
+        logits = self._runner.logits(states.hidden)
+        check_finite(logits, rows, samples)
+        drawn = self._runner.draw(logits, draws_of(rows, samples))
+        routings: list[int | None] = [None] * len(samples)
+        if states.routings is not None:
+            routings = states.routings[rows].tolist()
+        for sample, token_id, log_prob, routing in zip(
+            samples, drawn.tokens.tolist(), drawn.log_probs.tolist(), routings, strict=True
+        ):
+            sample.accept(token_id, log_prob, version, routing)
+        if drawn.truncated is not None:
+            for sample, log_prob in zip(samples, drawn.truncated.tolist(), strict=True):
+                sample.truncated_log_probs.append(log_prob)
+        self.stats.generated_tokens += len(samples)
+
+
+class PipelinedExecutor:
+    """Carries out plans, one step ahead of the tokens that it knows."""
+
+    def __init__(self, runner: PipelineRunner, stats: EngineStats) -> None:
+        self._runner = runner
+        self.stats = stats
+        self._pending: tuple[PendingTokens, int] | None = (
+            None  # of the last step, with the version of its weights
+        )
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """As the runner does it."""
+        self._runner.copy_pages(sources, targets)
+
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """The runner can give their places to others."""
+        self._runner.forget(samples)
+
+    def settle(self) -> bool:
+        """Wait for the last step, if it has not been waited for, and accept its tokens."""
+        return self._accept(self._take_pending())
+
+    def step(self, scheduler: Scheduler, version: int) -> None:
+        """Launch one step, then accept the tokens of the one before.  Nothing of this one counts if
+        weights change meanwhile.
+        """
+        plan = scheduler.plan()
+        samples, chunks = _split(plan)
+        if samples:
+            self._runner.decode(samples)
+        states = self._runner.prefill(chunks) if chunks else None
+        if self._runner.version != version:
+            dropped = (
+                self._runner.end_step()
+            )  # its tokens belong to no version of the weights, those of the one before do
+            self.settle()
+            dropped.wait()
+            return
+        recomputed: Ready = []
+        if plan:
+            scheduler.advance(plan)
+        if states is not None:
+            recomputed = take_ready(chunks, states, range(len(chunks)))
+        ready = [*recomputed, *scheduler.start()]
+        if ready:
+            self._runner.draw(ready)
+        _count_in_flight(samples, ready)
+        before = self._take_pending()
+        assert plan or before or scheduler.running, "an engine with work to do always finds some"
+        if plan or ready:
+            self._pending = self._runner.end_step(), version
+        self._accept(before)
+        scheduler.remove_finished()
+
+    def _take_pending(self) -> tuple[PendingTokens, int] | None:
+        pending, self._pending = self._pending, None
+        return pending
+
+    def _accept(self, pending: tuple[PendingTokens, int] | None) -> bool:
+        """Wait for the tokens of a step and give them to their samples; False without one."""
+        if pending is None:
+            return False
+        tokens, version = pending
+        for sample, token_id, log_prob, truncated_log_prob, routing in tokens.wait():
+            sample.in_flight -= 1
+            if sample.finish_reason is not None:
+                continue  # drawn before it was known that the one before is the last
+            if not isfinite(log_prob):
+                raise NonFiniteError(
+                    f"prompt {sample.prompt.request.prompt.id!r} at position "
+                    f"{len(sample.tokens) - 1}: the drawn token's log-probability "
+                    f"is {log_prob}, because logits are NaN or infinite"
+                )
+            sample.accept(token_id, log_prob, version, routing)
+            if truncated_log_prob is not None:
+                sample.truncated_log_probs.append(truncated_log_prob)
+            self.stats.generated_tokens += 1
+        return True
+
+
+def _split(plan: Plan) -> tuple[list[Sample], Plan]:
+    """The samples that the device can go on with, and what it has to be given tokens for."""
+    samples: list[Sample] = []
+    chunks: Plan = []
+    for sequence, count in plan:
+        if isinstance(sequence, Sample) and sequence.on_device:
+            samples.append(sequence)
+        else:
+            chunks.append((sequence, count))
+    return samples, chunks
+
+
+def _count_in_flight(decoded: Sequence[Sample], ready: Ready) -> None:
+    for sample in decoded:
+        sample.in_flight += 1
+    for sample, _ in ready:
+        sample.in_flight += 1
+        sample.on_device = True

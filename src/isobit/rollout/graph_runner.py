@@ -1,0 +1,389 @@
+"""The engine's model on an asynchronous device: decode steps captured and replayed, prompts run as
+they come, nothing waited for.
+
+A decode step is one captured graph for a number of sequences: newest tokens in, K and V written,
+next tokens drawn, all of it on rows of ``DeviceState``.  Weights are read where the policy
+publishes them and pages where the cache holds them, so neither new weights nor new pages need
+another capture.  Batches are padded up to a captured size; sizes are captured when they first
+occur, and so are longer contexts, whose attention runs in more parts.  Where a sample has a filter
+(top-k, top-p, min-p), the graph ends with the logits.
+
+Drawn tokens travel to the host behind the step that made them; ``PendingTokens`` waits for them.
+
+What the device itself knows of each running sample: its newest token, its length, its pages, its
+noise key and its temperature.
+
+A decode step reads and writes these rows without the host, so the next step can be launched before
+this one's tokens are known.  A sample has a slot for as long as it runs.  The last slot is
+nobody's: a batch is padded with it up to a captured size; its length stays 0 and its K and V go to
+a page of its own.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isobit.kernels import backend as back_ends
+from isobit.kernels.backend import Backend, Captured
+from isobit.kernels.operands import DecodeBatch, Drawn, Draws
+from isobit.models.folder import model_needs
+from isobit.models.policy_share import SampledPolicy
+from isobit.parallel.launched import Pulse
+from isobit.rollout.runner import (
+    DrawnToken,
+    Ready,
+    build_batch,
+    distinct_rows,
+    draws_of,
+    empty_cache,
+    rollout_states,
+    truncates,
+)
+from isobit.rollout.scheduler import Plan
+from isobit.rollout.sequence import Sample, States
+from isobit.util.errors import ConfigError
+from isobit.util.terminal import say
+
+
+class DeviceState:
+    """The rows of all slots, and which sample has which."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_pages: int,
+        page_tokens: int,
+        padding_page: int,
+        backend: Backend,
+    ) -> None:
+        def zeros(dtype: torch.dtype, *more: int) -> torch.Tensor:
+            return torch.zeros(num_slots + 1, *more, dtype=dtype, device=backend.device)
+
+        self.padding = num_slots
+        self.tokens = zeros(torch.int64)
+        """The newest token, whose K and V are not in the cache yet."""
+        self.lengths = zeros(torch.int64)
+        """Tokens in the cache."""
+        self.keys = zeros(torch.int64)
+        self.temperatures = zeros(torch.float32)
+        self._table = zeros(torch.int32, max_pages)
+        self._table[self.padding] = padding_page
+        self._grows = torch.ones_like(self.lengths)
+        self._grows[self.padding] = 0
+        self._page_tokens, self._to_device = page_tokens, backend.to_device
+        self._slots: dict[Sample, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        # entries of the slot's row of the table that are up to date
+        self._pages_known = [0] * num_slots
+
+    def slots(self, samples: Sequence[Sample]) -> list[int]:
+        """The slots of samples that have one, after bringing their pages up to date."""
+        slots = [self._slots[sample] for sample in samples]
+        stale = [
+            (slot, sample)
+            for slot, sample in zip(slots, samples, strict=True)
+            if self._pages_known[slot] != len(sample.pages)
+        ]
+        if stale:
+            rows = torch.from_numpy(
+                np.stack([sample.block_row for _, sample in stale]).astype(np.int32)
+            )
+            index = torch.tensor([slot for slot, _ in stale])
+            self._table[:, : rows.shape[1]].index_copy_(
+                0, self._to_device(index), self._to_device(rows)
+            )
+            for slot, sample in stale:
+                self._pages_known[slot] = len(sample.pages)
+        return slots
+
+    def admit(self, samples: Sequence[Sample], tokens: torch.Tensor) -> None:
+        """Give each sample a slot and its first state: ``tokens`` int64 [N] were just drawn, all
+        before them are in the cache.
+        """
+        for sample in samples:
+            slot = self._slots[sample] if sample in self._slots else self._free.pop()
+            self._slots[sample], self._pages_known[slot] = slot, 0
+        index = self._to_device(torch.tensor(self.slots(samples)))
+        lengths, keys = (
+            torch.tensor(values)
+            for values in zip(*((len(s.tokens), s.key) for s in samples), strict=True)
+        )
+        temperatures = torch.tensor(
+            [sample.prompt.request.sampling.temperature for sample in samples], dtype=torch.float32
+        )
+        self.tokens.index_copy_(0, index, tokens)
+        for row, values in (
+            (self.lengths, lengths),
+            (self.keys, keys),
+            (self.temperatures, temperatures),
+        ):
+            row.index_copy_(0, index, self._to_device(values))
+
+    def forget(self, samples: Iterable[Sample]) -> None:
+        """The slots of these samples are free; what was launched for them may still run."""
+        for sample in samples:
+            slot = self._slots.pop(sample, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        self.forget(list(self._slots))
+
+    def batch(self, rows: torch.Tensor, max_length: int) -> tuple[torch.Tensor, DecodeBatch]:
+        """The newest tokens int64 [B] of the slots ``rows`` int64 [B], and where their K and V
+        go.
+        """
+        positions, table = self.lengths[rows], self._table[rows]
+        pages = table.gather(1, (positions // self._page_tokens)[:, None])[:, 0].long()
+        slots = pages * self._page_tokens + positions % self._page_tokens
+        return self.tokens[rows], DecodeBatch(
+            positions, slots, table, (positions + 1).int(), max_length
+        )
+
+    def append(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """``tokens`` int64 [B] were drawn for the slots ``rows``: their predecessors are in the
+        cache now.
+        """
+        self.tokens.index_copy_(0, rows, tokens)
+        self.lengths.index_add_(0, rows, self._grows[rows])
+
+
+_SLOW_CAPTURE = 1.0
+"""Seconds from which a first capture is worth a line: kernels were compiled."""
+_compiled: set[tuple[object, ...]] = set()
+"""What this process has captured before, whose kernels it has: a runner that is made again captures
+again, but compiles nothing.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnFor:
+    """What was drawn for samples."""
+
+    samples: Sequence[Sample]
+    drawn: Drawn
+    routings: Tensor | None
+    """int64 [N], of the rows that they were drawn from; None for a model without experts."""
+
+
+class PendingTokens:
+    """What a step draws, on its way to the host."""
+
+    def __init__(
+        self, parts: Sequence[DrawnFor], backend: Backend, pulse: Pulse | None = None
+    ) -> None:
+        """``pulse`` of a rank that shares the engine: its tokens wait for those of the others."""
+        self._pulse = pulse
+        self._samples = [sample for part in parts for sample in part.samples]
+        drawn = [part.drawn for part in parts]
+        columns: dict[str, list[Tensor]] = {}
+        if parts:
+            columns["tokens"] = [one.tokens for one in drawn]
+            columns["log_probs"] = [one.log_probs for one in drawn]
+        if any(one.truncated is not None for one in drawn):
+            columns["truncated"] = [
+                one.log_probs if one.truncated is None else one.truncated for one in drawn
+            ]
+        if routings := [part.routings for part in parts if part.routings is not None]:
+            columns["routings"] = routings
+        self._names = list(columns)
+        self._arriving = backend.to_host([torch.cat(column) for column in columns.values()])
+
+    def wait(self) -> list[DrawnToken]:
+        """In the order of the draws."""
+        # also where nothing was drawn, so that the host is never more than a step ahead
+        with nullcontext() if self._pulse is None else self._pulse.waiting("tokens"):
+            arrived = [tensor.tolist() for tensor in self._arriving.wait()]
+        columns = dict(zip(self._names, arrived, strict=True))
+        if not columns:
+            return []
+        none: list[Any] = [None] * len(self._samples)
+        truncated: list[float | None] = none
+        if "truncated" in columns:
+            truncated = [
+                value if sample.prompt.request.sampling.truncates else None
+                for sample, value in zip(self._samples, columns["truncated"], strict=True)
+            ]
+        rows = zip(
+            self._samples,
+            columns["tokens"],
+            columns["log_probs"],
+            truncated,
+            columns.get("routings", none),
+            strict=True,
+        )
+        return [DrawnToken(*row) for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _StepKey:
+    """What a captured step is made for."""
+
+    size: int
+    """Rows."""
+    reach: int
+    """Tokens of the longest sequence that it serves."""
+    filtered: bool
+    """Whether the draw is left to the host: it ends with the logits."""
+
+
+class GraphRunner:
+    """A ``PipelineRunner``: the rollout side of a policy."""
+
+    def __init__(self, policy: SampledPolicy, num_pages: int, max_sequences: int) -> None:
+        config, backend = policy.config, policy.backend
+        needs = model_needs(config, policy.flow.preset)
+        problem = back_ends.support(policy.device.type).model_problem(needs)
+        if problem is not None:
+            raise ConfigError(f"{problem}; use device 'cpu'")
+        _name_fallbacks(backend)
+        self._policy, self._backend = policy, backend
+        # the last page is for padding
+        self._cache = empty_cache(policy, num_pages + 1)
+        self.page_tokens = self._cache.page_tokens
+        max_pages = -(-config.max_positions // self.page_tokens)
+        self._state = DeviceState(max_sequences, max_pages, self.page_tokens, num_pages, backend)
+        self._sizes = graph_sizes(max_sequences)
+        self._rows = torch.full((self._sizes[-1],), self._state.padding, device=policy.device)
+        self._steps: dict[_StepKey, Captured] = {}
+        self._drawn: list[DrawnFor] = []
+
+    @property
+    def version(self) -> int:
+        """The policy's count of publications."""
+        return self._policy.version
+
+    @torch.no_grad()
+    def decode(self, samples: Sequence[Sample]) -> None:
+        """Feed each sample's newest token, which the device knows, and draw the next one."""
+        slots = self._state.slots(samples)
+        n, size = len(slots), next(size for size in self._sizes if size >= len(slots))
+        longest = max([sample.length for sample in samples])
+        filtered = truncates(samples)
+        step = self._captured(_StepKey(size, self._backend.reach(longest), filtered))
+        padded = torch.tensor(slots + [self._state.padding] * (size - n))
+        self._rows[:size].copy_(self._backend.to_device(padded))
+        outputs = step.replay()
+        if filtered:
+            drawn = self._draw(outputs[0][:n], range(n), samples)
+            self._state.append(self._rows[:n], drawn.tokens)
+            routings = outputs[1:]
+        else:
+            # the next replay overwrites them
+            drawn = Drawn(*(output[:n].clone() for output in outputs[:2]))
+            routings = outputs[2:]
+        self._drawn.append(DrawnFor(samples, drawn, routings[0][:n].clone() if routings else None))
+
+    @torch.no_grad()
+    def prefill(self, plan: Plan) -> States:
+        """Put tokens that the host knows through the model; -> what it leaves of each chunk's last
+        token.
+        """
+        batch, to_device = build_batch(plan, self.page_tokens), self._backend.to_device
+        attend = self._backend.paged_attention(self._cache, batch.paged, to_device(batch.positions))
+        states = rollout_states(self._policy, to_device(batch.token_ids), attend)
+        last = torch.tensor(batch.paged.counts).cumsum(0) - 1
+        return states.take(to_device(last))
+
+    @torch.no_grad()
+    def draw(self, ready: Ready) -> None:
+        """Draw the next token of each sample from the state of its last; the sample can be decoded
+        from then on.
+        """
+        samples = [sample for sample, _ in ready]
+        states, rows = distinct_rows(ready)
+        drawn = self._draw(self._logits(states.hidden), rows, samples)
+        self._state.admit(samples, drawn.tokens)
+        routings = states.routings
+        if routings is not None:
+            routings = routings.index_select(0, self._backend.to_device(torch.tensor(rows)))
+        self._drawn.append(DrawnFor(samples, drawn, routings))
+
+    def end_step(self) -> PendingTokens:
+        """Everything drawn since the last call."""
+        drawn, self._drawn = self._drawn, []
+        world = self._policy.weights("rollout").cut.world
+        return PendingTokens(drawn, self._backend, world.pulse if world.size > 1 else None)
+
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """These samples have left."""
+        self._state.forget(samples)
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy pages of all layers."""
+        self._cache.copy_pages(sources, targets)
+
+    def clear(self) -> None:
+        """Forget all samples and everything in the cache, non-finite numbers included."""
+        self._drawn = []
+        self._state.clear()
+        self._cache.clear()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._policy.decoder.lm_head.logits(self._policy.weights("rollout"), hidden)
+
+    def _draw(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Drawn:
+        return self._backend.draw(logits, draws_of(rows, samples).map(self._backend.to_device))
+
+    def _captured(self, key: _StepKey) -> Captured:
+        if key not in self._steps:
+            started = perf_counter()
+            self._steps[key] = self._capture(key)
+            seconds = perf_counter() - started
+            kernels = (self._policy.config, self._policy.flow, key)
+            if seconds > _SLOW_CAPTURE and kernels not in _compiled:
+                say(
+                    f"isobit: kernels for {key.size} decoding sequences were compiled or loaded in "
+                    f"{seconds:.1f} s"
+                )
+            _compiled.add(kernels)
+        return self._steps[key]
+
+    def _capture(self, key: _StepKey) -> Captured:
+        """The step over padding alone, captured."""
+        rows = self._rows[: key.size]
+        rows.fill_(self._state.padding)
+        beside = next(iter(self._steps.values()), None)
+        return self._backend.capture(lambda: self._step(rows, key), beside)
+
+    @torch.no_grad()
+    def _step(self, rows: Tensor, key: _StepKey) -> tuple[Tensor, ...]:
+        token_ids, batch = self._state.batch(rows, key.reach)
+        attend = self._backend.decode_attention(self._cache, batch)
+        states = rollout_states(self._policy, token_ids, attend)
+        logits = self._logits(states.hidden)
+        routings = () if states.routings is None else (states.routings,)
+        if key.filtered:
+            return logits, *routings
+        index = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
+        temperatures, keys = self._state.temperatures[rows], self._state.keys[rows]
+        draws = Draws(index, temperatures, keys, batch.positions + 1)
+        drawn = self._backend.draw(logits, draws)
+        self._state.append(rows, drawn.tokens)
+        return drawn.tokens, drawn.log_probs, *routings
+
+
+@cache
+def _name_fallbacks(backend: Backend) -> None:
+    """Once a process: which libraries stand in for others, and why."""
+    for line in backend.fallbacks():
+        say(f"isobit: {line}")
+
+
+def graph_sizes(max_sequences: int) -> list[int]:
+    """The batch sizes that are captured: powers of two up to 32, then multiples of 64.
+
+    Padding costs next to nothing: a decode step waits for weights and for K and V, and a padded row
+    has one key.  Every size costs a capture, and seconds of compilation on a machine that has not
+    seen it.
+    """
+    sizes = [1, 2, 4, 8, 16, 32, *range(64, max_sequences, 64)]
+    return [size for size in sizes if size < max_sequences] + [max_sequences]

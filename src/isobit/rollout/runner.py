@@ -1,0 +1,331 @@
+"""The engine's only view of the model, in two forms, each with its KV cache.
+
+``ModelRunner`` gives back what it computes: states of tokens, logits.  ``PipelineRunner`` draws
+tokens itself and goes on from them, so that the host learns of them while the device computes the
+next.  ``PolicyRunner`` is the policy's rollout side as a ModelRunner;
+``isobit.rollout.graph_runner`` is the other one, for an asynchronous device.  The tests'
+models stand in the same places.
+
+From a plan to the tensors of one ragged forward.
+
+After a forward: which samples have all their tokens in the cache, and the states that
+their next ones are drawn from.
+
+What the next tokens of samples are drawn with, and the check of the logits that they come from.
+
+Rows and samples are not one to one: the samples of a prompt draw their first tokens from one row,
+each with its own noise.  Every step works row by row, so a token and its log-probability do not
+depend on what else is drawn with it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isobit.kernels.operands import Attend, Drawn, Draws, KvCache, PagedBatch
+from isobit.memory.cache_size import pages_for
+from isobit.models.policy_share import SampledPolicy
+from isobit.rollout.scheduler import Plan
+from isobit.rollout.sequence import Sample, SharedPrompt, States
+from isobit.util.errors import NonFiniteError
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """What the model reads: T new tokens of B sequences laid end to end."""
+
+    token_ids: Tensor
+    """int64 [T]"""
+    positions: Tensor
+    """int64 [T], from 0 in each sequence."""
+    paged: PagedBatch
+
+
+def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
+    """The tensors of ``plan``.  Every sequence of it has pages, of ``page_tokens`` tokens, for the
+    tokens it puts in.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for sequence, count in plan:
+        first, pages = sequence.cached, sequence.pages
+        if count == 1:  # most sequences of most steps
+            token_ids.append(sequence.tokens[first])
+            positions.append(first)
+            slots.append(pages[first // page_tokens] * page_tokens + first % page_tokens)
+            continue
+        chunk = range(first, first + count)
+        token_ids += sequence.tokens[first : first + count]
+        positions += chunk
+        slots += [
+            pages[position // page_tokens] * page_tokens + position % page_tokens
+            for position in chunk
+        ]
+    lengths = tuple([sequence.cached + count for sequence, count in plan])
+    width = pages_for(max(lengths), page_tokens)
+    block_table = torch.from_numpy(np.stack([sequence.block_row[:width] for sequence, _ in plan]))
+    paged = PagedBatch(
+        tuple([count for _, count in plan]), lengths, block_table, torch.tensor(slots)
+    )
+    return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), paged)
+
+
+Ready = Sequence[tuple[Sample, States]]
+"""Samples to draw a token for, each with the state of its last one."""
+
+
+def take_ready(plan: Plan, states: States, rows: Sequence[int]) -> Ready:
+    """Give finished prompts their last token's state; the samples that are up to date now, each
+    with its own.
+
+    ``rows[i]``: the row of ``states`` that belongs to the last token of sequence ``i`` of the plan.
+    """
+    ready: list[tuple[Sample, States]] = []
+    for (sequence, _), row in zip(plan, rows, strict=True):
+        if sequence.remaining > 0:
+            continue
+        if isinstance(sequence, SharedPrompt):
+            sequence.last = states.row(row).clone()
+        elif isinstance(sequence, Sample):
+            ready.append((sequence, states.row(row)))
+    return ready
+
+
+def distinct_rows(ready: Ready) -> tuple[States, list[int]]:
+    """The states of the R tokens that occur, and for each sample the row of its own: samples of a
+    prompt, side by side, share one.
+    """
+    distinct: list[States] = []
+    rows: list[int] = []
+    for _, state in ready:
+        if not distinct or state is not distinct[-1]:
+            distinct.append(state)
+        rows.append(len(distinct) - 1)
+    routings = [state.routings for state in distinct if state.routings is not None]
+    hidden = torch.stack([state.hidden for state in distinct])
+    return States(hidden, torch.stack(routings) if routings else None), rows
+
+
+class ModelRunner(Protocol):
+    """One model with its KV cache."""
+
+    @property
+    def version(self) -> int:
+        """Which weights: K and V computed under another version are worthless."""
+        ...
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of its cache."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> States:
+        """Write the new tokens' K and V into their slots; what it leaves of the T tokens."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """FP32 [N, V] from [N, hidden]."""
+        ...
+
+    def draw(self, logits: Tensor, draws: Draws) -> Drawn:
+        """The next tokens of samples, from FP32 logits [R, V]; ``draws`` are on the host."""
+        ...
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
+        differ, and none is a source.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget everything in the cache, non-finite numbers included."""
+        ...
+
+
+class PendingTokens(Protocol):
+    """The tokens that one step draws, on their way to the host."""
+
+    def wait(self) -> Iterable["DrawnToken"]:
+        """In the order of drawing.
+
+        A log-probability that is not finite says that the logits were not.  Called once, and in the
+        order of the steps.
+        """
+        ...
+
+
+class DrawnToken(NamedTuple):
+    """A sample's next token."""
+
+    sample: Sample
+    token_id: int
+    log_prob: float
+    truncated_log_prob: float | None = None
+    """Under the truncated distribution; None without a filter."""
+    routing: int | None = None
+    """The digest of the experts at the row that it was drawn from; None without experts."""
+
+
+@runtime_checkable
+class PipelineRunner(Protocol):
+    """One model with its KV cache, and the newest token of each sample that it has drawn for.
+
+    Nothing here waits for the device: calls take effect in their order.  The token that ``decode``
+    and ``draw`` draw stands at position ``sample.length``, as it is during the call; K and V are
+    written from position ``cached`` on, through ``pages``, both as they are during the call.  From
+    the first call with a sample until it is forgotten, its pages only grow at the end.
+    """
+
+    @property
+    def version(self) -> int:
+        """Which weights: K and V computed under another version are worthless."""
+        ...
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of its cache."""
+        ...
+
+    def decode(self, samples: Sequence[Sample]) -> None:
+        """Put each sample's newest token, drawn here, through the model, and draw the next one."""
+        ...
+
+    def prefill(self, plan: Plan) -> States:
+        """Put tokens that the host knows through the model; what it leaves of each chunk's last
+        token.
+        """
+        ...
+
+    def draw(self, ready: Sequence[tuple[Sample, States]]) -> None:
+        """Draw the next token of each sample from the state of its last; samples of one prompt may
+        share one, side by side.
+        """
+        ...
+
+    def end_step(self) -> PendingTokens:
+        """What was drawn since the last call.  One step at most is unwaited for when the next one
+        begins.
+        """
+        ...
+
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """These samples have ended or lost their pages.  Some may never have been drawn for; some
+        may be in a step not waited for.
+        """
+        ...
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
+        differ, and none is a source.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget all samples, all tokens and everything in the cache, non-finite numbers
+        included.
+        """
+        ...
+
+
+class PolicyRunner:
+    """The rollout side of a policy, one forward at a time: the engine's way where a back end
+    computes at once, and elsewhere the way to observe it.
+    """
+
+    def __init__(self, policy: SampledPolicy, num_pages: int) -> None:
+        self._policy, self._backend = policy, policy.backend
+        self._cache = empty_cache(policy, num_pages)
+        self.page_tokens = self._cache.page_tokens
+
+    @property
+    def version(self) -> int:
+        """The policy's count of publications."""
+        return self._policy.version
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch) -> States:
+        """K and V of the new tokens go into the cache."""
+        token_ids, positions = map(self._backend.to_device, (batch.token_ids, batch.positions))
+        attend = self._backend.paged_attention(self._cache, batch.paged, positions)
+        return rollout_states(self._policy, token_ids, attend)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """FP32 [N, V] from [N, hidden]."""
+        return self._policy.decoder.lm_head.logits(self._policy.weights("rollout"), hidden)
+
+    def draw(self, logits: Tensor, draws: Draws) -> Drawn:
+        """As the back end does it."""
+        return self._backend.draw(logits, draws.map(self._backend.to_device))
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy pages of all layers."""
+        self._cache.copy_pages(sources, targets)
+
+    def clear(self) -> None:
+        """Start over with an empty cache."""
+        self._cache.clear()
+
+
+def empty_cache(policy: SampledPolicy, num_pages: int) -> KvCache:
+    """Pages for the KV heads of a policy that this process has."""
+    shape = policy.weights("rollout").cut.share(policy.config)
+    return policy.backend.kv_cache(shape, policy.flow, num_pages)
+
+
+def rollout_states(policy: SampledPolicy, token_ids: Tensor, attend: Attend) -> States:
+    """A forward of the rollout side: int64 [T] on the policy's device."""
+    routes = policy.decoder.routes()
+    hidden = policy.decoder.hidden_states(policy.weights("rollout"), token_ids, attend, routes)
+    return States(hidden, None if routes is None else routes.digests())
+
+
+def page_tokens_of(policy: SampledPolicy) -> int:
+    """Tokens of a page of a policy's cache: a KV tile of its back end's attention."""
+    return policy.backend.sizes.page_tokens
+
+
+def truncates(samples: Sequence[Sample]) -> bool:
+    """Whether any sample has a filter."""
+    return any(sample.prompt.request.sampling.truncates for sample in samples)
+
+
+def draws_of(rows: Sequence[int], samples: Sequence[Sample]) -> Draws:
+    """Temperature, noise and filters of each sample, on the host; ``rows`` of the logits are those
+    that their tokens come from.
+    """
+    sampling = [sample.prompt.request.sampling for sample in samples]
+    filters = None
+    if truncates(samples):
+        filters = (
+            torch.tensor([params.top_k for params in sampling]),
+            torch.tensor([params.top_p for params in sampling], dtype=torch.float64),
+            torch.tensor([params.min_p for params in sampling], dtype=torch.float64),
+        )
+    return Draws(
+        rows=torch.tensor(rows, dtype=torch.int32),
+        temperatures=torch.tensor([params.temperature for params in sampling], dtype=torch.float32),
+        keys=torch.tensor([sample.key for sample in samples]),
+        positions=torch.tensor([sample.length for sample in samples]),
+        filters=filters,
+    )
+
+
+def check_finite(logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> None:
+    """Raises NonFiniteError naming the prompt and the position of the first row of ``logits`` FP32
+    [R, V] that holds a NaN or an infinity.
+    """
+    finite = torch.isfinite(logits)
+    if bool(finite.all()):
+        return
+    row = int((~finite.all(1)).nonzero()[0])
+    sample = samples[rows.index(row)]
+    raise NonFiniteError(
+        f"logits of prompt {sample.prompt.request.prompt.id!r} at position {sample.length - 1}: "
+        f"{int((~finite[row]).sum())} of {logits.shape[1]} are NaN or infinite"
+    )

@@ -1,0 +1,334 @@
+"""Which sequences take part in the next forward, with how many tokens, and who gives way when pages
+run out.
+
+Samples come and leave while others run.  They are served in the order of arrival: every running
+sample arrived before every waiting one.  A step is
+
+    plan     reserve pages for the running samples, then fill the token budget: decoding samples
+             (one token each), samples that are recomputed after losing their pages, prompts of the
+             samples next in line
+    forward  (the executor's business; it ends in ``advance``)
+    start    samples whose prompt is in the cache join the running ones
+
+When a running sample finds no page, tokens that are in flight are waited for first: a sample may
+have ended.  Then the latest arrival gives way: a prompt that is held for waiting samples, then the
+last running sample, which goes back to the front of the queue, keeps its tokens, and later computes
+K and V again.
+
+Nothing waits for ever.  The first running sample can take the pages of everyone else, and its
+request was accepted because it fits alone; so it advances in every step until it ends, and the next
+one is first.  Prompts are held from the first in line on, without a gap, because a sample goes back
+into the queue only when no prompt is held; so with nothing running, the first in line either has
+its prompt or finds the cache empty.  A sample that is taken out leaves the order of the others as
+it is.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Protocol
+
+from isobit.rollout.engine import EngineStats
+from isobit.rollout.sequence import CachedTokens, PageAllocator, Sample, SharedPrompt, States
+
+Plan = list[tuple[CachedTokens, int]]
+"""The sequences of one forward and how many of its next tokens each one puts in."""
+
+
+class PlanExecutor(Protocol):
+    """What the scheduler asks of whoever carries out its plans."""
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
+        differ, and none is a source.
+        """
+        ...
+
+    def settle(self) -> bool:
+        """Accept all tokens that are in flight; False if there are none."""
+        ...
+
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """These samples have ended, or have lost their pages."""
+        ...
+
+
+class Scheduler:
+    """The queue, the running samples and their pages.
+
+    Args:
+        allocator: the pages; all of them are free again when the last sample has ended.
+        executor: carries out the plans.
+        max_sequences: samples that decode at once.
+        max_batched_tokens: tokens of one forward.
+        stats: counters to fill; others may take their place between two steps.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        executor: PlanExecutor,
+        max_sequences: int,
+        max_batched_tokens: int,
+        stats: EngineStats,
+    ) -> None:
+        self.stats = stats
+        self.waiting: deque[Sample] = deque()
+        self.running: list[Sample] = []
+        self._finished: list[Sample] = []
+        self._held: list[
+            SharedPrompt
+        ] = []  # prompts with pages: those of the first samples in line, in their order
+        self._allocator = allocator
+        self._executor = executor
+        self._capacity = min(
+            max_sequences, max_batched_tokens
+        )  # so that every running sample can decode in every step
+        self._max_batched_tokens = max_batched_tokens
+        self._sources: list[int] = []  # of the copies that the samples need that start now
+        self._targets: list[int] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample has ended."""
+        return not (self.running or self.waiting)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a place and a page would be left if all that wait had started."""
+        if len(self.running) + len(self.waiting) >= self._capacity:
+            return False
+        pages_for, wanted, last = self._allocator.pages_for, 0, None
+        for sample in self.waiting:
+            prompt = sample.prompt
+            if prompt is not last and not prompt.pages:
+                wanted += pages_for(prompt.length)
+            last = prompt
+            wanted += pages_for(sample.length + 1) - pages_for(prompt.length) + 1
+        return wanted < self._allocator.num_free
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Put samples at the end of the line, or behind those who wait for the same prompt: these
+        stand side by side.
+        """
+        for sample in samples:
+            self.waiting.insert(self._place_of(sample.prompt), sample)
+            sample.prompt.waiting += 1
+
+    def take_finished(self) -> list[Sample]:
+        """The samples that have finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def remove(self, samples: Iterable[Sample]) -> None:
+        """Take samples out, wherever they stand, and free what they alone hold.
+
+        Between two steps; what the device was told to do for them may still run.
+        """
+        leaving = set(samples)
+        running = [sample for sample in self.running if sample in leaving]
+        self.running = [sample for sample in self.running if sample not in leaving]
+        self._executor.forget(running)
+        for sample in running:
+            sample.drop_pages(self._allocator)
+        for sample in [sample for sample in self.waiting if sample in leaving]:
+            self._stop_waiting(sample.prompt)
+        self.waiting = deque(sample for sample in self.waiting if sample not in leaving)
+
+    def plan(self) -> Plan:
+        """The next forward; empty only if a sample can start without one, or if a token in flight
+        is the last of its sample.
+        """
+        self._reserve_for_running()
+        plan: Plan = []
+        behind: list[Sample] = []
+        for sample in self.running:
+            remaining = sample.remaining
+            if remaining == 1:
+                plan.append((sample, 1))
+            elif remaining:
+                behind.append(sample)
+        budget = self._max_batched_tokens - len(plan)
+        for sample in behind:
+            if budget > 0:
+                budget -= self._add_chunk(plan, sample, budget)
+        self._plan_prompts(plan, budget)
+        assert not self._sources, "pages are copied as samples start, before anything is written"
+        return plan
+
+    def advance(self, plan: Plan) -> None:
+        """The forward of ``plan`` has been computed: its tokens are in the cache."""
+        for sequence, count in plan:
+            sequence.cached += count
+        self.stats.forwards += 1
+
+    def start(self) -> list[tuple[Sample, States]]:
+        """Let samples run whose prompt is in the cache, in order, while there is room.
+
+        Returns those that have no token of their own yet, each with the hidden state [hidden] to
+        draw its first one from.
+        """
+        fresh: list[tuple[Sample, States]] = []
+        while self.waiting and len(self.running) < self._capacity:
+            sample = self.waiting[0]
+            prompt, last = sample.prompt, sample.prompt.last
+            if last is None:
+                break
+            length = max(sample.length, prompt.cached + 1)
+            wanted = (
+                self._allocator.pages_for(length) - len(prompt.pages) + 1
+            )  # one to copy a partial page into
+            if self.running and wanted > self._allocator.num_free:
+                break
+            self.waiting.popleft()
+            sample.start(self._allocator)
+            self.stats.shared_pages += len(prompt.pages)
+            self._stop_waiting(prompt)
+            self.running.append(sample)
+            while sample.will_write and not self._reserve(
+                sample
+            ):  # only if it is alone: a prompt held for others has what it needs
+                self._make_room()
+            if sample.remaining == 0:
+                fresh.append((sample, last))
+        self._copy_pages()
+        return fresh
+
+    def remove_finished(self) -> None:
+        """Take the finished samples out and free their pages."""
+        finished = [sample for sample in self.running if sample.finish_reason is not None]
+        if finished:
+            self.running = [sample for sample in self.running if sample.finish_reason is None]
+            self._executor.forget(finished)
+            self._finished += finished
+            for sample in finished:
+                sample.drop_pages(self._allocator)
+
+    def drop_all_pages(self) -> None:
+        """Forget every K and V, because the weights that made them are gone; all samples go back
+        into the queue.
+        """
+        self._executor.settle()
+        self.remove_finished()
+        while self._held:
+            self._held.pop().drop_pages(self._allocator)
+        while self.running:
+            self._requeue_last()
+
+    def _place_of(self, prompt: SharedPrompt) -> int:
+        """Where in the line a further sample of a prompt belongs."""
+        place = len(self.waiting)
+        if prompt.waiting:
+            while self.waiting[place - 1].prompt is not prompt:
+                place -= 1
+        return place
+
+    def _plan_prompts(self, plan: Plan, budget: int) -> None:
+        """Fill the rest of the budget with the prompts of the samples that could start after this
+        forward.
+        """
+        last = None
+        for sample in islice(self.waiting, max(0, self._capacity - len(self.running))):
+            prompt = sample.prompt
+            if prompt is last or prompt.is_ready:
+                continue
+            if budget == 0 or not self._hold(prompt):
+                break
+            last = prompt
+            count = self._add_chunk(plan, prompt, budget)
+            budget -= count
+            self.stats.prompt_tokens += count
+
+    def _add_chunk(self, plan: Plan, sequence: CachedTokens, budget: int) -> int:
+        count = min(budget, sequence.remaining)
+        plan.append((sequence, count))
+        self.stats.chunks += count < sequence.remaining
+        return count
+
+    def _hold(self, prompt: SharedPrompt) -> bool:
+        """Reserve pages for a prompt, if they are there."""
+        if prompt.pages:
+            return True
+        spare = (
+            1 if self.running or self._held else 0
+        )  # its first sample needs a page beside it, unless it is alone
+        if self._allocator.pages_for(prompt.length) + spare > self._allocator.num_free:
+            return False
+        self._reserve(prompt)
+        self._held.append(prompt)
+        return True
+
+    def _stop_waiting(self, prompt: SharedPrompt) -> None:
+        """One sample less waits for ``prompt``; nobody waiting, its own hold on the pages ends."""
+        prompt.waiting -= 1
+        if prompt.waiting == 0 and prompt.pages:
+            self._held.remove(prompt)
+            prompt.drop_pages(self._allocator)
+
+    def _reserve_for_running(self) -> None:
+        """Preempting takes from the end, so what was reserved already stays."""
+        for sample in [
+            sample
+            for sample in self.running
+            if sample.cached >= sample.reserved and sample.remaining
+        ]:
+            while sample.pages and not self._reserve(sample):
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Free pages in the gentlest way that is left: wait for tokens in flight, let a prompt go,
+        let the last arrival go.
+        """
+        assert not self._sources, (
+            "pages are copied before anybody else can be given those that are read"
+        )
+        if self._executor.settle():
+            self.remove_finished()
+        elif self._held:
+            self._held.pop().drop_pages(self._allocator)
+        else:
+            assert len(self.running) > 1, "a sample that is alone with the cache fits into it"
+            self._requeue_last()
+            self.stats.preemptions += 1
+
+    def _reserve(self, sequence: CachedTokens) -> bool:
+        """Make sure of pages for all tokens (at least one new one), held by nobody else where they
+        will be written.
+
+        Takes nothing and returns False if there are not enough free pages.
+        """
+        length = max(sequence.length, sequence.cached + 1)
+        missing = self._allocator.pages_for(length) - len(sequence.pages)
+        first_written = sequence.cached // self._allocator.page_tokens
+        copies = (
+            first_written < len(sequence.pages)
+            and self._allocator.holders(sequence.pages[first_written]) > 1
+        )
+        if missing + copies > self._allocator.num_free:
+            return False
+        if copies:
+            page = self._allocator.allocate()
+            self._sources.append(sequence.pages[first_written])
+            self._targets.append(page)
+            self._allocator.release(sequence.pages[first_written])
+            sequence.replace_page(first_written, page)
+            self.stats.copied_pages += 1
+        for _ in range(missing):
+            sequence.add_page(self._allocator.allocate())
+        sequence.reserved = len(sequence.pages) * self._allocator.page_tokens
+        return True
+
+    def _copy_pages(self) -> None:
+        """Make the copies asked for, all at once."""
+        if self._sources:
+            self._executor.copy_pages(self._sources, self._targets)
+            self._sources, self._targets = [], []
+
+    def _requeue_last(self) -> None:
+        sample = self.running.pop()
+        assert sample.in_flight == 0, "a sample goes back with all its tokens known"
+        self._executor.forget([sample])
+        self.stats.recomputed_tokens += max(0, sample.cached - len(sample.prompt.tokens))
+        sample.drop_pages(self._allocator)
+        sample.prompt.waiting += 1
+        self.waiting.appendleft(sample)

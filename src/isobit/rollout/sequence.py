@@ -1,0 +1,466 @@
+"""The state of what the engine computes: prompts, prefilled once, and the samples that grow from
+them.
+
+Both are a list of tokens of which the first ``cached`` have their K and V in pages.  What is left,
+``remaining``, says what to do next: nothing (a finished prompt), one token (a decoding sample),
+several (a prompt, or a sample whose pages were taken away).  So prefill, decode and recomputation
+are one operation, "put the next tokens through the model", with different counts.
+
+A sample may have a token ``in_flight``: drawn by the device, which goes on from it, while the host
+does not know it yet.
+
+Text as it grows, and stop strings in it, although a token may hold half a character and a stop
+string may span tokens.
+
+Decoding a token alone can be wrong (a leading space that depends on its neighbour, a piece of a
+UTF-8 character), and decoding the whole answer after each token is quadratic.  So a window of the
+last tokens is decoded, once without and once with the newest: what the second text has on top of
+the first is new.  While the new text ends in U+FFFD, a character is incomplete and the window waits
+for the rest of it.
+
+What a forward leaves of its tokens: final hidden states, and digests of their experts.
+
+Who holds which page of the KV cache: a free list and a count of holders for each page.  Pure
+bookkeeping, no tensors.
+
+A page is held by every sequence whose block table names it.  The samples of one prompt hold its
+pages together; a page goes back to the free list when its last holder releases it.  The most
+recently freed page is handed out first: it is the one still in the CPU's caches, and memory that no
+run ever needed is never touched.
+
+What a caller that follows a sample has not been told yet.
+
+Text goes out when it can no longer change: whole characters, without the end that may turn out to
+be the beginning of a stop string.  What is held back comes with the end of the sample, so that all
+of it together is the text of the completion.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from isobit.kernels.noise import sample_key
+from isobit.memory.cache_size import pages_for
+from isobit.records.text import Completion, FinishReason
+from isobit.rollout.engine import Handle, Request, SampleEvent, SampleState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+_INCOMPLETE = "\ufffd"
+
+
+def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
+    """The text of ``token_ids`` as users and rewards see it: special tokens left out, spaces as
+    they are.
+    """
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def cut(text: str, stop_strings: Sequence[str]) -> str:
+    """``text`` before the first place where any of ``stop_strings`` begins."""
+    places = [place for place in map(text.find, stop_strings) if place >= 0]
+    return text[: min(places)] if places else text
+
+
+class GrowingText:
+    """The text of one answer, a token at a time."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        """Tokens decoded again for context, then those whose text is not complete yet."""
+        self._settled = 0  # how many of them belong to the context
+
+    def feed(self, token_id: int) -> tuple[str, bool]:
+        """Take the next token; the text behind what was complete before, and whether all of it is
+        complete now.
+        """
+        self._window.append(token_id)
+        settled = decode(self._tokenizer, self._window[: self._settled])
+        new = decode(self._tokenizer, self._window)[len(settled) :]
+        complete = bool(new) and not new.endswith(_INCOMPLETE)
+        if complete:
+            self._window = self._window[self._settled :]
+            self._settled = len(self._window)
+        return new, complete
+
+
+class StopWatch:
+    """Follows the text of one sample and says when a stop string is complete."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop_strings: Sequence[str]) -> None:
+        self._text = GrowingText(tokenizer)
+        self._stop_strings = tuple(stop_strings)
+        self._overlap = max(map(len, stop_strings)) - 1
+        self._tail = ""
+        """The last characters of the complete text: a stop string may have begun there."""
+
+    def feed(self, token_id: int) -> bool:
+        """Take the next token; whether the text now holds a stop string."""
+        new, complete = self._text.feed(token_id)
+        candidate = self._tail + new.rstrip(_INCOMPLETE)
+        if complete:
+            self._tail = candidate[-self._overlap :] if self._overlap else ""
+        return any(stop in candidate for stop in self._stop_strings)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """Of T tokens; or of one, without the first dimension."""
+
+    hidden: Tensor
+    """[T, hidden]"""
+    routings: Tensor | None = None
+    """int64 [T] (``isobit.models.layers``); None for a model without experts."""
+
+    def take(self, rows: Tensor) -> "States":
+        """The tokens ``rows``, int64 [N]."""
+        routings = self.routings
+        return States(
+            self.hidden.index_select(0, rows),
+            None if routings is None else routings.index_select(0, rows),
+        )
+
+    def row(self, index: int) -> "States":
+        """One token."""
+        return States(self.hidden[index], None if self.routings is None else self.routings[index])
+
+    def clone(self) -> "States":
+        """A copy: a row would keep the whole forward alive."""
+        routings = self.routings
+        return States(self.hidden.clone(), None if routings is None else routings.clone())
+
+
+class PageAllocator:
+    """Hands out the pages ``0 .. num_pages - 1``, of ``page_tokens`` tokens each, and counts their
+    holders.
+    """
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._holders = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def num_pages(self) -> int:
+        """All pages, held or not."""
+        return len(self._holders)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens of one sequence occupy."""
+        return pages_for(num_tokens, self.page_tokens)
+
+    def holders(self, page: int) -> int:
+        """How many sequences hold ``page``."""
+        return self._holders[page]
+
+    def allocate(self) -> int:
+        """A free page, now held once.  The caller has checked ``num_free``."""
+        page = self._free.pop()
+        assert self._holders[page] == 0, f"page {page} was free and held"
+        self._holders[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more holder of a page that is held already."""
+        assert self._holders[page] > 0, f"page {page} is shared but not held"
+        self._holders[page] += 1
+
+    def release(self, page: int) -> None:
+        """One holder less; the last one frees the page."""
+        assert self._holders[page] > 0, f"page {page} is released but not held"
+        self._holders[page] -= 1
+        if self._holders[page] == 0:
+            self._free.append(page)
+
+
+_NO_PAGES = np.zeros(0, dtype=np.int64)
+
+
+class CachedTokens:
+    """Tokens and the pages that hold the K and V of the first ``cached`` of them.
+
+    ``block_row`` mirrors ``pages``, where there are any, in the fixed-width form that a batch's
+    block table is stacked from.  ``reserved``: the tokens that its pages have room for, once the
+    scheduler has made sure that nobody else holds those which will be written.
+    """
+
+    __slots__ = ("_max_pages", "block_row", "cached", "pages", "reserved", "tokens")
+
+    def __init__(self, tokens: list[int], max_pages: int) -> None:
+        self.tokens = tokens
+        self.cached = 0
+        self.reserved = 0
+        self.pages: list[int] = []
+        self.block_row = _NO_PAGES
+        self._max_pages = max_pages
+
+    @property
+    def length(self) -> int:
+        """All its tokens."""
+        return len(self.tokens)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to put through the model: those that are not in the cache yet."""
+        return len(self.tokens) - self.cached
+
+    def add_page(self, page: int) -> None:
+        """Hold one more page, behind the others."""
+        if not self.pages:  # thousands may wait without any
+            self.block_row = np.zeros(self._max_pages, dtype=np.int64)
+        self.block_row[len(self.pages)] = page
+        self.pages.append(page)
+
+    def replace_page(self, index: int, page: int) -> None:
+        """Hold ``page`` in the place of page number ``index``."""
+        self.block_row[index] = page
+        self.pages[index] = page
+
+    def drop_pages(self, allocator: PageAllocator) -> None:
+        """Give all pages back; the tokens stay."""
+        for page in self.pages:
+            allocator.release(page)
+        self.pages, self.block_row = [], _NO_PAGES
+        self.cached = self.reserved = 0
+
+
+class SharedPrompt(CachedTokens):
+    """The prompt of one request.  It holds its pages for as long as samples wait to start from
+    them: ``waiting`` counts those that are in the scheduler's line.
+
+    ``last`` is the state of its last token: the first token of every sample is drawn from it.
+    """
+
+    __slots__ = ("last", "request", "waiting")
+
+    def __init__(self, request: Request, max_pages: int) -> None:
+        super().__init__(list(request.prompt.token_ids), max_pages)
+        self.request = request
+        self.waiting = 0
+        self.last: States | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether samples can start."""
+        return self.last is not None
+
+    def drop_pages(self, allocator: PageAllocator) -> None:
+        """Give all pages back; no sample can start until the prompt has been prefilled again."""
+        super().drop_pages(allocator)
+        self.last = None
+
+
+class Sample(CachedTokens):
+    """One sample of a request: the prompt's tokens, then its own.
+
+    ``in_flight``: tokens drawn by the device that the host does not know yet.  ``on_device``: the
+    device has drawn the last token and kept it.  Both stay as they are in an engine that waits for
+    every token.
+    """
+
+    __slots__ = (
+        "_stop_token_ids",
+        "_stop_watch",
+        "finish_reason",
+        "handle",
+        "in_flight",
+        "key",
+        "log_probs",
+        "max_length",
+        "on_device",
+        "prompt",
+        "routings",
+        "truncated_log_probs",
+        "weights_versions",
+    )
+
+    def __init__(
+        self,
+        prompt: SharedPrompt,
+        index: int,
+        seed: int,
+        max_length: int,
+        max_pages: int,
+        tokenizer: "PreTrainedTokenizerBase | None",
+    ) -> None:
+        super().__init__(list(prompt.tokens), max_pages)
+        request, sampling = prompt.request, prompt.request.sampling
+        self.prompt = prompt
+        self.handle = Handle(request.prompt.id, request.visit, index)
+        self.key = sample_key(seed, request.prompt.id, request.visit, index)
+        self.max_length = max_length
+        self.in_flight = 0
+        self.on_device = False
+        self.log_probs: list[float] = []
+        self.truncated_log_probs: list[float] = []
+        self.routings: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.weights_versions: list[int] = []
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._stop_watch = (
+            StopWatch(tokenizer, sampling.stop_strings)
+            if tokenizer and sampling.stop_strings
+            else None
+        )
+
+    @property
+    def length(self) -> int:
+        """All its tokens, known or in flight."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to put through the model: those that are not in the cache yet, but never the last
+        that it may have.
+        """
+        length = len(self.tokens) + self.in_flight
+        return length - self.cached if length < self.max_length else 0
+
+    @property
+    def will_write(self) -> bool:
+        """Whether any more K and V are needed: those of the last token that it may have are not."""
+        return self.cached < self.max_length - 1
+
+    def drop_pages(self, allocator: PageAllocator) -> None:
+        """Give all pages back; the tokens stay, with the host."""
+        super().drop_pages(allocator)
+        self.on_device = False
+
+    def start(self, allocator: PageAllocator) -> None:
+        """Hold the pages of the prompt as well: its tokens need not be computed again."""
+        assert self.prompt.is_ready, "a sample starts from a prompt in the cache"
+        assert not self.pages, "a sample that runs does not start"
+        for page in self.prompt.pages:
+            allocator.share(page)
+            self.add_page(page)
+        self.cached = self.prompt.cached
+
+    def accept(
+        self, token_id: int, log_prob: float, weights_version: int, routing: int | None = None
+    ) -> None:
+        """Append a drawn token and see whether it is the last one; ``routing`` is the digest of the
+        experts at the row that it was drawn from.
+        """
+        self.tokens.append(token_id)
+        self.log_probs.append(log_prob)
+        self.weights_versions.append(weights_version)
+        if routing is not None:
+            self.routings.append(routing)
+        if token_id in self._stop_token_ids or (
+            self._stop_watch is not None and self._stop_watch.feed(token_id)
+        ):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_length:
+            self.finish_reason = "length"
+
+    def take_up(self, state: SampleState) -> None:
+        """Go on from what another engine has drawn; stop strings are looked for behind it."""
+        self.tokens.extend(state.token_ids)
+        self.log_probs.extend(state.log_probs)
+        self.weights_versions.extend(state.weights_versions)
+        self.truncated_log_probs.extend(state.truncated_log_probs)
+        self.routings.extend(state.routings)
+        if self._stop_watch is not None:
+            for token_id in state.token_ids:
+                self._stop_watch.feed(token_id)
+
+    def state(self) -> SampleState:
+        """What the host knows of it."""
+        truncates = self.prompt.request.sampling.truncates  # else some may have been kept of others
+        return SampleState(
+            self.prompt.request,
+            self.handle.sample,
+            tuple(self.tokens[len(self.prompt.tokens) :]),
+            tuple(self.log_probs),
+            tuple(self.weights_versions),
+            tuple(self.truncated_log_probs) if truncates else (),
+            tuple(self.routings),
+        )
+
+    def completion(self, tokenizer: "PreTrainedTokenizerBase | None") -> Completion:
+        """The record of the ended sample; its text is empty without a tokenizer."""
+        assert self.finish_reason is not None, "the sample has not ended"
+        token_ids = self.tokens[len(self.prompt.tokens) :]
+        stopped = token_ids and token_ids[-1] in self._stop_token_ids
+        spoken = token_ids[:-1] if stopped else token_ids
+        stops = self.prompt.request.sampling.stop_strings
+        text = cut(decode(tokenizer, spoken), stops) if tokenizer else ""
+        return self.state().completion(text, self.finish_reason)
+
+
+class SampleStream:
+    """Follows one sample; with a tokenizer its text, too."""
+
+    def __init__(self, sample: Sample, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        self._sample = sample
+        self._told = 0  # tokens
+        self._text = (
+            None
+            if tokenizer is None
+            else GrowingAnswer(tokenizer, sample.prompt.request.sampling.stop_strings)
+        )
+
+    def event(self, completion: Completion | None = None) -> SampleEvent | None:
+        """What is new, or None; ``completion`` once the sample has ended."""
+        sample, told = self._sample, self._told
+        if completion is None and len(sample.log_probs) == told:
+            return None
+        token_ids = tuple(sample.tokens[len(sample.prompt.tokens) + told :])
+        self._told = len(sample.log_probs)
+        text = ""
+        if self._text is not None:
+            text = self._text.rest(completion.text) if completion else self._text.feed(token_ids)
+        log_probs = tuple(sample.log_probs[told:])
+        return SampleEvent(sample.handle, token_ids, log_probs, text, completion)
+
+
+class GrowingAnswer:
+    """The text of a sample as far as it is sure."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop_strings: Sequence[str]) -> None:
+        self._text = GrowingText(tokenizer)
+        self._stop_strings = stop_strings
+        self._held = ""
+        self._told = 0  # characters
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens, none of which ended the sample; the text that is sure now."""
+        for token_id in token_ids:
+            new, complete = self._text.feed(token_id)
+            if complete:
+                self._held += new
+        sure = len(self._held) - self._possible_stop()
+        told, self._held = self._held[:sure], self._held[sure:]
+        self._told += len(told)
+        return told
+
+    def rest(self, text: str) -> str:
+        """What of the final ``text`` has not been told."""
+        return text[self._told :]
+
+    def _possible_stop(self) -> int:
+        """The longest end of the held text with which a stop string begins, in characters."""
+        return max(
+            (
+                length
+                for stop in self._stop_strings
+                for length in range(1, min(len(stop), len(self._held)) + 1)
+                if self._held.endswith(stop[:length])
+            ),
+            default=0,
+        )

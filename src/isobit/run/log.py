@@ -1,0 +1,408 @@
+"""What a run of ``isobit train`` leaves behind as it goes: the figures of its steps, lines on the
+console, and its summary.
+
+Steps in a row without a signal: a run that learns nothing says so, and can stop
+(``check.on_no_signal``).
+
+What a run of reinforcement learning achieved, in one record: the last lines on the console and
+``summary.json``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from isobit.config.tables import CheckConfig
+from isobit.observe.console import (
+    BAD,
+    GOOD,
+    WARNING,
+    Console,
+    Part,
+    describe_moment,
+    describe_result,
+    time_left,
+)
+from isobit.observe.evaluation import EvalResult
+from isobit.observe.metrics import Metrics, step_metrics
+from isobit.observe.training_log import RunSummary, TrainingLog
+from isobit.parallel.world import agreed
+from isobit.proof.check import check_state, check_step
+from isobit.records.text import Group
+from isobit.rewards.grading import GradeStats
+from isobit.run.pending import Collected
+from isobit.run.setup import RlRun
+from isobit.store.resume import Start
+from isobit.store.state import StateDigest, StepDigests, state_digest
+from isobit.training.comparison import Comparison
+from isobit.training.step import StepMetrics
+from isobit.util.errors import MismatchError, NoSignalError
+from isobit.util.files import LineFile
+from isobit.util.terminal import Clock
+
+
+class SignalWatch:
+    """Counts them, on every rank alike: all have the rewards of all groups."""
+
+    def __init__(self, config: CheckConfig) -> None:
+        self._config = config
+        self.steps = 0
+        """The last steps that had no signal."""
+
+    def count(self, has_signal: bool) -> None:
+        """One more step."""
+        self.steps = 0 if has_signal else self.steps + 1
+
+    def notes(self, metrics: Metrics) -> list[str]:
+        """What to print after a step with these figures: nothing, or one line where it is time.
+
+        Raises NoSignalError instead where the run is to stop; every rank does.
+        """
+        patience = self._config.no_signal_steps
+        if self._config.on_no_signal == "ignore" or self.steps == 0 or self.steps % patience:
+            return []
+        problem = f"{_described(self.steps)} had no signal: {_of_rewards(metrics)}"
+        if self._config.on_no_signal == "warn":
+            return [f"{problem} (check.on_no_signal)"]
+        raise agreed(
+            NoSignalError(
+                f'{problem}. check.on_no_signal is "stop", and check.no_signal_steps '
+                f'{patience}; with "warn" the run goes on'
+            )
+        )
+
+
+def _described(steps: int) -> str:
+    return "the last step" if steps == 1 else f"the last {steps} steps"
+
+
+def _of_rewards(metrics: Metrics) -> str:
+    mean = metrics.get("reward/mean")
+    if mean is None:
+        return "every reward failed, so that there is nothing to learn from"
+    return (
+        f"all rewards of each prompt are equal (the mean is {mean:g}), so that there is nothing to "
+        "learn from. Is the reward the right one, and are some answers right and others wrong? "
+        "completions.jsonl has both"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RlSetSummary:
+    """One evaluation set before and after the run; accuracies are mean rewards, intervals cover
+    95%.
+    """
+
+    problems: int
+    accuracy_before: float
+    accuracy_after: float
+    interval_before: tuple[float, float] | None
+    interval_after: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RlSummary(RunSummary):
+    """The figures of a finished run.  The accuracies and ``problems`` on top are those of the first
+    evaluation set, None without one.
+    """
+
+    accuracy_before: float | None
+    accuracy_after: float | None
+    problems: int
+    tokens_compared: int
+    """Response tokens whose recorded log-probability was compared with the trainer's, bit for
+    bit.
+    """
+    tokens_differing: int
+    max_abs_diff: float
+    tokens_generated: int
+    skipped_updates: int
+    failed_rewards: int
+    train_seconds: float
+    """Wall seconds of the steps: rollout, grading and training, without evaluation and loading."""
+    rollout_seconds: float
+    evaluation_seconds: float
+    evaluations: Mapping[str, RlSetSummary]
+    routings_compared: int = 0
+    """Response tokens of a mixture of experts whose recorded experts were compared with the
+    trainer's; 0 for another model.
+    """
+    routings_differing: int = 0
+    updates_without_signal: int = 0
+    """Updates that had nothing to learn from."""
+    steps_without_signal: int = 0
+    """Steps all of whose updates had nothing to learn from."""
+
+
+def summarise_set(before: EvalResult, after: EvalResult) -> RlSetSummary:
+    """The figures of one set at both ends of a run."""
+    return RlSetSummary(
+        after.problems, before.accuracy, after.accuracy, before.interval, after.interval
+    )
+
+
+def describe_summary(summary: RlSummary) -> list[str]:
+    """What a finished run of reinforcement learning prints last."""
+    lines = []
+    for name, figures in summary.evaluations.items():
+        before, after = figures.accuracy_before, figures.accuracy_after
+        if all(0 <= value <= 1 for value in (before, after)):
+            points = f"{100 * (after - before):+.1f} points"
+            change = f"accuracy {100 * before:.1f}% -> {100 * after:.1f}% ({points})"
+        else:
+            change = f"mean reward {before:.3f} -> {after:.3f}"
+        lines.append(f"{name}: {change} on {figures.problems} problems")
+    return [
+        *lines,
+        *_describe_signal(summary),
+        *summary.describe_memory(),
+        f"{summary.preset}: {summary.tokens_differing:,} of {summary.tokens_compared:,} "
+        f"log-probabilities{_routing_summary(summary)} differ in rollout and training",
+        f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, "
+        f"{summary.evaluation_seconds:.1f} s for evaluation",
+        f"model: {summary.model}",
+        f"files: {summary.directory} (summary.json, metrics.jsonl, completions.jsonl, "
+        "tensorboard/, run.json)",
+        f"figures as a page: isobit report {summary.directory}",
+    ]
+
+
+def _describe_signal(summary: RlSummary) -> list[str]:
+    """A line where steps taught nothing; one that cannot be missed where all did."""
+    without, steps = summary.steps_without_signal, summary.steps
+    if without == 0:
+        return []
+    if without < steps:
+        return [f"no signal in {without:,} of {steps:,} steps: all rewards of a prompt were equal"]
+    return [
+        "warning: no step had a signal: all rewards of each prompt were equal, and nothing was "
+        "learnt; see whether the reward reads the answers (completions.jsonl)"
+    ]
+
+
+def _routing_summary(summary: RlSummary) -> str:
+    if not summary.routings_compared:
+        return ""
+    return f", {summary.routings_differing:,} of {summary.routings_compared:,} routings"
+
+
+BESIDE = ("training", "waiting")
+"""Phases of a step whose batch the rollouters sample: learning, and then waiting for them."""
+
+
+class RlLog(TrainingLog[EvalResult]):
+    """The log of reinforcement learning: figures, lines and sample completions of its steps."""
+
+    phases = ("rollout", "grading", "training")
+    counts = ("tokens", "failed", "skipped", "without_signal", "steps_without_signal")
+
+    def __init__(self, run: RlRun, start: Start, console: Console, clock: Clock) -> None:
+        self._run = run
+        self._comparison = Comparison()
+        self._watch = SignalWatch(run.config.check)
+        self._digests: LineFile | None = None
+        self._left: StateDigest | None = None
+        super().__init__(run, start, console, clock)
+
+    def _open_writers(self) -> None:
+        super()._open_writers()
+        self._digests = self._open_lines(self.directory.digests)
+
+    def check_state(self) -> None:
+        """Whether the weights, masters and moments that are about to learn are what this process's
+        last update left; all ranks together, in the trainer's turn.  Raises MismatchError where
+        the run is to stop at that: then they are written nowhere.
+        """
+        check = self._run.config.check
+        if self._left is None or not check.state or check.on_mismatch == "ignore":
+            return
+        try:
+            self._console.notes(check_state(check, self._left, state_digest(self._run)))
+        except MismatchError:
+            self._run.trainer.is_whole = False
+            raise
+
+    def step(
+        self, step: int, collected: Collected, trained: StepMetrics, state: StateDigest
+    ) -> None:
+        """The figures of one step: a line of metrics, a line on the console, a few completions; and
+        the digests of all of them and of the ``state`` that the update has left.
+        """
+        seconds = dict.fromkeys((*self.phases, *self._phases_of_step), 0.0) | self._take_seconds()
+        groups, grades, engine = collected.groups, collected.grades, self._run.pending.take_engine()
+        metrics = step_metrics(groups, grades, engine, trained, seconds)
+        metrics |= self._optional_figures(collected)
+        metrics |= self._run.turns.figures()
+        metrics |= self._waiting_figures()
+        self._add_metrics(step, metrics)
+        self._add_completions(step, "train", groups)
+        self._add_digests(step, groups, state)
+        self._write()
+        self._left = state
+        self._comparison += trained.comparison
+        self._totals["tokens"] += engine.generated_tokens
+        self._totals["failed"] += grades.failed
+        self._totals["skipped"] += trained.skipped_updates
+        self._totals["without_signal"] += trained.without_signal
+        self._totals["steps_without_signal"] += not trained.has_signal
+        steps, left = self._run.config.training.steps, self._time_left.after(step)
+        self._watch.count(trained.has_signal)
+        self.boundary = self._take_boundary(step)
+        self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
+        self._console.notes(_notes(grades, trained, self._watch.steps))
+        self._console.notes(self._watch.notes(metrics))
+        self._console.notes(
+            check_step(
+                self._run.config.check,
+                self._run.model.policy.flow,
+                trained,
+                self.directory.model,
+            )
+        )
+
+    def _add_digests(self, step: int, groups: Sequence[Group], state: StateDigest) -> None:
+        if self._digests is not None:
+            self._add_line(self._digests, StepDigests.of(step, groups, state).line())
+
+    @property
+    def _phases_of_step(self) -> tuple[str, ...]:
+        """Those that a step takes one after the other: rollouters work beside the trainers."""
+        return self.phases if self._run.apart is None else BESIDE
+
+    def _optional_figures(self, collected: Collected) -> Metrics:
+        """Of what a run may do without."""
+        figures: Metrics = {}
+        if self._run.config.algorithm.dynamic_sampling:
+            figures["rollout/refills"] = collected.refills
+            figures["rollout/dropped_groups"] = collected.dropped_groups
+        if self._run.replay is not None:
+            figures["replay/size"] = len(self._run.replay)
+            figures["replay/mib"] = self._run.replay.num_bytes / (1 << 20)
+        return figures
+
+    def finish(self) -> RlSummary:
+        """Write ``summary.json``, print the last lines, and return what the run achieved."""
+        sets = {name: summarise_set(*ends) for name, ends in self._first_and_last().items()}
+        first = next(iter(sets.values()), None)
+        seconds = self._seconds
+        summary = RlSummary(
+            directory=self.directory.root,
+            preset=self._run.config.precision.preset,
+            steps=self._run.config.training.steps,
+            accuracy_before=first.accuracy_before if first else None,
+            accuracy_after=first.accuracy_after if first else None,
+            problems=first.problems if first else 0,
+            tokens_compared=self._comparison.tokens_compared,
+            tokens_differing=self._comparison.tokens_differing,
+            max_abs_diff=self._comparison.max_abs_diff,
+            routings_compared=self._comparison.routings_compared,
+            routings_differing=self._comparison.routings_differing,
+            tokens_generated=self._totals["tokens"],
+            skipped_updates=self._totals["skipped"],
+            updates_without_signal=self._totals["without_signal"],
+            steps_without_signal=self._totals["steps_without_signal"],
+            failed_rewards=self._totals["failed"],
+            train_seconds=sum(seconds.get(phase, 0.0) for phase in self._phases_of_step),
+            rollout_seconds=seconds["rollout"],
+            evaluation_seconds=seconds["evaluation"],
+            evaluations=sets,
+            gpu_memory=self._run.turns.summary(),
+        )
+        self._write_summary(summary)
+        self._console.lines(describe_summary(summary))
+        return summary
+
+    def _say_evaluation(self, step: int, results: Mapping[str, EvalResult]) -> None:
+        for name, result in results.items():
+            self._console.line(f"{describe_moment(step)}: {describe_result(name, result)}")
+
+    def _result(self, content: Mapping[str, Any]) -> EvalResult:
+        return EvalResult.from_json(content)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            **super()._state(),
+            "comparison": asdict(self._comparison),
+            "last_steps_without_signal": self._watch.steps,
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        self._comparison = Comparison(**state["comparison"])
+        self._watch.steps = state.get("last_steps_without_signal", 0)
+
+
+def describe_step(
+    step: int, steps: int, metrics: Metrics, exact: bool, seconds_left: float
+) -> list[Part]:
+    """Reward, length, entropy, differing tokens, rates and seconds of one step, and how long the
+    run will still take; ``exact`` says whether no token may differ.
+    """
+    phases = BESIDE if "time/waiting_s" in metrics else RlLog.phases
+    seconds = sum(metrics[f"time/{phase}_s"] for phase in phases)
+    length = metrics["response_length/mean"]
+    return [
+        Part(f"step {step:>{len(str(steps))}}/{steps}"),
+        Part(f"reward {metrics['reward/mean']:.3f}")
+        if "reward/mean" in metrics
+        else Part("no reward", BAD),
+        Part(f"length {length:.1f}", shorter=((4, f"length {length:.0f}"), (6, ""))),
+        _learnt(metrics),
+        *_compared(metrics, exact),
+        *_routings(metrics, exact),
+        *_rates(metrics),
+        Part(f"{seconds:.1f} s"),
+        time_left(seconds_left),
+    ]
+
+
+def _learnt(metrics: Metrics) -> Part:
+    if "entropy" in metrics:
+        return Part(f"entropy {metrics['entropy']:.3f}", shorter=((5, ""),))
+    return Part("no signal" if metrics["updates/without_signal"] else "no update", WARNING)
+
+
+def _compared(metrics: Metrics, exact: bool) -> list[Part]:
+    """Tokens that differ in rollout and training, of those compared; of none nothing is said."""
+    differing = metrics["log_prob_diff/tokens_differing"]
+    compared = metrics["log_prob_diff/tokens_compared"]
+    if not compared:
+        return []
+    style = (BAD if differing else GOOD) if exact else ""
+    short = f"{differing:.0f} differ"
+    return [Part(f"differing {differing:.0f} of {compared:.0f}", style, ((3, short),))]
+
+
+def _routings(metrics: Metrics, exact: bool) -> list[Part]:
+    """Of a mixture of experts."""
+    if "routing_diff/tokens_differing" not in metrics:
+        return []
+    differing = metrics["routing_diff/tokens_differing"]
+    return [Part(f"routings {differing:.0f}", (BAD if differing else GOOD) if exact else "")]
+
+
+def _rates(metrics: Metrics) -> list[Part]:
+    """Of a step that sampled or trained anything: with a lag, the last ones learn from what is
+    there.
+    """
+    return [
+        Part(f"{name} {metrics[f'tokens_per_s/{name}']:,.0f} tok/s", shorter=((order, ""),))
+        for order, name in enumerate(("rollout", "training"), start=1)
+        if f"tokens_per_s/{name}" in metrics
+    ]
+
+
+def _notes(grades: GradeStats, trained: StepMetrics, without_signal: int) -> list[str]:
+    """What a reader of the line would otherwise not know."""
+    notes = [f"an update was skipped: {reason}" for reason in trained.skip_reasons]
+    if grades.failed:
+        notes.append(
+            f"{grades.failed} rewards failed and are excluded; the first was {grades.first_error}"
+        )
+    if grades.counts:
+        met = ", ".join(f"{number:,} {kind}" for kind, number in grades.counts.items())
+        notes.append(f"graders met: {met}")
+    if without_signal == 1:  # the first of several: later ones say it in their line
+        done = "the weights moved by momentum alone" if trained.updates else "no weight changed"
+        notes.append(f"no signal: all rewards of each prompt are equal; {done}")
+    return notes

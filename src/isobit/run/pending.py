@@ -1,0 +1,217 @@
+"""Batches that wait to be learnt from: with ``async.lag`` = k, sampling is k steps ahead.
+
+    step t    policy        has the weights after step t - 1
+              sample        batch t + k, at the end of the line (in step 1: batches 1 to k + 1)
+              compare       what was sampled with the trainer's forward, while it has these weights
+              learn         batch t, from the front
+
+So batch t is sampled wholly by the weights after step max(t - 1 - k, 0), and nothing is sampled
+that no step will learn from.  Without a lag the line holds one batch, between sampling and learning
+alone.
+
+A batch that has waited is no longer *fresh*: its recorded log-probabilities, exact for the weights
+of then, are others than the trainer's of now, and the loss's ratio is taken to them.  Whether
+rollout and training are one function is therefore counted when the batch is sampled, over some of
+its completions.
+
+Between two steps the k batches that wait are part of a checkpoint: whole, as they were sampled and
+graded, each as one message (``isobit.records.kept_groups``).  What the engine did, and how long it
+took, stays with the step in which it was done.
+
+A batch: the graded groups that one step learns from, and what it took to get them.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from isobit.config.recipes import RunConfig
+from isobit.parallel.world import decode, encode
+from isobit.records.kept_groups import groups_of, groups_value
+from isobit.records.text import Group, Prompt
+from isobit.rewards.grading import GradeStats
+from isobit.rollout.engine import EngineStats
+from isobit.training.comparison import ComparedTokens, Comparison, Mismatch
+from isobit.training.judge import scores_by_policy
+from isobit.training.trainer import Trainer
+from isobit.util.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a step learns from, and what it took to get it."""
+
+    groups: list[Group]
+    grades: GradeStats
+    engine: EngineStats
+    refills: int = 0
+    """How often further prompts were taken."""
+    dropped_groups: int = 0
+    """Level groups that others replaced."""
+    comparison: Comparison | None = None
+    """Of some completions with the trainer's forward, by the weights that drew them; None where all
+    are compared as they are learnt from.
+    """
+    mismatch: Mismatch | None = None
+    """Of the same tokens."""
+
+
+COMPARED = 16
+"""Completions of a batch that are compared, or all where it has no more."""
+
+
+TOKEN_BYTES, COMPLETION_BYTES = 40, 1024
+"""Of what waits, generously: a token with its log-probability, version, experts and text; and what
+a completion has whatever its length.
+"""
+
+
+def pending_bytes(config: RunConfig) -> int:
+    """The most that a checkpoint holds of the batches that wait."""
+    training, lag = config.training, config.asynchrony.lag
+    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    completions = training.prompts_per_step * training.samples_per_prompt
+    return lag * completions * (tokens * TOKEN_BYTES + COMPLETION_BYTES)
+
+
+class Pending:
+    """The line of batches, and what a checkpoint holds of it
+    (``isobit.store.manifest.Extra``).
+    """
+
+    def __init__(self, lag: int, steps: int, prompts: Sequence[Prompt]) -> None:
+        """``prompts`` are all that the run learns from."""
+        self._lag, self._steps = lag, steps
+        self._prompts = {prompt.id: prompt for prompt in prompts}
+        self._waiting: deque[Collected] = deque()
+        self._first = 1
+        """The step that learns from the front of the line."""
+        self._engine = EngineStats()
+
+    def missing(self, step: int) -> range:
+        """The batches to sample in a step, by the steps that will learn from them; without a lag,
+        whose line is empty between steps and no part of a checkpoint, the step's own.
+        """
+        first = max(self._first + len(self._waiting), step)
+        return range(first, min(step + self._lag, self._steps) + 1)
+
+    def add(self, batch: Collected) -> None:
+        """Put a batch at the end of the line."""
+        self._engine += batch.engine
+        self._waiting.append(batch)
+
+    def compare(self, trainer: Trainer) -> None:
+        """Compare those that have just been sampled, before a weight changes."""
+        if self._lag:
+            self._waiting = deque(
+                batch if batch.comparison is not None else compared(batch, trainer)
+                for batch in self._waiting
+            )
+
+    def front(self) -> Collected:
+        """The batch that it is time to learn from."""
+        batch = self._waiting[0]
+        return replace(batch, groups=_stale(batch.groups)) if self._lag else batch
+
+    def take_engine(self) -> EngineStats:
+        """What was done for the batches that were added since this was last asked."""
+        engine, self._engine = self._engine, EngineStats()
+        return engine
+
+    def drop_front(self) -> None:
+        """It has been learnt from."""
+        self._waiting.popleft()
+        self._first += 1
+
+    def state(self) -> dict[str, int]:
+        """The batches that wait between two steps: one of a step that is not done yet, at the end
+        of the line, is sampled again where that step is.
+        """
+        return {"first": self._first, "count": min(len(self._waiting), self._lag)}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Their messages, by the step that learns from them."""
+        count = self.state()["count"]
+        return {
+            f"batch_{self._first + place}": torch.frombuffer(
+                bytearray(encode(batch_value(self._waiting[place]))), dtype=torch.uint8
+            )
+            for place in range(count)
+        }
+
+    def restore(self, state: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on with the batches of ``tensors``.  Raises CheckpointError for one of other
+        prompts.
+        """
+        self._first = state["first"]
+        numbers = range(self._first, self._first + state["count"])
+        self._waiting = deque(
+            self.batch_of(decode(bytes(tensors[f"batch_{number}"].numpy()))) for number in numbers
+        )
+
+    def batch_of(self, value: Mapping[str, Any]) -> Collected:
+        """The batch of ``batch_value``."""
+        mismatch = value["mismatch"]
+        return Collected(
+            groups_of(value["groups"], self._prompt),
+            GradeStats(**value["grades"]),
+            EngineStats(),
+            value["refills"],
+            value["dropped_groups"],
+            Comparison(**value["comparison"]),
+            None if mismatch is None else Mismatch(**mismatch),
+        )
+
+    def _prompt(self, name: str) -> Prompt:
+        if name not in self._prompts:
+            raise CheckpointError(
+                f"a batch that waits has the prompt {name}, which is not among those that the run "
+                "learns from; resume with the same data files"
+            )
+        return self._prompts[name]
+
+
+def batch_value(batch: Collected) -> dict[str, Any]:
+    """A batch that has been compared, as ``isobit.parallel.world`` takes it; without what the
+    engine did.
+    """
+    assert batch.comparison is not None, "a batch that waits has been compared"
+    return {
+        "groups": groups_value(batch.groups),
+        "grades": asdict(batch.grades),
+        "refills": batch.refills,
+        "dropped_groups": batch.dropped_groups,
+        "comparison": asdict(batch.comparison),
+        "mismatch": None if batch.mismatch is None else asdict(batch.mismatch),
+    }
+
+
+def compared(batch: Collected, trainer: Trainer) -> Collected:
+    """A batch with the comparison of the completions of some indices, the same in any run: evenly
+    spaced, so that prompts and places in their groups vary.
+    """
+    drawn = [completion.sequence for group in batch.groups for completion in group.completions]
+    drawn = [sequence for sequence in drawn if sequence.response_length]
+    count = min(COMPARED, len(drawn))
+    chosen = [drawn[place * len(drawn) // count] for place in range(count)]
+    tokens = ComparedTokens.none()
+    for sequence, scores in zip(chosen, scores_by_policy(trainer, chosen), strict=True):
+        tokens.add_sequence(sequence, scores.log_probs, scores.routings)
+    return replace(batch, comparison=tokens.comparison(), mismatch=tokens.mismatch())
+
+
+def _stale(groups: Sequence[Group]) -> list[Group]:
+    """The groups with completions that other weights drew than those that learn from them."""
+    return [
+        replace(
+            group,
+            completions=[
+                replace(completion, sequence=replace(completion.sequence, fresh=False))
+                for completion in group.completions
+            ],
+        )
+        for group in groups
+    ]

@@ -1,1 +1,0 @@
-"""Reinforcement learning: what ``isobit train`` does, on the course that every training has."""

@@ -1,0 +1,160 @@
+"""Trainers and rollouters on processes of their own (``cluster.rollouters``): while the first learn
+from batch t, the last sample batch t + k, k = ``async.lag``.
+
+    trainers      a world of their own, in which the run is what it is without rollouters: masters,
+                  steps, files, the line of batches; they sample nothing
+    rollouters    published weights, engines and graders (``isobit.run.rollouter``); they do what
+                  the trainers tell them, one thing after the other, and keep nothing between two
+
+    step t        trainers                        rollouters
+                  say "sample"                    hear it
+                  learn batch t                   sample, grade, compare batch t + k
+                  take batch t + k                bring it
+                  pass on the weights, version t  take them
+
+Both wait where they meet, and only there.  A lag of 1 is enough to keep both busy.  Weights arrive
+between two batches, in the tensors that the engine reads: a second set of them would let the bytes
+travel while the engine decodes, and hide tens of milliseconds a step for as much memory as the
+weights take.
+
+What a batch is does not depend on who samples it: the bytes are those of one process with the same
+lag.  The trainers' state says which prompts come next, and their record which rewards are known;
+both travel with the word "sample", and come back with the batch.
+
+An error of any rank is an error of all at the next meeting.  A signal is one between two things
+alone: the trainers learn while a batch is sampled, so a batch that was given up would take the last
+moment between two steps with it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from isobit.config.recipes import RunConfig
+from isobit.models.policy import Policy
+from isobit.observe.evaluation import EvalResult, result_of
+from isobit.parallel.world import World, gathered, is_agreed, spread
+from isobit.records.kept_groups import groups_of
+from isobit.records.text import Group
+from isobit.run.evaluate import Evaluation, Evaluator
+from isobit.run.grading import RecordedGrading
+from isobit.util.errors import ConfigError, Interrupted
+
+
+class Apart:
+    """The two parts of a world, seen from a rank of either."""
+
+    def __init__(self, whole: World, rollouters: int) -> None:
+        """All ranks of ``whole`` make it together; the last ``rollouters`` of them sample."""
+        self.trainers = whole.size - rollouters
+        self.is_rollouter = whole.rank >= self.trainers
+        self.whole = whole
+        self.mine = whole.part([0, self.trainers, whole.size])
+        """The world of this rank's part."""
+        self._is_over = False
+        self._passed_on: int | None = None
+
+    def tell(self, command: Mapping[str, Any]) -> None:
+        """Of the trainers: say what the rollouters are to do."""
+        self._meet(lambda: command)
+
+    def told(self, check: Callable[[], None]) -> dict[str, Any]:
+        """Of the rollouters: wait for what is to be done; all end with what ``check`` raises."""
+        return self._meet(check)[0]
+
+    def bring(self, make: Callable[[], Any]) -> None:
+        """Of the rollouters: hand over what they make, each the same."""
+        self._travel(make)
+
+    def take(self) -> Any:
+        """Of the trainers: wait for what the rollouters bring."""
+        return self._travel(None)
+
+    def pass_on(self, policy: Policy) -> None:
+        """Of the trainers: have the rollouters sample by the weights of now."""
+        if self._passed_on != policy.version:
+            self.tell({"do": "take weights"})
+            self.give(policy)
+
+    def give(self, policy: Policy) -> None:
+        """Of all: the weights travel."""
+        policy.pass_on(self.whole, self.trainers)
+        self._passed_on = policy.version
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """A block that all ranks enter.  An error of one part ends the other at the next meeting;
+        where the trainers are done, the rollouters are.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_over and self._is_of_all(error):
+                with suppress(Exception, Interrupted):
+                    self._meet(partial(_raise, error))
+            raise
+        if not self.is_rollouter:
+            self.tell({"do": "end"})
+
+    def _travel(self, make: Callable[[], Any] | None) -> Any:
+        """What the first rollouter makes, on all ranks."""
+        return spread(self.whole, self.trainers, make, self._meet)
+
+    def _meet(self, attempt: Callable[[], Any]) -> list[Any]:
+        """Every collective of the whole but the weights' is this one, so that an error of either
+        part is met by whatever the other waits for.
+        """
+        try:
+            return gathered(self.whole, attempt)
+        except BaseException:
+            self._is_over = True
+            raise
+
+    def _is_of_all(self, error: BaseException) -> bool:
+        """Whether all ranks of this part end with it."""
+        if not isinstance(error, (Exception, Interrupted)):
+            return False
+        return self.mine.size == 1 or is_agreed(error)
+
+
+def evaluate(
+    apart: Apart, policy: Policy, evaluator: Evaluator, grading: RecordedGrading
+) -> Evaluation[EvalResult]:
+    """Of the trainers: every evaluation set under the current policy, by the rollouters."""
+    apart.pass_on(policy)
+    apart.tell({"do": "evaluate", "record": lines_ahead(grading)})
+    value = apart.take()
+    append_lines(grading, value["gradings"])
+    found: dict[str, tuple[EvalResult, list[Group]]] = {}
+    for name, requests in evaluator.requests.items():
+        prompts = {request.prompt.id: request.prompt for request in requests}
+        groups = groups_of(value["sets"][name], prompts.__getitem__)
+        found[name] = result_of(groups, requests[0].samples), groups
+    return found
+
+
+def lines_ahead(grading: RecordedGrading) -> list[str]:
+    """What the record of an interrupted run still has of gradings to come."""
+    return [line.decode() for line in grading.record.lines_ahead]
+
+
+def append_lines(grading: RecordedGrading, lines: Sequence[str]) -> None:
+    """Record gradings that the rollouters have made."""
+    grading.append([line.encode() for line in lines])
+
+
+def check_parts(config: RunConfig, world: World) -> None:
+    """Refuse a layout that this world cannot have.  Raises ConfigError."""
+    rollouters = config.cluster.rollouters
+    if rollouters >= world.size:
+        processes = "1 process" if world.size == 1 else f"{world.size} processes"
+        raise ConfigError(
+            f"cluster.rollouters is {rollouters}, but the run has {processes}, of which at least "
+            "one has to train; start more (--cluster.processes N), or set cluster.rollouters = 0, "
+            "with which all sample and train in turn: the bytes are the same"
+        )
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -1,1 +1,0 @@
-"""Supervised fine-tuning from start to end: what ``isobit sft`` runs."""

@@ -1,0 +1,297 @@
+"""Which settings a resumed run may change, and the refusal of all others, and of other data, reward
+code, tokenizers (``isobit.run.setup``) or bits (``isobit.store.manifest``).
+
+What may change leaves every step the function that it was.  Anything else would make the rest of
+the run one that no uninterrupted run could have been: it has to be allowed by name
+(``--allow-change``), and is journalled.
+
+What a run has recorded of all that its steps depend on beside the recipe, compared with what is
+there now.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from isobit.config.recipes import Recipe
+from isobit.store.checkpoint import Checkpoint
+from isobit.store.directory import RunDirectory, no_run
+from isobit.store.manifest import recorded_class
+from isobit.store.state import TRAINED_ON
+from isobit.util.errors import CheckpointError, ConfigError
+
+MAY_CHANGE = {
+    "output": "the same directory, called or placed differently",
+    "checkpoint": "when the state is saved, and what is kept",
+    "check": "whether a difference of bits warns or stops",
+    "tracking": "where figures are sent as well",
+    "evaluation.every": "how often the policy is measured; a measurement changes nothing",
+    "cluster": "who computes: the bytes of a run do not depend on it",
+    "rollout.max_sequences": "the engine's bits do not depend on the sizes of its batches",
+    "rollout.max_batched_tokens": "nor on the chunks of a prompt",
+    "rollout.kv_pages": "nor on the size of its cache",
+    "rollout.kv_memory_gib": "nor on the memory for it",
+    "reward.offload": "where reward models lie changes no score",
+    "reference.offload": "nor on where the reference model lies while it does not score",
+    "training.recompute": "a layer that is computed again has the same bits",
+    "training.offload_moments": "where the moments lie changes none of them",
+    "training.steps": "with the constant schedule, and not below the steps already done",
+}
+"""Keys, or whole tables, with the reason."""
+
+Changes = Mapping[str, tuple[Any, Any]]
+"""By name: the value in the run, and now."""
+_ABSENT = "nothing"
+_BITS = (
+    "  (bits: this processor, torch or Isobit computes other bits than the run was begun with; see "
+    "docs/checkpoints.md)"
+)
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What is refused where something has changed, and what to do then."""
+
+    name: str
+    settings: str
+    """Of settings, behind "set them back"."""
+    inputs: str
+    """Of inputs, behind "put it back"; the names that differ follow."""
+
+
+RESUMING = Doing(
+    "resumed",
+    ", or start a new run (--output PATH), or go on as another run than the one begun: "
+    "--allow-change {names}; only these may change by themselves: "
+    f"{', '.join(MAY_CHANGE)} (training.steps {MAY_CHANGE['training.steps']})",
+    ", or start a new run (--output PATH), or go on as another run than the one begun: "
+    "--allow-change {names}",
+)
+REPLAYING = Doing(
+    "replayed",
+    f"; only these change no step: {', '.join(MAY_CHANGE)}",
+    ", or replay where it is what it was; with --allow-change {names} the steps are done all the "
+    "same, and may differ for this reason alone",
+)
+
+
+def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Changes:
+    """Dotted keys whose values differ, with both: in the saved configuration, and now."""
+    old, new = flat(saved), flat(config)
+    keys = sorted(old.keys() | new.keys())
+    return {
+        key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
+        for key in keys
+        if old.get(key, _ABSENT) != new.get(key, _ABSENT)
+    }
+
+
+def check_compatible(
+    saved: Mapping[str, Any],
+    config: Mapping[str, Any],
+    step: int,
+    allowed: Sequence[str] = (),
+    doing: Doing = RESUMING,
+) -> Changes:
+    """The keys that differ and may: by themselves, or because the user has ``allowed`` them.
+    Raises ConfigError listing all those that may not; ``step`` steps are done.
+    """
+    changed = changed_keys(saved, config)
+    refused = {
+        key: values
+        for key, values in changed.items()
+        if not _may_change(key, config, step) and not is_allowed(key, allowed)
+    }
+    if refused:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"this run cannot be {doing.name} with another configuration; {len(refused)} "
+                    f"{'key differs' if len(refused) == 1 else 'keys differ'}",
+                    *_table(refused),
+                    "set them back" + doing.settings.format(names=",".join(refused)),
+                ]
+            )
+        )
+    return changed
+
+
+def check_inputs(
+    saved: Mapping[str, str],
+    inputs: Mapping[str, str],
+    allowed: Sequence[str] = (),
+    doing: Doing = RESUMING,
+) -> Changes:
+    """The same for what a run reads beside its recipe, and for its class of bits: all that differs
+    is refused where it is not ``allowed``.  What ``saved`` does not name is not compared.
+    """
+    changed = {
+        name: (value, inputs.get(name, _ABSENT))
+        for name, value in sorted(saved.items())
+        if inputs.get(name, _ABSENT) != value
+    }
+    refused = {name: values for name, values in changed.items() if not is_allowed(name, allowed)}
+    if refused:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"this run cannot be {doing.name}: not all that its steps depend on is what it "
+                    "was",
+                    *_table(refused),
+                    *([_BITS] if any(is_allowed(name, ["bits"]) for name in refused) else []),
+                    "put it back" + doing.inputs.format(names=",".join(refused)),
+                ]
+            )
+        )
+    return changed
+
+
+def check_names(allowed: Sequence[str], known: Collection[str]) -> None:
+    """Raise ConfigError for a name that is neither one of ``known`` nor a table of them."""
+    for name in allowed:
+        if any(is_allowed(one, [name]) for one in known):
+            continue
+        near = get_close_matches(name, known, n=1)
+        raise ConfigError(
+            f"--allow-change {name}: there is no such key or input"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
+
+
+def is_allowed(key: str, allowed: Sequence[str]) -> bool:
+    """Whether a key, or a table that it stands in, is among those named."""
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration by dotted key."""
+    return dict(_flat(config))
+
+
+def _table(changes: Changes) -> list[str]:
+    return [
+        f"  {key}: {_short(old)} in the run, {_short(new)} now"
+        for key, (old, new) in changes.items()
+    ]
+
+
+def _short(value: Any) -> str:
+    """A digest by its first digits."""
+    is_digest = isinstance(value, str) and _DIGEST.fullmatch(value)
+    return f"SHA-256 {value[:12]}.." if is_digest else repr(value)
+
+
+def _may_change(key: str, config: Mapping[str, Any], step: int) -> bool:
+    if key == "training.steps":
+        return config["training"]["schedule"] == "constant" and config["training"]["steps"] >= step
+    return is_allowed(key, tuple(MAY_CHANGE))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Inputs, and the versions and the machine that computed."""
+
+    inputs: Mapping[str, str]
+    """Digests by name."""
+    environment: Mapping[str, Any]
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether an Isobit wrote it that knew of the training data alone."""
+        return not self.inputs.keys() - {TRAINED_ON}
+
+
+def recorded(manifest: Mapping[str, Any], checkpoint: Checkpoint | None) -> Recorded:
+    """At the checkpoint, or at the beginning of the run, whose manifest is ``run.json``."""
+    if checkpoint is None:
+        return Recorded(manifest.get("inputs", {}), manifest)
+    written = checkpoint.manifest
+    learnt = {TRAINED_ON: checkpoint.state["prompts_sha256"]}
+    return Recorded(written.get("inputs", learnt), written["environment"])
+
+
+def compare(
+    old: Recorded,
+    config: Recipe,
+    inputs: Mapping[str, str],
+    environment: Mapping[str, Any],
+    allowed: Sequence[str],
+    settings: Collection[str] = (),
+    doing: Doing = RESUMING,
+) -> Changes:
+    """Inputs and class of bits that differ and are ``allowed``, as are the ``settings`` that do.
+    Raises ConfigError for others, and for an allowed name that means nothing.
+    """
+    before, now = recorded_class(old.environment), environment["bits"]
+    saved = {**old.inputs, **{f"bits.{name}": value for name, value in before.items()}}
+    found = {**inputs, **{f"bits.{name}": value for name, value in now.items()}}
+    keys = {*flat(config.model_dump(mode="json")), *settings}
+    check_names(allowed, {*keys, *saved, *found})
+    return check_inputs(saved, found, allowed, doing)
+
+
+def run_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """``run.json``, or what the checkpoint knows of it where it is lost; its configuration is the
+    one of the checkpoint, with the processes that there were.
+    """
+    config = {"config": checkpoint.manifest["config"]} if checkpoint else {}
+    try:
+        content = json.loads(directory.manifest.read_text(encoding="utf-8"))
+        ran = content["config"]
+        cluster = {"cluster": ran["cluster"]} if "cluster" in ran else {}
+        return {**content, "config": {**config.get("config", ran), **cluster}}
+    except FileNotFoundError:
+        if checkpoint is None:
+            raise no_run(directory.root) from None
+    except (OSError, RecursionError, ValueError, KeyError, TypeError):
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{directory.manifest} is damaged, and there is no checkpoint yet; begin again in "
+                "another directory (--output PATH)"
+            ) from None
+    return {**config, **checkpoint.manifest["environment"]}
+
+
+def notes(old: Recorded, differs: Sequence[str], now: Mapping[str, Any]) -> list[str]:
+    """Lines on what ``differs``, on other versions, and on what cannot be compared."""
+    partial = (
+        "note: this run was begun by an Isobit that recorded no digests of its data, its reward or "
+        "its tokenizer: they are not compared"
+    )
+    return [
+        *([partial] if old.is_partial else []),
+        *(
+            f"note: {line}: the bits may not be those of a run that was never interrupted"
+            for line in (*differs, *_differences(old.environment, now))
+        ),
+    ]
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Versions and machines that are not those recorded, and of which the class of bits says
+    nothing.
+    """
+    compared = {"threads", "type", *new["bits"]}
+    pairs = {
+        name: (old.get(part, {}).get(name), value)
+        for part in ("versions", "device")
+        for name, value in new[part].items()
+        if name not in compared
+    }
+    return [
+        f"{name} is {now}, the checkpoint was written with {before}"
+        for name, (before, now) in pairs.items()
+        if before not in (None, now)
+    ]

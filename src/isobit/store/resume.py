@@ -1,0 +1,533 @@
+"""Where steps of a run are done again: at one of its checkpoints or at its beginning, in a
+directory of their own.
+
+Which checkpoint of a run's directory it goes on from, and what becomes of the others.
+
+A checkpoint that is damaged is named, with the file and what is wrong, and the one before it is
+used.  It is moved aside, not removed: ``step_000010.unusable``.  Folders that a killed process left
+half written or half removed are hidden, and go with a line.
+
+Where a run begins: at step 0 in a new directory, or after the step of the newest usable
+checkpoint of an old one.
+
+Of several processes rank 0 holds the directory, looks and decides; the others are told, and touch
+no file but their part of a checkpoint.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from isobit.config.recipes import Recipe
+from isobit.models.config import ModelConfig
+from isobit.parallel.world import ALONE, World, agreed, together, told, write_by_first
+from isobit.store import state
+from isobit.store.checkpoint import (
+    Checkpoint,
+    folder_name,
+    folders_by_step,
+    read_checkpoint,
+    step_of,
+)
+from isobit.store.compatible import (
+    MAY_CHANGE,
+    REPLAYING,
+    RESUMING,
+    Changes,
+    Doing,
+    Recorded,
+    check_compatible,
+    compare,
+    is_allowed,
+    notes,
+    recorded,
+    run_manifest,
+)
+from isobit.store.directory import (
+    Place,
+    RunDirectory,
+    check_positions,
+    check_unused,
+    holds_run,
+    locked,
+    rewind,
+    whole_lines,
+    write_json,
+)
+from isobit.store.manifest import TrainingRun, environment, manifest, processes
+from isobit.store.reward_record import RewardRecord
+from isobit.store.space import DiskPlan, plan_disk
+from isobit.store.state import drop_torn_line, read_changes
+from isobit.store.writing import Room, check_shared
+from isobit.training.trainer import BudgetChange
+from isobit.util.errors import CheckpointError
+from isobit.util.files import LARGE, disk_errors
+from isobit.util.terminal import gib
+
+Say = Callable[[str], None]
+"""Prints a line."""
+
+
+def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Checkpoint | None:
+    """The newest checkpoint whose bytes are right, None where there never was one; all ranks
+    together.  Raises CheckpointError if there are only others.
+
+    One whose files that grow (figures, completions) have lost lines since is used where no older
+    one has all of its own: what was learnt is worth more.
+    """
+    problems: list[str] = []
+    whole: Checkpoint | None = None
+    for step, size in told(world, lambda: _candidates(directory, say)):
+        folder = directory.checkpoints / folder_name(step)
+        if size >= LARGE:
+            say(f"checking the checkpoint of step {step}: {gib(size)}")
+        try:
+            checkpoint = read_checkpoint(folder, world)
+            lost = _lost_lines(directory, checkpoint, world)
+            whole = whole or (checkpoint if lost else None)
+            if lost:
+                raise CheckpointError(lost)
+        except CheckpointError as error:
+            problems.append(str(error))
+            say(f"checkpoint {folder.name} cannot be used: {error}")
+            continue
+        if problems:
+            say(f"using the one before it: {folder.name}")
+        return checkpoint
+    if whole is not None:
+        say(
+            f"none has all of its lines; using {whole.folder.name}, which is whole: the lines that "
+            "are lost stay lost, and the policy is what it was"
+        )
+        return whole
+    if problems:
+        raise agreed(
+            CheckpointError(
+                "\n".join(
+                    [
+                        f"no checkpoint in {directory.checkpoints} can be used",
+                        *(f"  {problem}" for problem in problems),
+                        f"put back a good copy, or remove {directory.checkpoints} to begin again "
+                        "at step 1 with --resume",
+                    ]
+                )
+            )
+        )
+    return None
+
+
+def tidy(directory: RunDirectory, step: int, say: Say) -> None:
+    """Move unusable checkpoints aside, and remove what was left half written or half removed."""
+    for folder in sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []:
+        found = step_of(folder)
+        if found is not None and found > step:
+            aside = folder.with_name(f"{folder_name(found)}.unusable")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            say(f"moved aside: {aside}")
+        elif folder.name.startswith(".") and _is_ours(folder):
+            shutil.rmtree(folder)
+            say(f"removed what an interrupted write left: {folder}")
+    for name in (".model.partial", ".model.old"):
+        shutil.rmtree(directory.root / name, ignore_errors=True)
+    directory.summary.unlink(missing_ok=True)
+    directory.ending.unlink(missing_ok=True)
+
+
+def _candidates(directory: RunDirectory, say: Say) -> list[tuple[int, int]]:
+    """Steps and bytes of the checkpoints, the newest first; what else lies there is named."""
+    try:
+        folders = sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory.checkpoints} cannot be read: {error.strerror}; once it can, go on with "
+            "--resume"
+        ) from None
+    others = [folder.name for folder in folders if step_of(folder) is None and not _is_ours(folder)]
+    if others:
+        say(f"ignored in {directory.checkpoints}: {', '.join(others)} (no checkpoint)")
+    steps = sorted(folders_by_step(directory.checkpoints).items(), reverse=True)
+    return [(step, _size(folder)) for step, folder in steps]
+
+
+def _size(folder: Path) -> int:
+    """Bytes of its files, as far as they can be looked at: reading it says what is wrong."""
+    try:
+        return sum(file.lstat().st_size for file in folder.iterdir())
+    except OSError:
+        return 0
+
+
+def _lost_lines(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> str | None:
+    """Which file is gone or shorter than it was, on all ranks; None where all are there."""
+
+    def problem() -> str | None:
+        try:
+            check_positions(directory, checkpoint.state["files"])
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    return told(world, problem)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Leftovers of writing and removing, and checkpoints moved aside."""
+    return (
+        folder.name.startswith(".step_") and folder.suffix in (".partial", ".deleted")
+    ) or ".unusable" in folder.name
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A directory, held by this process from ``open`` on (an old one from the beginning), and where
+    its run stands.
+    """
+
+    directory: RunDirectory
+    rewards: RewardRecord
+    world: World
+    hosts: Sequence[str]
+    """By rank."""
+    room: Room
+    """For all that is written from ``open`` on."""
+    _lock: ExitStack
+    _say: Say
+    old_manifest: Mapping[str, Any] | None = None
+    """``run.json`` of a run that is resumed."""
+    checkpoint: Checkpoint | None = None
+    changed: dict[str, Any] = field(default_factory=dict)
+    """What has changed since and may, with both values: settings; inputs once ``restore`` has
+    compared them.
+    """
+    budget_changes: Sequence[BudgetChange] = ()
+    """Those recorded after the checkpoint."""
+    allowed: Sequence[str] = ()
+    """Names of what the user lets change."""
+    doing: Doing = RESUMING
+    """What is refused where inputs or bits are others."""
+    place: Place = field(default_factory=Place)
+    """Where the directory is; of the rank that writes."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the run's files, all but its part of a checkpoint."""
+        return self.world.rank == 0
+
+    @property
+    def step(self) -> int:
+        """Steps of the run that are done already; 0 of a new one."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def log(self) -> Mapping[str, Any] | None:
+        """The state of the run's log at the checkpoint that it goes on from; None of a new run."""
+        return self.checkpoint.state["log"] if self.checkpoint else None
+
+    @property
+    def has_evaluated(self) -> bool:
+        """Whether the evaluation after ``step`` steps has been made, and is in the log."""
+        return self.log is not None and str(self.step) in self.log["evaluations"]
+
+    def restore(self, run: TrainingRun) -> None:
+        """Put a prepared run where it stood, on the threads that it had; what is recorded of the
+        steps after that comes again, but rewards from others than now.
+
+        All ranks together.  Raises ConfigError with a table where data, reward code, tokenizer or
+        class of bits are others and not ``allowed``, and as ``state.restore`` does.
+        """
+        if self.old_manifest is not None:
+            world, device = run.model.policy.world, run.model.policy.device
+            old, now = recorded(self.old_manifest, self.checkpoint), environment(device)
+            settings = tuple(self.changed)
+            more = together(
+                world,
+                lambda: compare(
+                    old, run.config, run.inputs, now, self.allowed, settings, self.doing
+                ),
+            )
+            self.changed.update(more)
+            self._say_changes(old, now)
+            _same_threads(run.config, self.old_manifest, self._say)
+        if self.checkpoint is not None:
+            state.restore(self.checkpoint, run, state.TRAINED_ON in self.changed)
+        run.trainer.budget.changes += self.budget_changes
+
+    def _say_changes(self, old: Recorded, now: Mapping[str, Any]) -> None:
+        """Lines on what is not as it was; recorded rewards of others are dropped."""
+        differs = [f"{name} has changed" for name in self.changed if is_allowed(name, self.allowed)]
+        for line in notes(old, differs, now):
+            self._say(line)
+        if any(is_allowed(name, ["reward"]) and name not in MAY_CHANGE for name in self.changed):
+            self.rewards.forget_ahead()
+
+    def open(self, run: TrainingRun) -> None:
+        """Make the directory, or take an old one back to where the run stands; from now on files
+        are written.  All ranks together.
+        """
+        write_by_first(self.world, lambda: self._open(run))
+        if not self.writes:
+            self.rewards.follow()
+
+    def _open(self, run: TrainingRun) -> None:
+        root = self.directory.root
+        with disk_errors(root, "the run's directory"):
+            if self.old_manifest is None:
+                root.mkdir(parents=True, exist_ok=True)
+                self._lock.enter_context(locked(root))
+                check_unused(root)  # another process may have been and gone since
+                self._hold(root)
+                write_json(self.directory.manifest, manifest(run, self.hosts))
+            else:
+                self._hold(root)
+                tidy(self.directory, self.step, self._say)
+                rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
+                drop_torn_line(self.directory.budget)
+                resumed = {
+                    "step": self.step,
+                    **environment(run.model.policy.device),
+                    **processes(self.hosts),
+                    "changed": self.changed,
+                    "allowed": list(self.allowed),
+                }
+                history = [*self.old_manifest.get("resumed", []), resumed]
+                write_json(
+                    self.directory.manifest,
+                    {
+                        **self.old_manifest,
+                        "config": run.config.model_dump(mode="json"),
+                        "inputs": dict(run.inputs),
+                        "engine": run.engine_figures(),
+                        "resumed": history,
+                    },
+                )
+            if run.config.reward is not None:
+                self.rewards.open(self.directory.rewards)
+                self._lock.callback(self.rewards.close)
+
+    def _hold(self, root: Path) -> None:
+        self.place.hold(root)
+        self._lock.callback(self.place.release)
+
+
+@contextmanager
+def begin(
+    config: Recipe,
+    shape: ModelConfig,
+    resume: bool,
+    say: Say,
+    extra_bytes: int = 0,
+    world: World = ALONE,
+    allowed: Sequence[str] = (),
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[Start]:
+    """Find out where the run of a model of ``shape`` begins, whose checkpoints hold at most
+    ``extra_bytes`` of extras; nothing is written or moved before ``Start.open``.  Settings that
+    are ``allowed`` by name may be others than the run's.  All ranks together, with the same answer
+    on all.  ``check`` raises Interrupted where a signal has come while a full disk is waited for.
+
+    Raises ConfigError for a directory that is used (without ``resume``), holds no run, is in use
+    by another process, or is not the same on all hosts, and for a configuration that is not the
+    run's; CheckpointError where no checkpoint of several can be used; StorageError for a disk
+    without room for what the run will write.
+    """
+    directory, hosts = RunDirectory(config.output), world.messages(world.host)
+    room = Room(world, directory.root, config.checkpoint.wait_for_space_s, say, check)
+    if config.checkpoint.keep_last or resume:
+        check_shared(world, directory.root)
+    with ExitStack() as lock:
+
+        def look() -> bool:
+            if not (resume and holds_run(directory.root)):
+                check_unused(directory.root)
+                if resume:
+                    say(f"nothing to resume in {directory.root}: this is a new run")
+                _plan_disk(config, shape, extra_bytes).check()
+                return False
+            with disk_errors(directory.root, "the lock"):
+                lock.enter_context(locked(directory.root))
+            return True
+
+        if not told(world, look):
+            yield Start(directory, RewardRecord(say), world, hosts, room, lock, say)
+            return
+        checkpoint = newest_usable(directory, say, world)
+        found = json.loads(
+            told(world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed))
+        )
+        rewards = [line.encode() for line in found["rewards"]]
+        say(
+            f"resuming {directory.root} after step {checkpoint.step if checkpoint else 0} of "
+            f"{config.training.steps}" + ("" if checkpoint else ": there is no checkpoint yet")
+        )
+        yield Start(
+            directory,
+            RewardRecord(say, rewards, position_at(checkpoint, directory.rewards)),
+            world,
+            hosts,
+            room,
+            lock,
+            say,
+            found["old"],
+            checkpoint,
+            found["changed"],
+            [BudgetChange(**change) for change in found["budget"]],
+            allowed,
+        )
+
+
+def _decide(
+    directory: RunDirectory,
+    config: Recipe,
+    shape: ModelConfig,
+    checkpoint: Checkpoint | None,
+    extra_bytes: int,
+    allowed: Sequence[str],
+) -> str:
+    """Whether the run can go on from a checkpoint, and all that every rank must know of it, as
+    JSON.
+    """
+    old = run_manifest(directory, checkpoint)
+    step = checkpoint.step if checkpoint else 0
+    changed = _check_settings(old, config, step, allowed)
+    on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
+    _plan_disk(config, shape, extra_bytes, on_disk).check()
+    rewards = whole_lines(directory.rewards, position_at(checkpoint, directory.rewards))
+    budget = read_changes(directory.budget, position_at(checkpoint, directory.budget))
+    return json.dumps(
+        {
+            "old": old,
+            "changed": changed,
+            "rewards": [line.decode() for line in rewards],
+            "budget": [asdict(change) for change in budget],
+        }
+    )
+
+
+def _check_settings(
+    old: Mapping[str, Any], config: Recipe, step: int, allowed: Sequence[str]
+) -> Changes:
+    saved = _with_defaults(old["config"], config)
+    return check_compatible(saved, config.model_dump(mode="json"), step, allowed)
+
+
+def preview(
+    config: Recipe,
+    inputs: Mapping[str, str],
+    device: torch.device,
+    allowed: Sequence[str],
+    say: Say,
+) -> None:
+    """Say where a resumed run would go on, and write nothing.  Raises what it would raise."""
+    directory = RunDirectory(config.output)
+    if not holds_run(directory.root):
+        check_unused(directory.root)
+        say(f"nothing to resume in {directory.root}: this would be a new run")
+        return
+    checkpoint = newest_usable(directory, say)
+    old, step = run_manifest(directory, checkpoint), checkpoint.step if checkpoint else 0
+    changed = _check_settings(old, config, step, allowed)
+    before = recorded(old, checkpoint)
+    more = compare(before, config, inputs, environment(device), allowed, changed)
+    for name in (*changed, *more):
+        say(f"changed since the run began, and may: {name}")
+    for line in notes(before, (), environment(device)):
+        say(line)
+    say(f"--resume would go on after step {step} of {config.training.steps}")
+
+
+def position_at(checkpoint: Checkpoint | None, path: Path) -> int:
+    """Bytes of a file of the run at a checkpoint, of one that has lost some all that it has."""
+    recorded = checkpoint.state["files"].get(path.name, 0) if checkpoint else 0
+    return min(recorded, path.stat().st_size) if path.is_file() else 0
+
+
+def _plan_disk(
+    config: Recipe, shape: ModelConfig, extra_bytes: int, on_disk: Sequence[int] = ()
+) -> DiskPlan:
+    return plan_disk(
+        config.output,
+        shape,
+        config.training,
+        config.checkpoint,
+        config.evaluation,
+        on_disk,
+        extra_bytes,
+    )
+
+
+def _with_defaults(saved: Mapping[str, Any], config: Recipe) -> Mapping[str, Any]:
+    """The configuration of a run with the keys that came after it: at their defaults nothing is as
+    it was not.
+    """
+    try:
+        return type(config).model_validate(saved).model_dump(mode="json")
+    except ValidationError:  # keys have gone since; they are named as they stand
+        return saved
+
+
+def _same_threads(config: Recipe, old: Mapping[str, Any], say: Say) -> None:
+    """Gradients repeat at a fixed number of threads: where the configuration leaves it open, the
+    run keeps the one it had.
+    """
+    threads = old.get("device", {}).get("threads")
+    if config.threads is None and threads and threads != torch.get_num_threads():
+        say(
+            f"going on with {threads} threads, as before, rather than {torch.get_num_threads()}: "
+            "gradients repeat at a fixed number"
+        )
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def begin_again(
+    config: Recipe,
+    source: RunDirectory,
+    manifest: Mapping[str, Any],
+    checkpoint: Checkpoint | None,
+    rewards: RewardRecord,
+    say: Say,
+    world: World = ALONE,
+    allowed: Sequence[str] = (),
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[Start]:
+    """Where steps of the run in ``source``, whose ``run.json`` holds ``manifest``, are done again:
+    at a checkpoint of its, or at the beginning, and in the empty directory ``config.output``, into
+    which alone is written.  Rewards come from ``rewards``, changes of the budget from the run.
+    ``check`` is as in ``isobit.store.resume.begin``.
+
+    ``Start.restore`` raises ConfigError for inputs or a class of bits that are others than the
+    run's and not ``allowed``.
+    """
+    directory, hosts = RunDirectory(config.output), world.messages(world.host)
+    found = told(
+        world,
+        lambda: [
+            asdict(change)
+            for change in read_changes(source.budget, position_at(checkpoint, source.budget))
+        ],
+    )
+    changes = [BudgetChange(**change) for change in found]
+    room = Room(world, directory.root, config.checkpoint.wait_for_space_s, say, check)
+    with ExitStack() as lock:
+        yield Start(
+            directory,
+            rewards,
+            world,
+            hosts,
+            room,
+            lock,
+            say,
+            manifest,
+            checkpoint,
+            budget_changes=changes,
+            allowed=allowed,
+            doing=REPLAYING,
+        )

@@ -1,0 +1,410 @@
+"""What a run is between two steps: taken from it for a checkpoint, and put back.
+
+    tensors    FP32 masters, AdamW's moments, and those of the extras, each of which has a state of
+               its own too (``isobit.store.manifest.Extra``)
+    counters   the trainer's updates and skipped steps, the version of the weights
+    cursors    the sampler's epoch and place, and the size of every file that grows
+               (``isobit.store.directory``)
+    budget     the tokens a micro-batch, as far as out-of-memories have lowered them
+    log        evaluations so far, totals and seconds of the summary
+
+The counters and cursors are taken after every step and every evaluation, the tensors only when a
+checkpoint is written: a step that is abandoned has moved the cursors, but no tensor.
+
+The part of a checkpoint's tensors that a rank owns: rows of masters, and AdamW's state of them.
+
+MASTER                      rows that ``isobit.parallel.ownership`` gives the rank
+MASTER.exp_avg, exp_avg_sq  the same rows
+MASTER.*_scale              the groups of 128 elements of these rows: whole ones, as rows are cut
+                            where an element's number is a multiple of 128
+MASTER.step                 the same number on all ranks; rank 0 writes it
+
+Checksums of what an update leaves (``isobit.models.checksum``), the same on any number of
+processes:
+
+    weights    the published bytes and scales, which both sides read
+    masters    the FP32 numbers
+    moments    AdamW's state
+
+Each rank adds what it owns of masters and moments.  Published weights are whole on all ranks, and
+so they are compared: a byte that one rank alone has otherwise is trained and sampled with, and no
+log-probability shows it.
+
+``budget.jsonl``: every change of the tokens a micro-batch, one line each, on the disk before
+anything is learnt with it.
+
+    {"step": 7, "update": 13, "old": 4096, "new": 2048}
+
+says that from the update after 13 others on, which is in step 7, there are fewer.
+
+A run is a pure function of its configuration, its data, its rewards and these changes.  A run that
+is resumed from a checkpoint before such a line reads it, and makes the change at the same update.
+
+``digests.jsonl``: of each step what it drew, was given and left, one line each, by which
+``isobit replay`` tells a step that is done again from the one that was recorded.
+
+    {"step": 7, "tokens": SHA-256, "log_probs": SHA-256, "rewards": SHA-256,
+     "weights": checksum, "masters": checksum, "moments": checksum}
+
+The first three are of the groups that the step learnt from (``isobit.records.digests``), the others
+of what its update left (``isobit.store.state``), or of what it left alone.  A line does not
+depend on the number of processes.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from isobit.kernels.noise import num_groups
+from isobit.models.checksum import added_up, checksum, checksum_of
+from isobit.models.policy import Policy
+from isobit.models.safetensors import Slice, TensorFile
+from isobit.parallel.ownership import Ownership
+from isobit.parallel.world import together
+from isobit.records.digests import group_digests
+from isobit.records.text import Group, json_line
+from isobit.store.checkpoint import Checkpoint, Snapshot
+from isobit.store.directory import RunDirectory, read_lines, whole_lines
+from isobit.store.manifest import TrainingRun, environment
+from isobit.training.trainer import BudgetChange
+from isobit.util.errors import CheckpointError
+from isobit.util.files import LineFile
+
+_STEP, _SCALE = "step", "_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of one rank."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the whole masters."""
+    ownership: Ownership
+    rank: int
+
+    def masters(self, own: Mapping[str, Tensor]) -> dict[str, Slice]:
+        """The rank's masters, with their places in the whole ones."""
+        return {
+            name: Slice(self.shapes[name], self.ownership.rows(name, self.rank).start, rows)
+            for name, rows in own.items()
+        }
+
+    def moments(self, own: Mapping[str, Tensor]) -> dict[str, Slice]:
+        """The rank's moments (``Trainer.moments``), with their places in the whole ones."""
+        return {key: self._moment(key, tensor) for key, tensor in own.items()}
+
+    def own_masters(self, file: TensorFile) -> "OwnRows":
+        """The rank's masters, of a file of whole ones."""
+        return OwnRows(file, {name: self.ownership.rows(name, self.rank) for name in file})
+
+    def own_moments(self, file: TensorFile) -> "OwnRows":
+        """The rank's moments, of a file of whole ones."""
+        return OwnRows(file, {key: self._rows(key) for key in file})
+
+    def _moment(self, key: str, own: Tensor) -> Slice:
+        rows = self._rows(key)
+        if rows is None:
+            return Slice.whole(own) if self.rank == 0 else Slice.none(own)
+        return Slice(self._shape(key), rows.start, own)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        """Of a whole moment that has rows."""
+        name, _, kind = key.rpartition(".")
+        shape = self.shapes[name]
+        return (num_groups(prod(shape)),) if kind.endswith(_SCALE) else shape
+
+    def _rows(self, key: str) -> slice | None:
+        """The rank's rows of a moment; None of a number that all have."""
+        name, _, kind = key.rpartition(".")
+        if kind == _STEP:
+            return None
+        rows = self.ownership.rows(name, self.rank)
+        if not kind.endswith(_SCALE):
+            return rows
+        width = prod(self.shapes[name][1:])
+        return slice(num_groups(rows.start * width), num_groups(rows.stop * width))
+
+
+class OwnRows(Mapping[str, Tensor]):
+    """A rank's rows of the tensors of a file, mapped: no other row is read."""
+
+    def __init__(self, file: TensorFile, rows: Mapping[str, slice | None]) -> None:
+        """``rows`` of each tensor; None for all."""
+        self._file, self._rows = file, rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        rows, whole = self._rows[name], self._file[name]
+        return whole if rows is None else whole[rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+
+TRAINED_ON = "data.train.content"
+"""The input that is learnt from, by its name (``isobit.run.setup``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A moment between two steps: everything but the tensors."""
+
+    step: int
+    """Steps done."""
+    state: Mapping[str, Any]
+    """Ready for JSON."""
+    evaluation: Mapping[str, float]
+    """Figures of the evaluation after this step, empty without one."""
+
+
+def take_boundary(
+    step: int,
+    run: TrainingRun,
+    log: Mapping[str, Any],
+    positions: Mapping[str, int],
+    evaluation: Mapping[str, float],
+) -> Boundary:
+    """The run as it stands; ``log`` is the log's own state, and ``positions`` what rank 0 sees."""
+    state = {
+        "step": step,
+        "weights_version": run.model.policy.version,
+        "trainer": run.trainer.counters(),
+        "budget": [asdict(change) for change in run.trainer.budget.changes],
+        "sampler": run.sampler.state(),
+        "prompts_sha256": run.inputs[TRAINED_ON],
+        "files": dict(positions),
+        "log": log,
+        "extras": _extra_states(run),
+    }
+    return Boundary(step, state, dict(evaluation))
+
+
+def holds(boundary: Boundary, run: TrainingRun) -> bool:
+    """Whether the tensors still are those of the boundary: no update was taken, or begun, and no
+    extra has changed since.
+    """
+    state = boundary.state
+    return (
+        run.trainer.is_whole
+        and run.model.policy.version == state["weights_version"]
+        and _extra_states(run) == state["extras"]
+    )
+
+
+def snapshot(boundary: Boundary, run: TrainingRun) -> Snapshot:
+    """The boundary with the rank's share of the tensors, which must be its own."""
+    assert holds(boundary, run), "the weights have moved since the boundary was taken"
+    policy = run.model.policy
+    share = _share(policy)
+    description = {
+        # Without the processes, which change no byte of a checkpoint.
+        "config": run.config.model_dump(mode="json", exclude={"cluster"}),
+        "environment": environment(policy.device),
+        "inputs": dict(run.inputs),
+        "evaluation": boundary.evaluation,
+    }
+    return Snapshot(
+        boundary.step,
+        share.masters(policy.masters),
+        share.moments(run.trainer.moments()),
+        boundary.state,
+        description,
+        {name: extra.tensors() for name, extra in run.extras.items()},
+    )
+
+
+def restore(checkpoint: Checkpoint, run: TrainingRun, other_prompts: bool = False) -> None:
+    """Put a freshly prepared run where the checkpoint was taken, by all ranks together, however
+    many have written it: each reads its share.  Of ``other_prompts`` than it had a new epoch
+    begins.
+
+    Raises CheckpointError for tensors that are not this model's, and for extras that cannot be what
+    they were.
+    """
+    state, policy = checkpoint.state, run.model.policy
+    share = _share(policy)
+    masters, moments = together(policy.world, lambda: _open_tensors(checkpoint, run))
+    policy.restore(share.own_masters(masters), state["weights_version"])
+    run.trainer.restore(state["trainer"], share.own_moments(moments))
+    run.trainer.budget.changes = [BudgetChange(**change) for change in state.get("budget", [])]
+    run.sampler.restore(state["sampler"], other_prompts)
+    together(policy.world, lambda: _restore_extras(checkpoint, run))
+
+
+def _share(policy: Policy) -> Share:
+    return Share(policy.shapes, policy.ownership, policy.world.rank)
+
+
+def _open_tensors(checkpoint: Checkpoint, run: TrainingRun) -> tuple[TensorFile, TensorFile]:
+    """Masters and moments, checked to be this run's."""
+    masters, moments = checkpoint.tensors()
+    _check_shapes(checkpoint, run.model.policy.shapes, masters.shapes())
+    return masters, moments
+
+
+def _extra_states(run: TrainingRun) -> dict[str, Any]:
+    return {name: dict(extra.state()) for name, extra in run.extras.items()}
+
+
+def _restore_extras(checkpoint: Checkpoint, run: TrainingRun) -> None:
+    states, files = checkpoint.state.get("extras", {}), checkpoint.extras()
+    for name in sorted(states.keys() ^ run.extras.keys()):
+        where = "the checkpoint" if name in states else "the run"
+        raise CheckpointError(
+            f"{checkpoint.folder}: only {where} has a {name}: it is not a checkpoint of this run"
+        )
+    for name, extra in run.extras.items():
+        try:
+            extra.restore(states[name], files.get(name, {}))
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.folder}: {name}: {error}") from None
+
+
+def _check_shapes(
+    checkpoint: Checkpoint,
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+) -> None:
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise CheckpointError(
+                f"{checkpoint.folder}: {name} has the shape {found.get(name)}, but the model in "
+                "the folder `model` has "
+                f"{expected.get(name)}: it is not the model that this run began with"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StateDigest:
+    """16 hexadecimal digits each."""
+
+    weights: str
+    masters: str
+    moments: str
+
+
+def state_digest(run: TrainingRun) -> StateDigest:
+    """Of a run between two updates; all ranks together, in the trainer's turn.  Raises
+    MismatchError, on all, where ranks read other published bytes.
+    """
+    policy = run.model.policy
+    share = Share(policy.shapes, policy.ownership, policy.world.rank)
+    masters = checksum(share.masters(policy.masters).items())
+    moments = checksum(share.moments(run.trainer.moments()).items())
+    _, weights = policy.compare(policy.world)
+    found = policy.world.messages([masters, moments])
+    return StateDigest(
+        _digits(weights),
+        _digits(added_up(one[0] for one in found)),
+        _digits(added_up(one[1] for one in found)),
+    )
+
+
+def checkpoint_digest(checkpoint: Checkpoint) -> dict[str, str]:
+    """Of the masters and the moments in a checkpoint's files, by name."""
+    masters, moments = checkpoint.tensors()
+    return {"masters": _of_file(masters), "moments": _of_file(moments)}
+
+
+def _of_file(tensors: Mapping[str, Tensor]) -> str:
+    """One after the other: a file may be larger than the memory."""
+    return _digits(added_up(checksum_of({name: tensors[name]}) for name in tensors))
+
+
+def _digits(checksum: int) -> str:
+    return f"{checksum:016x}"
+
+
+def write_change(path: Path, step: int, change: BudgetChange) -> None:
+    """Add a line and wait until it is on the disk.  Raises OSError and StorageError, and leaves no
+    part of it then.
+    """
+    file = LineFile(path)
+    try:
+        file.write((json.dumps({"step": step, **asdict(change)}) + "\n").encode(), lasting=True)
+    finally:
+        file.close()
+
+
+def read_changes(path: Path, position: int) -> list[BudgetChange]:
+    """The changes after byte ``position``; none where there is no file."""
+    lines = map(json.loads, whole_lines(path, position))
+    return [BudgetChange(line["update"], line["old"], line["new"]) for line in lines]
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut a last line that was left unfinished, so that the next one begins at its own start."""
+    if path.is_file():
+        os.truncate(path, sum(map(len, whole_lines(path, 0))))
+
+
+@dataclass(frozen=True, slots=True)
+class StepDigests:
+    """A line."""
+
+    step: int
+    tokens: str
+    log_probs: str
+    rewards: str
+    left: StateDigest
+
+    @classmethod
+    def of(cls, step: int, groups: Sequence[Group], left: StateDigest) -> Self:
+        """Of the graded groups of a step and what its update left."""
+        return cls(step, **group_digests(groups), left=left)
+
+    def line(self) -> bytes:
+        """With its end."""
+        return json_line({"step": self.step, **self.by_name()})
+
+    def by_name(self) -> dict[str, str]:
+        """All digests, in the order in which a step makes what they are of."""
+        return {
+            "tokens": self.tokens,
+            "log_probs": self.log_probs,
+            "rewards": self.rewards,
+            **asdict(self.left),
+        }
+
+    @classmethod
+    def of_line(cls, content: Mapping[str, Any]) -> Self:
+        """Raises KeyError and TypeError for what is none."""
+        names = ("tokens", "log_probs", "rewards", "weights", "masters", "moments")
+        digests = [content[name] for name in names]
+        if not isinstance(content["step"], int) or not all(isinstance(d, str) for d in digests):
+            raise TypeError
+        tokens, log_probs, rewards, *left = digests
+        return cls(content["step"], tokens, log_probs, rewards, StateDigest(*left))
+
+
+def read_digests(root: Path) -> dict[int, StepDigests | None]:
+    """By step, of the run in a directory; None of a line that is damaged, whose step is the one
+    after the line before it, or before the line after it.
+    """
+    found: dict[int, StepDigests | None] = {}
+    damaged = 0
+    for content in read_lines(RunDirectory(root).digests):
+        line = None if content is None else _of_line(content)
+        if line is None and not found:
+            damaged += 1
+        elif line is None:
+            found[max(found) + 1] = None
+        else:
+            found |= dict.fromkeys(range(line.step - damaged, line.step))
+            found[line.step], damaged = line, 0
+    return found
+
+
+def _of_line(content: Mapping[str, Any]) -> StepDigests | None:
+    try:
+        return StepDigests.of_line(content)
+    except (KeyError, TypeError):
+        return None

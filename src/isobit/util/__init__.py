@@ -1,0 +1,1 @@
+"""What every other package may import: errors, files, the terminal, users' code."""

@@ -1,0 +1,177 @@
+"""Writing so that it lasts: fsync, whole-file and whole-folder replacement, and a full disk as an
+error that says how full.
+
+A rename within a directory is atomic; what is renamed must be on the disk before (fsync of each
+file), and the name itself after (fsync of the directory).
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from isobit.util.errors import NoSpaceError, StorageError
+
+LARGE = 1 << 30
+"""Bytes from which on writing or checking takes so long that it is announced."""
+_RESUME = "go on with --resume"
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_LARGE_FILE = errno.EFBIG
+"""A limit on the size of a file, which no waiting lifts."""
+
+
+def lies_within(path: Path, folder: Path) -> bool:
+    """Whether a path leads to a place in the folder, wherever symbolic links point.
+
+    The hub's cache keeps a snapshot's files as links to ``blobs`` beside ``snapshots``: these count
+    as the folder's own.
+    """
+    own = folder.resolve()
+    roots = [own]
+    for above in (own, *own.parents):
+        if above.parent.name == "snapshots":
+            roots.append(above.parent.parent / "blobs")
+    return any(path.resolve().is_relative_to(root) for root in roots)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a directory's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def commit_folder(partial: Path, target: Path) -> None:
+    """Make the finished folder ``partial`` appear as ``target``, which does not exist, at once and
+    for good.
+    """
+    sync(partial)
+    partial.rename(target)
+    sync(target.parent)
+
+
+def replace_folder(partial: Path, target: Path) -> None:
+    """Make the finished folder ``partial`` appear as ``target`` in place of an older one, if there
+    is one.
+    """
+    if target.exists():
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        commit_folder(partial, target)
+        shutil.rmtree(old)
+    else:
+        commit_folder(partial, target)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside ``target`` to write into, which takes its place when it is whole, and that of
+    an older one; what could not be finished is removed, since its space is what the user needs.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        for file in partial.iterdir():
+            sync(file)
+        replace_folder(partial, target)
+    except (Exception, KeyboardInterrupt):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written where ``path`` is or will be."""
+    return shutil.disk_usage(
+        next(place for place in (path, *path.absolute().parents) if place.exists())
+    ).free
+
+
+def check_free(path: Path, needed: int, what: str) -> None:
+    """Raise NoSpaceError, before anything is written, where ``needed`` bytes do not fit."""
+    free = free_bytes(path)
+    if needed > free:
+        raise NoSpaceError(
+            f"{what} needs {needed:,} bytes, but {free:,} are free in {path}; free some space, or "
+            "use another disk"
+        )
+
+
+@contextmanager
+def disk_errors(
+    path: Path, what: str, needed: int | None = None, again: str = _RESUME
+) -> Iterator[None]:
+    """Turn a failed write below ``path`` into a StorageError with what was being written, the bytes
+    needed, those free, and what to do ``again``; of a full disk or quota into a NoSpaceError.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # of the console, not of the disk
+        raise
+    except OSError as error:
+        need = f"; needed: {needed:,} bytes" if needed is not None else ""
+        is_full = error.errno in _FULL
+        is_room = is_full or error.errno == _LARGE_FILE
+        remedy = "free some space" if is_room else "make it writable"
+        advice = f"{remedy}, then {again}"
+        reason = error.strerror or str(error)
+        raise (NoSpaceError if is_full else StorageError)(
+            f"{what} could not be written in {path}: {reason}{need}, free: {_free_text(path)}; "
+            f"{advice}"
+        ) from error
+
+
+class LineFile:
+    """A file that grows by whole lines, each of which has left this process when ``write`` returns;
+    of one that could not be written nothing stays.
+    """
+
+    def __init__(self, path: Path, again: str = _RESUME) -> None:
+        """Go on at the end of the file; ``again`` is what to do after an error.  Raises OSError."""
+        self._path, self._again = path, again
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, line: bytes, lasting: bool = False) -> None:
+        """Add a line; if it is to be ``lasting``, it is on the disk when this returns.  Raises
+        StorageError.
+        """
+        what = f"a line of {self._path.name}"
+        with disk_errors(self._path.parent, what, len(line), self._again):
+            size = self._file.seek(0, os.SEEK_END)
+            try:
+                written = 0
+                while written < len(line):
+                    written += self._file.write(line[written:])
+                if lasting:
+                    os.fsync(self._file.fileno())
+            except OSError:
+                with suppress(OSError):
+                    self.cut(size)
+                raise
+
+    def cut(self, size: int) -> None:
+        """Forget what lies behind so many bytes.  Raises OSError."""
+        self._file.truncate(size)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+
+def _free_text(path: Path) -> str:
+    try:
+        return f"{free_bytes(path):,} bytes"
+    except OSError:
+        return "unknown"

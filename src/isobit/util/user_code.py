@@ -1,0 +1,147 @@
+"""Running a file that a user names, and the names of what it defines: rewards and objectives of
+one's own are found so.
+
+The source of code that a user names (``path/to/file.py:function``, ``module:function``), found
+without running any of it: its file, and the modules of the user's own that it imports.
+
+Installed packages and the standard library do not count: their versions are recorded elsewhere.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def run_file(path: Path, name: str) -> ModuleType:
+    """The file, which is there, executed as the module ``name``.  Whatever it raises passes
+    through, and leaves no module behind.
+    """
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a .py file always has a loader"
+    assert spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and typing look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def describe_missing(module: ModuleType, name: str, is_one: Callable[[Any], bool]) -> str:
+    """What to say in the place of ``name``: those of the module's own members that ``is_one``
+    accepts, and the nearest of them.
+    """
+    names = [
+        member
+        for member, value in vars(module).items()
+        if is_one(value) and value.__module__ == module.__name__
+    ]
+    near = get_close_matches(name, names, n=1)
+    return f"{', '.join(names) or 'none'}{f'; did you mean {near[0]!r}?' if near else ''}"
+
+
+_INSTALLED = tuple(
+    Path(folder).resolve()
+    for folder in {
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        str(Path(__file__).parents[1]),  # Isobit itself
+    }
+)
+
+
+def source_sha256(place: str) -> str | None:
+    """SHA-256 of the source behind ``place``; None where no file of the user's own is found."""
+    module = place.rpartition(":")[0] or place
+    if module.endswith(".py"):
+        first = [Path(module)] if Path(module).is_file() else []
+    else:
+        first = list(_files_of(module.split(".")))
+    found = _with_imports(first)
+    if not found:
+        return None
+    digest = hashlib.sha256()
+    for content in sorted(found.values()):
+        digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()
+
+
+def _with_imports(first: list[Path]) -> dict[Path, bytes]:
+    """The content of files and of all that they import, and these in turn."""
+    found: dict[Path, bytes] = {}
+    left = list(first)
+    while left:
+        path = left.pop().resolve()
+        if path not in found:
+            found[path] = path.read_bytes()
+            left += _imported(path, found[path])
+    return found
+
+
+def _imported(path: Path, source: bytes) -> Iterator[Path]:
+    """The files of the user's own that a file imports, wherever in it."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return  # importing it will say what is wrong
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files_of(alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module.split(".") if node.module else []
+            for alias in node.names:  # a module, or a name in one
+                if node.level:
+                    yield from _below(path.parents[node.level - 1], [*module, alias.name])
+                else:
+                    yield from _files_of([*module, alias.name])
+
+
+def _files_of(parts: list[str]) -> Iterator[Path]:
+    """The source of a module of the user's own, by its dotted name, with the packages above it;
+    none of one that is installed, built in or missing.
+    """
+    first = parts[0]
+    if first in sys.builtin_module_names or first in sys.stdlib_module_names:
+        return
+    try:
+        spec = find_spec(first)
+    except (ImportError, ValueError):  # a module of this process that came from nowhere
+        return
+    if spec is None:
+        return
+    places = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
+    for folder in {Path(place).parent for place in places}:
+        if not is_installed(folder) and not is_installed(folder / first):
+            yield from _below(folder, parts)
+
+
+def _below(folder: Path, parts: list[str]) -> Iterator[Path]:
+    """The files of packages and of the module at the end, as far as there are any."""
+    for part in parts:
+        package, module = folder / part, folder / f"{part}.py"
+        if not package.is_dir():
+            if module.is_file():
+                yield module
+            return
+        if (package / "__init__.py").is_file():
+            yield package / "__init__.py"
+        folder = package
+
+
+def is_installed(folder: Path) -> bool:
+    """Whether a place is in the standard library, an installed package or Isobit."""
+    place = folder.resolve()
+    return any(one == place or one in place.parents for one in _INSTALLED)

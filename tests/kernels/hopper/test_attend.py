@@ -1,0 +1,110 @@
+"""The Hopper KV cache as far as it needs no GPU: its layout, its size, and reading it back."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from isobit.config.tables import PrecisionConfig
+from isobit.kernels.hopper import sizes
+from isobit.kernels.hopper.attend import PAGE_TOKENS, HopperKvCache
+from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
+from isobit.precision.quant_tensor import E4M3
+from isobit.util.errors import ConfigError
+from tests.sites import shape_of_layers
+
+LAYERS = shape_of_layers(4, {"qkv_proj": LinearShape({"q_proj": 128}, 128)})
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_layers: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+
+
+def flow(preset: str, **options: int) -> PrecisionFlow:
+    return build_flow(PrecisionConfig.model_validate({"preset": preset, **options}), LAYERS)
+
+
+def tensors(cache: HopperKvCache) -> list[torch.Tensor]:
+    every = (
+        x
+        for pages in cache.layers
+        for x in (pages.keys, pages.key_bytes, pages.values, pages.value_bytes)
+    )
+    return [x for x in every if x is not None]
+
+
+@pytest.mark.parametrize(
+    "mixed", [flow("fp8"), flow("bf16"), flow("fp8", first_layers_bf16=1, last_layers_bf16=1)]
+)
+def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
+    cache = HopperKvCache(Shape(), mixed, 5, "cpu")
+    assert sum(x.nbytes for x in tensors(cache)) == 5 * sizes.page_bytes(Shape(), mixed)
+    assert all(x.is_contiguous() and not x.view(torch.uint8).any() for x in tensors(cache))
+    for pages, format in zip(cache.layers, cache.formats, strict=True):
+        assert pages.keys.shape == (5, 2, PAGE_TOKENS, 64)
+        if format == "e4m3":
+            assert (
+                pages.values.shape == (5, 2, 64, PAGE_TOKENS)
+                and pages.keys.dtype == pages.values.dtype == E4M3
+            )
+            assert pages.key_bytes is not None and pages.key_bytes.shape == (5, 2, PAGE_TOKENS)
+        else:
+            assert (
+                pages.values.shape == pages.keys.shape
+                and pages.values.dtype == torch.bfloat16
+                and pages.key_bytes is None
+            )
+
+
+def test_layers_are_apart_and_cleared_in_place() -> None:
+    cache = HopperKvCache(Shape(), flow("fp8", first_layers_bf16=1, last_layers_bf16=1), 3, "cpu")
+    views = tensors(cache)
+    for i, x in enumerate(views):
+        x.view(torch.uint8).fill_(i + 1)
+    assert all((x.view(torch.uint8) == i + 1).all() for i, x in enumerate(views))
+    cache.clear()
+    assert not any(x.view(torch.uint8).any() for x in views)
+
+
+def test_read_gives_a_token_back() -> None:
+    cache = HopperKvCache(Shape(), flow("fp8", first_layers_bf16=1), 3, "cpu")
+    for x in tensors(cache):
+        x.view(torch.uint8).copy_(torch.randint(0, 120, x.view(torch.uint8).shape))
+    slots = torch.tensor([2 * PAGE_TOKENS + 7, 0, PAGE_TOKENS + 127])
+    for layer, pages in enumerate(cache.layers):
+        k, v = cache.read(layer, slots)
+        assert k.values.shape == v.values.shape == (
+            3,
+            2,
+            64,
+        ) and k.bytes.shape == v.bytes.shape == (3, 2)
+        for row, slot in enumerate(slots.tolist()):
+            page, offset = divmod(slot, PAGE_TOKENS)
+            bytes_of = [
+                x.view(torch.uint8)
+                for x in (k.values[row], pages.keys[page, :, offset].contiguous())
+            ]
+            assert torch.equal(*bytes_of)
+            if pages.key_bytes is None or pages.value_bytes is None:
+                assert (
+                    torch.equal(v.values[row], pages.values[page, :, offset])
+                    and (k.bytes == 127).all()
+                    and (v.bytes == 127).all()
+                )
+            else:
+                assert torch.equal(
+                    v.values.view(torch.uint8)[row],
+                    pages.values.view(torch.uint8)[page, :, :, offset],
+                )
+                assert torch.equal(k.bytes[row], pages.key_bytes[page, :, offset])
+                assert torch.equal(v.bytes[row], pages.value_bytes[page, :, offset])
+
+
+def test_the_fp32_flow_is_refused() -> None:
+    with pytest.raises(ConfigError, match="CPU"):
+        HopperKvCache(Shape(), flow("fp32"), 1, "cpu")

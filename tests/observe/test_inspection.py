@@ -1,0 +1,207 @@
+"""Figures of quantised matrices against their definitions.
+
+Inspections of folders, as a record and as text.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from isobit.config.tables import PrecisionConfig
+from isobit.kernels.backend import support
+from isobit.kernels.spec.quantise import quantise_blocks
+from isobit.memory.device import GPUS
+from isobit.models.config import ModelConfig, model_shape
+from isobit.models.decoder import build_decoder
+from isobit.models.policy import Policy, random_policy
+from isobit.models.saving import save_policy
+from isobit.observe.inspection import (
+    Fp8Figures,
+    GpuFigures,
+    gpu_figures,
+    inspect_folder,
+    measure_published,
+    measure_stored,
+    together,
+)
+from isobit.observe.inspection_page import WIDTH, describe_inspection, percent, scale_text
+from isobit.precision.flow import build_flow
+from isobit.precision.quant_tensor import E4M3, QuantTensor, dequantise
+from isobit.util.errors import ConfigError
+
+
+def test_a_matrix_worked_out_by_hand() -> None:
+    """One block with the scale 2: 896 is the largest; 17, half way from 16 to 18, goes to 16, whose
+    mantissa is even; 0.001 is flushed.
+    """
+    x = torch.zeros(2, 3)
+    x[0] = torch.tensor([896.0, 17.0, 0.001])
+    x[1, 0] = 64.0
+    figures = measure_published(x, quantise_blocks(x))
+    squares = 896.0**2 + 17.0**2 + 0.001**2 + 64.0**2
+    assert figures.smallest_scale == figures.largest_scale == 2.0
+    assert figures.error == pytest.approx(((1.0 + 0.001**2) / squares) ** 0.5, rel=1e-6)
+    assert figures.worst_block == pytest.approx(figures.error)
+    assert figures.saturated == 1 / 6
+    assert figures.flushed == 1 / 6
+
+
+@pytest.mark.parametrize("scales", ["power_of_two", "fp32"])
+def test_several_blocks_and_short_ones(scales) -> None:
+    """Against a loop over blocks in FP64."""
+    torch.manual_seed(1)
+    x = torch.randn(200, 300) * 10.0 ** torch.randint(-4, 4, (200, 1))
+    x[128:, 256:] = 0.0
+    published = quantise_blocks(x, scales)
+    figures = measure_published(x, published)
+    q = dequantise(published).double()
+    errors = []
+    for row in (slice(0, 128), slice(128, 200)):
+        for column in (slice(0, 128), slice(128, 256), slice(256, 300)):
+            part, difference = x[row, column].double(), (q - x.double())[row, column]
+            errors.append(float(difference.norm() / part.norm()) if part.any() else 0.0)
+    assert figures.worst_block == pytest.approx(max(errors), rel=1e-6)
+    assert figures.error == pytest.approx(
+        float((q - x.double()).norm() / x.double().norm()), rel=1e-6
+    )
+    assert figures.flushed == pytest.approx(float(((q == 0) & (x != 0)).double().mean()))
+    assert figures.flushed and figures.flushed > 0
+    largest = (published.values.float().abs() == 448).double().mean()
+    assert figures.saturated == pytest.approx(float(largest))
+    if scales == "fp32":
+        assert figures.saturated >= 5 / x.numel(), "each block's largest is the largest byte"
+
+
+def test_several_matrices_have_the_figures_of_one_made_of_them() -> None:
+    torch.manual_seed(2)
+    whole = torch.randn(512, 128) * torch.logspace(-3, 3, 4).repeat_interleave(128)[:, None]
+    parts = [measure_published(part, quantise_blocks(part)) for part in whole.split(128)]
+    one, several = measure_published(whole, quantise_blocks(whole)), together(parts)
+    assert several.error == pytest.approx(one.error, rel=1e-9)
+    assert (several.worst_block, several.saturated, several.flushed) == (
+        one.worst_block,
+        one.saturated,
+        one.flushed,
+    )
+    assert (several.smallest_scale, several.largest_scale) == (
+        one.smallest_scale,
+        one.largest_scale,
+    )
+
+
+def test_of_stored_bytes_only_scales_and_saturation_are_known() -> None:
+    values = torch.tensor([[448.0, -448.0, 1.0, 0.0]]).to(E4M3)
+    figures = measure_stored(QuantTensor(values, torch.tensor([[0.25]]), "128x128"))
+    assert (figures.saturated, figures.smallest_scale, figures.largest_scale) == (0.5, 0.25, 0.25)
+    assert figures.error is figures.flushed is figures.worst_block is None
+    mixed = figures + Fp8Figures(4, 0, 0.5, 2.0, 1, 2.0, 0.5, 0.5)
+    assert mixed.error is None and mixed.saturated == 0.25 and mixed.largest_scale == 2.0
+
+
+CONFIG = ModelConfig("qwen2", 64, 256, 384, 3, 4, 2, 64, 128, 1e-6, 1e4, False)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    """The O projection of layer 1 has a block with an outlier, which flushes its other numbers."""
+    made = random_policy(CONFIG, PrecisionConfig(), seed=0)
+    with torch.no_grad():
+        made.masters["layers.1.o_proj.weight"][3, 5] = 1e4
+    return made
+
+
+@pytest.fixture
+def folder(policy: Policy, tmp_path: Path) -> Path:
+    save_policy(policy, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_layer_with_an_outlier_stands_out(folder: Path) -> None:
+    found = inspect_folder(folder, PrecisionConfig())
+    assert found.parameters == sum(found.numbers for found in found.formats)
+    assert [one.format for one in found.formats] == ["BF16"]
+    layers = found.by_layer()
+    assert list(layers) == [0, 1, 2]
+    assert list(layers[0]) == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    hurt = layers[1]["o_proj"]
+    assert hurt.flushed is not None and hurt.flushed > 0.2 and hurt.largest_scale == 32.0
+    others = [
+        figures for layer, each in layers.items() for name, figures in each.items()
+        if (layer, name) != (1, "o_proj")
+    ]  # fmt: skip
+    assert all(figures.flushed is not None and figures.flushed < 0.001 for figures in others)
+    assert all(figures.error is not None and 0.02 < figures.error < 0.03 for figures in others)
+    assert [matrix.name for matrix in found.worst(100)].index(
+        "model.layers.1.self_attn.o_proj.weight"
+    ) == len(found.matrices) - 1, "relative to the outlier itself the error is small"
+
+
+def test_matrices_are_reported_as_they_are_done(folder: Path) -> None:
+    done: list[tuple[int, int]] = []
+    inspect_folder(folder, PrecisionConfig(), on_matrix=lambda *each: done.append(each))
+    assert done == [(number, 21) for number in range(1, 22)]
+
+
+def test_the_flow_decides_what_is_measured(folder: Path) -> None:
+    kept = PrecisionConfig(modules_bf16=("o_proj",), last_layers_bf16=1, scales="fp32")
+    found = inspect_folder(folder, kept)
+    assert list(found.by_layer()) == [0, 1] and "o_proj" not in found.linears
+    assert found.matrices[0].figures.saturated > 0
+    none = inspect_folder(folder, PrecisionConfig(preset="bf16"))
+    assert not none.matrices and "bf16: no matrix is E4M3" in describe_inspection(none)
+
+
+def test_presets_say_what_they_quantise(folder: Path) -> None:
+    found = inspect_folder(folder, PrecisionConfig())
+    by_name = {one.preset: one for one in found.presets}
+    linears = 3 * 256 * (4 * 64 + 2 * 2 * 64 + 256 + 3 * 384)
+    for name, (rollout, training, cache, exact) in {
+        "fp32": (0, 0, "fp32", True),
+        "bf16": (0, 0, "bf16", True),
+        "fp8-rollout": (linears, 0, "e4m3", False),
+        "fp8-linear": (linears, linears, "bf16", True),
+        "fp8": (linears, linears, "e4m3", True),
+    }.items():
+        one = by_name[name]
+        assert one.rollout_e4m3 == rollout / found.parameters
+        assert one.training_e4m3 == training / found.parameters
+        assert (one.cache, one.exact) == (cache, exact)
+    assert by_name["fp8"].published_bytes < by_name["bf16"].published_bytes
+
+
+@pytest.mark.parametrize("gpu", [None, "h200"])
+def test_the_text_fits_a_terminal(folder: Path, gpu: str | None) -> None:
+    found = inspect_folder(folder, PrecisionConfig(), gpu)
+    text = describe_inspection(replace(found, folder=Path("model")))
+    assert max(map(len, text)) <= WIDTH
+    page = "\n".join(text)
+    for words in ("qwen2, ", "3 layers", "the 21 matrices in E4M3: fp8", "  all ", "2^5", "BF16"):
+        assert words in page, words
+    assert ("on an H200 with 139 GiB free" in page) == (gpu is not None)
+    json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_what_does_not_fit_a_gpu_is_said_and_the_rest_shown() -> None:
+    def figures_of(config: ModelConfig, gpu: str) -> GpuFigures:
+        flow = build_flow(PrecisionConfig(), build_decoder(config).shape)
+        return gpu_figures(config, flow, support("cuda").sizes, gpu, 4096)
+
+    small = replace(model_shape("qwen3-0.6b"), num_layers=4)
+    large = replace(small, hidden_size=16384, intermediate_size=81920)
+    figures = figures_of(large, "h100")
+    assert figures.training is None and "take a smaller model" in figures.problem
+    assert sum(figures.generating.values()) < GPUS["h100"] and figures.cached_tokens > 100_000
+    fits = figures_of(small, "h100")
+    assert fits.training is not None and not fits.problem
+    with pytest.raises(ConfigError, match="'tpu' is not known; known are h100, h200"):
+        figures_of(small, "tpu")
+
+
+def test_numbers_for_readers() -> None:
+    assert [percent(x) for x in (None, 0.0, 0.026543, 1.0, 2.3e-6)] == [
+        "-", "0", "2.65%", "100%", "0.00023%",
+    ]  # fmt: skip
+    assert [scale_text(x) for x in (1.0, 2.0**-11, 0.3)] == ["2^0", "2^-11", "0.3"]

@@ -1,0 +1,212 @@
+"""``async.lag``: which weights sample which batch, that the bits are checked where they can be, and
+that a run with batches in waiting repeats and resumes.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.config.recipes import RunConfig
+from isobit.models.safetensors import TensorFile
+from isobit.run.loop import train
+from isobit.run.pending import COMPARED, Collected, Pending
+from isobit.run.setup import RlRun
+from isobit.store.keeper import CheckpointKeeper
+from isobit.training.step import StepMetrics
+
+MakeConfig = Callable[..., RunConfig]
+STEPS, UPDATES = 5, 2
+REWARD = "return float(len(completion.token_ids) % 3 + completion.token_ids[0] % 2)"
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing is cleaned up."""
+
+
+@pytest.fixture
+def lagging(make_config: MakeConfig, write_reward: Callable[[str], str]) -> MakeConfig:
+    """Five steps of two updates, with a checkpoint after each."""
+
+    def make(lag: int, **sections: Any) -> RunConfig:
+        training = {"steps": STEPS, "updates_per_batch": UPDATES, **sections.pop("training", {})}
+        config = make_config(
+            write_reward(REWARD),
+            training=training,
+            evaluation={"every": 2},
+            checkpoint={"every": 1, "keep_last": 9, **sections.pop("checkpoint", {})},
+            **{"async": {"lag": lag}, "rollout": {"max_new_tokens": 4}, **sections},
+        )
+        return config
+
+    return make
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def sampled_by(root: Path) -> list[int]:
+    """The weights' versions, counted from 0 by steps, of the batches in the order of their
+    sampling.
+    """
+    graded = lines(root / "rewards.jsonl")
+    versions = [
+        line["weights_version"] for line in graded if line["prompts"][0][0].startswith("train")
+    ]
+    assert all((version - 1) % UPDATES == 0 for version in versions)
+    return [(version - 1) // UPDATES for version in versions]
+
+
+def specified(lag: int) -> list[int]:
+    return [max(t - 1 - lag, 0) for t in range(1, STEPS + 1)]
+
+
+def outcome(root: Path) -> dict[str, Any]:
+    """All bytes that a run leaves but for times."""
+    timed = ("time/", "tokens_per_s/")
+    files = {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.suffix == ".safetensors"
+        or path.name in ("completions.jsonl", "rewards.jsonl", "digests.jsonl")
+    }
+    metrics = [
+        {name: value for name, value in line.items() if not name.startswith(timed)}
+        for line in lines(root / "metrics.jsonl")
+    ]
+    return {**files, "metrics": metrics}
+
+
+def steps_of(root: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(root / "metrics.jsonl") if "staleness/mean" in line]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 7])
+def test_batches_are_sampled_by_the_weights_that_are_specified(
+    lag: int, lagging: MakeConfig
+) -> None:
+    config = lagging(lag)
+    train(config)
+    assert sampled_by(config.output) == specified(lag)
+    behind = [t - 1 - version for t, version in enumerate(specified(lag), start=1)]
+    steps = steps_of(config.output)
+    assert [line["staleness/mean"] for line in steps] == [UPDATES * steps for steps in behind]
+    assert [line["log_prob_diff/tokens_differing"] for line in steps] == [0] * STEPS
+    assert all(line["log_prob_diff/tokens_compared"] > 0 for line in steps)
+    assert lag == 0 or any(line["ratio/max"] > 1.01 for line in steps[1:])
+
+
+def test_a_run_that_samples_with_the_newest_weights_is_found(
+    lagging: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Pending, "missing", lambda self, step: range(self._first + len(self._waiting), step + 1)
+    )
+    config = lagging(1)
+    train(config)
+    assert sampled_by(config.output) == specified(0) != specified(1)
+
+
+def test_what_is_compared_after_the_weights_moved_differs(
+    lagging: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count of 0 is a check: it is another number where sampler and trainer are apart."""
+    compare = Pending.compare
+
+    def late(self: RlRun, step: int) -> tuple[Collected, StepMetrics]:
+        trained = self.learner.learn(self.pending.front().groups, step)
+        compare(self.pending, self.trainer)
+        batch = self.pending.front()
+        assert batch.comparison is not None
+        return batch, replace(trained, comparison=batch.comparison)
+
+    monkeypatch.setattr(RlRun, "learn", late)
+    training = {"steps": 1, "updates_per_batch": 1}
+    assert train(lagging(1, training=training)).tokens_differing > 0
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_killed_between_any_two_steps_and_resumed_it_leaves_the_same_bytes(
+    lag: int, lagging: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = lagging(lag, output=tmp_path / "whole")
+    train(whole)
+    expected, save = outcome(whole.output), CheckpointKeeper.save_if_due
+    waiting = sum(name.endswith("pending.safetensors") for name in expected)
+    assert waiting == (STEPS - 1 if lag else 0)
+
+    def save_and_die(self: CheckpointKeeper, step: int) -> None:
+        save(self, step)
+        raise Killed
+
+    config = lagging(lag)
+    for step in range(1, STEPS + 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointKeeper, "save_if_due", save_and_die)
+            with pytest.raises(Killed):
+                train(config, resume=step > 1)
+    train(config, resume=True)
+    assert outcome(config.output) == expected
+    shutil.rmtree(config.output / "checkpoints" / f"step_{STEPS:06}")
+    train(config, resume=True)
+    assert outcome(config.output) == expected
+
+
+def test_a_signal_in_the_middle_of_a_step_leaves_the_batches_that_waited(
+    lagging: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch sampled in a step that is given up is sampled again by the same weights."""
+    whole = lagging(1, output=tmp_path / "whole", checkpoint={"every": 0})
+    train(whole)
+    config = lagging(1, checkpoint={"every": 0})
+    compare = Pending.compare
+
+    def fail_in_step_3(self: Pending, trainer: Any) -> None:
+        compare(self, trainer)
+        if self.state()["first"] == 3:
+            raise KeyError("the third step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pending, "compare", fail_in_step_3)
+        with pytest.raises(KeyError):
+            train(config)
+    folder = config.output / "checkpoints" / "step_000002"
+    assert list(TensorFile(folder / "pending.safetensors").shapes()) == ["batch_3"]
+    train(config, resume=True)
+    expected, found = outcome(whole.output), outcome(config.output)
+    kept = [name for name in expected if "step_000005" in name or "checkpoints" not in name]
+    assert {name: found[name] for name in kept} == {name: expected[name] for name in kept}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"name": "remax"}},
+        {"algorithm": {"name": "ppo", "kl_coefficient": 0.05, "kl_in": "reward"}},
+        {"algorithm": {"dynamic_sampling": True}, "replay": {"fraction": 0.5, "max_staleness": 8}},
+        {"precision": {"preset": "fp8-rollout"}, "corrections": [{"type": "tis"}]},
+    ],
+    ids=["remax", "ppo", "dynamic, replay", "corrected"],
+)
+def test_whatever_is_learnt_it_goes_on_where_it_was(
+    sections: dict[str, Any], lagging: MakeConfig, tmp_path: Path
+) -> None:
+    training = {"steps": 4, "updates_per_batch": UPDATES}
+    config = lagging(1, training=training, **sections)
+    train(config)
+    expected = outcome(config.output)
+    for step in (3, 4):
+        shutil.rmtree(config.output / "checkpoints" / f"step_{step:06}")
+    train(config, resume=True)
+    assert outcome(config.output) == expected
+
+
+def test_few_completions_of_a_large_batch_are_compared(lagging: MakeConfig) -> None:
+    training = {"steps": 1, "samples_per_prompt": 12, "updates_per_batch": 1}
+    config = lagging(1, training=training, rollout={"max_new_tokens": 1})
+    assert train(config).tokens_compared == COMPARED

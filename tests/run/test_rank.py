@@ -1,0 +1,119 @@
+"""Whichever rank fails, and whoever has started it, its error is said once, and by no other."""
+
+import re
+import runpy
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from isobit.run.launch import launch
+from isobit.run.launch_ranks import RankError
+from tests.forked import Launched, called
+from tests.worlds import environment, free_port
+
+PROGRAM = str(Path(__file__).with_name("trained.py"))
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("all", "no such file"),
+        ("agreed", "rank 1: no such file"),
+        ("alone", "rank 1: no such file"),
+    ],
+)
+def test_an_error_under_our_launcher(case: str, text: str, tmp_path: Path) -> None:
+    end = Launched([PROGRAM, case], tmp_path / "log").end()
+    assert end is not None and str(end) == text
+    assert end.exit_code == 2
+    assert "no such file" not in (tmp_path / "log").read_text()
+
+
+def test_a_fault_shows_its_traceback() -> None:
+    with pytest.raises(RankError, match="ZeroDivisionError: no such file") as failed:
+        launch([PROGRAM, "fault"], 2, threads=1)
+    assert str(failed.value).startswith("rank 1 (")
+    assert " ended with exit code 1 in training after " in str(failed.value)
+
+
+class UnderAnotherLauncher:
+    """Two ranks."""
+
+    def __init__(self, case: str, folder: Path) -> None:
+        port = free_port()
+        self._logs = [folder / f"{case}-{rank}" for rank in range(2)]
+        self._ranks = [
+            called(f"{__name__}:be_a_rank", log, case, environ=environment(rank, 2, port))
+            for rank, log in enumerate(self._logs)
+        ]
+
+    def end(self) -> tuple[list[int | None], str]:
+        """Their exit codes, and what they said."""
+        for rank in self._ranks:
+            rank.join()
+        said = "".join(log.read_text() for log in self._logs)
+        return [rank.exitcode for rank in self._ranks], said
+
+
+def be_a_rank(case: str) -> None:
+    sys.argv = [PROGRAM, case]
+    runpy.run_path(PROGRAM, run_name="__main__")
+
+
+def test_an_error_under_another_launcher(tmp_path: Path) -> None:
+    for case, lines in {"fine": 0, "all": 1, "agreed": 1}.items():
+        codes, said = UnderAnotherLauncher(case, tmp_path).end()
+        assert len([line for line in said.splitlines() if "no such file" in line]) == lines
+        assert codes == {"fine": [0, 0], "all": [2, 2], "agreed": [4, 2]}[case]
+
+
+DEATHS = {
+    1: "error: rank 1 (host, process ..) has ended in training without a word",
+    0: "error: who keeps the board of the run (rank 0, host, process .., or a launcher) ",
+}
+HANGS = {
+    "stopped": r"rank 1 \(.*, process \d+\) has been silent in training for \d+ s: ended",
+    "asleep": r"rank 1 \(.*, process \d+\) has been silent in rollout for \d+ s: ended",
+    "parted": r"have come apart, .*: rank 0 \(.*\) for messages, rank 1 \(.*\) for gather",
+}
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Runs that the watch ends, all at the same time: each takes seconds in which it does
+    nothing.
+    """
+
+    deaths: Mapping[int, UnderAnotherLauncher]
+    hangs: Mapping[str, Launched]
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Waiting:
+    folder = tmp_path_factory.mktemp("waiting")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISOBIT_SILENCE_S", "5")
+        return Waiting(
+            {dead: UnderAnotherLauncher(f"{dead} dies", folder) for dead in DEATHS},
+            {case: Launched([PROGRAM, case], folder / case) for case in HANGS},
+        )
+
+
+@pytest.mark.parametrize("dead", DEATHS)
+def test_a_rank_dies_and_no_launcher_ends_the_other(dead: int, waiting: Waiting) -> None:
+    """It waits, as for NCCL, for ever."""
+    codes, said = waiting.deaths[dead].end()
+    assert codes[dead] == -9
+    assert codes[1 - dead] == 4
+    said = said.replace(socket.gethostname(), "host")
+    assert DEATHS[dead] in re.sub(r"process \d+", "process ..", said)
+
+
+@pytest.mark.parametrize("case", HANGS)
+def test_what_never_ends_is_ended(case: str, waiting: Waiting) -> None:
+    end = waiting.hangs[case].end()
+    assert end is not None and re.search(HANGS[case], str(end)), end

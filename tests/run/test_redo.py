@@ -1,0 +1,446 @@
+"""Steps done again come out as they were recorded; of a recorded run of which anything was changed
+afterwards, what was changed is named with its step.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.config.recipes import RunConfig
+from isobit.models.safetensors import TensorFile
+from isobit.parallel.world import ALONE, World
+from isobit.run.loop import train
+from isobit.run.redo import ReplayResult, replay
+from isobit.run.redo_compare import NAMES
+from isobit.store.checkpoint import CHUNK_BYTES, _json_sha256
+from isobit.util.errors import ConfigError
+from tests.worlds import in_world
+
+REWARD = "def reward(prompt, completion):\n    return float(completion.token_ids[0] % 3)\n"
+STEPS = 6
+
+
+def settings(folder: Path, model: Path, output: Path, **sections: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "model": str(model),
+        "output": output,
+        "seed": 3,
+        "threads": 1,
+        "data": {
+            "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 16},
+            "eval": {"held_out": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 3}},
+        },
+        "reward": {"function": f"{folder / 'reward.py'}:reward", "in_process": True},
+        "rollout": {"max_new_tokens": 3},
+        "training": {
+            "steps": STEPS,
+            "prompts_per_step": 2,
+            "samples_per_prompt": 4,
+            "learning_rate": 1e-2,
+        },
+        "evaluation": {"every": 2},
+        "checkpoint": {"every": 2, "keep_last": 3},
+    }
+    for name, value in sections.items():
+        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
+    return RunConfig.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tiny_folder: Path) -> Path:
+    """A finished run with checkpoints after steps 2, 4 and 6."""
+    torch.set_num_threads(1)
+    train(settings(folder, tiny_folder, folder / "run"))
+    return folder / "run"
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def found(result: ReplayResult) -> list[tuple[int, str]]:
+    return [(one.step, one.what) for one in result.differences]
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def change_line(path: Path, wanted: Callable[[dict[str, Any]], bool], change: Any) -> None:
+    """Change the first line that is wanted, as somebody with an editor does."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    change(next(line for line in lines if wanted(line)))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def flip_byte(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def make_consistent(folder: Path) -> None:
+    """Write the digests of a checkpoint's files as they are now into its manifest."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    for name, recorded in manifest["files"].items():
+        data = (folder / name).read_bytes()
+        assert len(data) < CHUNK_BYTES
+        recorded["sha256"] = [hashlib.sha256(data).hexdigest()]
+    path.write_text(json.dumps({**manifest, "sha256": _json_sha256(manifest)}))
+
+
+def test_all_steps_are_equal_and_nothing_is_written(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(whole)
+    said = list[str]()
+    result = replay(whole, say=said.append)
+    assert found(result) == [] and result.exit_code == 0
+    assert (result.first, result.last) == (1, STEPS)
+    assert said[0] == f"replaying steps 1 to 6 of {whole} from the start"
+    equal = [
+        f"step {n}: tokens, log-probabilities, rewards and weights are equal" for n in range(1, 7)
+    ]
+    assert said[1:] == [*equal, f"{whole / 'model'}: every file is equal"]
+    assert contents(whole) == before
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("step", "first"), [(1, 1), (2, 1), (3, 3), (4, 3), (6, 5)])
+def test_a_step_is_done_from_the_checkpoint_before_it(step: int, first: int, whole: Path) -> None:
+    result = replay(whole, step)
+    assert found(result) == [] and (result.first, result.last) == (first, step)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"async": {"lag": 2}},
+        {"replay": {"fraction": 0.5}},
+        {"algorithm": {"name": "ppo"}},
+        {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}, "reference": {"refresh_every": 2}},
+        {"algorithm": {"name": "remax"}},
+        {"precision": "bf16", "training": {"updates_per_batch": 2}},
+    ],
+    ids=["lag", "buffer", "ppo", "reference", "remax", "bf16"],
+)
+def test_what_can_be_resumed_can_be_replayed(
+    sections: dict[str, Any], folder: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    sections = {**sections, "training": {"steps": 4, **sections.get("training", {})}}
+    train(settings(folder, tiny_folder, tmp_path / "run", **sections))
+    for step in (None, 3):
+        assert found(replay(tmp_path / "run", step)) == []
+
+
+def test_a_run_that_was_resumed_is_replayed(
+    folder: Path, tiny_folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Interrupted after step 4, and with other evaluations than at first."""
+    root = tmp_path / "run"
+    constant = {"training": {"schedule": "constant"}}
+    train(settings(folder, tiny_folder, root, **{"training": {**constant["training"], "steps": 4}}))
+    train(settings(folder, tiny_folder, root, **constant, evaluation={"every": 3}), resume=True)
+    assert found(replay(root)) == []
+    assert found(replay(root, 6)) == []
+
+
+@pytest.mark.parametrize("step", [None, 6])
+def test_a_byte_of_the_trained_model(step: int | None, run: Path) -> None:
+    path = run / "model" / "model.safetensors"
+    flip_byte(path, path.stat().st_size - 3)
+    ((of, what),) = found(replay(run, step))
+    assert of == STEPS and what.startswith(f"weights differ: {path}, ")
+    last = list(TensorFile(path).stored)[-1]
+    assert f"{last} first" in what
+
+
+PARTS = {"masters.safetensors": "masters", "optimiser.safetensors": "moments", "state.json": ""}
+"""The files of a checkpoint, and what the digests call what they hold."""
+
+
+def flip_byte_of(file: str, step: int, run: Path) -> Path:
+    """The file of a checkpoint in which it was done."""
+    path = run / "checkpoints" / f"step_{step:06}" / file
+    flip_byte(path, path.stat().st_size - 30)
+    return path
+
+
+@pytest.mark.parametrize(("file", "step"), list(zip(PARTS, (4, 5, 5), strict=True)))
+def test_a_byte_of_a_checkpoint(file: str, step: int, run: Path) -> None:
+    path = flip_byte_of(file, 4, run)
+    said = list[str]()
+    result = replay(run, step, said.append)
+    ((of, what),) = found(result)
+    assert of == 4 and what.startswith("checkpoint step_000004 is damaged: ")
+    assert str(path) in what and f"step 4: {what}" in said
+    assert result.first == 3, "from the one before it"
+
+
+def test_a_byte_of_each_checkpoint(run: Path) -> None:
+    """Another file of each."""
+    paths = {
+        step: flip_byte_of(file, step, run) for file, step in zip(PARTS, (2, 4, 6), strict=True)
+    }
+    result = replay(run)
+    assert [of for of, _ in found(result)] == list(paths) and result.first == 1
+    for of, what in found(result):
+        assert what.startswith(f"checkpoint step_00000{of} is damaged: ") and str(paths[of]) in what
+
+
+@pytest.mark.parametrize(
+    ("file", "step"),
+    [("masters.safetensors", 4), ("masters.safetensors", 5), ("optimiser.safetensors", 5)],
+)
+def test_a_byte_of_a_checkpoint_whose_manifest_was_changed_with_it(
+    file: str, step: int, run: Path
+) -> None:
+    make_consistent(flip_byte_of(file, 4, run).parent)
+    ((of, what),) = found(replay(run, step))
+    assert of == 4 and f"does not hold the {PARTS[file]} that digests.jsonl has" in what
+
+
+def test_a_byte_of_each_checkpoint_whose_manifest_was_changed_with_it(run: Path) -> None:
+    changed = {2: "masters.safetensors", 4: "optimiser.safetensors"}
+    for step, file in changed.items():
+        make_consistent(flip_byte_of(file, step, run).parent)
+    differences = found(replay(run))
+    assert [of for of, _ in differences] == list(changed)
+    for of, what in differences:
+        assert f"does not hold the {PARTS[changed[of]]} that digests.jsonl has" in what
+
+
+def test_a_cursor_of_a_checkpoint_whose_manifest_was_changed_with_it(run: Path) -> None:
+    """It is in no digest: what follows from it is."""
+    path = run / "checkpoints" / "step_000004" / "state.json"
+    state = json.loads(path.read_text())
+    state["sampler"]["cursor"] -= 1
+    path.write_text(json.dumps(state))
+    manifest = path.with_name("manifest.json")
+    content = json.loads(manifest.read_text())
+    content["files"]["state.json"]["bytes"] = path.stat().st_size
+    manifest.write_text(json.dumps(content))
+    make_consistent(path.parent)
+    assert {of for of, _ in found(replay(run, 5))} == {5}
+
+
+def change_reward(run: Path, source: str, version: int, place: tuple[int, int], value: Any) -> None:
+    """Of the grading that the weights of a version were given; ``place`` is prompt and sample."""
+    change_line(
+        run / "rewards.jsonl",
+        lambda line: (
+            line["prompts"][0][0].startswith(source) and line["weights_version"] == version
+        ),
+        lambda line: line["rewards"][place[0]].__setitem__(place[1], value),
+    )
+
+
+def test_rewards_of_training(run: Path) -> None:
+    values = {1: 7.25, 3: 1.0000000000000002, 5: None}
+    for step, value in values.items():
+        change_reward(run, "train", step, (1, 2), value)
+    differences = found(replay(run))
+    assert [of for of, _ in differences] == list(values)
+    for of, what in differences:
+        assert f"sample 2: {values[of]} in rewards.jsonl, " in what
+    ((of, _),) = found(replay(run, 3))
+    assert of == 3
+
+
+def test_rewards_of_evaluations(run: Path) -> None:
+    for version in (1, 5):
+        change_reward(run, "held_out", version, (0, 0), 9.0)
+    assert [of for of, what in found(replay(run)) if "9.0 in rewards.jsonl" in what] == [0, 4]
+
+
+KEYS = ("completion", "token_texts", "log_probs", "reward", "prompt")
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [*((step, "train") for step in (1, 2, 3, 4, 5)), (6, "held_out")],
+        [(step, "held_out") for step in (0, 2, 4, 6)],
+    ],
+    ids=["train", "held_out"],
+)
+def test_completions(places: list[tuple[int, str]], run: Path) -> None:
+    """Each key in another place; of the evaluations, which are four, the last one is among those
+    of training.
+    """
+    changes = list(zip((*KEYS, "prompt"), places, strict=False))
+    for key, (step, source) in changes:
+
+        def change(line: dict[str, Any], key: str = key) -> None:
+            line[key] = [*line[key][:-1], "x"] if isinstance(line[key], list) else f"{line[key]}x"
+
+        def wanted(line: dict[str, Any], step: int = step, source: str = source) -> bool:
+            return (line["step"], line["source"]) == (step, source)
+
+        change_line(run / "completions.jsonl", wanted, change)
+    differences = found(replay(run))
+    assert [of for of, _ in differences] == [step for step, _ in places]
+    for (key, _), (_, what) in zip(changes, differences, strict=True):
+        assert what.startswith("completions.jsonl") and what.endswith(f": {key}")
+
+
+def change_digests(run: Path, names: Sequence[str]) -> None:
+    def change(line: dict[str, Any]) -> None:
+        for name in names:
+            line[name] = ("0" if line[name][0] != "0" else "1") + line[name][1:]
+
+    change_line(run / "digests.jsonl", lambda line: line["step"] == 3, change)
+
+
+@pytest.mark.parametrize("name", ["weights", "masters", "moments"])
+def test_a_digest_of_what_a_step_left(name: str, run: Path) -> None:
+    """No later step could be equal."""
+    change_digests(run, [name])
+    result = replay(run)
+    ((of, what),) = found(result)
+    assert of == result.last == 3 and what.startswith(f"{NAMES[name]} differ: digests.jsonl has")
+
+
+def test_digests_of_what_a_step_was_given(run: Path) -> None:
+    names = ("tokens", "log_probs", "rewards")
+    change_digests(run, names)
+    result = replay(run)
+    assert [of for of, _ in found(result)] == [3] * 3 and result.last == STEPS
+    for name, (_, what) in zip(names, found(result), strict=True):
+        assert what.startswith(f"{NAMES[name]} differ: digests.jsonl has")
+
+
+@pytest.mark.parametrize("file", ["digests.jsonl", "rewards.jsonl", "completions.jsonl"])
+def test_a_line_that_is_no_line_any_more(file: str, run: Path) -> None:
+    path = run / file
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = len(lines) // 2
+    lines[place] = lines[place][:-10] + b"\n"
+    path.write_bytes(b"".join(lines))
+    result = replay(run)
+    assert len({of for of, _ in found(result)}) == 1 and result.exit_code == 1
+    assert file in found(result)[0][1]
+
+
+def test_a_last_line_that_is_gone(run: Path) -> None:
+    path = run / "digests.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    for step in (None, STEPS):
+        result = replay(run, step)
+        assert found(result) == [(STEPS, "digests.jsonl has no whole line of it")]
+        assert result.last == STEPS
+
+
+def test_a_reward_that_does_not_repeat(folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    """It is a difference; with the recorded rewards the steps are equal."""
+    (tmp_path / "reward.py").write_text(
+        "import random\n\n"
+        "def reward(prompt, completion):\n    return random.SystemRandom().random()\n"
+    )
+    train(settings(tmp_path, tiny_folder, tmp_path / "run", training={"steps": 4}))
+    result = replay(tmp_path / "run", 3)
+    assert {of for of, _ in found(result)} == {3}
+    whats = [what for _, what in found(result)]
+    assert any("graded again" in what for what in whats)
+    assert any(what.startswith("published weights differ") for what in whats)
+    assert not any(what.startswith(("tokens", "log-prob")) for what in whats)
+    for step in (None, 3):
+        assert found(replay(tmp_path / "run", step, recorded_rewards=True)) == []
+
+
+def test_a_recorded_reward_that_was_changed_is_not_believed(run: Path) -> None:
+    change_reward(run, "train", 3, (1, 2), 7.25)
+    result = replay(run, recorded_rewards=True)
+    assert found(result)[0] == (3, found(result)[0][1]) and "rewards differ" in found(result)[0][1]
+
+
+def test_other_data_another_reward_and_other_settings_are_refused(
+    run: Path, folder: Path, tmp_path: Path
+) -> None:
+    manifest = json.loads((run / "run.json").read_text())
+    manifest["bits"]["torch"] = "1.0"
+    (run / "run.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        ConfigError, match=r"cannot be replayed(.|\n)*bits\.torch: '1\.0' in the run"
+    ):
+        replay(run)
+    assert found(replay(run, allowed=["bits.torch"])) == []
+    with pytest.raises(ConfigError, match=r"cannot be replayed(.|\n)*training\.learning_rate"):
+        replay(run, overrides=["--training.learning_rate", "1.0"])
+    assert found(replay(run, 1, allowed=["bits"], overrides=["--rollout.max_sequences", "3"])) == []
+
+
+def test_what_cannot_be_replayed_is_refused_by_name(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--step is 7, but of .* steps 1 to 6 can be done again"):
+        replay(run, 7)
+    with pytest.raises(ConfigError, match=r"holds no run \(there is no run.json\)"):
+        replay(tmp_path / "nothing")
+    digests = (run / "digests.jsonl").read_bytes()
+    (run / "digests.jsonl").unlink()
+    with pytest.raises(ConfigError, match="has no digests of its steps"):
+        replay(run)
+    # of a run that an older Isobit began
+    (run / "digests.jsonl").write_bytes(b"".join(digests.splitlines(keepends=True)[2:]))
+    with pytest.raises(ConfigError, match="steps 3 to 6 can be done again: the first step with"):
+        replay(run, 2)
+    assert (replay(run).first, found(replay(run))) == (3, [])
+    shutil.rmtree(run / "checkpoints" / "step_000002")
+    assert replay(run).first == 5
+    with pytest.raises(ConfigError, match="no checkpoint from which step 4 could be done again"):
+        replay(run, 4)
+    manifest = json.loads((run / "run.json").read_text())
+    del manifest["config"]["algorithm"]
+    (run / "run.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match="a run of `isobit sft`"):
+        replay(run)
+
+
+def test_a_run_that_went_on_as_another_one(folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    train(settings(folder, tiny_folder, root, training={"schedule": "constant", "steps": 4}))
+    other = settings(
+        folder, tiny_folder, root, training={"schedule": "constant", "learning_rate": 2e-2}
+    )
+    train(other, resume=True, allowed=["training.learning_rate"])
+    result = replay(root)
+    assert found(result) == [] and (result.first, result.last) == (5, 6)
+    with pytest.raises(ConfigError, match=r"steps 5 to 6 .*another training\.learning_rate"):
+        replay(root, 4)
+
+
+def by_a_rank(world: World, root: str) -> list[list[Any]]:
+    return [list(one) for one in found(replay(Path(root), world=world))]
+
+
+def test_several_processes_find_the_same(run: Path) -> None:
+    flip_byte(run / "checkpoints" / "step_000004" / "masters.safetensors", 5000)
+    change_line(
+        run / "completions.jsonl",
+        lambda line: line["step"] == 3,
+        lambda line: line.update(completion="x"),
+    )
+    one, other = in_world(2, "tests.run.test_redo:by_a_rank", str(run))
+    assert one == other == by_a_rank(ALONE, str(run))
+    assert [of for of, _ in one] == [3, 4]

@@ -1,0 +1,157 @@
+"""Trainers and rollouters on processes of their own leave the bytes of one process with a lag."""
+
+import os
+import signal
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.config.recipes import RunConfig
+from isobit.models.policy import Published
+from isobit.parallel.world import ALONE, World
+from isobit.rewards.grading import Graders
+from isobit.run.loop import train
+from isobit.run.rollouter import train_by_ranks
+from isobit.run.setup import RlRun
+from isobit.util.errors import ConfigError, Interrupted, RewardError
+from tests.run.test_ranks import left_by, write_model
+from tests.worlds import in_world
+
+
+def config_of(case: dict[str, Any]) -> RunConfig:
+    folder = Path(case["folder"])
+    data = {"type": "jsonl", "path": "starter:train.jsonl", "limit": 20}
+    return RunConfig.model_validate(
+        {
+            "model": str(folder / "dense"),
+            "output": folder / case["output"],
+            "threads": 1,
+            "reward": {"function": f"{folder / 'reward.py'}:reward", "in_process": True},
+            "data": {"train": data, "eval": {"held_out": {**data, "limit": 5}}},
+            "rollout": {"max_new_tokens": 10},
+            "training": {
+                "steps": case["steps"],
+                "prompts_per_step": 3,
+                "samples_per_prompt": 4,
+                "tokens_per_microbatch": 96,
+                "updates_per_batch": 2,
+                "learning_rate": 1e-2,
+            },
+            "algorithm": case["algorithm"],
+            "evaluation": {"every": 2},
+            "checkpoint": {"every": 2, "keep_last": 2},
+            "async": {"lag": case["lag"]},
+            "cluster": {"rollouters": case.get("rollouters", 0)},
+        }
+    )
+
+
+def work(world: World, case: dict[str, Any]) -> None:
+    """The run up to some steps, and from there to its end."""
+    for steps, resume in ((3, False), (case["steps"], True)):
+        train_by_ranks(config_of({**case, "steps": steps}), resume, world)
+
+
+@pytest.mark.parametrize(
+    ("size", "rollouters", "lag", "algorithm"),
+    [
+        (2, 1, 1, {"name": "grpo", "dynamic_sampling": True, "max_refills": 2}),
+        (3, 1, 2, {"name": "remax"}),
+        (3, 2, 1, {"name": "grpo"}),
+        (2, 0, 2, {"name": "ppo"}),
+    ],
+    ids=["1 + 1, dynamic", "2 + 1, remax", "1 + 2", "all in turn"],
+)
+def test_the_bytes_do_not_depend_on_who_samples(
+    size: int, rollouters: int, lag: int, algorithm: dict[str, Any], tmp_path: Path
+) -> None:
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "steps": 5, "lag": lag, "algorithm": algorithm}
+    work(ALONE, {**case, "output": "one"})
+    several = {**case, "output": "several", "rollouters": rollouters}
+    in_world(size, "tests.run.test_rollouters:work", several)
+    expected, found = left_by(tmp_path / "one"), left_by(tmp_path / "several")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+    assert any(name.endswith("pending.safetensors") for name in expected)
+
+
+def test_a_run_without_trainers_is_refused(tmp_path: Path) -> None:
+    case = {"folder": str(tmp_path), "output": "run", "steps": 1, "lag": 1, "rollouters": 1}
+    with pytest.raises(ConfigError, match=r"cluster.rollouters is 1, but the run has 1 process"):
+        train_by_ranks(config_of({**case, "algorithm": "grpo"}))
+    with pytest.raises(ConfigError, match=r"--cluster.processes N"):
+        train(config_of({**case, "algorithm": "grpo"}))
+
+
+def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
+    """Runs in which a rank fails in the third step, and each run's end; -> what was raised."""
+    found: dict[str, list[str]] = {}
+    for name, rank, place in (
+        ("reward", 1, (Graders, "fill")),
+        ("learning", 0, (RlRun, "learn")),
+        ("signal", 1, (Graders, "fill")),
+        ("weights", 1, (Published, "gather")),
+    ):
+        config, raised = config_of({**case, "output": name}), "nothing"
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == rank:
+                patch.setattr(*place, _failing(getattr(*place), name))
+            try:
+                train_by_ranks(config, world=world)
+            except (Exception, Interrupted) as error:
+                raised = type(error).__name__
+        stood = [path.name for path in sorted((config.output / "checkpoints").iterdir())]
+        train_by_ranks(config, resume=True, world=world)
+        found[name] = [raised, *stood]
+    return found
+
+
+def _failing(work: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``work``, which goes wrong in the third step (of gradings the sixth is in the batch that it
+    samples), or before it with the weights that are passed on for the third time.
+    """
+    calls = count(1)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        number = next(calls)
+        if name == "reward" and number == 6:
+            raise RewardError("nothing can be graded")
+        if name == "learning" and number == 3:
+            raise KeyError("a fault")
+        if name == "signal" and number == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        made = work(*arguments, **options)
+        if name == "weights" and number == 3:
+            arguments[0].sides["rollout"].plain["norm.weight"].view(torch.uint8)[5] ^= 1
+        return made
+
+    return failing
+
+
+def test_an_error_of_one_part_ends_the_other_and_the_run_goes_on(tmp_path: Path) -> None:
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "steps": 5, "lag": 1, "algorithm": {"name": "grpo"}}
+    train(config_of({**case, "output": "one"}))
+    several = {**case, "rollouters": 1}
+    trainer, rollouter = in_world(2, "tests.run.test_rollouters:fails", several)
+    assert {name: raised for name, (raised, *_) in trainer.items()} == {
+        "reward": "PeerError",
+        "learning": "KeyError",
+        "signal": "Interrupted",
+        "weights": "MismatchError",
+    }
+    assert {name: raised for name, (raised, *_) in rollouter.items()} == {
+        "reward": "RewardError",
+        "learning": "PeerError",
+        "signal": "Interrupted",
+        "weights": "MismatchError",
+    }
+    assert trainer["signal"][-1] == "step_000003", "what stood between two steps is saved"
+    expected = left_by(tmp_path / "one")
+    for name in trainer:
+        assert left_by(tmp_path / name) == expected, name

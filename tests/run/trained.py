@@ -1,0 +1,86 @@
+"""A rank with a world, for the launcher: ``python trained.py CASE``."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from isobit.parallel.launched import end_with_launcher
+from isobit.parallel.world import World, together
+from isobit.run.rank import as_rank
+from isobit.util.errors import DataError
+
+CASE = sys.argv[1]
+
+
+def nothing(world: World) -> None:
+    """All is well."""
+
+
+def fail(world: World) -> None:
+    if CASE == "all":
+        world.barrier("all, of which none is lost before it has failed by itself")
+    if world.rank == 1 or CASE == "all":
+        raise {"fault": ZeroDivisionError}.get(CASE, DataError)("no such file")
+
+
+def agreed(world: World) -> None:
+    together(world, lambda: fail(world))
+
+
+def stopped(world: World) -> None:
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def asleep(world: World) -> None:
+    if world.rank == 1:
+        world.pulse.beat("rollout")  # which it has been through
+        time.sleep(3600)
+
+
+def parted(world: World) -> None:
+    if world.rank == 1:
+        world.gather([torch.zeros(3)], [[0, 1, 3]])
+        world.barrier("the others, who are elsewhere")
+
+
+def dies(world: World) -> None:
+    if world.rank == int(CASE[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    with world.pulse.waiting("what NCCL would wait for"):
+        time.sleep(3600)
+
+
+CASES = {
+    "all": fail,
+    "alone": fail,
+    "agreed": agreed,
+    "fault": agreed,
+    "stopped": stopped,
+    "asleep": asleep,
+    "parted": parted,
+    "0 dies": dies,
+    "1 dies": dies,
+    "fine": nothing,
+}
+FOUND_BY_THE_WATCH = (stopped, asleep, parted, dies)
+
+
+def main() -> None:
+    """What the case says, on rank 1 or on both."""
+    case = CASES[CASE]
+    with as_rank(end_with_launcher()) as world:
+        for phase in ("rollout", "training"):
+            world.pulse.beat(phase)
+            if case in FOUND_BY_THE_WATCH:
+                world.barrier(phase)
+                time.sleep(1.5)  # until the watch has seen it
+        case(world)
+        assert [one + 1 for one in world.messages(world.rank)] == [1, 2]
+
+
+if __name__ == "__main__":
+    main()

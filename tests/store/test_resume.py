@@ -1,0 +1,149 @@
+"""Whatever the operating system answers for a checkpoint: it is named, and the one before used."""
+
+import errno
+import io
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.models.safetensors import Slice
+from isobit.store.checkpoint import (
+    MANIFEST,
+    MASTERS,
+    OPTIMISER,
+    STATE,
+    Snapshot,
+    write_checkpoint,
+)
+from isobit.store.directory import RunDirectory
+from isobit.store.resume import newest_usable
+from isobit.util.errors import CheckpointError
+
+FILES = (MASTERS, OPTIMISER, STATE, MANIFEST)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    """With the checkpoints of steps 1 and 2, of which the newest is to be damaged."""
+    directory = RunDirectory(tmp_path)
+    tensors = {"w": Slice.whole(torch.ones(4))}
+    for step in (1, 2):
+        state, description = {"files": {}}, {"config": {}, "environment": {}, "evaluation": {}}
+        write_checkpoint(
+            directory.checkpoints, Snapshot(step, tensors, tensors, state, description)
+        )
+    return directory
+
+
+def dangle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.with_name("gone"))
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
+    *((name, dangle) for name in FILES),
+    *((name, loop) for name in FILES),
+    *((name, make_folder) for name in FILES),
+    (MANIFEST, lambda path: path.write_text('{"a":' * 100_000)),
+    (MANIFEST, lambda path: path.write_text("[" * 100_000)),
+    (MANIFEST, lambda path: path.write_bytes(b"\xff\xfe{}")),
+    (MANIFEST, lambda path: path.write_text("[]")),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
+def test_one_that_cannot_be_read_is_passed_over(
+    name: str, damage: Callable[[Path], object], directory: RunDirectory
+) -> None:
+    path = directory.checkpoints / "step_000002" / name
+    damage(path)
+    assert_passed_over(directory, path)
+
+
+def test_a_manifest_of_another_run_is_not_believed(directory: RunDirectory, tmp_path: Path) -> None:
+    other = RunDirectory(tmp_path / "other")
+    tensors = {"w": Slice.whole(torch.zeros(4))}
+    description = {"config": {}, "environment": {}, "evaluation": {}}
+    snapshot = Snapshot(2, tensors, tensors, {"files": {}}, description)
+    folder = write_checkpoint(other.checkpoints, snapshot)
+    own = directory.checkpoints / folder.name
+    shutil.copyfile(folder / MANIFEST, own / MANIFEST)
+    assert "does not have the SHA-256 of what was written" in assert_passed_over(
+        directory, own / MASTERS
+    )
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ENXIO])
+@pytest.mark.parametrize("name", FILES)
+def test_any_answer_of_the_disk(
+    name: str, error: int, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = directory.checkpoints / "step_000002" / name, io.open
+
+    def fails(file: Any, *arguments: Any, **options: Any) -> Any:
+        if str(file) == str(path):
+            raise OSError(error, os.strerror(error))
+        return opened(file, *arguments, **options)
+
+    monkeypatch.setattr(io, "open", fails)
+    assert os.strerror(error) in assert_passed_over(directory, path)
+
+
+def test_a_folder_that_cannot_be_listed_is_passed_over_with_its_manifest(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, listed, opened = directory.checkpoints / "step_000002", Path.iterdir, io.open
+
+    def refuse(path: Any) -> None:
+        if str(path).startswith(str(folder)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def fails_to_list(path: Path) -> Any:
+        refuse(path)
+        return listed(path)
+
+    def fails_to_open(file: Any, *arguments: Any, **options: Any) -> Any:
+        refuse(file)
+        return opened(file, *arguments, **options)
+
+    monkeypatch.setattr(Path, "iterdir", fails_to_list)
+    monkeypatch.setattr(io, "open", fails_to_open)
+    assert "Permission denied" in assert_passed_over(directory, folder / MANIFEST)
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_listed_is_an_error(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "iterdir", fails)
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be read: Input/output error"):
+        newest_usable(directory, print)
+
+
+def assert_passed_over(directory: RunDirectory, path: Path) -> str:
+    """The line that says why."""
+    lines: list[str] = []
+    found = newest_usable(directory, lines.append)
+    assert found is not None
+    assert found.step == 1
+    assert str(path) in lines[0]
+    assert lines[0].startswith("checkpoint step_000002 cannot be used: ")
+    assert lines[1:] == ["using the one before it: step_000001"]
+    return lines[0]
