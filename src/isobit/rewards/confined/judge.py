@@ -94,7 +94,7 @@ class Remote:
         self._session = session
         self._target = target
 
-    def __call__(self, *args: Any, **keywords: Any) -> Any:  # noqa: D102
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         return _call(self, None, args, keywords)
 
     def __getattr__(self, name: str) -> Any:
