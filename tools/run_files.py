@@ -27,7 +27,7 @@ def digest(content: bytes) -> str:
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of nested tables, under the path of its keys; a long list as its digest."""
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         for key, inner in value.items():
             yield from flat(inner, f"{name}.{key}" if name else key)
     elif isinstance(value, list) and len(text := json.dumps(value)) > 200:
