@@ -14,7 +14,6 @@ resumed: those also have to come to the same as the one that they repeat.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -27,20 +26,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from tools.run_files import Record, differences, read_run, values
 
 ROOT = Path(__file__).parents[1]
-Record: TypeAlias = dict[str, dict[str, Any]]
-"""File -> place and key in it -> the value there, or the SHA-256 of what is there."""
-
 DEADLINE_S = 600
 """Of one command, which takes some seconds."""
-LEFT_OUT = re.compile(r"^(time|tokens_per_s|waiting|memory)/|(^|\.)(\w*seconds|gpu_memory)(\.|$)")
-"""Keys that have another value each time."""
-MANIFEST = re.compile(
-    r"^(bits\.(device|arithmetic)$|model\.(?!folder)|(data|inputs|precision|config)\.)"
-)
-"""Keys of run.json that stay where code moves."""
 ENGINE = re.compile(r"rollout/(shared_pages|preemptions|chunks)$")
 """Figures of an engine, which depend on the prompts that it has taken."""
 NAMES = """
@@ -143,15 +135,15 @@ class Place:
         """What a command prints; it has to succeed."""
         process = self.start(words)
         try:
-            printed, errors = process.communicate(timeout=DEADLINE_S)
+            said, errors = process.communicate(timeout=DEADLINE_S)
         except subprocess.TimeoutExpired as error:
             raise CommandError(f"isobit {words}: no end in {DEADLINE_S} s") from error
         finally:
             kill(process)
         if process.returncode != 0:
-            said = f"exit code {process.returncode}\n{printed[-1500:]}{errors[-1500:]}"
-            raise CommandError(f"isobit {words}: {said}")
-        return printed
+            tail = f"{said[-1500:]}{errors[-1500:]}"
+            raise CommandError(f"isobit {words}: exit code {process.returncode}\n{tail}")
+        return said
 
     def run(self, command: str, words: str, output: str = "run") -> Record:
         """What a run leaves in its directory."""
@@ -286,100 +278,12 @@ def machine(tree: Path) -> dict[str, str]:
     return {"cpu": cpu[1] if cpu else "unknown", **names}
 
 
-# What a run has left.
-
-
-def digest(content: bytes) -> str:
-    """SHA-256."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested tables, under the path of its keys; a long list as its digest."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from flat(inner, f"{name}.{key}" if name else key)
-    elif isinstance(value, list) and len(text := json.dumps(value)) > 200:
-        yield name, digest(text.encode())
-    else:
-        yield name, value
-
-
-def values(table: Any, kept: str | re.Pattern[str] = "") -> dict[str, Any]:
-    """Those of a JSON object that are the same each time, under keys in which ``kept`` is found."""
-    return {
-        key: value
-        for key, value in flat(table)
-        if re.search(kept, key) and not LEFT_OUT.search(key)
-    }
-
-
-def read_steps(content: bytes) -> dict[str, Any]:
-    """Values of JSON lines under their step and key; ``step 2 again`` is its second line."""
-    found: dict[str, Any] = {}
-    places: set[str] = set()
-    for line in content.splitlines():
-        table = json.loads(line)
-        place = f"step {table.pop('step')}"
-        while place in places:
-            place += " again"
-        places.add(place)
-        found |= {f"{place}, {key}": value for key, value in values(table).items()}
-    return found
-
-
-def read_lines(content: bytes) -> dict[str, Any]:
-    """The SHA-256 of all lines, and of each step's or, where they name none, of each."""
-    parts: dict[str, bytes] = {}
-    for number, line in enumerate(content.splitlines(), start=1):
-        step = json.loads(line).get("step")
-        place = f"line {number}" if step is None else f"step {step}"
-        parts[place] = parts.get(place, b"") + line
-    digests = {f"{place}, SHA-256": digest(part) for place, part in parts.items()}
-    return {**digests, "SHA-256": digest(content)}
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """What is compared of one file, by its name."""
-    content = path.read_bytes()
-    match path.name:
-        case "metrics.jsonl":
-            return read_steps(content)
-        case "digests.jsonl":
-            return {**read_steps(content), "SHA-256": digest(content)}
-        case "completions.jsonl" | "rewards.jsonl":
-            return read_lines(content)
-        case "summary.json":
-            return values(json.loads(content))
-        case "run.json":
-            return values(json.loads(content), MANIFEST)
-        case "state.json":
-            return values(json.loads(content), r"^(?!files\.)")  # sizes: times are written there
-    return {"SHA-256": digest(content)}
-
-
-def read_run(folder: Path, output: str) -> Record:
-    """All files of a run's directory but its lock, TensorBoard's events, which have times, and the
-    manifests of checkpoints, which have versions and sizes.
-    """
-    found: Record = {}
-    for path in sorted((folder / output).rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        left_out = path.name in (".lock", "manifest.json") or "/tensorboard/" in name
-        if path.is_file() and not left_out:
-            found[name] = read_file(path)
-    return found
-
-
 def without_counts(record: Record) -> Record:
     """Without the figures of engines."""
     return {
         file: {key: value for key, value in found.items() if not ENGINE.search(key)}
         for file, found in record.items()
     }
-
-
-# Doing and comparing.
 
 
 def do_runs(names: Iterable[str], tree: Path) -> Iterator[tuple[str, Record | CommandError]]:
@@ -391,22 +295,10 @@ def do_runs(names: Iterable[str], tree: Path) -> Iterator[tuple[str, Record | Co
             place.write()
             try:
                 result = RUNS[name](place)
-            except CommandError as error:
-                result = error
+            except (CommandError, OSError, ValueError, KeyError) as error:
+                result = CommandError(f"{type(error).__name__}: {error}")
         print(f"{name:<14} {time.monotonic() - begin:5.1f} s", flush=True)
         yield name, result
-
-
-def differences(one: Record, other: Record, words: tuple[str, str]) -> Iterator[str]:
-    """A line for each file that one side lacks, and each value that is another."""
-    for file in sorted(one.keys() | other.keys()):
-        if file not in one or file not in other:
-            yield f"{file}: only {words[0] if file in one else words[1]}"
-            continue
-        for key in {**one[file], **other[file]}:
-            sides = [json.dumps(s[key]) if key in s else "none" for s in (one[file], other[file])]
-            if sides[0] != sides[1]:
-                yield f"{file}, {key}: {sides[0]} {words[0]}, {sides[1]} {words[1]}"
 
 
 def comparable(record: Record) -> Record:
@@ -417,19 +309,19 @@ def comparable(record: Record) -> Record:
 
 def complaints(
     results: Mapping[str, Record | CommandError], recorded: Mapping[str, Record]
-) -> Iterator[str]:
-    """What is wrong with runs: one that failed, differs from its record or from what it repeats."""
+) -> dict[str, list[str]]:
+    """Run -> what is wrong: it failed, or differs from its record or from what it repeats."""
+    found: dict[str, list[str]] = {}
     for name, result in results.items():
         if isinstance(result, CommandError):
-            yield f"{name}: {result}"
+            found[name] = [str(result)]
             continue
-        for line in differences(recorded.get(name, result), result, ("recorded", "now")):
-            yield f"{name}: {line}"
+        found[name] = [*differences(recorded.get(name, result), result, ("recorded", "now"))]
         repeated = results.get(REPEATS.get(name, ""))
         if isinstance(repeated, dict):
             words = (f"in {REPEATS[name]}", f"in {name}")
-            for line in differences(comparable(repeated), comparable(result), words):
-                yield f"{name}: {line}"
+            found[name] += differences(comparable(repeated), comparable(result), words)
+    return {name: lines for name, lines in found.items() if lines}
 
 
 def wanted(only: Sequence[str] | None, known: Iterable[str]) -> list[str]:
@@ -437,28 +329,40 @@ def wanted(only: Sequence[str] | None, known: Iterable[str]) -> list[str]:
     names = set(only or known)
     names |= {REPEATS[name] for name in names if name in REPEATS}
     if missing := sorted(names - (RUNS.keys() & set(known))):
-        raise CommandError(f"not both recorded and known: {', '.join(missing)}")
+        raise CommandError(f"not both known and recorded: {', '.join(missing)}")
     return [name for name in RUNS if name in names]
 
 
-def record(file: Path, only: Sequence[str] | None, tree: Path) -> list[str]:
-    """Write what runs come to, unless one is wrong in itself; what is wrong."""
+def report(found: Mapping[str, Sequence[str]]) -> bool:
+    """Print what is wrong with which runs; whether nothing is."""
+    for name, lines in found.items():
+        print(*(f"{name}: {line}" for line in lines), sep="\n")
+    if found:
+        print(f"wrong: {', '.join(found)}")
+    return not found
+
+
+def record(file: Path, only: Sequence[str] | None, tree: Path) -> bool:
+    """Write what runs come to, if none is wrong in itself."""
     here = machine(tree)
     results = dict(do_runs(wanted(only, RUNS), tree))
-    found = list(complaints(results, {}))
-    if not found:
+    if fine := report(complaints(results, {})):
         text = json.dumps({"machine": here, "runs": results}, indent=1)
         file.write_text(f"{text}\n", encoding="utf-8")
-    return found
+        print(f"recorded in {file}")
+    return fine
 
 
-def check(file: Path, only: Sequence[str] | None, tree: Path) -> list[str]:
-    """Where runs come to something else than what is recorded."""
+def check(file: Path, only: Sequence[str] | None, tree: Path) -> bool:
+    """Whether runs come to what is recorded."""
     kept = json.loads(file.read_text(encoding="utf-8"))
     here = machine(tree)
     if kept["machine"] != here:
         print(f"recorded on another machine, {kept['machine']}; this one is {here}")
-    return list(complaints(dict(do_runs(wanted(only, kept["runs"]), tree)), kept["runs"]))
+    results = dict(do_runs(wanted(only, kept["runs"]), tree))
+    if fine := report(complaints(results, kept["runs"])):
+        print("all equal")
+    return fine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -472,11 +376,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     do = record if given.command == "record" else check
     try:
-        found = do(given.file, given.only, given.tree.resolve())
+        return 0 if do(given.file, given.only, given.tree.resolve()) else 1
     except CommandError as error:
-        found = [str(error)]
-    print(*found or ["all equal" if do is check else f"recorded in {given.file}"], sep="\n")
-    return 1 if found else 0
+        print(error)
+        return 1
 
 
 if __name__ == "__main__":
