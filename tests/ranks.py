@@ -27,7 +27,7 @@ class _Rank(Alone):
         self.rank, self.size = rank, size
         self._places, self._barrier, self._turn = places, barrier, turn
 
-    def messages(self, mine: Any) -> list[Any]:
+    def all_gather(self, mine: Any) -> list[Any]:
         """What all have brought, once all have."""
         self._places[self.rank] = mine
         self._wait()
@@ -42,10 +42,10 @@ class _Rank(Alone):
         finally:
             self._turn.acquire()
 
-    def stack(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
         """As NCCL and gloo: of one shape and format, contiguous."""
         assert mine.is_contiguous()
-        found = self.messages(mine)
+        found = self.all_gather(mine)
         assert all((x.shape, x.dtype) == (mine.shape, mine.dtype) for x in found)
         return torch.stack([x.view(torch.uint8) for x in found]).view(mine.dtype)
 

@@ -27,7 +27,7 @@ from isobit.records.kept_groups import groups_of, groups_value
 from isobit.records.text import Group
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
-from isobit.run.rollouters import Apart
+from isobit.run.rollouters import Rollouters
 
 STEPS = 3
 
@@ -35,42 +35,44 @@ STEPS = 3
 def run_split(sitting: Sitting, case: Case, settings: dict[str, Any]) -> None:
     """A row: the median of three steps, and each one's seconds."""
     assert sitting.world.size == 2, "one rank trains and one samples"
-    apart, config = Apart(sitting.world, rollouters=1), model_shape(sitting.shape)
+    rollouters, config = Rollouters(sitting.world, rollouters=1), model_shape(sitting.shape)
     mode, device = sitting.mode, sitting.device
     row: Row = {}
-    with apart.attended():
-        if apart.is_rollouter:
-            serve(apart, mode, config, device)
+    with rollouters.errors_shared():
+        if rollouters.is_rollouter:
+            serve(rollouters, mode, config, device)
         else:
             row = train(
-                apart, Loop(mode, config, settings, case.length, device, world=apart.mine), case
+                rollouters,
+                Loop(mode, config, settings, case.length, device, world=rollouters.mine),
+                case,
             )
     sitting.rows().write(
         kind="split", sequences=case.sequences, new_tokens=case.new_tokens, **settings, **row
     )
 
 
-def train(apart: Apart, loop: Loop, case: Case) -> Row:
+def train(rollouters: Rollouters, loop: Loop, case: Case) -> Row:
     """The trainer's steps; the first batch is sampled before them."""
     loop.warm_up_training(case)
-    apart.pass_on(loop.policy)
+    rollouters.update_weights(loop.policy)
     for warm_up in (
         Case(case.prompts, case.samples, case.prompt_tokens, WARM_UP_TOKENS),
         Case(1, case.sequences, case.length - WARM_UP_TOKENS, WARM_UP_TOKENS),
     ):
-        _begin(apart, warm_up)
-        apart.take()
-    _begin(apart, case)
-    batch, _ = _finished(apart, loop, case)
+        _begin(rollouters, warm_up)
+        rollouters.receive_result()
+    _begin(rollouters, case)
+    batch, _ = _finished(rollouters, loop, case)
     steps: list[dict[str, float]] = []
     for _ in range(STEPS):
         began = _now()
-        _begin(apart, case)
+        _begin(rollouters, case)
         loop.learn(batch)
         learnt = _now()
-        batch, rollout = _finished(apart, loop, case)
+        batch, rollout = _finished(rollouters, loop, case)
         taken = _now()
-        apart.pass_on(loop.policy)
+        rollouters.update_weights(loop.policy)
         ended = _now()
         steps.append(
             {
@@ -85,22 +87,22 @@ def train(apart: Apart, loop: Loop, case: Case) -> Row:
     return {**middle, "steps": steps, "published": published_digest(loop.policy)}
 
 
-def serve(apart: Apart, mode: str, config: ModelConfig, device: str) -> None:
+def serve(rollouters: Rollouters, mode: str, config: ModelConfig, device: str) -> None:
     """The rollouter, until the trainer is done."""
     if device != "cpu":
         allocate_in_pages()
-    own = apart.whole.own_device(torch.device(device))
+    own = rollouters.whole.own_device(torch.device(device))
     precision = PrecisionConfig.model_validate(mode)
-    policy = random_policy(config, precision, 0, own, trainable=False, world=apart.mine)
+    policy = random_policy(config, precision, 0, own, trainable=False, world=rollouters.mine)
     engine, random, visit = NativeEngine(policy, ROLLOUT, None, seed=0), Random(0), 0  # noqa: S311 (no secret)
-    while (command := apart.told(lambda: None))["do"] != "end":
+    while (command := rollouters.receive_command(lambda: None))["do"] != "end":
         if command["do"] == "take weights":
-            apart.give(policy)
+            rollouters.transfer_weights(policy)
             continue
         visit += 1
         case = Case(*command["case"])
         requests = requests_of(case, config.vocab_size, visit)
-        apart.bring(lambda asked=requests: _sampled(engine, asked, random))
+        rollouters.send_result(lambda asked=requests: _sampled(engine, asked, random))
 
 
 def _sampled(engine: NativeEngine, requests: list[Request], random: Random) -> dict[str, Any]:
@@ -112,14 +114,14 @@ def _sampled(engine: NativeEngine, requests: list[Request], random: Random) -> d
     return {"batch": groups_value(groups), "seconds": _now() - began}
 
 
-def _begin(apart: Apart, case: Case) -> None:
+def _begin(rollouters: Rollouters, case: Case) -> None:
     sizes = case.prompts, case.samples, case.prompt_tokens, case.new_tokens
-    apart.tell({"do": "sample", "case": sizes})
+    rollouters.send_command({"do": "sample", "case": sizes})
 
 
-def _finished(apart: Apart, loop: Loop, case: Case) -> tuple[list[Group], float]:
+def _finished(rollouters: Rollouters, loop: Loop, case: Case) -> tuple[list[Group], float]:
     """The batch, drawn by weights of before, and the seconds that it took."""
-    value: Mapping[str, Any] = apart.take()
+    value: Mapping[str, Any] = rollouters.receive_result()
     requests = requests_of(case, loop.policy.config.vocab_size, 0)
     prompts = {request.prompt.id: request.prompt for request in requests}
     return groups_of(value["batch"], prompts.__getitem__, fresh=False), value["seconds"]

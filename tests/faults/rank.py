@@ -14,14 +14,14 @@ from typing import Any
 from isobit.cli.main import main
 from isobit.rollout.native import NativeEngine
 from isobit.run.grading import RecordedGrading
-from isobit.run.rollouters import Apart
+from isobit.run.rollouters import Rollouters
 from isobit.training.trainer import Trainer
 
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (NativeEngine, "step"),
     "grading": (RecordedGrading, "__call__"),
     "training": (Trainer, "_step"),
-    "idle": (Apart, "told"),
+    "idle": (Rollouters, "receive_command"),
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from isobit.config.recipes import RunConfig
 from isobit.models.policy import Published
 from isobit.models.safetensors import FilePlan, Slice
-from isobit.parallel.world import World, is_agreed
+from isobit.parallel.world import World, is_raised_on_all
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.rollout.native import NativeEngine
 from isobit.run.loop import train
@@ -134,7 +134,11 @@ def train_with_a_broken_disk(world: World, values: dict[str, Any]) -> list[Any]:
             try:
                 train_by_ranks(config, world=world)
             except (IsobitError, OSError) as error:
-                raised = [type(error).__name__, str(error).partition(" in ")[0], is_agreed(error)]
+                raised = [
+                    type(error).__name__,
+                    str(error).partition(" in ")[0],
+                    is_raised_on_all(error),
+                ]
         found.append(raised)
     return found
 

@@ -38,10 +38,10 @@ class OneOfMany:
         self.arriving += sum(one.nbytes for regions in made._regions for one in regions)
         return made
 
-    def part(self, cuts: Sequence[int]) -> "OneOfMany":
+    def split(self, cuts: Sequence[int]) -> "OneOfMany":
         return self._among(self.rank % cuts[1], cuts[1])
 
-    def among(self, groups: Sequence[Sequence[int]]) -> "OneOfMany":
+    def split_groups(self, groups: Sequence[Sequence[int]]) -> "OneOfMany":
         mine = next(group for group in groups if self.rank in group)
         return self._among(mine.index(self.rank), len(mine))
 

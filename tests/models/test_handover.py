@@ -9,7 +9,7 @@ import torch
 
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Published, random_policy
-from isobit.parallel.world import World, is_agreed
+from isobit.parallel.world import World, is_raised_on_all
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.util.errors import MismatchError
 from tests.worlds import in_world
@@ -74,7 +74,7 @@ def arrived(published: Published) -> Arrived:
 
 def hand_over(world: World, way: str) -> dict[str, list[object]]:
     """Each fault at the last rank in a publication of its own; -> what all ranks raised."""
-    part = world.part([0, world.size - 1, world.size]) if way == "to rollouters" else world
+    part = world.split([0, world.size - 1, world.size]) if way == "to rollouters" else world
     policy = random_policy(TINY, "fp8", seed=0, world=part)
     found: dict[str, list[object]] = {}
 
@@ -114,7 +114,7 @@ def hand_over(world: World, way: str) -> dict[str, list[object]]:
             try:
                 pass_on()
             except MismatchError as error:
-                raised = [str(error), is_agreed(error)]
+                raised = [str(error), is_raised_on_all(error)]
         pass_on()  # again, and whole
         found[name] = raised
     return found

@@ -13,7 +13,7 @@ from isobit.models.config import Experts, ModelConfig
 from isobit.models.layers import Linear
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare, SampledPolicy
-from isobit.models.tensor_parallel import TensorCut
+from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.world import Alone, World
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.rollout.runner import empty_cache, rollout_states
@@ -97,7 +97,7 @@ def row_parallel(self: Linear, weights, x: LinearInput, cuts) -> torch.Tensor:
     """The mutant: a rank multiplies its columns of the input with its columns of the matrix, and
     the products are added in FP32, as an all-reduce does it.
     """
-    cut = weights.cut
+    cut = weights.tensor_parallel
     if cut.size == 1:
         return self.forward(weights, x)
     whole_input = cut.input(weights.backend, x, cuts).read
@@ -105,7 +105,9 @@ def row_parallel(self: Linear, weights, x: LinearInput, cuts) -> torch.Tensor:
     rows = cut.columns(weights.backend.linear(whole_input, weights.linears[self.path]), cut.hidden)
     weight = weights.linears[self.path].matrix
     stacked = cut.columns(weight.t().contiguous(), cut.hidden).t()
-    products = cut.world.stack(whole_input[:, mine].float() @ stacked[:, mine].float().t())
+    products = cut.world.all_gather_stack(
+        whole_input[:, mine].float() @ stacked[:, mine].float().t()
+    )
     return products.sum(0).to(rows.dtype)
 
 
@@ -143,4 +145,4 @@ def test_what_cannot_be_cut_is_named(config: ModelConfig, ranks: int, names: str
     world = Alone()
     world.rank, world.size = 0, ranks
     with pytest.raises(ConfigError, match=names):
-        TensorCut.of(config, world)
+        TensorParallel.of(config, world)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from isobit.parallel.watch import Diagnosis, Limits, Sign
 
 COMPUTES = Sign("box", "m", 100, 1, 1, "training", True, 10.0, None)
-WAITS = replace(COMPUTES, process=101, waits_for="gather")
+WAITS = replace(COMPUTES, process=101, waits_for="all_gather_rows")
 
 
 def seconds_until(
@@ -47,9 +47,9 @@ def test_a_rank_without_a_sign_is_found_first_though_another_makes_no_progress()
 
 
 def test_ranks_that_have_come_apart() -> None:
-    found, text = seconds_until(WAITS, replace(WAITS, waits_for="messages"))
+    found, text = seconds_until(WAITS, replace(WAITS, waits_for="all_gather"))
     assert found == 60
-    assert "rank 0 (box) for gather, rank 1 (box) for messages" in text
+    assert "rank 0 (box) for all_gather_rows, rank 1 (box) for all_gather" in text
     assert seconds_until(WAITS, WAITS)[0] == 600
     found, text = seconds_until(WAITS, replace(WAITS, has_left=True))
     assert (found, text.endswith("rank 1 has left")) == (60, True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isobit.parallel import ownership
-from isobit.parallel.world import World, decode, encode, together
+from isobit.parallel.world import World, decode, encode, run_on_all
 from isobit.util.errors import PeerError
 from tests.worlds import in_world
 
@@ -22,14 +22,14 @@ def exchanged(world: World, send: list[list[torch.Tensor]], numbers: int) -> lis
 
 def travel(world: World, _: Any) -> dict[str, Any]:
     """Every kind of transport once, with parts of different sizes, some empty."""
-    values = world.messages({"rank": world.rank, "x": torch.full((world.rank,), 0.1)})
+    values = world.all_gather({"rank": world.rank, "x": torch.full((world.rank,), 0.1)})
     cuts = [0, 3, 3, 5][: world.size + 1]
     table = torch.full((cuts[-1], 2), float(world.rank), dtype=torch.bfloat16)
-    world.gather([table], [cuts])
-    stacked = world.stack(torch.tensor([[world.rank, 1.5]], dtype=torch.bfloat16))
+    world.all_gather_rows([table], [cuts])
+    stacked = world.all_gather_stack(torch.tensor([[world.rank, 1.5]], dtype=torch.bfloat16))
     tables, many = _tables(world.rank)
     ownership._GROUP = 3 << 20  # bytes: the tables of a megabyte and more are two groups
-    world.gather(tables, many)
+    world.all_gather_rows(tables, many)
     series = world.exchanges(world.rank + 4, torch.device("cpu"))
     sums = torch.zeros(3)
     for number in range(3):
@@ -52,7 +52,7 @@ def travel(world: World, _: Any) -> dict[str, Any]:
         return world.rank
 
     try:
-        together(world, fail_on_one)
+        run_on_all(world, fail_on_one)
         raised = "nothing"
     except (PeerError, ValueError) as error:
         raised = f"{type(error).__name__}: {error}"
@@ -142,23 +142,23 @@ def test_a_message_is_no_code():
 
 def in_parts(world: World, _: Any) -> dict[str, Any]:
     """A world of one rank and one of two."""
-    mine = world.part([0, 1, 3])
+    mine = world.split([0, 1, 3])
     table = torch.full((4,), float(world.rank))
-    mine.gather([table], [[0, 4] if mine.size == 1 else [0, 1, 4]])
+    mine.all_gather_rows([table], [[0, 4] if mine.size == 1 else [0, 1, 4]])
     mine.board.add("here", 1)
     send = [[torch.full((2,), float(world.rank))] for _ in range(mine.size)]
     receive = exchanged(mine, send, 2)
     world.barrier("all have counted")
-    strided = world.among([[0, 2], [1]])
-    inner = mine.among([[rank] for rank in range(mine.size)])
+    strided = world.split_groups([[0, 2], [1]])
+    inner = mine.split_groups([[rank] for rank in range(mine.size)])
     return {
-        "strided": [strided.rank, strided.numbers, strided.messages(world.rank)],
+        "strided": [strided.rank, strided.numbers, strided.all_gather(world.rank)],
         "inner": [mine.numbers, inner.numbers, inner.size],
         "place": [mine.rank, mine.size],
-        "messages": mine.messages(world.rank),
+        "messages": mine.all_gather(world.rank),
         "table": table,
         "received": [float(one.sum()) for one in receive],
-        "all": world.messages(world.rank),
+        "all": world.all_gather(world.rank),
         "here": mine.board.add("here", 0),
     }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isobit.config.recipes import RunConfig
-from isobit.parallel.world import Alone, is_agreed
+from isobit.parallel.world import Alone, is_raised_on_all
 from isobit.run.course import check_machines, check_recipes
 from isobit.util.errors import ConfigError
 
@@ -20,7 +20,7 @@ class Among(Alone):
         super().__init__()
         self._other = other
 
-    def messages(self, mine: Any) -> list[Any]:
+    def all_gather(self, mine: Any) -> list[Any]:
         found = {**mine, **self._other}
         return [
             mine,
@@ -44,7 +44,7 @@ def test_equal_ranks_pass() -> None:
 def test_another_recipe() -> None:
     with pytest.raises(ConfigError, match=r"rank 1 .* training\.steps = 7, rank 0 with 20") as told:
         check_recipes(Among(training={"steps": 7}), config())
-    assert is_agreed(told.value)
+    assert is_raised_on_all(told.value)
 
 
 def test_another_number_of_threads() -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from isobit.config.reward import RewardConfig
-from isobit.parallel.world import Alone, World, is_agreed
+from isobit.parallel.world import Alone, World, is_raised_on_all
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders
 from isobit.run.grading import Interruption, RecordedGrading
 from isobit.store.reward_record import RewardRecord
-from isobit.store.writing import Room
+from isobit.store.writing import WaitingWriter
 from isobit.util.errors import IsobitError
 from tests.worlds import in_world
 
@@ -69,8 +69,10 @@ def grade_all(world: World, argument: dict[str, str]) -> dict[str, Any]:
     def grading(graders: Graders, lines: Sequence[bytes] = ()) -> RecordedGrading:
         rewards = RewardRecord(told.append, lines)
         rewards.open(record) if world.rank == 0 else rewards.follow()
-        room = Room(world, folder, 0, told.append, lambda: None)
-        return RecordedGrading(rewards, graders, {"judge": judge}, Interruption(world), world, room)
+        writer = WaitingWriter(world, folder, 0, told.append, lambda: None)
+        return RecordedGrading(
+            rewards, graders, {"judge": judge}, Interruption(world), world, writer
+        )
 
     def ask(name: str, grading: RecordedGrading, texts: Any, homes: list[int] | None) -> None:
         groups = groups_of(texts)
@@ -80,7 +82,7 @@ def grade_all(world: World, argument: dict[str, str]) -> dict[str, Any]:
         try:
             stats = asdict(grading(groups, homes))
         except IsobitError as error:
-            agreed = "" if is_agreed(error) or world.size == 1 else "not agreed: "
+            agreed = "" if is_raised_on_all(error) or world.size == 1 else "not agreed: "
             found[name] = f"{agreed}{type(error).__name__}: {error}"
             return
         rewards = [[group.rewards, group.reward_parts] for group in groups]

@@ -78,7 +78,8 @@ DEATHS = {
 HANGS = {
     "stopped": r"rank 1 \(.*, process \d+\) has been silent in training for \d+ s: ended",
     "asleep": r"rank 1 \(.*, process \d+\) has been silent in rollout for \d+ s: ended",
-    "parted": r"have come apart, .*: rank 0 \(.*\) for messages, rank 1 \(.*\) for gather",
+    "parted": r"have come apart, .*: rank 0 \(.*\) for all_gather, "
+    r"rank 1 \(.*\) for all_gather_rows",
 }
 
 

@@ -8,7 +8,7 @@ import time
 import torch
 
 from isobit.parallel.launched import end_with_launcher
-from isobit.parallel.world import World, together
+from isobit.parallel.world import World, run_on_all
 from isobit.run.rank import as_rank
 from isobit.util.errors import DataError
 
@@ -27,7 +27,7 @@ def fail(world: World) -> None:
 
 
 def agreed(world: World) -> None:
-    together(world, lambda: fail(world))
+    run_on_all(world, lambda: fail(world))
 
 
 def stopped(world: World) -> None:
@@ -43,7 +43,7 @@ def asleep(world: World) -> None:
 
 def parted(world: World) -> None:
     if world.rank == 1:
-        world.gather([torch.zeros(3)], [[0, 1, 3]])
+        world.all_gather_rows([torch.zeros(3)], [[0, 1, 3]])
         world.barrier("the others, who are elsewhere")
 
 
@@ -79,7 +79,7 @@ def main() -> None:
                 world.barrier(phase)
                 time.sleep(1.5)  # until the watch has seen it
         case(world)
-        assert [one + 1 for one in world.messages(world.rank)] == [1, 2]
+        assert [one + 1 for one in world.all_gather(world.rank)] == [1, 2]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from isobit.models.folder import LoadedModel, write_model
 from isobit.models.policy import random_policy
 from isobit.models.safetensors import write_shards
 from isobit.observe.console import Console
-from isobit.parallel.world import ALONE, World, agreed
+from isobit.parallel.world import ALONE, World, raised_on_all
 from isobit.starter import starter_folder
 from isobit.store import state, writing
 from isobit.store.checkpoint import read_checkpoint
@@ -118,7 +118,7 @@ def everything(world: World, argument: dict[str, str]) -> dict[str, Any]:
     place = Path(argument["place"])
     return {
         "by one alone": saved(world, place / "alone", ValueError("of one rank")),
-        "by all": saved(world, place / "all", agreed(CheckpointError("of all ranks"))),
+        "by all": saved(world, place / "all", raised_on_all(CheckpointError("of all ranks"))),
         "restored": restored(world, place / "all"),
         "from one process": restored(world, Path(argument["one"])),
         "full disk": model_on_a_full_disk(world, place),

@@ -107,7 +107,7 @@ class TwoRanks(Alone):
         super().__init__()
         self.numbers: tuple[int, ...] = (0, 1)
 
-    def messages(self, mine: list[int]) -> list[list[int]]:
+    def all_gather(self, mine: list[int]) -> list[list[int]]:
         return [mine, [mine[0], mine[1] ^ 1]]
 
 

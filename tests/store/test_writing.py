@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from isobit.parallel.world import ALONE, World, is_agreed, write_together
+from isobit.parallel.world import ALONE, World, is_raised_on_all, write_on_all
 from isobit.store import writing as module
-from isobit.store.writing import Room
+from isobit.store.writing import WaitingWriter
 from isobit.util.errors import Interrupted, NoSpaceError, StorageError
 from tests.worlds import in_world
 
@@ -45,9 +45,9 @@ def test_it_is_tried_again_and_said_now_and_then(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     patience, said = Patience(monkeypatch), list[str]()
-    room = Room(ALONE, tmp_path, 600, said.append, lambda: None)
-    assert room.write(full_until(1)) == 1 and said == []
-    assert room.write(full_until(9)) == 9
+    writer = WaitingWriter(ALONE, tmp_path, 600, said.append, lambda: None)
+    assert writer.write(full_until(1)) == 1 and said == []
+    assert writer.write(full_until(9)) == 9
     pauses = [2, 4, 8, 16, 32, 60, 60, 60]
     assert patience.seconds == sum(pauses) and patience.longest <= 0.5
     assert [line.partition(" (")[0] for line in said] == [
@@ -61,16 +61,18 @@ def test_it_ends_after_the_time_and_what_follows_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     patience = Patience(monkeypatch)
-    room = Room(ALONE, tmp_path, 45, lambda _: None, lambda: None)
+    writer = WaitingWriter(ALONE, tmp_path, 45, lambda _: None, lambda: None)
     for _ in range(2):
         with pytest.raises(NoSpaceError, match="needs 10 bytes"):
-            room.write(full_until(99))
+            writer.write(full_until(99))
     assert patience.seconds == 45, "the last attempt is made when the time is over"
     with pytest.raises(NoSpaceError):
-        Room(ALONE, tmp_path, 0, lambda _: None, lambda: None).write(full_until(2))
+        WaitingWriter(ALONE, tmp_path, 0, lambda _: None, lambda: None).write(full_until(2))
     for error in (StorageError, ValueError):
         with pytest.raises(error):
-            Room(ALONE, tmp_path, 45, lambda _: None, lambda: None).write(full_until(2, error))
+            WaitingWriter(ALONE, tmp_path, 45, lambda _: None, lambda: None).write(
+                full_until(2, error)
+            )
     assert patience.seconds == 45
 
 
@@ -82,7 +84,7 @@ def test_a_signal_ends_it_within_a_second(monkeypatch: pytest.MonkeyPatch, tmp_p
             raise Interrupted("SIGTERM", 15)
 
     with pytest.raises(Interrupted):
-        Room(ALONE, tmp_path, 600, lambda _: None, look).write(full_until(99))
+        WaitingWriter(ALONE, tmp_path, 600, lambda _: None, look).write(full_until(99))
     assert 20 < patience.seconds <= 21
 
 
@@ -98,30 +100,30 @@ def ranks(world: World, folder: str) -> dict[str, Any]:
             tried = full_until(until)
             fits = count(1)
             mine = tried if world.rank == world.size - 1 else lambda: next(fits)
-            return lambda: write_together(world, mine)
+            return lambda: write_on_all(world, mine)
 
         def look() -> None:
             if world.rank == 1 and patience.seconds > 40:
                 raise Interrupted("SIGTERM", 15)
 
-        def room(seconds: float) -> Room:
-            return Room(world, Path(folder), seconds, lambda _: None, look)
+        def writer(seconds: float) -> WaitingWriter:
+            return WaitingWriter(world, Path(folder), seconds, lambda _: None, look)
 
         def unwritable() -> None:
             assert world.rank == 0
             raise OSError(5, "Input/output error")
 
         cases: dict[str, Callable[[], Any]] = {
-            "for a while": lambda: room(600).write(attempt(3)),
-            "for ever": lambda: room(20).write(attempt(99)),
-            "a signal": lambda: room(600).write(attempt(99)),
-            "a broken disk": lambda: room(600).by_first(unwritable),
+            "for a while": lambda: writer(600).write(attempt(3)),
+            "for ever": lambda: writer(20).write(attempt(99)),
+            "a signal": lambda: writer(600).write(attempt(99)),
+            "a broken disk": lambda: writer(600).write_on_first(unwritable),
         }
         for name, case in cases.items():
             try:
                 found[name] = case()
             except (StorageError, Interrupted) as error:
-                found[name] = [type(error).__name__, str(error), is_agreed(error)]
+                found[name] = [type(error).__name__, str(error), is_raised_on_all(error)]
             found[f"{name}, seconds"] = patience.seconds
     return found
 

@@ -104,7 +104,7 @@ def whole(trainer: Trainer, name: str, kind: str) -> torch.Tensor:
     own = trainer.moments()[f"{name}.{kind}"].cpu()
     if own.dim() == 0:
         return own
-    places, found = trainer.policy.ownership.places, world.messages(own)
+    places, found = trainer.policy.ownership.places, world.all_gather(own)
     return torch.cat([found[places.index(place)] for place in range(world.size)])
 
 
@@ -185,7 +185,7 @@ class LocalSum:
 
     def reduce(self) -> None:
         for name, master in self._policy.masters.items():
-            sums = self._policy.world.messages(self._sums[name])
+            sums = self._policy.world.all_gather(self._sums[name])
             master.grad = torch.stack(sums).sum(0)[self._policy.rows(name)].contiguous()
 
 

@@ -105,7 +105,7 @@ def test_hosts_compute_side_by_side_where_they_are_equal(hosts: str, count: int,
     class Hosts:
         host = "a"
 
-        def messages(self, mine: Any) -> list[str]:
+        def all_gather(self, mine: Any) -> list[str]:
             return list(hosts)
 
     world: Any = Hosts()

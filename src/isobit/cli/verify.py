@@ -130,7 +130,7 @@ def _compare_as_rank(options: Namespace, settings: "VerifyConfig", world: "World
     result = _compare(options, settings, world)
     if world.rank == 0:
         _show(options, result)
-    differing = world.messages([result.exit_code, result.comparison.tokens_differing])
+    differing = world.all_gather([result.exit_code, result.comparison.tokens_differing])
     for rank, (code, count) in enumerate(differing):
         if code:
             found = (

@@ -49,7 +49,7 @@ def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
     passes beside less than a whole forward makes.
     """
     device, sizes = policy.backend.memory, policy.backend.sizes
-    cut = policy.weights("rollout").cut
+    cut = policy.weights("rollout").tensor_parallel
     shape = cut.share(policy.config)
     if device is None or config.kv_pages is not None or config.kv_memory_gib is not None:
         pages = num_pages_for(shape, policy.flow, config, sizes)
@@ -57,7 +57,7 @@ def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
             _check_host(pages * sizes.page_bytes(shape, policy.flow), config)
         return pages
     device.release_cached()
-    free = min(cut.world.messages(device.free()))
+    free = min(cut.world.all_gather(device.free()))
     forward = forward_bytes(policy.config, policy.flow, config, sizes)
     room, page = free - forward - RESERVE, sizes.page_bytes(shape, policy.flow)
     if room < page:

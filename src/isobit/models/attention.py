@@ -162,14 +162,14 @@ class Attention:
     ) -> tuple[LinearInput, torch.Tensor]:
         """The output projection of what attention gave: its input, and what it gives."""
         observe(out, "layers", self._layer, "attention")
-        made = self._out.input(weights, weights.cut.whole_groups(out), save)
-        return made, self._out.joined(weights, made, weights.cut.queries)
+        made = self._out.input(weights, weights.tensor_parallel.whole_groups(out), save)
+        return made, self._out.joined(weights, made, weights.tensor_parallel.queries)
 
     def _transform(self, weights: Weights) -> QkvTransform:
         config, plain, path = self._config, weights.plain, f"layers.{self._layer}"
         return QkvTransform(
-            config.num_heads // weights.cut.size,
-            config.num_kv_heads // weights.cut.size,
+            config.num_heads // weights.tensor_parallel.size,
+            config.num_kv_heads // weights.tensor_parallel.size,
             config.head_dim,
             weights.rope.cos,
             weights.rope.sin,

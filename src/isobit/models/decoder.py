@@ -95,7 +95,7 @@ class Head:
     def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, C] -> FP32 logits [N, V]."""
         mine = weights.backend.head_logits(hidden, weights.plain[PUBLISHED])
-        return weights.cut.columns(mine, weights.cut.vocabulary)
+        return weights.tensor_parallel.columns(mine, weights.tensor_parallel.vocabulary)
 
     def token_log_probs(
         self,

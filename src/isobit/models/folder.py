@@ -36,7 +36,7 @@ from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare, SampledPolicy
 from isobit.models.saving import policy_contents, write_folder
 from isobit.parallel.slots import ONE_SLOT, Slots
-from isobit.parallel.world import ALONE, World, write_together
+from isobit.parallel.world import ALONE, World, write_on_all
 from isobit.records.text import SamplingParams
 from isobit.starter import starter_folder
 from isobit.util.errors import ModelError
@@ -225,7 +225,7 @@ def write_model(model: LoadedModel, target: Path) -> None:
             with disk_errors(target.parent, "the trained model"), new_folder(target) as partial:
                 write_folder(partial, policy.config, contents, tokenizer_from=model.folder)
 
-    write_together(policy.world, write)
+    write_on_all(policy.world, write)
 
 
 def model_folder(name: str | Path) -> Path:

@@ -44,7 +44,7 @@ from isobit.kernels.operands import (
     router_losses,
 )
 from isobit.kernels.sizes import Sizes
-from isobit.models.tensor_parallel import WHOLE, Cuts, TensorCut
+from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.records.batch import RouterScores
 
@@ -60,7 +60,7 @@ class Weights:
     graph: Graph
     linears: dict[str, LinearWeight] = field(default_factory=dict)
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
-    cut: TensorCut = WHOLE
+    tensor_parallel: TensorParallel = WHOLE
     """Which part of each linear these are."""
 
 
@@ -275,8 +275,9 @@ class Linear:
         """``forward`` to the residual stream, of an input whose ``cuts`` ranks that share the
         weights have made: all of it is read, and all of [T, C] given.
         """
-        cut = weights.cut
-        return cut.columns(self.forward(weights, cut.input(weights.backend, x, cuts)), cut.hidden)
+        split = weights.tensor_parallel
+        whole = split.input(weights.backend, x, cuts)
+        return split.columns(self.forward(weights, whole), split.hidden)
 
     def input(self, weights: Weights, x: torch.Tensor, save: bool) -> LinearInput:
         """x [T, K] as this linear reads it, with ``save`` also as its WGrad will."""

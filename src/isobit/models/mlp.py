@@ -65,7 +65,7 @@ class Mlp:
         self._observe(weights, gate_up)
         site = weights.linears[self._down.path].site
         activation = weights.backend.swiglu_input(gate_up, site)
-        return h, self._down.joined(weights, activation, weights.cut.width)
+        return h, self._down.joined(weights, activation, weights.tensor_parallel.width)
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None

@@ -53,7 +53,7 @@ from isobit.parallel.gradient_sum import (
     gradients_of,
 )
 from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
-from isobit.parallel.world import ALONE, World, agreed
+from isobit.parallel.world import ALONE, World, raised_on_all
 from isobit.precision.flow import PrecisionFlow, Site, build_flow
 from isobit.precision.quant_tensor import DTYPES, QuantTensor, Side, block_sizes
 from isobit.util.errors import MismatchError
@@ -81,7 +81,7 @@ class PublishedChange:
         published again.
         """
         changed = int(torch.stack(self._changed).sum()) if self._changed else 0
-        counts = self._world.messages((changed, self._numbers))
+        counts = self._world.all_gather((changed, self._numbers))
         numbers = sum(one[1] for one in counts)
         return sum(one[0] for one in counts) / numbers if numbers else 0.0
 
@@ -192,11 +192,11 @@ class Published:
         cuts: Mapping[str, Sequence[int]],
         places: Sequence[int] | None = None,
     ) -> None:
-        """Take the rows of each master that other ranks have republished (``World.gather``), and
-        derive what is a function of several ranks' rows.
+        """Take the rows of each master that other ranks have republished
+        (``World.all_gather_rows``), and derive what is a function of several ranks' rows.
         """
         pairs = list(self._tensors(cuts))
-        world.gather([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
+        world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
         self._derive_head()
 
     def checksum(self) -> int:
@@ -346,7 +346,7 @@ class Policy:
             return own
         whole = own.new_empty(self.shapes[name])
         whole[self.rows(name)] = own
-        self.world.gather([whole], [self.ownership.cuts[name]], self.ownership.places)
+        self.world.all_gather_rows([whole], [self.ownership.cuts[name]], self.ownership.places)
         return whole
 
     def publish(self) -> None:
@@ -378,7 +378,7 @@ class Policy:
         is_as_read = self._published.reads_folder and all(
             is_equal_in_pieces(master, masters[name]) for name, master in self.masters.items()
         )
-        if not all(self.world.messages(is_as_read)):
+        if not all(self.world.all_gather(is_as_read)):
             for name, master in self.masters.items():
                 master.copy_(masters[name])
             self.publish()
@@ -406,11 +406,11 @@ class Policy:
         """Find all published bytes alike on all ranks of a world; -> the version of the first one,
         and their checksum.  Raises MismatchError, on all, where one has others.
         """
-        found = world.messages([self.version, self.checksum()])
+        found = world.all_gather([self.version, self.checksum()])
         first, expected = found[0]
         for rank, (_, checksum) in enumerate(found):
             if checksum != expected:
-                raise agreed(
+                raise raised_on_all(
                     MismatchError(
                         f"the published weights of rank {world.numbers[rank]} are not those of "
                         f"rank {world.numbers[0]} (version {first}; checksums "

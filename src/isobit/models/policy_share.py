@@ -18,7 +18,7 @@ from isobit.models.decoder import PUBLISHED, build_decoder
 from isobit.models.fp8_checkpoint import MasterValues
 from isobit.models.layers import Master, Weights
 from isobit.models.policy import Policy, Published
-from isobit.models.tensor_parallel import TensorCut
+from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.world import World
 from isobit.precision.flow import build_flow
 from isobit.precision.quant_tensor import Side
@@ -48,15 +48,15 @@ class PolicyShare:
         self.device = torch.device(device)
         self.backend = backend_of(self.device)
         self.flow = build_flow(precision, self.decoder.shape).one_sided(SIDE)
-        self.cut = TensorCut.of(config, world)
+        self.tensor_parallel = TensorParallel.of(config, world)
         published = Published(config, self.flow, self.backend)
         self._weights = published.sides["training"] = published.sides[SIDE]
-        self._weights.cut = self.cut
+        self._weights.tensor_parallel = self.tensor_parallel
         described = self.decoder.masters()
         for name, _ in published.take_all(masters, keep=False):
             self._keep_share(name, described[name])
         # what connections between GPUs take is there before a cache takes what is left
-        world.stack(torch.zeros(1, device=self.device))
+        world.all_gather_stack(torch.zeros(1, device=self.device))
 
     def weights(self, side: Side) -> Weights:
         """What it samples with."""
@@ -70,14 +70,14 @@ class PolicyShare:
         parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
         if master.kind == "matrix":
             linears[path] = replace(
-                linears[path], matrix=self.cut.rows(linears[path].matrix, parts)
+                linears[path], matrix=self.tensor_parallel.rows(linears[path].matrix, parts)
             )
         elif master.kind == "bias":
             bias = linears[path].bias
             assert bias is not None
-            linears[path] = replace(linears[path], bias=self.cut.rows(bias, parts))
+            linears[path] = replace(linears[path], bias=self.tensor_parallel.rows(bias, parts))
         elif name == self.decoder.lm_head.master:
-            mine = self.cut.mine(self.cut.vocabulary)
+            mine = self.tensor_parallel.mine(self.tensor_parallel.vocabulary)
             plain[PUBLISHED] = plain[PUBLISHED][mine].clone()
             if not self.decoder.lm_head.tied:
                 del plain[name]

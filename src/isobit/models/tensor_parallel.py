@@ -58,7 +58,7 @@ ColumnCuts = Sequence[int]
 def joined_columns(world: World, mine: torch.Tensor, cuts: ColumnCuts) -> torch.Tensor:
     """This rank's columns [T, c_r], contiguous -> the columns of all, a new contiguous [T, C]."""
     widths = widths_of(cuts)
-    return _beside(world.stack(_filled(mine, max(widths))), widths)
+    return _beside(world.all_gather_stack(_filled(mine, max(widths))), widths)
 
 
 def joined_groups(
@@ -73,7 +73,7 @@ def joined_groups(
     groups, width = [num_blocks(n) for n in widths], max(widths)
     sent = _filled(values.view(torch.uint8), width)
     rows = _filled(scales, max(groups)).t().contiguous()
-    stacked = world.stack(torch.cat([sent.view(-1), rows.view(-1).view(torch.uint8)]))
+    stacked = world.all_gather_stack(torch.cat([sent.view(-1), rows.view(-1).view(torch.uint8)]))
     found = _beside(stacked[:, : tokens * width].view(world.size, tokens, width), widths)
     found_rows = stacked[:, tokens * width :].view(torch.float32).view(world.size, -1, tokens)
     return found.view(values.dtype), _upon_columns(found_rows, groups)
@@ -112,7 +112,7 @@ _SMALL = 16
 
 
 @dataclass(frozen=True, slots=True)
-class TensorCut:
+class TensorParallel:
     """Which part of a decoder a rank has, and how parts become whole.  Of one rank alone: all of
     it, and nothing happens.
     """
@@ -138,7 +138,7 @@ class TensorCut:
         object.__setattr__(self, "_by_part", by_part)
 
     @classmethod
-    def of(cls, config: ModelConfig, world: World) -> "TensorCut":
+    def of(cls, config: ModelConfig, world: World) -> "TensorParallel":
         """A decoder for the ranks of ``world``.  Raises ConfigError for one that cannot be cut for
         so many, with the sizes.
         """
@@ -212,7 +212,7 @@ class TensorCut:
         return mine if self.size == 1 else joined_columns(self.world, mine, cuts)
 
 
-WHOLE = TensorCut(ALONE)
+WHOLE = TensorParallel(ALONE)
 """Of everything that is not shared."""
 
 

@@ -107,14 +107,14 @@ class TrainingLog(ABC, Generic[Result]):
 
     def __init__(self, run: TrainingRun, start: Start, console: Console, clock: Clock) -> None:
         self._training, self._console, self._clock = run, console, clock
-        self._world, self._place = start.world, start.place
+        self._world, self._place = start.world, start.watch
         start.open(run)
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
-        self._room, self._rewards = start.room, start.rewards
+        self._room, self._rewards = start.writer, start.rewards
         self._unwritten: deque[Callable[[], None]] = deque()
         self._writers: tuple[MetricsWriter, LineFile] | None = None
-        self._room.by_first(self._open_writers)
+        self._room.write_on_first(self._open_writers)
         self._evaluations: dict[int, dict[str, Result]] = {}
         self._totals = dict.fromkeys(self.counts, 0)
         self._time_left = TimeLeft(run.config.training.steps)
@@ -160,7 +160,7 @@ class TrainingLog(ABC, Generic[Result]):
         boundary; on the disk when this returns.
         """
         step = self.boundary.step + 1
-        self._room.by_first(lambda: write_change(self.directory.budget, step, change))
+        self._room.write_on_first(lambda: write_change(self.directory.budget, step, change))
         if change.new < change.old:  # else the run ends, with an error that says why
             self._console.line(describe_change(step, change))
 
@@ -242,7 +242,7 @@ class TrainingLog(ABC, Generic[Result]):
         """
         if self._world.size == 1:
             return {}
-        waited = self._world.messages(self._world.pulse.take_waited())
+        waited = self._world.all_gather(self._world.pulse.take_waited())
         return {
             "waiting/mean_s": fmean(waited),
             "waiting/max_s": max(waited),
@@ -276,10 +276,10 @@ class TrainingLog(ABC, Generic[Result]):
                 self._unwritten[0]()
                 self._unwritten.popleft()
 
-        self._room.by_first(rest)
+        self._room.write_on_first(rest)
 
     def _write_summary(self, summary: RunSummary) -> None:
-        self._room.by_first(lambda: summary.write(self.directory.summary))
+        self._room.write_on_first(lambda: summary.write(self.directory.summary))
 
     def _add_metrics(self, step: int, metrics: Metrics) -> None:
         if self._writers is not None:

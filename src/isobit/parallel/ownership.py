@@ -49,7 +49,7 @@ def complete(
     rank: int,
     exchange: Exchange,
 ) -> None:
-    """What ``World.gather`` promises, by exchanges of bytes."""
+    """What ``World.all_gather_rows`` promises, by exchanges of bytes."""
     pairs = [
         (tensor, [slice(at[place], at[place + 1]) for place in places])
         for tensor, at in zip(tensors, cuts, strict=True)

@@ -97,13 +97,13 @@ class Processes:
             timeout=_FOR_EVER,
         )
         self._group: dist.ProcessGroup | None = dist.group.WORLD
-        self._gpus: list[str | None] = self.messages(gpu)
+        self._gpus: list[str | None] = self.all_gather(gpu)
 
-    def part(self, cuts: Sequence[int]) -> World:
+    def split(self, cuts: Sequence[int]) -> World:
         """See ``World``."""
-        return self.among([range(first, last) for first, last in pairwise(cuts)])
+        return self.split_groups([range(first, last) for first, last in pairwise(cuts)])
 
-    def among(self, groups: Sequence[Sequence[int]]) -> World:
+    def split_groups(self, groups: Sequence[Sequence[int]]) -> World:
         """See ``World``."""
         mine = next(group for group in groups if self.rank in group)
         # Only its own, since ranks outside this world do not come here.  Even of one: torch names
@@ -129,9 +129,9 @@ class Processes:
             )
         return torch.device(device.type, torch.cuda.current_device())
 
-    def messages(self, mine: Any) -> list[Any]:
+    def all_gather(self, mine: Any) -> list[Any]:
         """See ``World``."""
-        with self.pulse.waiting("messages"), _peers():
+        with self.pulse.waiting("all_gather"), _peers():
             data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([data.numel()]), group=self._group)
@@ -144,14 +144,14 @@ class Processes:
             decode(bytes(one[: int(size)].numpy())) for one, size in zip(found, sizes, strict=True)
         ]
 
-    def gather(
+    def all_gather_rows(
         self,
         tensors: Sequence[torch.Tensor],
         cuts: Sequence[Sequence[int]],
         places: Sequence[int] | None = None,
     ) -> None:
         """See ``World``."""
-        with self.pulse.waiting("gather"), _peers():
+        with self.pulse.waiting("all_gather_rows"), _peers():
             complete(tensors, cuts, places or range(self.size), self.rank, self._swap)
 
     def exchange(
@@ -164,17 +164,17 @@ class Processes:
         with _peers():
             return _Watched(self._swap(send, receive), self.pulse)
 
-    def stack(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
         """See ``World``."""
         made = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
-        with self.pulse.waiting("stack"), _peers():
+        with self.pulse.waiting("all_gather_stack"), _peers():
             found, sent = (x.view(-1).view(torch.uint8) for x in (made, mine))
             _all_gather(found, sent, group=self._group)
         return made
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         """See ``World``."""
-        asked = self.messages([numbers, self.host])
+        asked = self.all_gather([numbers, self.host])
         numbers, hosts = max(one[0] for one in asked), {one[1] for one in asked}
         if device.type == "cuda" and len(hosts) == 1:
             copies, problem = self._peer_copies(numbers, device, buffers)
@@ -223,7 +223,7 @@ class Processes:
 
     def _first_problem(self, mine: str) -> str:
         """Of any rank; empty where all are well."""
-        return next((one for one in self.messages(mine) if one), "")
+        return next((one for one in self.all_gather(mine) if one), "")
 
     def _swap(
         self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
@@ -241,7 +241,7 @@ class Processes:
     def barrier(self, what: str) -> None:
         """See ``World``."""
         with self.pulse.waiting(what):
-            self.messages(None)
+            self.all_gather(None)
 
     def watch_board(self, longest_s: float) -> Board:
         """One for a thread beside the run, with a connection of its own; a call that has no answer

@@ -38,7 +38,7 @@ class Slots:
     @classmethod
     def of(cls, count: int, world: World) -> "Slots":
         """So many slots, by the hosts of a world; all its ranks together."""
-        return cls(count, _side_by_side(world.messages(world.host), count))
+        return cls(count, _side_by_side(world.all_gather(world.host), count))
 
 
 ONE_SLOT = Slots()
@@ -76,8 +76,10 @@ class SlotSum:
         self.group, self._across = world, Alone()
         """The ranks that compute a slot together."""
         if slots.hosts > 1:
-            self.group = world.part(range(0, world.size + 1, inside))
-            self._across = world.among([range(one, world.size, inside) for one in range(inside)])
+            self.group = world.split(range(0, world.size + 1, inside))
+            self._across = world.split_groups(
+                [range(one, world.size, inside) for one in range(inside)]
+            )
         of_host = ownership.of_host()
         begins = {name: of_host.rows(name, place).start for name in targets.shapes}
         self._rows = {

@@ -32,7 +32,8 @@ Messages between processes: what JSON can hold, with tensors in it, as bytes.
 No code travels: a message that is not one of these is an error, whoever sent it.  Floats keep their
 bits (JSON's shortest decimals), NaN and infinities too; tuples arrive as lists.
 
-What one rank knows, on all: rank 0 reads and decides (``told``), or any makes (``spread``).
+What one rank knows, on all: ``broadcast`` sends what rank 0 makes, ``broadcast_from`` what any
+rank makes.
 
 Writing by several ranks: a disk that fails one of them fails all, with an error that names the
 rank and its host.
@@ -92,11 +93,11 @@ class World(Protocol):
     board: Board
     pulse: Pulse
 
-    def messages(self, mine: Any) -> list[Any]:
+    def all_gather(self, mine: Any) -> list[Any]:
         """The value of every rank, by rank (``isobit.parallel.world``)."""
         ...
 
-    def gather(
+    def all_gather_rows(
         self,
         tensors: Sequence[torch.Tensor],
         cuts: Sequence[Sequence[int]],
@@ -107,7 +108,7 @@ class World(Protocol):
         """
         ...
 
-    def stack(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
         """The contiguous tensors of all ranks, of one shape and format, by rank: a new [size, ...].
         On a GPU nothing is waited for, and a CUDA graph can capture it.
         """
@@ -128,14 +129,14 @@ class World(Protocol):
         """Of the devices of a type, this rank's.  Raises ConfigError where it is another's too."""
         ...
 
-    def part(self, cuts: Sequence[int]) -> "World":
+    def split(self, cuts: Sequence[int]) -> "World":
         """The ranks ``cuts[i]`` to ``cuts[i + 1]`` become a world of their own, each of them in
         one; -> that of this rank, which counts its ranks from 0.  Signs of life stay those of the
         whole.
         """
         ...
 
-    def among(self, groups: Sequence[Sequence[int]]) -> "World":
+    def split_groups(self, groups: Sequence[Sequence[int]]) -> "World":
         """``part`` with ranks that need not be neighbours: each ascending, and in one group."""
         ...
 
@@ -176,11 +177,11 @@ class Alone:
         self.board: Board = _Notes()
         self.pulse = Pulse()
 
-    def messages(self, mine: Any) -> list[Any]:
+    def all_gather(self, mine: Any) -> list[Any]:
         """Its own, as it would arrive."""
         return [mine]
 
-    def gather(
+    def all_gather_rows(
         self,
         tensors: Sequence[torch.Tensor],
         cuts: Sequence[Sequence[int]],
@@ -188,7 +189,7 @@ class Alone:
     ) -> None:
         """They are complete."""
 
-    def stack(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
         """Its own alone."""
         return mine[None]
 
@@ -203,11 +204,11 @@ class Alone:
         """The one that is chosen where there are several."""
         return device
 
-    def part(self, cuts: Sequence[int]) -> World:
+    def split(self, cuts: Sequence[int]) -> World:
         """It has none but itself."""
         return self
 
-    def among(self, groups: Sequence[Sequence[int]]) -> World:
+    def split_groups(self, groups: Sequence[Sequence[int]]) -> World:
         """It has none but itself."""
         return self
 
@@ -220,7 +221,7 @@ T = TypeVar("T")
 _AGREED = "isobit_agreed"
 
 
-def is_agreed(error: BaseException) -> bool:
+def is_raised_on_all(error: BaseException) -> bool:
     """Whether every rank of the world is ending with an error of its own, so that they may still do
     something together.
     """
@@ -229,24 +230,24 @@ def is_agreed(error: BaseException) -> bool:
     return getattr(error, _AGREED, False)
 
 
-def agreed(error: IsobitError) -> IsobitError:
+def raised_on_all(error: IsobitError) -> IsobitError:
     """An error that every rank raises by itself, since all know what it follows from."""
     setattr(error, _AGREED, True)
     return error
 
 
-def together(world: World, attempt: Callable[[], T]) -> T:
+def run_on_all(world: World, attempt: Callable[[], T]) -> T:
     """``attempt`` on every rank.  Where it raised on any, each rank raises: its own error, or one
     that names the first rank with one (out of memory and a signal keep their kind).
     """
     made: list[T] = []
-    gathered(world, lambda: made.append(attempt()))
+    run_and_gather(world, lambda: made.append(attempt()))
     return made[0]
 
 
-def gathered(world: World, attempt: Callable[[], Any]) -> list[Any]:
+def run_and_gather(world: World, attempt: Callable[[], Any]) -> list[Any]:
     """``attempt`` on every rank, and what each made of it (``isobit.parallel.world``); raises as
-    ``together`` does.
+    ``run_on_all`` does.
     """
     error: BaseException | None = None
     value = None
@@ -260,7 +261,7 @@ def gathered(world: World, attempt: Callable[[], Any]) -> list[Any]:
         if error is not None:
             raise error
         return [value]
-    found = world.messages({"failure": _described(error), "value": None if error else value})
+    found = world.all_gather({"failure": _described(error), "value": None if error else value})
     for rank, one in enumerate(found):
         if one["failure"] is not None:
             raised = error or _of_peer(world.numbers[rank], one["failure"])
@@ -269,15 +270,17 @@ def gathered(world: World, attempt: Callable[[], Any]) -> list[Any]:
     return [one["value"] for one in found]
 
 
-def shared_out(world: World, items: Sequence[T], compute: Callable[[T], Any]) -> list[Any]:
+def map_on_all(world: World, items: Sequence[T], compute: Callable[[T], Any]) -> list[Any]:
     """``compute`` of every item, in their order: rank r takes the items r, r + W, ..; raises as
-    ``together`` does.
+    ``run_on_all`` does.
     """
-    made = gathered(world, lambda: [compute(item) for item in items[world.rank :: world.size]])
-    return in_turn(made)
+    made = run_and_gather(
+        world, lambda: [compute(item) for item in items[world.rank :: world.size]]
+    )
+    return interleaved(made)
 
 
-def in_turn(made: Sequence[Sequence[T]]) -> list[T]:
+def interleaved(made: Sequence[Sequence[T]]) -> list[T]:
     """The results of all items in their order, from those that each rank made of its own: rank r of
     the items r, r + W, ..
     """
@@ -351,24 +354,26 @@ def _whole(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 T = TypeVar("T")
 
 
-def told(world: World, make: Callable[[], T]) -> T:
+def broadcast(world: World, make: Callable[[], T]) -> T:
     """What rank 0 makes (``isobit.parallel.world``), on every rank, where ``make`` is not called;
-    where it raises, every rank raises (``together``).
+    where it raises, every rank raises (``run_on_all``).
 
     It travels once to each rank, unlike a message, of which every rank gets everybody's.
     """
-    return spread(world, 0, make if world.rank == 0 else None, partial(gathered, world))
+    return broadcast_from(
+        world, 0, make if world.rank == 0 else None, partial(run_and_gather, world)
+    )
 
 
-def spread(
+def broadcast_from(
     world: World,
     source: int,
     make: Callable[[], Any] | None,
     agree: Callable[[Callable[[], int]], list[int]],
 ) -> Any:
     """What rank ``source`` makes, on every rank.  Others may make something, too, which counts for
-    nothing; where a ``make`` raises, every rank raises, as ``agree`` does: ``gathered`` in this
-    world.
+    nothing; where a ``make`` raises, every rank raises, as ``agree`` does: ``run_and_gather`` in
+    this world.
     """
     made: list[bytes] = []
 
@@ -382,11 +387,11 @@ def spread(
     sent = torch.empty(size, dtype=torch.uint8)
     if world.rank == source:
         sent = torch.frombuffer(bytearray(made[0]), dtype=torch.uint8)
-    world.gather([sent], [[0] * (source + 1) + [size] * (world.size - source)])
+    world.all_gather_rows([sent], [[0] * (source + 1) + [size] * (world.size - source)])
     return decode(bytes(sent.numpy()))
 
 
-def write_together(world: World, attempt: Callable[[], Any]) -> list[Any]:
+def write_on_all(world: World, attempt: Callable[[], Any]) -> list[Any]:
     """``attempt`` on every rank, and what each made of it (``isobit.parallel.world``).  Raises
     StorageError on all where it did so on any, NoSpaceError where nothing but room was missing;
     whatever else it raises, all raise, too.
@@ -401,19 +406,19 @@ def write_together(world: World, attempt: Callable[[], Any]) -> list[Any]:
             where = f"rank {world.rank} on {world.host}"
             return {"failed": f"{where}: {error}", "is_full": isinstance(error, NoSpaceError)}
 
-    found = gathered(world, tried)
+    found = run_and_gather(world, tried)
     failed = [one for one in found if "failed" in one]
     if failed:
         kind = NoSpaceError if all(one["is_full"] for one in failed) else StorageError
-        raise agreed(kind(failed[0]["failed"]))
+        raise raised_on_all(kind(failed[0]["failed"]))
     return [one["made"] for one in found]
 
 
-def write_by_first(world: World, attempt: Callable[[], Any]) -> None:
-    """``attempt`` on rank 0, while the others wait; raises as ``write_together`` does."""
+def write_on_first(world: World, attempt: Callable[[], Any]) -> None:
+    """``attempt`` on rank 0, while the others wait; raises as ``write_on_all`` does."""
 
     def first() -> None:
         if world.rank == 0:
             attempt()
 
-    write_together(world, first)
+    write_on_all(world, first)

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from isobit.config.tables import CheckConfig
-from isobit.parallel.world import agreed
+from isobit.parallel.world import raised_on_all
 from isobit.precision.flow import PrecisionFlow
 from isobit.store.state import StateDigest
 from isobit.training.comparison import Comparison, Mismatch
@@ -83,7 +83,7 @@ def _found(check: CheckConfig, problem: str, advice: str) -> str:
     """The line, where the run goes on."""
     if check.on_mismatch == "warn":
         return f"{problem}; {advice}"
-    raise agreed(
+    raise raised_on_all(
         MismatchError(
             f'{problem}; check.on_mismatch is "stop". {advice[0].upper()}{advice[1:]}; or set '
             'check.on_mismatch = "warn" to go on'

@@ -420,7 +420,7 @@ def run_scenario(
     )
     samples = generate_samples(engine, workload.requests(scenario))
     if shared is not None:
-        _check_alike(samples, shared.cut.world)
+        _check_alike(samples, shared.tensor_parallel.world)
 
     def scores(batch: PackedBatch) -> TokenScores:
         if observes:
@@ -454,7 +454,7 @@ def _check_alike(samples: Sequence[TokenSequence], world: World) -> None:
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(sample.token_ids.tobytes() + sample.log_probs.tobytes())
-    digests = world.messages(digest.hexdigest())
+    digests = world.all_gather(digest.hexdigest())
     others = [str(rank) for rank, found in enumerate(digests) if found != digests[0]]
     if others:
         raise RanksDifferError(

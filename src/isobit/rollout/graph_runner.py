@@ -310,7 +310,7 @@ class GraphRunner:
     def end_step(self) -> PendingTokens:
         """Everything drawn since the last call."""
         drawn, self._drawn = self._drawn, []
-        world = self._policy.weights("rollout").cut.world
+        world = self._policy.weights("rollout").tensor_parallel.world
         return PendingTokens(drawn, self._backend, world.pulse if world.size > 1 else None)
 
     def forget(self, samples: Sequence[Sample]) -> None:

@@ -274,7 +274,7 @@ class PolicyRunner:
 
 def empty_cache(policy: SampledPolicy, num_pages: int) -> KvCache:
     """Pages for the KV heads of a policy that this process has."""
-    shape = policy.weights("rollout").cut.share(policy.config)
+    shape = policy.weights("rollout").tensor_parallel.share(policy.config)
     return policy.backend.kv_cache(shape, policy.flow, num_pages)
 
 

@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, replace
 from time import perf_counter, sleep
 from typing import Any
 
-from isobit.parallel.world import World, decode, encode, gathered, is_agreed
+from isobit.parallel.world import World, decode, encode, is_raised_on_all, run_and_gather
 from isobit.records.kept_groups import completions_of, completions_value
 from isobit.records.text import Completion
 from isobit.rollout.engine import (
@@ -67,7 +67,7 @@ class Counts:
         )
 
 
-class Desk:
+class WorkQueue:
     """The notes of one call, seen from one rank."""
 
     def __init__(self, world: World) -> None:
@@ -209,15 +209,15 @@ def generate_shared(
     if world.size == 1:
         made = generate(engine, requests, progress, complete)
         return Generated(made, [world.rank] * len(requests), engine.stats)
-    desk = Desk(world)
-    share = _Share(world, desk, engine, requests, progress, complete)
+    queue = WorkQueue(world)
+    share = _Share(world, queue, engine, requests, progress, complete)
     try:
-        found = gathered(world, share.run)
+        found = run_and_gather(world, share.run)
     except BaseException as error:
-        if is_agreed(error):
-            desk.clear()
+        if is_raised_on_all(error):
+            queue.clear()
         raise
-    desk.clear()
+    queue.clear()
     made, homes = dict(share.whole), dict[int, int]()
     for rank, value in enumerate(found):
         homes |= dict.fromkeys(value["places"], rank)
@@ -235,13 +235,13 @@ class _Share:
     def __init__(
         self,
         world: World,
-        desk: Desk,
+        queue: WorkQueue,
         engine: RolloutEngine,
         requests: Sequence[Request],
         progress: Callable[[Progress], None] | None,
         complete: Callable[[int, list[Completion]], None] | None,
     ) -> None:
-        self._world, self._desk, self._engine = world, desk, engine
+        self._world, self._queue, self._engine = world, queue, engine
         self._requests, self._progress, self._complete = requests, progress, complete
         self._places = {(one.prompt.id, one.visit): place for place, one in enumerate(requests)}
         self._total = sum(request.samples for request in requests)
@@ -273,7 +273,7 @@ class _Share:
                 self._turn()
         except BaseException:
             self._engine.abort(self._live)
-            self._desk.stop()
+            self._queue.stop()
             raise
         if self._is_stopped:
             self._engine.abort(self._live)
@@ -311,7 +311,7 @@ class _Share:
         """
         share = -(-self._total // self._world.size)
         while not self._handed_out and self._engine.has_room and len(self._live) < share:
-            place = self._desk.take_ticket()
+            place = self._queue.take_ticket()
             if place >= len(self._requests):
                 self._handed_out = True
                 return
@@ -350,19 +350,19 @@ class _Share:
     def _look(self) -> None:
         """Tell the others what was done here, and see what they have done."""
         for home, ended in self._ended.items():
-            self._desk.send_home(home, _samples_note(ended))
+            self._queue.send_home(home, _samples_note(ended))
         self._ended.clear()
         done = Counts(
             self._finished,
             sum(period.generated_tokens for period in self._periods),
             self._engine.num_running,
         )
-        self._all = self._desk.count(done - self._done)
+        self._all = self._queue.count(done - self._done)
         self._done = done
-        self._is_stopped = self._desk.is_stopped
+        self._is_stopped = self._queue.is_stopped
         if self._is_stopped:
             return
-        for note in self._desk.come_home():  # all that has been counted
+        for note in self._queue.come_home():  # all that has been counted
             for ended in _samples_of(note):
                 self._keep(*ended)
         self._share_load()
@@ -376,12 +376,12 @@ class _Share:
 
     def _share_load(self) -> None:
         """Give samples to those who have asked; ask where there is nothing else to take."""
-        for rank, live in self._desk.asked():
+        for rank, live in self._queue.asked():
             self._give(rank, live)
-        if self._has_asked and (note := self._desk.answered()) is not None:
+        if self._has_asked and (note := self._queue.answered()) is not None:
             self._has_asked = False
             self._take_in(note)
-        self._desk.show_load(len(self._live))
+        self._queue.show_load(len(self._live))
         if self._handed_out and not self._has_asked:
             self._ask()
 
@@ -397,7 +397,7 @@ class _Share:
         moved = [
             (self._live.pop(state.handle), self._place(state.handle), state) for state in states
         ]
-        self._desk.answer(rank, _states_note(moved))
+        self._queue.answer(rank, _states_note(moved))
 
     def _is_worth_moving(self, leaving: Sequence[Handle]) -> bool:
         again, steps = 0, 0
@@ -421,9 +421,9 @@ class _Share:
         first = self._next_other
         some = (others[first:] + others[:first])[:_ASKED_AT_ONCE]
         self._next_other = (first + len(some)) % len(others)
-        load, most = max((self._desk.load(other), -other) for other in some)
+        load, most = max((self._queue.load(other), -other) for other in some)
         if _excess(load, live):
-            self._desk.ask(-most, live)
+            self._queue.ask(-most, live)
             self._has_asked = True
 
     def _place(self, handle: Handle) -> int:

@@ -28,7 +28,7 @@ from isobit.memory.turns import Turns
 from isobit.models.config import ModelConfig
 from isobit.observe.console import Console, silent
 from isobit.observe.training_log import TrainingLog
-from isobit.parallel.world import ALONE, World, agreed, together
+from isobit.parallel.world import ALONE, World, raised_on_all, run_on_all
 from isobit.records.text import Group
 from isobit.rewards.grading import Graders, GradeStats, Grading, ModelScores
 from isobit.run.evaluate import Evaluation, OnProgress
@@ -44,10 +44,10 @@ from isobit.util.terminal import Clock
 
 def check_recipes(world: World, config: Recipe) -> None:
     """Refuse ranks that were started with other recipes, naming the first key that differs."""
-    differs = _first_difference(world.messages(config.model_dump(mode="json")))
+    differs = _first_difference(world.all_gather(config.model_dump(mode="json")))
     if differs is not None:
         rank, key, theirs, firsts = differs
-        raise agreed(
+        raise raised_on_all(
             ConfigError(
                 f"rank {rank} was started with {key} = {theirs!r}, rank 0 with {firsts!r}; start "
                 "all with the same recipe and overrides"
@@ -62,12 +62,12 @@ def check_machines(world: World, device: torch.device) -> None:
     found = environment(device)
     # of a CPU it is compared what the instructions compute (isobit.store.manifest), not their name
     del found["device"]["instructions" if device.type == "cpu" else "threads"]
-    every = world.messages({"host": world.host, **found})
+    every = world.all_gather({"host": world.host, **found})
     hosts = [one.pop("host") for one in every]
     differs = _first_difference(every)
     if differs is not None:
         rank, key, theirs, firsts = differs
-        raise agreed(
+        raise raised_on_all(
             ConfigError(
                 f"rank {rank} on {hosts[rank]} has {key} {theirs!r}, rank 0 on {hosts[0]} "
                 f"{firsts!r}, and the bits of a run would depend on which rank computes what; make "
@@ -253,7 +253,7 @@ def course(
             disk_errors(config.output, "the files of the run"),
         ):
             grading = RecordedGrading(
-                start.rewards, graders, run.model_scores, interruption, world, start.room
+                start.rewards, graders, run.model_scores, interruption, world, start.writer
             )
             due = evaluation_is_due(config, start.step) and not start.has_evaluated
             first = evaluate(run, console, clock, grading, interruption, world) if due else None
@@ -280,7 +280,7 @@ def evaluate(
     """Every evaluation set under the current policy.  Raises Interrupted where a signal came."""
     with clock("evaluation"), console.generating("evaluation") as progress:
         figures = run.evaluate(interruption.watched(progress), grading)
-    together(world, interruption.check)
+    run_on_all(world, interruption.check)
     return figures
 
 

@@ -29,12 +29,12 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from isobit.parallel.launched import SAVES, STOPS
-from isobit.parallel.world import ALONE, World, agreed, gathered
+from isobit.parallel.world import ALONE, World, raised_on_all, run_and_gather
 from isobit.records.text import Group
 from isobit.rewards.grading import Graders, GradeStats, ModelScores, Tally
 from isobit.rollout.engine import Progress
 from isobit.store.reward_record import RewardRecord
-from isobit.store.writing import Room
+from isobit.store.writing import WaitingWriter
 from isobit.util.errors import Interrupted, RewardError, StoppedAtOnce
 from isobit.util.terminal import tell
 
@@ -102,7 +102,7 @@ class Interruption:
             asked, self._is_to_save = self._is_to_save, False
             return asked
 
-        return any(gathered(self._world, look))
+        return any(run_and_gather(self._world, look))
 
     @contextmanager
     def answered_at_once(self) -> Iterator[None]:
@@ -179,7 +179,7 @@ class RecordedGrading:
     """What scores the parts that are reward models."""
     interruption: Interruption
     world: World
-    room: Room | None = None
+    writer: WaitingWriter | None = None
     """Of the run that has the record; None where it is sent to others."""
 
     def submit(self, group: Group) -> None:
@@ -207,8 +207,8 @@ class RecordedGrading:
         self._write()
 
     def _write(self) -> None:
-        if self.room is not None:
-            self.room.by_first(self.record.write)
+        if self.writer is not None:
+            self.writer.write_on_first(self.record.write)
 
     def _ask(self, homes: Sequence[int] | None, groups: Sequence[Group]) -> GradeStats:
         assert self.graders is not None, "nothing is graded without a reward"
@@ -242,7 +242,7 @@ def grade_together(
         ]
 
     tallies: dict[int, Tally] = {}
-    for rank, made in enumerate(gathered(world, graded)):
+    for rank, made in enumerate(run_and_gather(world, graded)):
         for place, rewards, parts, counted in made:
             tallies[place] = _tally_of(counted)
             if rank != world.rank:
@@ -251,7 +251,7 @@ def grade_together(
     try:
         return graders.stats([tallies[place] for place in range(len(groups))])
     except RewardError as error:
-        raise agreed(error) from None
+        raise raised_on_all(error) from None
 
 
 def _value(group: Group, tally: Tally) -> list[Any]:

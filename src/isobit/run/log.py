@@ -26,7 +26,7 @@ from isobit.observe.console import (
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import Metrics, step_metrics
 from isobit.observe.training_log import RunSummary, TrainingLog
-from isobit.parallel.world import agreed
+from isobit.parallel.world import raised_on_all
 from isobit.proof.check import check_state, check_step
 from isobit.records.text import Group
 from isobit.rewards.grading import GradeStats
@@ -64,7 +64,7 @@ class SignalWatch:
         problem = f"{_described(self.steps)} had no signal: {_of_rewards(metrics)}"
         if self._config.on_no_signal == "warn":
             return [f"{problem} (check.on_no_signal)"]
-        raise agreed(
+        raise raised_on_all(
             NoSignalError(
                 f'{problem}. check.on_no_signal is "stop", and check.no_signal_steps '
                 f'{patience}; with "warn" the run goes on'
@@ -267,7 +267,7 @@ class RlLog(TrainingLog[EvalResult]):
     @property
     def _phases_of_step(self) -> tuple[str, ...]:
         """Those that a step takes one after the other: rollouters work beside the trainers."""
-        return self.phases if self._run.apart is None else BESIDE
+        return self.phases if self._run.rollouters is None else BESIDE
 
     def _optional_figures(self, collected: Collected) -> Metrics:
         """Of what a run may do without."""

@@ -33,7 +33,7 @@ from isobit.rollout.shared import generate_shared
 from isobit.run.course import Course, Sampling, course
 from isobit.run.log import RlLog, RlSummary
 from isobit.run.pending import Collected
-from isobit.run.rollouters import Apart, append_lines, check_parts, lines_ahead
+from isobit.run.rollouters import Rollouters, append_lines, check_parts, lines_ahead
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl
 from isobit.store.state import state_digest
 
@@ -108,36 +108,36 @@ def sampling(training: Sampling[RlRun], step: int) -> Iterator[None]:
     """A block that learns from the batch of ``step``: it is there when the block begins, and when
     it ends, so is the one that the weights of its beginning sample.
     """
-    run, apart = training.run, training.run.apart
-    if apart is None:
+    run, rollouters = training.run, training.run.rollouters
+    if rollouters is None:
         for _ in run.pending.missing(step):
             run.pending.add(collect(training))
         yield
         return
     for _ in run.pending.missing(step - 1):
-        _begin(training, apart)
-        run.pending.add(_finished(training, apart))
+        _begin(training, rollouters)
+        run.pending.add(_finished(training, rollouters))
     beside = run.pending.missing(step)
     for _ in beside:
-        _begin(training, apart)
+        _begin(training, rollouters)
     yield
     for _ in beside:
-        run.pending.add(_finished(training, apart))
+        run.pending.add(_finished(training, rollouters))
 
 
-def _begin(training: Sampling[RlRun], apart: Apart) -> None:
+def _begin(training: Sampling[RlRun], rollouters: Rollouters) -> None:
     """Have the rollouters sample the next batch."""
     run = training.run
-    apart.pass_on(run.model.policy)
+    rollouters.update_weights(run.model.policy)
     state, ahead = run.sampler.state(), lines_ahead(training.grading)
-    apart.tell({"do": "sample", "sampler": state, "record": ahead})
+    rollouters.send_command({"do": "sample", "sampler": state, "record": ahead})
 
 
-def _finished(training: Sampling[RlRun], apart: Apart) -> Collected:
+def _finished(training: Sampling[RlRun], rollouters: Rollouters) -> Collected:
     """Wait for it, and go on from where it ends."""
     run = training.run
     with training.clock("waiting"), training.console.busy("waiting for the rollouters"):
-        value = apart.take()
+        value = rollouters.receive_result()
     for name, seconds in value["seconds"].items():
         training.clock.add(name, seconds)
     run.sampler.restore(value["sampler"])
@@ -150,14 +150,14 @@ def train(
     console: Console | None = None,
     resume: bool = False,
     world: World = ALONE,
-    apart: Apart | None = None,
+    rollouters: Rollouters | None = None,
     allowed: Sequence[str] = (),
 ) -> RlSummary:
     """Train a policy as ``config`` says and leave it, with all figures, in ``config.output``; with
     ``resume``, go on there, though settings or inputs that are ``allowed`` by name be others.
 
     With a ``world`` of several processes each of them calls this, with the same configuration;
-    where others sample for them, ``apart`` has these (``isobit.run.rollouter``).
+    where others sample for them, ``rollouters`` has these (``isobit.run.rollouter``).
 
     A resumed run leaves the files that it would have left without the interruption, times aside.
 
@@ -167,11 +167,11 @@ def train(
     StorageError where the disk is full.  SIGTERM and Ctrl-C raise Interrupted.  What the run has
     learnt is in its last checkpoint in each case.
     """
-    if config.cluster.rollouters and apart is None:
+    if config.cluster.rollouters and rollouters is None:
         check_parts(config, ALONE)
     shape = read_config(model_folder(config.model))
     more = extra_bytes(config, shape)
-    prepare = prepare_rl if apart is None else partial(prepare_rl, apart=apart)
+    prepare = prepare_rl if rollouters is None else partial(prepare_rl, rollouters=rollouters)
     with course(
         config,
         shape,

@@ -41,7 +41,7 @@ from isobit.config.tables import CheckConfig, CheckpointConfig, TrackingConfig
 from isobit.models.config import ModelConfig
 from isobit.models.folder import model_folder, read_config, write_model
 from isobit.observe.console import silent
-from isobit.parallel.world import ALONE, World, told
+from isobit.parallel.world import ALONE, World, broadcast
 from isobit.run.course import Begins, Course, course
 from isobit.run.log import RlLog
 from isobit.run.loop import take_step
@@ -84,7 +84,7 @@ class CheckedCheckpoints:
         self._digests, self._say, self._world = digests, say, world
         self._folders = {
             step: Path(folder)
-            for step, folder in told(
+            for step, folder in broadcast(
                 world,
                 lambda: [
                     [step, str(folder)]
@@ -118,7 +118,7 @@ class CheckedCheckpoints:
         recorded = self._digests.get(step)
         if recorded is None:
             return checkpoint
-        found = told(self._world, lambda: checkpoint_digest(checkpoint))
+        found = broadcast(self._world, lambda: checkpoint_digest(checkpoint))
         for name, file in (("masters", MASTERS), ("moments", OPTIMISER)):
             if found[name] != recorded.by_name()[name]:
                 return self._refuse(
@@ -172,7 +172,7 @@ def find_source(
     done again.
     """
     directory = RunDirectory(root)
-    manifest = json.loads(told(world, lambda: json.dumps(_read_manifest(directory))))
+    manifest = json.loads(broadcast(world, lambda: json.dumps(_read_manifest(directory))))
     config = _config(directory, manifest, overrides)
     digests = read_digests(root)
     since, changed = _went_on_as_another(manifest)
@@ -377,17 +377,17 @@ class _Replay:
 
     def _compare(self, step: int) -> bool:
         """-> Whether all later steps differ, too."""
-        found = told(self._world, lambda: self._comparer.differences(step))
+        found = broadcast(self._world, lambda: self._comparer.differences(step))
         self._note(step, found)
         if step and not found:
             self._say(f"step {step}: tokens, log-probabilities, rewards and weights are equal")
-        return told(self._world, lambda: self._comparer.parted)
+        return broadcast(self._world, lambda: self._comparer.parted)
 
     def _compare_model(self, step: int) -> None:
         """The model folder, whose files are made again."""
         recorded, again = self._source.directory.model, self._training.log.directory.model
         write_model(self._training.run.model, again)
-        found = told(self._world, lambda: list(different_files(recorded, again)))
+        found = broadcast(self._world, lambda: list(different_files(recorded, again)))
         self._note(step, found)
         if not found:
             self._say(f"{recorded}: every file is equal")
@@ -414,7 +414,9 @@ def _begins(source: ReplaySource, recorded_rewards: bool, say: Say) -> Begins:
         rewards = RewardRecord(say)
         if recorded_rewards:
             path = source.directory.rewards
-            rewards = KnownRewards(say, told(world, lambda: list(filter(None, read_lines(path)))))
+            rewards = KnownRewards(
+                say, broadcast(world, lambda: list(filter(None, read_lines(path))))
+            )
         return begin_again(
             config,
             source.directory,
@@ -433,7 +435,7 @@ def _begins(source: ReplaySource, recorded_rewards: bool, say: Say) -> Begins:
 @contextmanager
 def _place(world: World) -> Iterator[Path]:
     """A directory for the files of the steps, the same for all ranks; gone afterwards."""
-    place = Path(told(world, lambda: tempfile.mkdtemp(prefix="isobit-replay-")))
+    place = Path(broadcast(world, lambda: tempfile.mkdtemp(prefix="isobit-replay-")))
     try:
         yield place
     finally:

@@ -22,44 +22,44 @@ from isobit.run.course import Sampling, evaluate, open_graders
 from isobit.run.grading import Interruption, RecordedGrading
 from isobit.run.loop import collect, train
 from isobit.run.pending import batch_value, compared
-from isobit.run.rollouters import Apart, check_parts
+from isobit.run.rollouters import Rollouters, check_parts
 from isobit.run.setup import RlRun, prepare_rl
 from isobit.store.reward_record import SentRecord
 from isobit.util.terminal import Clock
 
 
-def sample_for_trainers(config: RunConfig, apart: Apart) -> None:
+def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
     """Serve until the trainers are done.  Raises what ``train`` raises of sampling and grading, and
     PeerError where they fail.
     """
-    with apart.attended(), open_graders(config) as graders:
-        run = prepare_rl(config, apart.mine, learns=False)
+    with rollouters.errors_shared(), open_graders(config) as graders:
+        run = prepare_rl(config, rollouters.mine, learns=False)
         if graders is not None:
             graders.describe()
-        with Interruption(apart.mine) as interruption:
-            while (command := apart.told(interruption.check))["do"] != "end":
+        with Interruption(rollouters.mine) as interruption:
+            while (command := rollouters.receive_command(interruption.check))["do"] != "end":
                 if command["do"] == "take weights":
-                    apart.give(run.model.policy)
+                    rollouters.transfer_weights(run.model.policy)
                     continue
-                scene = _scene(run, apart, graders, command)
+                scene = _scene(run, rollouters, graders, command)
                 make = _sample if command["do"] == "sample" else _evaluate
-                apart.bring(lambda made=make, at=scene, told=command: made(at, told))
+                rollouters.send_result(lambda made=make, at=scene, told=command: made(at, told))
 
 
 def _scene(
     run: RlRun,
-    apart: Apart,
+    rollouters: Rollouters,
     graders: Graders | None,
     command: Mapping[str, Any],
 ) -> Sampling[RlRun]:
     """What one command is done with: the record begins where the trainers' stands, and a signal
     waits until it is done.
     """
-    interruption = Interruption(apart.mine)  # hears no signal, and has the pulse beat
+    interruption = Interruption(rollouters.mine)  # hears no signal, and has the pulse beat
     record = SentRecord(lambda _: None, [line.encode() for line in command["record"]])
-    grading = RecordedGrading(record, graders, run.model_scores, interruption, apart.mine)
-    clock = Clock(apart.mine.pulse.beat)
-    return Sampling(run, silent(), clock, interruption, grading, apart.mine)
+    grading = RecordedGrading(record, graders, run.model_scores, interruption, rollouters.mine)
+    clock = Clock(rollouters.mine.pulse.beat)
+    return Sampling(run, silent(), clock, interruption, grading, rollouters.mine)
 
 
 def _sample(scene: Sampling[RlRun], command: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,9 +105,9 @@ def train_by_ranks(
         train(config, resume=resume, world=world, allowed=allowed)
         return
     check_parts(config, world)
-    apart = Apart(world, config.cluster.rollouters)
-    if apart.is_rollouter:
-        sample_for_trainers(config, apart)
+    rollouters = Rollouters(world, config.cluster.rollouters)
+    if rollouters.is_rollouter:
+        sample_for_trainers(config, rollouters)
         return
-    with apart.attended():
-        train(config, resume=resume, world=apart.mine, apart=apart, allowed=allowed)
+    with rollouters.errors_shared():
+        train(config, resume=resume, world=rollouters.mine, rollouters=rollouters, allowed=allowed)

@@ -34,7 +34,7 @@ from typing import Any
 from isobit.config.recipes import RunConfig
 from isobit.models.policy import Policy
 from isobit.observe.evaluation import EvalResult, result_of
-from isobit.parallel.world import World, gathered, is_agreed, spread
+from isobit.parallel.world import World, broadcast_from, is_raised_on_all, run_and_gather
 from isobit.records.kept_groups import groups_of
 from isobit.records.text import Group
 from isobit.run.evaluate import Evaluation, Evaluator
@@ -42,7 +42,7 @@ from isobit.run.grading import RecordedGrading
 from isobit.util.errors import ConfigError, Interrupted
 
 
-class Apart:
+class Rollouters:
     """The two parts of a world, seen from a rank of either."""
 
     def __init__(self, whole: World, rollouters: int) -> None:
@@ -50,40 +50,40 @@ class Apart:
         self.trainers = whole.size - rollouters
         self.is_rollouter = whole.rank >= self.trainers
         self.whole = whole
-        self.mine = whole.part([0, self.trainers, whole.size])
+        self.mine = whole.split([0, self.trainers, whole.size])
         """The world of this rank's part."""
         self._is_over = False
         self._passed_on: int | None = None
 
-    def tell(self, command: Mapping[str, Any]) -> None:
+    def send_command(self, command: Mapping[str, Any]) -> None:
         """Of the trainers: say what the rollouters are to do."""
         self._meet(lambda: command)
 
-    def told(self, check: Callable[[], None]) -> dict[str, Any]:
+    def receive_command(self, check: Callable[[], None]) -> dict[str, Any]:
         """Of the rollouters: wait for what is to be done; all end with what ``check`` raises."""
         return self._meet(check)[0]
 
-    def bring(self, make: Callable[[], Any]) -> None:
+    def send_result(self, make: Callable[[], Any]) -> None:
         """Of the rollouters: hand over what they make, each the same."""
         self._travel(make)
 
-    def take(self) -> Any:
+    def receive_result(self) -> Any:
         """Of the trainers: wait for what the rollouters bring."""
         return self._travel(None)
 
-    def pass_on(self, policy: Policy) -> None:
+    def update_weights(self, policy: Policy) -> None:
         """Of the trainers: have the rollouters sample by the weights of now."""
         if self._passed_on != policy.version:
-            self.tell({"do": "take weights"})
-            self.give(policy)
+            self.send_command({"do": "take weights"})
+            self.transfer_weights(policy)
 
-    def give(self, policy: Policy) -> None:
+    def transfer_weights(self, policy: Policy) -> None:
         """Of all: the weights travel."""
         policy.pass_on(self.whole, self.trainers)
         self._passed_on = policy.version
 
     @contextmanager
-    def attended(self) -> Iterator[None]:
+    def errors_shared(self) -> Iterator[None]:
         """A block that all ranks enter.  An error of one part ends the other at the next meeting;
         where the trainers are done, the rollouters are.
         """
@@ -95,18 +95,18 @@ class Apart:
                     self._meet(partial(_raise, error))
             raise
         if not self.is_rollouter:
-            self.tell({"do": "end"})
+            self.send_command({"do": "end"})
 
     def _travel(self, make: Callable[[], Any] | None) -> Any:
         """What the first rollouter makes, on all ranks."""
-        return spread(self.whole, self.trainers, make, self._meet)
+        return broadcast_from(self.whole, self.trainers, make, self._meet)
 
     def _meet(self, attempt: Callable[[], Any]) -> list[Any]:
         """Every collective of the whole but the weights' is this one, so that an error of either
         part is met by whatever the other waits for.
         """
         try:
-            return gathered(self.whole, attempt)
+            return run_and_gather(self.whole, attempt)
         except BaseException:
             self._is_over = True
             raise
@@ -115,16 +115,16 @@ class Apart:
         """Whether all ranks of this part end with it."""
         if not isinstance(error, (Exception, Interrupted)):
             return False
-        return self.mine.size == 1 or is_agreed(error)
+        return self.mine.size == 1 or is_raised_on_all(error)
 
 
 def evaluate(
-    apart: Apart, policy: Policy, evaluator: Evaluator, grading: RecordedGrading
+    rollouters: Rollouters, policy: Policy, evaluator: Evaluator, grading: RecordedGrading
 ) -> Evaluation[EvalResult]:
     """Of the trainers: every evaluation set under the current policy, by the rollouters."""
-    apart.pass_on(policy)
-    apart.tell({"do": "evaluate", "record": lines_ahead(grading)})
-    value = apart.take()
+    rollouters.update_weights(policy)
+    rollouters.send_command({"do": "evaluate", "record": lines_ahead(grading)})
+    value = rollouters.receive_result()
     append_lines(grading, value["gradings"])
     found: dict[str, tuple[EvalResult, list[Group]]] = {}
     for name, requests in evaluator.requests.items():

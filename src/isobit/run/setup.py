@@ -66,8 +66,8 @@ from isobit.run.grading import RecordedGrading
 from isobit.run.pending import Collected, Pending, pending_bytes
 from isobit.run.plan import Outline, check_requests, describe_source, plan_device_memory
 from isobit.run.reward_models import ModelRewards, plan_reward_models
-from isobit.run.rollouters import Apart
-from isobit.run.rollouters import evaluate as evaluate_apart
+from isobit.run.rollouters import Rollouters
+from isobit.run.rollouters import evaluate as evaluate_by_rollouters
 from isobit.store.manifest import Extra
 from isobit.training.calibration import Calibration, build_calibration, describe_shadow
 from isobit.training.judge import Judge
@@ -159,7 +159,7 @@ def build_parts(outline: Outline, world: World = ALONE, learns: bool = True) -> 
     device = world.own_device(outline.choose_device())
     slots, plan = Slots.of(outline.training.slots, world), None
     if support(device.type).has_own_memory:
-        here = world.messages(world.host).count(world.host)
+        here = world.all_gather(world.host).count(world.host)
         plan = plan_device_memory(outline, device, world.size, here, learns, slots.hosts)
         allocate_in_pages(device)
         rollout = rollout.model_copy(update={"kv_pages": plan.pages})
@@ -273,7 +273,7 @@ class RlRun(PreparedRun):
     """What the policy is held close to; None without a penalty."""
     pending: Pending
     """The batches between sampling and learning."""
-    apart: Apart | None
+    rollouters: Rollouters | None
     """Who samples, where these processes only train."""
     replay: ReplayBuffer | None
     """None where nothing is learnt from again."""
@@ -354,25 +354,28 @@ class RlRun(PreparedRun):
 
     def evaluate(self, progress: OnProgress, grading: Grading) -> Evaluation[EvalResult]:
         """Every evaluation set under the current policy."""
-        if self.apart is None:
+        if self.rollouters is None:
             return self.evaluator.run(progress, grading)
         assert isinstance(grading, RecordedGrading)
-        return evaluate_apart(self.apart, self.model.policy, self.evaluator, grading)
+        return evaluate_by_rollouters(self.rollouters, self.model.policy, self.evaluator, grading)
 
 
 def prepare_rl(
-    config: RunConfig, world: World = ALONE, apart: Apart | None = None, learns: bool = True
+    config: RunConfig,
+    world: World = ALONE,
+    rollouters: Rollouters | None = None,
+    learns: bool = True,
 ) -> RlRun:
-    """Load and check a run, on each rank of a world; ``apart`` has those who sample for it, and one
-    that never ``learns`` is one of them.  Raises an ``IsobitError`` that names what cannot be used;
-    writes nothing.
+    """Load and check a run, on each rank of a world; ``rollouters`` has those who sample for
+    it, and one that never ``learns`` is one of them.  Raises an ``IsobitError`` that names what
+    cannot be used; writes nothing.
     """
     check_tracking(config.tracking)
     made = read_rl(config)
     parts = build_parts(made.outline, world, learns)
     assert parts.engine is not None, "reinforcement learning always generates"
     check_requests(made.requests, parts.engine.check, parts.model.context)
-    if apart is not None:
+    if rollouters is not None:
         parts.engine.release()  # it is asked for nothing
     return RlRun(
         parts,
@@ -389,7 +392,7 @@ def prepare_rl(
         Evaluator(parts.engine, made.evaluation, world),
         load_reference(config, parts.model.policy) if learns else None,
         Pending(config.asynchrony.lag, config.training.steps, made.data.prompts),
-        apart,
+        rollouters,
         ReplayBuffer(config.replay, config.seed) if config.replay.fraction > 0 else None,
         build_calibration(config, made.algorithm, parts.trainer),
     )

@@ -52,11 +52,11 @@ from isobit.models.safetensors import (
 from isobit.parallel.world import (
     ALONE,
     World,
-    gathered,
-    in_turn,
-    told,
-    write_by_first,
-    write_together,
+    broadcast,
+    interleaved,
+    run_and_gather,
+    write_on_all,
+    write_on_first,
 )
 from isobit.util.errors import CheckpointError
 from isobit.util.files import check_free, commit_folder, disk_errors, sync
@@ -116,7 +116,7 @@ def first_damage(
             found = threads.map(damage_at, mine)
             return [(place, text) for place, text in zip(mine, found, strict=True) if text]
 
-    problems = [problem for found in gathered(world, look) for problem in found]
+    problems = [problem for found in run_and_gather(world, look) for problem in found]
     return min(problems)[1] if problems else None
 
 
@@ -268,16 +268,16 @@ def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> 
 
     def commit() -> None:
         with disk_errors(parent, what, num_bytes):
-            _write_manifest(partial, snapshot, sizes, chunks, in_turn(made))
+            _write_manifest(partial, snapshot, sizes, chunks, interleaved(made))
             commit_folder(partial, folder)
 
     try:
-        write_by_first(world, create)
-        write_together(world, write)
-        sizes = told(world, lambda: _sizes(partial, files))
+        write_on_first(world, create)
+        write_on_all(world, write)
+        sizes = broadcast(world, lambda: _sizes(partial, files))
         chunks = chunks_of(sizes, CHUNK_BYTES)
-        made = write_together(world, read_back)
-        write_by_first(world, commit)
+        made = write_on_all(world, read_back)
+        write_on_first(world, commit)
     except Exception:
         if world.rank == 0:  # its space is what the user needs now
             shutil.rmtree(partial, ignore_errors=True)
@@ -288,7 +288,7 @@ def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> 
 def _check_alike(world: World, plans: Mapping[str, FilePlan]) -> None:
     """Every rank is about to write into the same files."""
     headers = b"".join(plan.header for plan in plans.values())
-    found = world.messages(hashlib.sha256(headers).hexdigest())
+    found = world.all_gather(hashlib.sha256(headers).hexdigest())
     assert len(set(found)) == 1, f"ranks plan other files: {found}"
 
 
@@ -356,7 +356,7 @@ def _told_or_refused(world: World, make: Callable[[], str]) -> str:
         except CheckpointError as error:
             return {"problem": str(error)}
 
-    found = told(world, attempt)
+    found = broadcast(world, attempt)
     if "problem" in found:
         raise CheckpointError(found["problem"])
     return found["made"]

@@ -369,7 +369,7 @@ def _holder(path: Path) -> str:
 _REMOVED = " (deleted)"
 
 
-class Place:
+class DirectoryWatch:
     """Of a run's directory, once it is held."""
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ from typing import Protocol, Self
 
 from isobit.config.tables import CheckpointConfig
 from isobit.models.folder import write_model
-from isobit.parallel.world import is_agreed, together, told
+from isobit.parallel.world import broadcast, is_raised_on_all, run_on_all
 from isobit.store.checkpoint import (
     Snapshot,
     folder_name,
@@ -199,8 +199,8 @@ class CheckpointKeeper:
         self._run, self._log, self._console = run, log, console
         self._config = run.config.checkpoint
         self._model_when_interrupted = model_when_interrupted
-        self._directory, self._world, self._place = start.directory, start.world, start.place
-        self._room = start.room
+        self._directory, self._world, self._watch = start.directory, start.world, start.watch
+        self._writer = start.writer
         self._save_time = SaveTime(self._config.every)
         self._is_ours = True
         """Whether what is called as the run's directory was is that still."""
@@ -227,7 +227,7 @@ class CheckpointKeeper:
 
     def check_place(self) -> None:
         """Raise StorageError where the run's directory was moved or removed."""
-        self._place.check()
+        self._watch.check()
 
     def _save_at_the_end(self, is_interrupted: bool) -> None:
         """What stands, and how to go on.  An error of its own is said: the first one counts.  Who
@@ -235,7 +235,7 @@ class CheckpointKeeper:
         """
         cause = "" if is_interrupted else "once the cause is gone, "
         if is_interrupted:
-            self._room.give_up()
+            self._writer.give_up()
         try:
             self._follow()
             self._save_what_stands()
@@ -249,15 +249,15 @@ class CheckpointKeeper:
 
     def _follow(self) -> None:
         """To where the directory is now."""
-        if self._world.size == 1 and self._place.now() == self._directory.root:
+        if self._world.size == 1 and self._watch.now() == self._directory.root:
             return
-        root = told(self._world, self._root_now)
+        root = broadcast(self._world, self._root_now)
         if root != str(self._directory.root):
             self._directory = RunDirectory(Path(root))
-            self._room.follow(self._directory.root)
+            self._writer.follow(self._directory.root)
 
     def _root_now(self) -> str:
-        place, root = self._place.now(), self._directory.root
+        place, root = self._watch.now(), self._directory.root
         if place is None:
             if root.exists():
                 self._is_ours = False
@@ -286,7 +286,7 @@ class CheckpointKeeper:
 
     def _all_end(self, error: BaseException) -> bool:
         """Whether every rank has come here, so that all can save together."""
-        if self._world.size == 1 or is_agreed(error):
+        if self._world.size == 1 or is_raised_on_all(error):
             return True
         self._console.line(
             f"not all ranks can save; checkpoint: {self._where()}; once the cause is gone, go on "
@@ -317,17 +317,17 @@ class CheckpointKeeper:
         self._world.pulse.beat("model folder")
         num_bytes = 2 * sum(map(prod, self._run.model.policy.shapes.values()))
         with self._console.writing("the trained model", num_bytes):
-            self._room.write(lambda: write_model(self._run.model, self._directory.model))
+            self._writer.write(lambda: write_model(self._run.model, self._directory.model))
 
     def _save_last_weights(self) -> None:
-        if all(self._world.messages(self._run.trainer.is_whole)):
+        if all(self._world.all_gather(self._run.trainer.is_whole)):
             self.save_model()
             self._console.line(
                 f"stopped early: the weights of the last update are in {self._directory.model}"
             )
 
     def _save_what_stands(self) -> None:
-        if all(self._world.messages(holds(self._log.boundary, self._run))):
+        if all(self._world.all_gather(holds(self._log.boundary, self._run))):
             self._save()
 
     def _save(self) -> None:
@@ -337,9 +337,9 @@ class CheckpointKeeper:
         self._check_finite()
         self._world.pulse.beat("checkpoint")
         content = snapshot(boundary, self._run)
-        self._room.by_first(lambda: sync_journals(self._directory))
+        self._writer.write_on_first(lambda: sync_journals(self._directory))
         with self._console.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
-            self._room.write(lambda: self._write(content))
+            self._writer.write(lambda: self._write(content))
         folder = self._directory.checkpoints
         self._console.notes(self._save_time.notes(boundary.step, content.num_bytes, folder))
         self._on_disk = boundary.step
@@ -360,10 +360,12 @@ class CheckpointKeeper:
                         "of them is written"
                     )
 
-        together(self._world, look)
+        run_on_all(self._world, look)
 
     def _apply_retention(self) -> None:
-        self._room.by_first(lambda: apply_retention(self._directory.checkpoints, self._config))
+        self._writer.write_on_first(
+            lambda: apply_retention(self._directory.checkpoints, self._config)
+        )
 
     def _is_best(self, step: int) -> bool:
         name = self._config.keep_best

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from isobit.config.recipes import Recipe
 from isobit.models.config import ModelConfig
-from isobit.parallel.world import ALONE, World, agreed, together, told, write_by_first
+from isobit.parallel.world import ALONE, World, broadcast, raised_on_all, run_on_all, write_on_first
 from isobit.store import state
 from isobit.store.checkpoint import (
     Checkpoint,
@@ -51,7 +51,7 @@ from isobit.store.compatible import (
     run_manifest,
 )
 from isobit.store.directory import (
-    Place,
+    DirectoryWatch,
     RunDirectory,
     check_positions,
     check_unused,
@@ -65,7 +65,7 @@ from isobit.store.manifest import TrainingRun, environment, manifest, processes
 from isobit.store.reward_record import RewardRecord
 from isobit.store.space import DiskPlan, plan_disk
 from isobit.store.state import drop_torn_line, read_changes
-from isobit.store.writing import Room, check_shared
+from isobit.store.writing import WaitingWriter, check_shared
 from isobit.training.trainer import BudgetChange
 from isobit.util.errors import CheckpointError
 from isobit.util.files import LARGE, disk_errors
@@ -84,7 +84,7 @@ def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Ch
     """
     problems: list[str] = []
     whole: Checkpoint | None = None
-    for step, size in told(world, lambda: _candidates(directory, say)):
+    for step, size in broadcast(world, lambda: _candidates(directory, say)):
         folder = directory.checkpoints / folder_name(step)
         if size >= LARGE:
             say(f"checking the checkpoint of step {step}: {gib(size)}")
@@ -108,7 +108,7 @@ def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Ch
         )
         return whole
     if problems:
-        raise agreed(
+        raise raised_on_all(
             CheckpointError(
                 "\n".join(
                     [
@@ -175,7 +175,7 @@ def _lost_lines(directory: RunDirectory, checkpoint: Checkpoint, world: World) -
             return str(error)
         return None
 
-    return told(world, problem)
+    return broadcast(world, problem)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -196,7 +196,7 @@ class Start:
     world: World
     hosts: Sequence[str]
     """By rank."""
-    room: Room
+    writer: WaitingWriter
     """For all that is written from ``open`` on."""
     _lock: ExitStack
     _say: Say
@@ -213,7 +213,7 @@ class Start:
     """Names of what the user lets change."""
     doing: Doing = RESUMING
     """What is refused where inputs or bits are others."""
-    place: Place = field(default_factory=Place)
+    watch: DirectoryWatch = field(default_factory=DirectoryWatch)
     """Where the directory is; of the rank that writes."""
 
     @property
@@ -247,7 +247,7 @@ class Start:
             world, device = run.model.policy.world, run.model.policy.device
             old, now = recorded(self.old_manifest, self.checkpoint), environment(device)
             settings = tuple(self.changed)
-            more = together(
+            more = run_on_all(
                 world,
                 lambda: compare(
                     old, run.config, run.inputs, now, self.allowed, settings, self.doing
@@ -272,7 +272,7 @@ class Start:
         """Make the directory, or take an old one back to where the run stands; from now on files
         are written.  All ranks together.
         """
-        write_by_first(self.world, lambda: self._open(run))
+        write_on_first(self.world, lambda: self._open(run))
         if not self.writes:
             self.rewards.follow()
 
@@ -313,8 +313,8 @@ class Start:
                 self._lock.callback(self.rewards.close)
 
     def _hold(self, root: Path) -> None:
-        self.place.hold(root)
-        self._lock.callback(self.place.release)
+        self.watch.hold(root)
+        self._lock.callback(self.watch.release)
 
 
 @contextmanager
@@ -338,8 +338,8 @@ def begin(
     run's; CheckpointError where no checkpoint of several can be used; StorageError for a disk
     without room for what the run will write.
     """
-    directory, hosts = RunDirectory(config.output), world.messages(world.host)
-    room = Room(world, directory.root, config.checkpoint.wait_for_space_s, say, check)
+    directory, hosts = RunDirectory(config.output), world.all_gather(world.host)
+    writer = WaitingWriter(world, directory.root, config.checkpoint.wait_for_space_s, say, check)
     if config.checkpoint.keep_last or resume:
         check_shared(world, directory.root)
     with ExitStack() as lock:
@@ -355,12 +355,14 @@ def begin(
                 lock.enter_context(locked(directory.root))
             return True
 
-        if not told(world, look):
-            yield Start(directory, RewardRecord(say), world, hosts, room, lock, say)
+        if not broadcast(world, look):
+            yield Start(directory, RewardRecord(say), world, hosts, writer, lock, say)
             return
         checkpoint = newest_usable(directory, say, world)
         found = json.loads(
-            told(world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed))
+            broadcast(
+                world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed)
+            )
         )
         rewards = [line.encode() for line in found["rewards"]]
         say(
@@ -372,7 +374,7 @@ def begin(
             RewardRecord(say, rewards, position_at(checkpoint, directory.rewards)),
             world,
             hosts,
-            room,
+            writer,
             lock,
             say,
             found["old"],
@@ -506,8 +508,8 @@ def begin_again(
     ``Start.restore`` raises ConfigError for inputs or a class of bits that are others than the
     run's and not ``allowed``.
     """
-    directory, hosts = RunDirectory(config.output), world.messages(world.host)
-    found = told(
+    directory, hosts = RunDirectory(config.output), world.all_gather(world.host)
+    found = broadcast(
         world,
         lambda: [
             asdict(change)
@@ -515,14 +517,14 @@ def begin_again(
         ],
     )
     changes = [BudgetChange(**change) for change in found]
-    room = Room(world, directory.root, config.checkpoint.wait_for_space_s, say, check)
+    writer = WaitingWriter(world, directory.root, config.checkpoint.wait_for_space_s, say, check)
     with ExitStack() as lock:
         yield Start(
             directory,
             rewards,
             world,
             hosts,
-            room,
+            writer,
             lock,
             say,
             manifest,

@@ -66,7 +66,7 @@ from isobit.models.checksum import added_up, checksum, checksum_of
 from isobit.models.policy import Policy
 from isobit.models.safetensors import Slice, TensorFile
 from isobit.parallel.ownership import Ownership
-from isobit.parallel.world import together
+from isobit.parallel.world import run_on_all
 from isobit.records.digests import group_digests
 from isobit.records.text import Group, json_line
 from isobit.store.checkpoint import Checkpoint, Snapshot
@@ -231,12 +231,12 @@ def restore(checkpoint: Checkpoint, run: TrainingRun, other_prompts: bool = Fals
     """
     state, policy = checkpoint.state, run.model.policy
     share = _share(policy)
-    masters, moments = together(policy.world, lambda: _open_tensors(checkpoint, run))
+    masters, moments = run_on_all(policy.world, lambda: _open_tensors(checkpoint, run))
     policy.restore(share.own_masters(masters), state["weights_version"])
     run.trainer.restore(state["trainer"], share.own_moments(moments))
     run.trainer.budget.changes = [BudgetChange(**change) for change in state.get("budget", [])]
     run.sampler.restore(state["sampler"], other_prompts)
-    together(policy.world, lambda: _restore_extras(checkpoint, run))
+    run_on_all(policy.world, lambda: _restore_extras(checkpoint, run))
 
 
 def _share(policy: Policy) -> Share:
@@ -300,7 +300,7 @@ def state_digest(run: TrainingRun) -> StateDigest:
     masters = checksum(share.masters(policy.masters).items())
     moments = checksum(share.moments(run.trainer.moments()).items())
     _, weights = policy.compare(policy.world)
-    found = policy.world.messages([masters, moments])
+    found = policy.world.all_gather([masters, moments])
     return StateDigest(
         _digits(weights),
         _digits(added_up(one[0] for one in found)),

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import TypeVar
 
-from isobit.parallel.world import World, agreed, together, told, write_by_first
+from isobit.parallel.world import World, broadcast, raised_on_all, run_on_all, write_on_first
 from isobit.util.errors import ConfigError, NoSpaceError
 from isobit.util.files import disk_errors
 
@@ -33,7 +33,7 @@ LOOK_S = 0.5
 SAID_EVERY_S = 120.0
 
 
-class Room:
+class WaitingWriter:
     """Of a run in ``root``, for every write that is its own."""
 
     def __init__(
@@ -80,18 +80,18 @@ class Room:
             self._pause(pause)
             waited, pause = waited + pause, min(2 * pause, LONGEST_S)
 
-    def by_first(self, attempt: Callable[[], None]) -> None:
+    def write_on_first(self, attempt: Callable[[], None]) -> None:
         """``write`` of what rank 0 does alone; its error, of whatever file, is that of all."""
 
         def first() -> None:
             with disk_errors(self._root, "the files of the run"):
                 attempt()
 
-        self.write(lambda: write_by_first(self._world, first))
+        self.write(lambda: write_on_first(self._world, first))
 
     def _pause(self, seconds: float) -> None:
         while seconds > 0:
-            together(self._world, self._look)
+            run_on_all(self._world, self._look)
             sleep(min(seconds, LOOK_S))
             seconds -= LOOK_S
 
@@ -122,16 +122,16 @@ def check_shared(world: World, root: Path) -> None:
             (above[level] / name).touch()
         return level, name
 
-    level, name = told(world, leave)
+    level, name = broadcast(world, leave)
     place = above[level] if level < len(above) else above[-1]
     mine = f"rank {world.rank} on {world.host}: {place}"
-    found = world.messages([mine, _appears(place / name)])
+    found = world.all_gather([mine, _appears(place / name)])
     if world.rank == 0:
         with suppress(OSError):
             (place / name).unlink()
     blind = [where for where, sees in found if not sees]
     if blind:
-        raise agreed(
+        raise raised_on_all(
             ConfigError(
                 f"output is {str(root)!r}, and what rank 0 writes there is not seen by\n"
                 + "".join(f"  {where}\n" for where in blind)

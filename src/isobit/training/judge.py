@@ -34,7 +34,7 @@ from isobit.config.algorithm import Correction, StepConfig
 from isobit.config.tables import OldLogProbs
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
-from isobit.parallel.world import ALONE, World, shared_out
+from isobit.parallel.world import ALONE, World, map_on_all
 from isobit.records.batch import Sample, first_fit_decreasing, lay_end_to_end, responses
 from isobit.records.sequence import Digests, Numbers, TokenSequence
 from isobit.records.text import Group
@@ -71,7 +71,7 @@ def score_sequences(
         return [None if column is None else column.split(counts) for column in found]
 
     made: dict[int, SequenceScores] = {}
-    for members, found in zip(bins, shared_out(world, bins, columns), strict=True):
+    for members, found in zip(bins, map_on_all(world, bins, columns), strict=True):
         for place, index in enumerate(members):
             log_probs, values, routings = (of and of[place].numpy() for of in found)
             sequence = sequences[index]

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from isobit.config.tables import OptimisationConfig
-from isobit.parallel.world import agreed
+from isobit.parallel.world import raised_on_all
 from isobit.training.optimiser import advise_smaller_moments
 from isobit.training.trainer import Trainer, halved
 from isobit.util.errors import IsobitError, OutOfMemoryError
@@ -40,7 +40,7 @@ class _Failure:
 
     def error(self, phase: str, advice: str) -> IsobitError:
         """All ranks have agreed on the failure, and end alike."""
-        return agreed(OutOfMemoryError(phase, self.reason, self.free, advice))
+        return raised_on_all(OutOfMemoryError(phase, self.reason, self.free, advice))
 
 
 def within_memory(

@@ -27,7 +27,7 @@ from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.policy_gradient import token_mean_weights
 from isobit.models.frozen import last_tokens_batch, without_padding
 from isobit.models.scorer import Scorer
-from isobit.parallel.world import ALONE, World, shared_out
+from isobit.parallel.world import ALONE, World, map_on_all
 from isobit.records.batch import PackedBatch, TokenScores, first_fit_decreasing, pack
 from isobit.records.sequence import TokenSequence
 from isobit.training.trainer import Trainer
@@ -101,7 +101,7 @@ def measure_pairs(
         chosen, rejected = _by_pair(scorer.score(batch))
         return (chosen.double() - rejected.double()).tolist()
 
-    margins = [one for made in shared_out(world, batches, margins_of) for one in made]
+    margins = [one for made in map_on_all(world, batches, margins_of) for one in made]
     count = len(margins)
     return PairFigures(
         loss=fsum(_softplus(-margin) for margin in margins) / count,
@@ -149,7 +149,7 @@ def mean_loss(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
     """The loss over all completion tokens of ``batches`` together, in nats a token, without
     learning from them.  The sum is rounded once: the cut into batches changes no bit of it.
     """
-    found = shared_out(
+    found = map_on_all(
         trainer.policy.world, batches, lambda batch: trainer.scorer.score(batch).log_probs
     )
     total = fsum(value for log_probs in found for value in log_probs.tolist())

@@ -62,7 +62,7 @@ from isobit.models.layers import RouterCoefficients
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.parallel.slots import SlotSum
-from isobit.parallel.world import World, agreed, gathered, together
+from isobit.parallel.world import World, raised_on_all, run_and_gather, run_on_all
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.training.figures import (
     UpdateMetrics,
@@ -158,7 +158,7 @@ class Rounds:
         figures: list[dict[str, Any]] = [{} for _ in members]
         for first in range(0, slots.count, slots.hosts):
             own = members[first + gradient.host :: slots.count]
-            found = gathered(world, partial(self._slot, own, gradient))
+            found = run_and_gather(world, partial(self._slot, own, gradient))
             for host in range(slots.hosts):
                 made = found[host * gradient.group.size]
                 figures[first + host :: slots.count] = made
@@ -180,7 +180,7 @@ class Rounds:
         for begin in range(0, len(members), group.size):
             active = min(group.size, len(members) - begin)
             own = members[begin + group.rank] if group.rank < active else None
-            made = gathered(group, partial(self.forward, own, active))[:active]
+            made = run_and_gather(group, partial(self.forward, own, active))[:active]
             figures += made
             if stops and not all(math.isfinite(one["loss"]) for one in made):
                 break
@@ -409,7 +409,7 @@ class Trainer:
             )
             try:
                 made = figures_text(rounds.figures(chosen))
-                found = gathered(policy.world, partial(_digests, policy, rounds))
+                found = run_and_gather(policy.world, partial(_digests, policy, rounds))
             finally:
                 self._optimiser.drop_gradients()
                 policy.gradient.release()
@@ -436,7 +436,7 @@ class Trainer:
             totals.add(batch, made)
             if not math.isfinite(made["loss"]):
                 return math.nan, f"the loss is {made['loss']}"
-        squares = gathered(world, rounds.squares)
+        squares = run_and_gather(world, rounds.squares)
         norm = gradient_norm(square for of_rank in squares for square in of_rank)
         return norm, None if norm <= _LARGEST_NORM else self._what_is_not_finite(norm)
 
@@ -444,7 +444,7 @@ class Trainer:
         """The master nearest to the loss whose gradient holds a NaN or an infinity: the backward
         goes from there to all before it.
         """
-        places = self.policy.world.messages(
+        places = self.policy.world.all_gather(
             [
                 place
                 for place, master in enumerate(self.policy.masters.values())
@@ -460,7 +460,7 @@ class Trainer:
         clip_gradients(self._optimiser, norm, self.config.max_grad_norm)
         self._optimiser.learning_rate = rate
         self.is_whole = False
-        together(self.policy.world, self._optimiser.step)
+        run_on_all(self.policy.world, self._optimiser.step)
         with self.timing("publish"):
             self.policy.publish()
         self.is_whole = True
@@ -475,7 +475,7 @@ class Trainer:
                 "are those of the last good one: "
                 "lower the learning rate, or look for what is not finite in rewards or weights"
             )
-            raise agreed(NonFiniteError(reason))
+            raise raised_on_all(NonFiniteError(reason))
 
 
 def _digests(policy: Policy, rounds: Rounds) -> dict[str, str]:
