@@ -69,4 +69,4 @@ lock: $(READY)
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks experiments tools -name __pycache__ -type d -prune -exec rm -rf {} +

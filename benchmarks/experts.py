@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.comparison.card import measure_card
-from benchmarks.comparison.kernels import kernel_times
+from benchmarks.common import kernel_times, measure_card
 from isobit.kernels.hopper.experts import experts, experts_backward, experts_saving, route
 from isobit.kernels.hopper.linear import linear_input
 from isobit.kernels.hopper.publish import publish

@@ -5,12 +5,20 @@ mathematics.
 
 Prints a line of JSON for each.  The floor that the project sets itself on two cores is 2,000 and
 500; starting the processes and importing their modules is not counted, and is told beside.
+
+Five hundred short mathematical answers, each with its reference and whether they are equal.
+
+The mix is that of final answers in problem sets: integers, decimals and fractions, roots and
+multiples of pi, polynomials, intervals, sets, equations, percentages, units and words.  Half are
+wrong.  The same five hundred every time.
 """
 
 import argparse
 import json
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from isobit.config.reward import RewardConfig
@@ -79,6 +87,135 @@ def batch(answers: Sequence[tuple[str, str]], numbers: "count[int]") -> list[Gro
         completions = [Completion(sequence, text, "stop") for _ in range(SAMPLES)]
         groups.append(Group(prompt, 0, completions))
     return groups
+
+
+COUNT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class MathAnswer:
+    """``completion`` ends in ``answer``, in a box; ``equal`` is whether that equals
+    ``reference``.
+    """
+
+    reference: str
+    answer: str
+    equal: bool
+
+    @property
+    def completion(self) -> str:
+        """A completion that gives the answer."""
+        return f"Adding both sides we get the result.\n\nThe answer is $\\boxed{{{self.answer}}}$."
+
+
+Drawn = tuple[str, str, str]
+"""A reference, another way to write it, and a wrong answer."""
+
+
+def _integer(draw: random.Random) -> Drawn:
+    value = draw.randint(-999, 9999)
+    return (
+        str(value),
+        draw.choice([f"{value}", f"{value}.0", f" {value} ", f"x = {value}"]),
+        str(value + 1),
+    )
+
+
+def _decimal(draw: random.Random) -> Drawn:
+    value = draw.randint(1, 9999)
+    return f"{value / 100}", f"{value}/100", f"{(value + 3) / 100}"
+
+
+def _fraction(draw: random.Random) -> Drawn:
+    above, below, factor = draw.randint(1, 20), draw.randint(2, 20), draw.randint(2, 5)
+    reference = f"\\frac{{{above}}}{{{below}}}"
+    same = draw.choice([f"{above}/{below}", f"\\dfrac{{{above * factor}}}{{{below * factor}}}"])
+    return reference, same, f"\\frac{{{above + 1}}}{{{below}}}"
+
+
+def _root(draw: random.Random) -> Drawn:
+    outside, inside = draw.randint(2, 9), draw.choice([2, 3, 5, 6, 7])
+    return (
+        f"{outside}\\sqrt{{{inside}}}",
+        f"\\sqrt{{{outside * outside * inside}}}",
+        f"\\sqrt{{{inside}}}",
+    )
+
+
+def _pi(draw: random.Random) -> Drawn:
+    above, below = draw.randint(1, 9), draw.randint(2, 9)
+    return f"\\frac{{{above}\\pi}}{{{below}}}", f"{above}\\pi/{below}", f"{above}\\pi"
+
+
+def _polynomial(draw: random.Random) -> Drawn:
+    root = draw.randint(1, 9)
+    return f"x^2+{2 * root}x+{root * root}", f"(x+{root})^2", f"x^2+{2 * root}x"
+
+
+def _interval(draw: random.Random) -> Drawn:
+    low = draw.randint(0, 9)
+    return f"[{low},{low + 3})", f"x \\in [{low}, {low + 3})", f"({low},{low + 3})"
+
+
+def _set(draw: random.Random) -> Drawn:
+    low = draw.randint(0, 9)
+    return f"\\{{{low},{low + 2}\\}}", f"{low + 2}, {low}", f"\\{{{low},{low + 3}\\}}"
+
+
+def _power(draw: random.Random) -> Drawn:
+    exponent = draw.randint(2, 12)
+    return str(2**exponent), f"2^{{{exponent}}}", f"2^{{{exponent + 1}}}"
+
+
+def _percentage(draw: random.Random) -> Drawn:
+    value = draw.randint(1, 99)
+    return f"{value}\\%", f"{value / 100}", f"{value + 1}\\%"
+
+
+def _unit(draw: random.Random) -> Drawn:
+    value = draw.randint(1, 99)
+    return str(value), f"{value}\\text{{ cm}}", f"{value + 2}\\text{{ cm}}"
+
+
+def _word(draw: random.Random) -> Drawn:
+    first, second = draw.sample(["Monday", "Tuesday", "Friday", "Sunday"], 2)
+    return f"\\text{{{first}}}", first, second
+
+
+def _thousands(draw: random.Random) -> Drawn:
+    value = draw.randint(1000, 99999)
+    return str(value), f"{value:,}", f"{value + 1:,}"
+
+
+KINDS: tuple[tuple[Callable[[random.Random], Drawn], int], ...] = (
+    (_integer, 180),
+    (_decimal, 40),
+    (_fraction, 80),
+    (_root, 40),
+    (_pi, 20),
+    (_polynomial, 20),
+    (_interval, 15),
+    (_set, 20),
+    (_power, 20),
+    (_percentage, 20),
+    (_unit, 20),
+    (_word, 15),
+    (_thousands, 10),
+)
+
+
+def answers() -> list[MathAnswer]:
+    """All of them, in an order that mixes the kinds."""
+    draw = random.Random(0)  # noqa: S311  (no secret)
+    made = []
+    for kind, several in KINDS:
+        for index in range(several):
+            reference, same, wrong = kind(draw)
+            equal = index % 2 == 0
+            made.append(MathAnswer(reference, same if equal else wrong, equal))
+    assert len(made) == COUNT
+    draw.shuffle(made)
+    return made
 
 
 if __name__ == "__main__":

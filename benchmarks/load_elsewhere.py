@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison.command import run_command
+from benchmarks.common import run_command
 
 QUESTION = "What is the capital of France?"
 MODEL_LENGTH = 512
@@ -127,7 +127,7 @@ def _prompt(folder: Path, question: str) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _write(arguments: argparse.Namespace, name: str, answer: tuple[int, ...], **more: Any) -> None:
-    from benchmarks.pretrained.results import write_result
+    from benchmarks.real_checkpoint import write_result
     from isobit.data.tokenizer import decode, load_tokenizer
 
     text = decode(load_tokenizer(arguments.folder), answer)

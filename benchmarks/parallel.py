@@ -20,27 +20,30 @@ proof      three steps of 64 samples of 512 tokens, and the SHA-256 of the weigh
 table      ratios of several ranks to one, and of a split to ranks that do both
 
 Weights, prompts and rewards are random.  Rows are appended to DIR as they come.
+
+Rows of results, written by rank 0.
+
+Several ranks beside one, as ratios of one sitting: a row is compared with rows of its card.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import Any, get_args
 
-from benchmarks.comparison.command import run_command
-from benchmarks.passes.cases import Case, parse_case
-from benchmarks.rl_steps import cases
+from benchmarks import cases
+from benchmarks.cases import PassCase, parse_case
+from benchmarks.common import Row, RowWriter, measure_card, read_rows, run_command
+from benchmarks.rollout_engines import native_versions
 from isobit.config.tables import Recompute
 from isobit.parallel.processes import joined
 from isobit.parallel.world import World
 
-if TYPE_CHECKING:
-    from benchmarks.ranks.writing import Sitting
-
 PRECISIONS = ("bf16", "fp8-linear", "fp8")
-PROOF = cases.Case(8, 8, 128, 512)
+PROOF = cases.StepCase(8, 8, 128, 512)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -81,8 +84,6 @@ def in_world(
     run: Callable[[World, argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], None]:
     def joined_run(arguments: argparse.Namespace) -> None:
-        from benchmarks.ranks.writing import measure_first_card
-
         measure_first_card()
         with joined() as world:
             run(world, arguments)
@@ -91,67 +92,168 @@ def in_world(
 
 
 def links(world: World, arguments: argparse.Namespace) -> None:
-    from benchmarks.ranks.links import run_links
+    from benchmarks.ranks import run_links
 
     run_links(_sitting(world, arguments))
 
 
 def train(world: World, arguments: argparse.Namespace) -> None:
-    from benchmarks.ranks.training import run_training
+    from benchmarks.ranks import run_training
 
     note = "copy engines" if not arguments.by_nccl else "NCCL's kernels"
     if arguments.by_nccl:
-        from benchmarks.ranks.by_nccl import without_copy_engines
+        from benchmarks.ranks import without_copy_engines
 
         without_copy_engines()
     run_training(world, _case(arguments), arguments.microbatches, arguments.out, note)
 
 
 def digests(world: World, arguments: argparse.Namespace) -> None:
-    from benchmarks.ranks.training import run_digests
+    from benchmarks.ranks import run_digests
 
     run_digests(world, _case(arguments), arguments.microbatches, arguments.out)
 
 
 def step(world: World, arguments: argparse.Namespace) -> None:
-    from benchmarks.ranks.steps import run_timed
+    from benchmarks.ranks import run_timed
 
     prompts = arguments.prompts * (world.size if arguments.weak else 1)
-    case = replace(cases.CASES["2k"], prompts=prompts)
+    case = replace(cases.STEP_CASES["2k"], prompts=prompts)
     run_timed(_sitting(world, arguments), case, _settings(arguments))
 
 
 def split(world: World, arguments: argparse.Namespace) -> None:
-    from benchmarks.ranks.split import run_split
+    from benchmarks.ranks import run_split
 
-    case = replace(cases.CASES["2k"], prompts=arguments.prompts)
+    case = replace(cases.STEP_CASES["2k"], prompts=arguments.prompts)
     run_split(_sitting(world, arguments), case, _settings(arguments))
 
 
 def proof(world: World, arguments: argparse.Namespace) -> None:
-    from benchmarks.ranks.steps import run_proof
+    from benchmarks.ranks import run_proof
 
     run_proof(_sitting(world, arguments), PROOF, _settings(arguments))
 
 
 def table(arguments: argparse.Namespace) -> None:
-    from benchmarks.ranks.table import run_table
-
     run_table(arguments.directory)
 
 
 def _sitting(world: World, arguments: argparse.Namespace) -> "Sitting":
-    from benchmarks.ranks.writing import Sitting
 
     return Sitting(world, arguments.precision, arguments.shape, arguments.out)
 
 
-def _case(arguments: argparse.Namespace) -> Case:
+def _case(arguments: argparse.Namespace) -> PassCase:
     return replace(arguments.case, shape=arguments.shape)
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, object]:
     return {"recompute": arguments.recompute, "tokens_per_microbatch": arguments.tokens}
+
+
+_cards: list[Row] = []
+
+
+def measure_first_card() -> None:
+    """On rank 0, before it has anything on a card: a fork measures."""
+    if os.environ.get("RANK", "0") == "0":
+        _cards.append(measure_card())
+
+
+@dataclass(frozen=True, slots=True)
+class Sitting:
+    """What the measurements of one command have in common."""
+
+    world: World
+    mode: str
+    shape: str
+    out: Path
+    device: str = "cuda"
+
+    def rows(self) -> "RankRows":
+        """Where they are written."""
+        return RankRows(self.world, self.out, self.mode, self.shape)
+
+
+class RankRows:
+    """Appends to ``DIR/ranks-<mode>-<shape>.jsonl``; every rank measures, the first one writes."""
+
+    def __init__(self, world: World, directory: Path, mode: str, shape: str) -> None:
+        self._world, self._writer = world, None
+        if world.rank == 0:
+            versions = native_versions()
+            card = _cards[0] if _cards else {}
+            self._writer = RowWriter(directory, "ranks", mode, shape, card, versions)
+
+    def write(self, **row: Any) -> None:
+        """One measurement."""
+        if self._writer is not None:
+            self._writer.write(ranks=self._world.size, **row)
+
+
+NAMES = {
+    "training": ("tokens_per_s", "round_s"),
+    "step": ("rollout_tokens_per_s", "seconds"),
+    "digests": ("published", "masters"),
+    "proof": ("published", "completions"),
+    "split": ("seconds",),
+}
+
+
+def run_table(directory: Path) -> None:
+    """Print a line for everything that was measured with one rank and with several, and for a
+    split beside the same step of ranks that do both.
+    """
+    rows = [row for row in read_rows(directory) if "error" not in row]
+    bases = {_key(row): row for row in rows if row["ranks"] == 1}
+    together = {_key(row): row for row in rows if row["ranks"] > 1 and row["kind"] == "step"}
+    print("| what | ranks | base | ours | ratio |")
+    print("|---|---:|---:|---:|---:|")
+    for row in rows:
+        base = together.get(_key(row)) if row["kind"] == "split" else bases.get(_key(row))
+        if row["ranks"] == 1 or base is None:
+            continue
+        for name, ours, theirs in _compared(row, base):
+            if isinstance(ours, str):
+                same = "equal" if ours == theirs else "DIFFERENT"
+                print(f"| {name} | {row['ranks']} | {theirs[:12]} | {ours[:12]} | {same} |")
+            else:
+                print(
+                    f"| {name} | {row['ranks']} | {theirs:,.3f} | {ours:,.3f} | "
+                    f"{ours / theirs:.3f} |"
+                )
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    """What must agree for a comparison; a weak-scaled step has more sequences a rank."""
+    kind, sequences = row["kind"], row.get("sequences")
+    if kind in ("step", "split") and sequences is not None:
+        sequences //= row["ranks"]
+    kind = "step" if kind == "split" else kind
+    sitting = row["card"].get("uuid")
+    return sitting, kind, row["mode"], row["shape"], row.get("case"), row.get("step"), sequences
+
+
+def _compared(row: Row, base: Row) -> list[tuple[str, Any, Any]]:
+    """Name, ours, base's."""
+    kind = row["kind"]
+    notes = (row.get("note"), f"recompute {row['recompute']}" if kind == "step" else None)
+    note = "".join(f" ({one})" for one in notes if one)
+    found = [(f"{kind} {name}{note}", row[name], base[name]) for name in NAMES.get(kind, ())]
+    if kind == "step":
+        ours = row["sequences"] / row["seconds"]
+        theirs = base["sequences"] / base["seconds"]
+        found.append((f"step sequences a second{note}", ours, theirs))
+        if "phases_s" in row:  # on a GPU
+            found.append((f"step training_s a sequence{note}", *map(_training_s, (row, base))))
+    return found
+
+
+def _training_s(row: Row) -> float:
+    """Seconds a sample in forwards, backwards, optimiser and publication."""
+    names = ("forward", "backward", "optimiser", "publish")
+    return sum(row["phases_s"][name] for name in names) / row["sequences"]
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def published_storage(policy) -> dict[int, int]:  # noqa: ANN001 (isobit is impo
 
 def startup(shape: str, precision: str) -> None:
     """In a process of its own: print the seconds from its start to its first token."""
-    from benchmarks.comparison.native import start
+    from benchmarks.rollout_engines import start
 
     start(precision, shape)
     print(json.dumps({"startup_s": perf_counter() - _STARTED_AT}))
@@ -115,8 +115,8 @@ def main() -> None:
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603 (this file)
         times[f"{name}_startup_s"] = json.loads(done.stdout.splitlines()[-1])["startup_s"]
 
-    from benchmarks.comparison.card import measure_card
-    from benchmarks.comparison.native import native_versions
+    from benchmarks.common import measure_card
+    from benchmarks.rollout_engines import native_versions
 
     card = measure_card()
     published = measure_publish(arguments.shape, arguments.precision, card["copy_tb_per_s"])

@@ -48,7 +48,7 @@ def describe_device(device: str) -> dict[str, Any]:
     """What a row says of it."""
     if device == "cpu":
         return {"device": processor_name()}
-    from benchmarks.comparison.native import describe_card
+    from benchmarks.rollout_engines import describe_card
 
     return describe_card()
 

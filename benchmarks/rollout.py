@@ -16,17 +16,28 @@ random tokens, sampling is at temperature 1 over the full vocabulary, and every 
 its number of tokens.  Tokens a second are generated tokens over the time of the whole call, prompts
 included; in ``prefill`` they are the prompts' tokens.  Startup is the time from the start of the
 process to the first token.
+
+The rows of a folder as a table: tokens a second, ratios to vLLM on the same card, and the share
+of the floor.
+
+A ratio is taken within one card only.  A row from a card without a vLLM BF16 row of its own is
+refused as soon as any card has one for that case, and so are the rows that carry the bars where no
+card has all of them.  vLLM's own rows are held against the figures that it reached on the reference
+card: one that is more than a tenth lower, the cards' bandwidths allowed for, voids the table.
 """
 
 import argparse
+import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks.comparison.cases import CASES, MODES
-from benchmarks.comparison.command import run_command
+_STARTED_AT = perf_counter()  # startup counts from here: what follows imports torch
 
-_STARTED_AT = perf_counter()  # startup counts from here: nothing heavy has been imported yet
+from benchmarks.cases import MODES, ROLLOUT_CASES  # noqa: E402
+from benchmarks.common import Row, read_rows, run_command  # noqa: E402
+from isobit.util.errors import ConfigError  # noqa: E402
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -43,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--cases",
             type=case_names,
-            default=[case for case in CASES if name != "vllm" or case != "context"],
+            default=[case for case in ROLLOUT_CASES if name != "vllm" or case != "context"],
         )
         command.add_argument("--out", type=Path, required=True)
         command.set_defaults(run=run)
@@ -71,8 +82,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def case_names(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := [name for name in names if name not in CASES]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: the cases are {', '.join(CASES)}")
+    if unknown := [name for name in names if name not in ROLLOUT_CASES]:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown)}: the cases are {', '.join(ROLLOUT_CASES)}"
+        )
     return names
 
 
@@ -80,7 +93,7 @@ def case_names(text: str) -> list[str]:
 
 
 def native(arguments: argparse.Namespace) -> None:
-    from benchmarks.comparison.native import run_native, run_shared
+    from benchmarks.rollout_engines import run_native, run_shared
 
     case = arguments.mode, arguments.shape, arguments.cases, arguments.out, _STARTED_AT
     if arguments.tensor_parallel > 1:
@@ -90,7 +103,7 @@ def native(arguments: argparse.Namespace) -> None:
 
 
 def peer(arguments: argparse.Namespace) -> None:
-    from benchmarks.comparison.peer import run_peer
+    from benchmarks.rollout_engines import run_peer
 
     run_peer(
         arguments.mode,
@@ -103,15 +116,223 @@ def peer(arguments: argparse.Namespace) -> None:
 
 
 def floor(arguments: argparse.Namespace) -> None:
-    from benchmarks.comparison.floor import run_floor
+    from benchmarks.rollout_floor import run_floor
 
     run_floor(arguments.mode, arguments.shape, arguments.cases, arguments.out)
 
 
 def table(arguments: argparse.Namespace) -> None:
-    from benchmarks.comparison.table import run_table
-
     run_table(arguments.directory)
+
+
+REFERENCE_COPY_TB_PER_S = 4.27
+REFERENCE = {
+    ("prefill", "bf16"): 43128,
+    ("prefill", "fp8-linear"): 67314,
+    ("prefill", "fp8"): 65676,
+    ("short", "bf16"): 12155,
+    ("short", "fp8-linear"): 14150,
+    ("short", "fp8"): 15288,
+    ("long", "bf16"): 7818,
+    ("long", "fp8-linear"): 8716,
+    ("long", "fp8"): 10976,
+}
+"""vLLM 0.25.1 with the shape of Qwen3-8B on one H200, without log-probabilities, tokens a
+second.
+"""
+REFERENCE_SHAPE = "qwen3-8b"
+TOLERATED = 0.9
+BASELINE = ("vllm", "bf16")
+BARS = (BASELINE, ("native", "bf16"), ("native", "fp8"))
+BARS_BESIDE_FP8 = {"long"}
+"""Cases with a bar beside vLLM's FP8+KV too."""
+NAMES = {
+    "native": "isobit",
+    **{f"native-tp{ranks}": f"isobit on {ranks} GPUs" for ranks in (2, 4, 8)},
+    "vllm": "vLLM",
+}
+HEADER = (
+    "| case | engine | tokens/s | of vLLM BF16 | of vLLM FP8+KV "
+    "| of the floor | startup s | memory GiB |"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the table; None where there is nothing to compare with."""
+
+    shape: str
+    case: str
+    engine: str
+    mode: str
+    log_probs: bool
+    uuid: str
+    tokens_per_s: float
+    of_vllm_bf16: float | None
+    of_vllm_fp8: float | None
+    of_floor: float | None
+    startup_s: float
+    memory_gib: float
+    of_reference: float | None
+    """vLLM's rate over its reference figure, scaled by copy bandwidth; below ``TOLERATED`` the
+    table is void.
+    """
+
+
+Key = tuple[str, str, str, str, bool, str]
+
+
+def run_table(directory: Path) -> None:
+    """Print the table, and write it to ``DIR/table.json``."""
+    lines = make_lines(read_rows(directory))
+    print(markdown(lines))
+    is_void = any(_is_void(line) for line in lines)
+    (directory / "table.json").write_text(
+        json.dumps({"void": is_void, "lines": [asdict(line) for line in lines]}, indent=2) + "\n"
+    )
+
+
+def make_lines(rows: list[Row]) -> list[Line]:
+    """Of several measurements of one thing on one card the last one counts.  Raises ConfigError if
+    cards are mixed.
+    """
+    by_key = {_key(row): row for row in rows}
+    _check_cards(set(by_key))
+
+    def rate(row: Row, engine: str, mode: str) -> float | None:
+        other = by_key.get((row["shape"], row["case"], engine, mode, False, row["card"]["uuid"]))
+        return row["tokens_per_s"] / other["tokens_per_s"] if other else None
+
+    return [
+        Line(
+            **{
+                name: row[name]
+                for name in (
+                    "shape",
+                    "case",
+                    "engine",
+                    "mode",
+                    "log_probs",
+                    "tokens_per_s",
+                    "startup_s",
+                    "memory_gib",
+                )
+            },
+            uuid=row["card"]["uuid"],
+            of_vllm_bf16=rate(row, "vllm", "bf16"),
+            of_vllm_fp8=rate(row, "vllm", "fp8"),
+            of_floor=None if "-tp" in row["engine"] else rate(row, "floor", row["mode"]),
+            of_reference=_of_reference(row),
+        )
+        for row in sorted((row for row in by_key.values() if row["engine"] != "floor"), key=_order)
+    ]
+
+
+def markdown(lines: list[Line]) -> str:
+    """One table a shape and card."""
+    parts = []
+    if any(_is_void(line) for line in lines):
+        parts.append(
+            f"**void**: vLLM is more than {1 - TOLERATED:.0%} below its reference figure in the "
+            "lines marked so"
+        )
+    for shape, uuid in dict.fromkeys((line.shape, line.uuid) for line in lines):
+        body = [_markdown_line(line) for line in lines if (line.shape, line.uuid) == (shape, uuid)]
+        parts.append(
+            "\n".join([f"{shape}, card {uuid}", "", HEADER, "|---|---|" + "---:|" * 6, *body])
+        )
+    return "\n\n".join(parts)
+
+
+def _markdown_line(line: Line) -> str:
+    kind = (
+        {"bf16": "BF16", "fp8-linear": "FP8 linears", "fp8": "FP8+KV"}[line.mode]
+        if line.engine == "vllm"
+        else f"`{line.mode}`"
+    )
+    name = f"{NAMES[line.engine]} {kind}" + (
+        ", log-probabilities" if line.log_probs and line.engine == "vllm" else ""
+    )
+    void = f" (void: {line.of_reference:.0%} of the reference)" if _is_void(line) else ""
+    ratios = [f"{x:.2f}" if x is not None else "-" for x in (line.of_vllm_bf16, line.of_vllm_fp8)]
+    floor = f"{line.of_floor:.0%}" if line.of_floor is not None else "-"
+    cells = [
+        line.case,
+        name + void,
+        f"{line.tokens_per_s:,.0f}",
+        *ratios,
+        floor,
+        f"{line.startup_s:.1f}",
+        f"{line.memory_gib:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _key(row: Row) -> Key:
+    log_probs = (
+        row["engine"] == "vllm" and row["log_probs"]
+    )  # the native engine always records them
+    return row["shape"], row["case"], row["engine"], row["mode"], log_probs, row["card"]["uuid"]
+
+
+def _order(row: Row) -> tuple[object, ...]:
+    case = list(ROLLOUT_CASES).index(row["case"])
+    return (
+        row["shape"],
+        row["card"]["uuid"],
+        case,
+        row["engine"] == "native",
+        MODES.index(row["mode"]),
+        row["log_probs"],
+    )
+
+
+def _check_cards(keys: set[Key]) -> None:
+    baselines = {
+        (shape, case, uuid)
+        for shape, case, *kind, log_probs, uuid in keys
+        if (*kind, log_probs) == (*BASELINE, False)
+    }
+    for shape, case, engine, mode, _, uuid in sorted(keys):
+        others = {other for s, c, other in baselines if (s, c) == (shape, case)}
+        if engine != "floor" and others and uuid not in others:
+            raise ConfigError(
+                f"{engine} {mode}, {shape}, {case} was measured on card {uuid}, vLLM BF16 on "
+                f"{', '.join(sorted(others))}: no ratio can be "
+                "taken between cards; measure vLLM BF16 on that card too"
+            )
+    for shape, case in {key[:2] for key in keys}:
+        bars = [*BARS, ("vllm", "fp8")] if case in BARS_BESIDE_FP8 else BARS
+        cards = [
+            {
+                uuid
+                for s, c, *kind, log_probs, uuid in keys
+                if (s, c, *kind, log_probs) == (shape, case, *bar, False)
+            }
+            for bar in bars
+        ]
+        if all(cards) and not set.intersection(*cards):
+            raise ConfigError(
+                f"{shape}, {case}: no single card has all rows that carry the bars: "
+                f"{', '.join(map(' '.join, bars))}"
+            )
+
+
+def _of_reference(row: Row) -> float | None:
+    reference = REFERENCE.get((row["case"], row["mode"]))
+    if reference is None or (row["engine"], row["shape"], row["log_probs"]) != (
+        "vllm",
+        REFERENCE_SHAPE,
+        False,
+    ):
+        return None
+    return row["tokens_per_s"] / (
+        reference * row["card"]["copy_tb_per_s"] / REFERENCE_COPY_TB_PER_S
+    )
+
+
+def _is_void(line: Line) -> bool:
+    return line.of_reference is not None and line.of_reference < TOLERATED
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import isobit
-from benchmarks.pretrained.answers import QUESTIONS, compare_answers
-from benchmarks.pretrained.perplexity import (
+from benchmarks.real_checkpoint import (
+    QUESTIONS,
+    compare_answers,
     linear_formats,
     of_transformers,
     ours,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sympy.parsing import sympy_parser
 
-from benchmarks.grader_answers import COUNT, answers
+from benchmarks.graders import COUNT, answers
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
 from isobit.rewards import outcome

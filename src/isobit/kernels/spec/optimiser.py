@@ -37,7 +37,7 @@ finer scale would move by a hair in every step and round every element of the gr
 mostly stands, and where it moves only the smallest elements are rounded for it. v is stored by its
 root, which needs half the range of exponents, and without a sign, which leaves it twice as fine as
 E4M3 would be. That matters: v wanders among its codes, and steps are longer in the mean than with
-the v about which it does, as if the learning rate were about 1% higher (``benchmarks.moments``;
+the v about which it does, as if the learning rate were about 1% higher (``experiments.moments``;
 docs/memory.md has its figures).
 
 Rounding is stochastic, and right in the mean for what decays linearly: m, and v itself.  Between

@@ -1,0 +1,199 @@
+"""What is asked of an engine: requests of random tokens that all come at once and all end at the
+same length.
+
+What is computed: sequences of one length, laid end to end, and the FLOPs that a model's shape
+makes of them.
+
+A case is written PRECISION:LENGTHxSEQUENCES:RECOMPUTE, for example ``fp8:4096x2:none``: two
+sequences of 4,096 tokens a micro-batch.
+
+What a step works on: groups of completions of exactly so many tokens, for prompts of random
+tokens.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from random import Random
+from typing import cast, get_args
+
+import torch
+
+from isobit.config.tables import Recompute
+from isobit.models.config import ModelConfig, model_shape
+from isobit.models.decoder import master_shapes
+from isobit.util.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCase:
+    """``requests`` prompts of ``prompt_tokens`` tokens, and exactly ``new_tokens`` generated for
+    each.
+    """
+
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def counted_tokens(self) -> int:
+        """The tokens of "tokens per second": generated ones, or those of the prompts where only one
+        is generated for each.
+        """
+        return self.requests * (self.prompt_tokens if self.new_tokens == 1 else self.new_tokens)
+
+
+ROLLOUT_CASES = {
+    "prefill": RolloutCase(128, 2048, 1),
+    "short": RolloutCase(256, 512, 1024),
+    "long": RolloutCase(256, 512, 3584),
+    "context": RolloutCase(16, 30720, 2048),
+}
+MODES = ("bf16", "fp8-linear", "fp8")
+"""BF16; FP8 linears; FP8 linears, KV cache and attention."""
+MAX_SEQUENCES = 256
+WARM_UP_TOKENS = 16
+"""New tokens of the run of the same prompts that goes before the timed one: prompts come in over
+eight forwards of 16,384 tokens, so that all of them are decoded together at the end, as in the
+timed run, and every batch size on the way has been captured.
+"""
+
+
+def rollout_prompts(case: RolloutCase, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """The same token ids for every engine."""
+    random = Random(seed)  # noqa: S311 (no secret)
+    return [random.choices(range(vocab_size), k=case.prompt_tokens) for _ in range(case.requests)]
+
+
+PASS_MODES = ("bf16", "fp8-linear", "fp8")
+_PATTERN = re.compile(r"([a-z0-9-]+):(\d+)x(\d+):([a-z]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class PassCase:
+    """A micro-batch."""
+
+    mode: str
+    length: int
+    sequences: int
+    recompute: Recompute
+    shape: str = "qwen3-8b"
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return self.length * self.sequences
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return model_shape(self.shape)
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """Its part of a row."""
+        return {"length": self.length, "sequences": self.sequences, "recompute": self.recompute}
+
+    def token_ids(self) -> torch.Tensor:
+        """Random tokens, int64 [sequences, length], the same on every side."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(
+            self.config.vocab_size, (self.sequences, self.length), generator=generator
+        )
+
+    def weights(self) -> torch.Tensor:
+        """What each predicted token's log-probability counts in the loss, FP32 [sequences, length -
+        1].
+        """
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn((self.sequences, self.length - 1), generator=generator) / self.tokens
+
+
+def parse_case(text: str) -> PassCase:
+    """For argparse."""
+    found = _PATTERN.fullmatch(text)
+    if not (
+        found
+        and found[1] in PASS_MODES
+        and found[4] in get_args(Recompute)
+        and int(found[2]) > 1
+        and int(found[3]) > 0
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no case: write PRECISION:LENGTHxSEQUENCES:RECOMPUTE, as in "
+            "fp8:4096x2:none, with a precision of "
+            f"{', '.join(PASS_MODES)} and recompute of {', '.join(get_args(Recompute))}"
+        )
+    return PassCase(found[1], int(found[2]), int(found[3]), cast(Recompute, found[4]))
+
+
+def check_peer(cases: Sequence[PassCase]) -> None:
+    """Raise ConfigError for a case that transformers does not compute."""
+    for case in cases:
+        if case.mode != "bf16" or case.recompute == "mlp":
+            name = f"{case.mode}:{case.length}x{case.sequences}:{case.recompute}"
+            raise ConfigError(f"{name}: transformers trains in bf16, and recomputes none or full")
+
+
+def flops(case: PassCase) -> float:
+    """Of forward and backward, recomputation not counted: 6 a parameter and token, of experts those
+    that a token goes to; and the products of attention over L / 2 keys.
+    """
+    config = case.config
+    experts = config.experts
+    share = 1.0 if experts is None else experts.top_k / experts.count
+    parameters = sum(
+        prod(shape) * (share if ".experts." in name else 1)
+        for name, shape in master_shapes(config).items()
+        if name != "embed_tokens.weight"
+    )
+    if config.tied_embeddings:
+        parameters += config.vocab_size * config.hidden_size
+    attention = 3 * 4 * (case.length / 2) * config.num_heads * config.head_dim * config.num_layers
+    return case.tokens * (6 * parameters + attention)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """``prompts`` of ``prompt_tokens`` tokens, ``samples`` completions of ``new_tokens`` tokens for
+    each.
+    """
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def sequences(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.samples
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt and its completion."""
+        return self.prompt_tokens + self.new_tokens
+
+    def random_prompts(self, vocab_size: int) -> list[list[int]]:
+        """The same token ids for every engine."""
+        random = Random(0)  # noqa: S311 (no secret)
+        return [
+            random.choices(range(vocab_size), k=self.prompt_tokens) for _ in range(self.prompts)
+        ]
+
+
+STEP_CASES = {"2k": StepCase(32, 8, 256, 2048), "8k": StepCase(8, 8, 256, 8192)}
+WARM_UP_TOKENS = 16
+"""New tokens of the rollout before the timed one."""
+
+
+def step_case_names(text: str) -> list[str]:
+    """A list with commas, for argparse."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in STEP_CASES]:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown)}: the cases are {', '.join(STEP_CASES)}"
+        )
+    return names

@@ -1,1 +1,0 @@
-"""Learning curves: the parts of ``benchmarks.learning``."""

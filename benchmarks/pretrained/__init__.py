@@ -1,1 +1,0 @@
-"""Measurements on a real pretrained checkpoint (``benchmarks.real_checkpoint``)."""

@@ -1,1 +1,0 @@
-"""What several GPUs of one host do together, beside one of them alone."""

@@ -1,0 +1,282 @@
+"""Isobit's own engine through its public interface; log-probabilities are recorded in the timed
+run, since it cannot do without them.
+
+vLLM with the same shape and dummy weights, at the settings of the reference figures that
+``comparison.table`` checks it against.
+
+FP8 linears are asked for as a checkpoint with 128x128 blocks does it, in ``config.json``; the KV
+cache by ``kv_cache_dtype``.  vLLM fills FP8 weights with numbers so small that E4M3 rounds them to
+zero, on which a GEMM may run faster than on real ones: to vLLM's advantage.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.cases import (
+    MAX_SEQUENCES,
+    ROLLOUT_CASES,
+    WARM_UP_TOKENS,
+    RolloutCase,
+    rollout_prompts,
+)
+from benchmarks.common import RowWriter, card_memory_gib, measure_card, versions
+from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.models.config import model_shape
+from isobit.models.policy import Policy, random_masters
+from isobit.models.policy_share import PolicyShare, SampledPolicy
+from isobit.models.tensor_parallel import check_ranks
+from isobit.parallel.launched import end_with_launcher, is_launched
+from isobit.parallel.world import ALONE, World
+from isobit.records.text import Prompt, SamplingParams
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
+from isobit.run.launch import launch
+from isobit.run.rank import as_rank
+from isobit.util.errors import ConfigError
+
+
+def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_at: float) -> None:
+    """Time each case once, after a run of the same prompts with a few new tokens; ``started_at`` is
+    when the process began.
+    """
+    before_card = perf_counter()
+    card = measure_card()
+    started_at += perf_counter() - before_card
+    writer = RowWriter(out, "native", mode, shape, card, native_versions())
+    _time_cases(mode, shape, cases, writer, started_at, ALONE)
+
+
+def run_shared(
+    mode: str, shape: str, cases: Sequence[str], out: Path, started_at: float, ranks: int
+) -> None:
+    """The same of an engine that so many GPUs share, in as many processes, which this one starts
+    unless it is one of them; the first one writes.
+    """
+    box = end_with_launcher()
+    if not is_launched():
+        launch(["-m", "benchmarks.rollout", *sys.argv[1:]], ranks)
+        return
+    writer = None
+    if os.environ["RANK"] == "0":  # before this process has a GPU; the others wait for it
+        writer = RowWriter(out, f"native-tp{ranks}", mode, shape, measure_card(), native_versions())
+    with as_rank(box) as world:
+        check_ranks(ranks, world)
+        _time_cases(mode, shape, cases, writer, started_at, world)
+
+
+def _time_cases(
+    mode: str,
+    shape: str,
+    cases: Sequence[str],
+    writer: RowWriter | None,
+    started_at: float,
+    world: World,
+) -> None:
+    policy, engine = start(mode, shape, world)
+    startup = perf_counter() - started_at
+    if writer is not None:
+        print(f"first token {startup:.1f} s after the start of the process", flush=True)
+    for name in cases:
+        case = ROLLOUT_CASES[name]
+        prompts = rollout_prompts(case, policy.config.vocab_size)
+        warm_up = seconds_to_complete(engine, prompts, min(WARM_UP_TOKENS, case.new_tokens))
+        seconds = seconds_to_complete(engine, prompts, case.new_tokens)
+        if writer is None:
+            continue
+        writer.write(
+            case=name,
+            log_probs=True,
+            seconds=seconds,
+            tokens_per_s=case.counted_tokens / seconds,
+            startup_s=startup,
+            warm_up_s=warm_up,
+            memory_gib=card_memory_gib(),
+            torch_peak_gib=torch.cuda.max_memory_allocated() / 2**30,
+            stats=asdict(engine.stats),
+        )
+
+
+def start(mode: str, shape: str, world: World = ALONE) -> tuple[SampledPolicy, NativeEngine]:
+    """Random weights made on the card, or this rank's share of them, an engine over them, and its
+    first token.
+    """
+    config, precision = model_shape(shape), PrecisionConfig.model_validate(mode)
+    device = world.own_device(torch.device("cuda"))
+    masters = random_masters(config, 0, device)
+    policy = (
+        Policy(config, precision, masters, device, trainable=False)
+        if world.size == 1
+        else PolicyShare(config, precision, masters, world, device)
+    )
+    engine = NativeEngine(
+        policy,
+        RolloutConfig(max_sequences=MAX_SEQUENCES, max_batched_tokens=16384, kv_memory_gib=None),
+        None,
+        seed=0,
+    )
+    seconds_to_complete(engine, rollout_prompts(RolloutCase(1, 16, 1), policy.config.vocab_size), 1)
+    return policy, engine
+
+
+def seconds_to_complete(
+    engine: NativeEngine, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> float:
+    """Seconds until all completions are on the host, log-probabilities included."""
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0)
+    requests = [
+        Request(Prompt(f"bench/{i}", "", tuple(ids)), 0, 1, sampling)
+        for i, ids in enumerate(prompts)
+    ]
+    began = perf_counter()
+    completions = generate(engine, requests)
+    seconds = perf_counter() - began
+    for (completion,) in completions:
+        assert len(completion.token_ids) == len(completion.log_probs) == new_tokens
+        assert all(map(math.isfinite, completion.log_probs))
+    return seconds
+
+
+def describe_card() -> dict[str, Any]:
+    """What a row says of the card and of our versions on it."""
+    return {"card": measure_card(), "versions": native_versions()}
+
+
+def native_versions() -> dict[str, str]:
+    """torch, triton and DeepGEMM."""
+    try:
+        deep_gemm = importlib.metadata.version("sgl-deep-gemm")
+    except importlib.metadata.PackageNotFoundError:
+        deep_gemm = "not installed"
+    return versions() | {"sgl-deep-gemm": deep_gemm}
+
+
+os.environ |= {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+MEMORY_UTILIZATION = 0.88
+MODEL_LENGTH, LONG_MODEL_LENGTH = 8192, 33792
+_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def run_peer(
+    mode: str,
+    shape: str,
+    cases: Sequence[str],
+    with_log_probs: Sequence[str],
+    out: Path,
+    started_at: float,
+) -> None:
+    """Time each case once, after a run of the same prompts with a few new tokens; those of
+    ``with_log_probs`` twice.
+    """
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    before_card = perf_counter()
+    card = measure_card()
+    started_at += perf_counter() - before_card
+    writer = RowWriter(out, "vllm", mode, shape, card, versions() | {"vllm": vllm.__version__})
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model_config(mode, shape)))
+        llm = vllm.LLM(folder, **engine_arguments(mode, model_length(cases)))
+        vocab_size = model_shape(shape).vocab_size
+        _generate(llm, rollout_prompts(RolloutCase(1, 16, 1), vocab_size), 1, None)
+        startup = perf_counter() - started_at
+        print(f"first token {startup:.1f} s after the start of the process", flush=True)
+        for name in cases:
+            case = ROLLOUT_CASES[name]
+            prompts = rollout_prompts(case, vocab_size)
+            for log_probs in (
+                (None, 0) if name in with_log_probs else (None,)
+            ):  # 0: of the sampled token alone
+                warm_up = _generate(llm, prompts, min(WARM_UP_TOKENS, case.new_tokens), log_probs)
+                seconds = _generate(llm, prompts, case.new_tokens, log_probs)
+                writer.write(
+                    case=name,
+                    log_probs=log_probs is not None,
+                    seconds=seconds,
+                    tokens_per_s=case.counted_tokens / seconds,
+                    startup_s=startup,
+                    warm_up_s=warm_up,
+                    memory_gib=card_memory_gib(),
+                    kv_tokens=_kv_tokens(llm),
+                )
+
+
+def model_config(mode: str, shape: str) -> dict[str, Any]:
+    """The ``config.json`` that vLLM is given."""
+    config = model_shape(shape).to_hf()
+    return config if mode == "bf16" else config | {"quantization_config": _BLOCKS}
+
+
+def model_length(cases: Sequence[str]) -> int:
+    """Of the reference figures, or what the longest case needs; raises ConfigError for a mix of
+    both.
+    """
+    is_long = {
+        ROLLOUT_CASES[name].prompt_tokens + ROLLOUT_CASES[name].new_tokens > MODEL_LENGTH
+        for name in cases
+    }
+    if len(is_long) > 1:
+        raise ConfigError(
+            f"'context' needs max_model_len {LONG_MODEL_LENGTH}, the others are measured with "
+            f"{MODEL_LENGTH}: two commands"
+        )
+    return LONG_MODEL_LENGTH if is_long == {True} else MODEL_LENGTH
+
+
+def engine_arguments(mode: str, length: int) -> dict[str, Any]:
+    """What is not vLLM's own default: CUDA graphs, chunked prefill and asynchronous scheduling
+    are.
+    """
+    return {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "fp8" if mode == "fp8" else "auto",
+        "max_num_seqs": MAX_SEQUENCES,
+        "max_model_len": length,
+        "gpu_memory_utilization": MEMORY_UTILIZATION,
+        "enable_prefix_caching": False,
+        "generation_config": "vllm",
+    }
+
+
+def _generate(
+    llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int, log_probs: int | None
+) -> float:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    sampling = SamplingParams(
+        temperature=1.0,
+        max_tokens=new_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=log_probs,
+    )
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    began = perf_counter()
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    seconds = perf_counter() - began
+    assert all(len(request.outputs[0].token_ids) == new_tokens for request in outputs)
+    return seconds
+
+
+def _kv_tokens(llm: Any) -> int:
+    cache = llm.llm_engine.vllm_config.cache_config
+    return cache.num_gpu_blocks * cache.block_size

@@ -1,0 +1,172 @@
+"""The time below which no engine goes on this card, for the bytes it must read and the products it
+must form:
+
+    steps      (KV + scale bytes) / copy bandwidth  +  layers * linears at that batch  +  lm_head
+               with FP32 logits
+    prompts    layers * (linears in forwards of 16,384 tokens + attention over whole prompts)  +
+               lm_head of one row a prompt
+
+summed over the case.  Products and attention are the kernels of ``isobit.kernels.hopper``, measured
+here, the products under a CUDA graph over the weights of several layers, so that none is read from
+the L2 cache.  Nothing else counts: no norms, no RoPE, no sampling.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from benchmarks.cases import MAX_SEQUENCES, ROLLOUT_CASES, RolloutCase
+from benchmarks.common import RowWriter, measure_card, versions
+from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
+from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
+from isobit.kernels.hopper.publish import publish_blocks
+from isobit.kernels.hopper.quantise import quantise_rows
+from isobit.models.config import ModelConfig, model_shape
+from isobit.models.decoder import decoder_shape
+from isobit.precision.quant_tensor import E4M3, QuantTensor
+from isobit.util.errors import ConfigError
+
+PREFILL_TOKENS = 16384
+_PAST_THE_CACHE = 1 << 30  # bytes of weights that one graph reads
+
+
+def run_floor(mode: str, shape: str, cases: Sequence[str], out: Path) -> None:
+    """Measure what each case is made of, and add it up."""
+    config = model_shape(shape)
+    if config.experts is not None:
+        raise ConfigError(f"{shape} has experts, whose floor is not computed")
+    card = measure_card()
+    writer = RowWriter(out, "floor", mode, shape, card, versions())
+    torch.manual_seed(0)
+    batches = {_batch(ROLLOUT_CASES[name]) for name in cases}
+    layer = {m: linears_seconds(config, mode, m) for m in {PREFILL_TOKENS} | batches}
+    head = {m: head_seconds(config, m) for m in batches}
+    for name in cases:
+        case = ROLLOUT_CASES[name]
+        attention = attention_seconds(config, mode, case) * config.num_layers
+        prompt = (
+            case.requests
+            * case.prompt_tokens
+            / PREFILL_TOKENS
+            * layer[PREFILL_TOKENS]
+            * config.num_layers
+        )
+        first_tokens = case.requests / _batch(case) * head[_batch(case)]
+        steps = (case.new_tokens - 1) * (
+            config.num_layers * layer[_batch(case)] + head[_batch(case)]
+        )
+        kv = kv_bytes(config, mode, case) / (card["copy_tb_per_s"] * 1e12)
+        seconds = prompt + attention + first_tokens + steps + kv
+        parts = {
+            "prompt_gemm": prompt,
+            "prompt_attention": attention,
+            "prompt_head": first_tokens,
+            "step_gemm": steps,
+            "step_kv": kv,
+        }
+        measured = {
+            "layer_us": {str(m): s * 1e6 for m, s in layer.items()},
+            "head_us": {str(m): s * 1e6 for m, s in head.items()},
+        }
+        writer.write(
+            case=name,
+            seconds=seconds,
+            tokens_per_s=case.counted_tokens / seconds,
+            parts_s=parts,
+            **measured,
+        )
+
+
+def kv_bytes(config: ModelConfig, mode: str, case: RolloutCase) -> int:
+    """Read over a case: step n (the first token comes from the prompt) attends over prompt_tokens +
+    n tokens.
+    """
+    a_head = config.head_dim + 1 if mode == "fp8" else 2 * config.head_dim
+    a_token = 2 * config.num_layers * config.num_kv_heads * a_head
+    steps = case.new_tokens - 1
+    return case.requests * a_token * (steps * case.prompt_tokens + steps * (steps + 1) // 2)
+
+
+def linears_seconds(config: ModelConfig, mode: str, rows: int) -> float:
+    """One layer's four products over ``rows`` rows."""
+    linears = decoder_shape(config).linears_of(0)
+    shapes = [(linear.out_features, linear.in_features) for linear in linears]
+    weights_bytes = sum(n * k for n, k in shapes) * (2 if mode == "bf16" else 1)
+    layers = min(config.num_layers, -(-_PAST_THE_CACHE // weights_bytes))
+    works = [_product(mode, rows, n, k) for _ in range(layers) for n, k in shapes]
+    return graph_seconds(lambda: [work() for work in works]) / layers
+
+
+def _product(mode: str, rows: int, n: int, k: int) -> Callable[[], torch.Tensor]:
+    x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
+    master = torch.randn(n, k, device="cuda") * 0.02
+    if mode == "bf16":
+        weight = master.bfloat16()
+        return lambda: bf16_gemm_nt(x, weight)
+    blocks = QuantTensor.empty_blocks(n, k, x.device)
+    publish_blocks(master, blocks)
+    quantised = quantise_rows(x)
+    return lambda: fp8_gemm_nt(quantised, blocks, "power_of_two")
+
+
+def head_seconds(config: ModelConfig, rows: int) -> float:
+    """FP32 logits of ``rows`` rows."""
+    x = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16, device="cuda")
+    weight = (
+        torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device="cuda")
+        * 0.02
+    )
+    return graph_seconds(lambda: bf16_gemm_nt(x, weight, torch.float32))
+
+
+def attention_seconds(config: ModelConfig, mode: str, case: RolloutCase) -> float:
+    """One layer's attention over all prompts of a case, from as many of them as a forward holds."""
+    count = max(1, PREFILL_TOKENS // case.prompt_tokens)
+    tokens, length = count * case.prompt_tokens, case.prompt_tokens
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    queries, keys, values = (
+        torch.randn(tokens, h, dim, dtype=torch.bfloat16, device="cuda")
+        for h in (heads, kv_heads, kv_heads)
+    )
+    scales = None
+    packed = PackedKeys(keys, None, values, None)
+    if mode == "fp8":
+        k_bytes, v_bytes = torch.randint(
+            118, 122, (2, tokens, kv_heads), dtype=torch.uint8, device="cuda"
+        )
+        queries, keys, values = (
+            (x * 60).clamp(-448, 448).to(E4M3) for x in (queries, keys, values)
+        )
+        packed = PackedKeys(keys, k_bytes, values.half(), v_bytes)
+        scales = torch.full((tokens, heads), 2.0**-8, device="cuda")
+    starts = torch.arange(count, dtype=torch.int32, device="cuda") * length
+    lengths = torch.full_like(starts, length)
+
+    def work() -> object:
+        return prefill_attention(
+            queries, scales, packed, starts, lengths, starts, lengths, length, length
+        )
+
+    return _median_seconds(work) * case.requests / count
+
+
+def graph_seconds(work: Callable[[], object]) -> float:
+    """A replay of the captured work, after a run that compiles and loads its kernels."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return _median_seconds(graph.replay)
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    milliseconds = triton.testing.do_bench(work, warmup=20, rep=60, return_mode="median")
+    assert isinstance(milliseconds, float)
+    return milliseconds * 1e-3
+
+
+def _batch(case: RolloutCase) -> int:
+    return min(MAX_SEQUENCES, case.requests)

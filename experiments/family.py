@@ -1,0 +1,251 @@
+"""The quickstart under every algorithm, under the corrections of an off-policy rollout, with a part
+of ``fp8`` in another format, with a KL penalty and with replay: does each learn, and what do its
+figures say?
+
+    python -m experiments.family run algorithms corrections stages --out DIR [--seeds 3] [--jobs 1]
+    python -m experiments.family run sites --out DIR --seeds 10
+    python -m experiments.family table DIR
+
+Each run is ``recipes/quickstart.toml`` with the changes of ``RUNS``, in a process of its own, two
+threads each, ``--jobs`` side by side; 20 steps of 256 completions.  A row is a file of its own, so
+that a suite which was cut off goes on where it was: what is there is not run again.  ``before`` and
+``after`` are the greedy accuracy on 500 held-out problems; ``figures`` are means over all steps of
+what ``metrics.jsonl`` holds, ``last`` over the last five.  The table has the mean difference to
+``bf16`` and to ``fp8`` of the same seeds, with its standard error, where a suite has them; rewards
+of the last five steps and gradient norms of all.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from isobit.util.machine import processor_name
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
+THREADS = 2
+LAST = 5
+BASES = "bf16", "fp8"
+"""What runs of a suite that has them are compared with, seed by seed."""
+_MORE = "reward, last | gradient norm | differing | seconds |"
+"""Columns."""
+
+Changes = Mapping[str, str]
+BySeed = Mapping[int, Mapping[str, Any]]
+"""Rows of one kind of run."""
+
+_ALGORITHMS: dict[str, Changes] = {
+    "grpo": {},
+    "dr_grpo": {},
+    "dapo": {},
+    "rloo": {},
+    "reinforce_pp": {},
+    "reinforce_pp_baseline": {},
+    "gspo": {"training.updates_per_batch": "2"},
+    "cispo": {"training.updates_per_batch": "2"},
+    "remax": {},
+    "ppo": {"training.updates_per_batch": "4"},
+}
+_TIS = '{type = "tis", level = "token", max = 2.0}'
+_MIS = '{type = "mis", level = "geometric", min = 0.99, max = 1.001}'
+_ICEPOP = '{type = "icepop", min = 0.5, max = 5.0}'
+_ROLLOUT: Changes = {"precision": "fp8-rollout"}
+_WITH_TIS: Changes = {**_ROLLOUT, "corrections": f"[{_TIS}]"}
+_FOUR: dict[str, Changes] = {
+    "bf16": {"precision": "bf16"},
+    "fp8": {"precision": "fp8"},
+    "fp8-rollout": _ROLLOUT,
+    "fp8-rollout, TIS": _WITH_TIS,
+}
+"""One function in BF16, one in FP8, and two functions with and without a correction."""
+_LAYERS = {
+    "ends": (1, 1),
+    "first layer": (1, 0),
+    "last layer": (0, 1),
+    "first two layers": (2, 0),
+    "last two layers": (0, 2),
+}
+"""Of the starter's four: how many of the first and of the last."""
+_STRESSES: dict[str, Changes] = {
+    "rate-2": {"training.learning_rate": "2e-4"},
+    "updates": {"training.updates_per_batch": "4"},
+    "hot": {"rollout.temperature": "1.3"},
+    "steps": {"training.steps": "100"},
+}
+"""Settings that are said to make a mismatch of rollout and training worse."""
+
+RUNS: dict[str, dict[str, Changes]] = {
+    "algorithms": {
+        name: {"algorithm.name": name, **changes} for name, changes in _ALGORITHMS.items()
+    },
+    "corrections": {
+        "bf16": {"precision": "bf16"},
+        "fp8": {"precision": "fp8"},
+        "fp8-rollout, trainer's": _ROLLOUT,
+        "fp8-rollout, recorded": {**_ROLLOUT, "training.old_log_probs": "recorded"},
+        "fp8-rollout, TIS": _WITH_TIS,
+        "fp8-rollout, MIS": {**_ROLLOUT, "corrections": f"[{_MIS}]"},
+        "fp8-rollout, IcePop": {**_ROLLOUT, "corrections": f"[{_ICEPOP}]"},
+    },
+    "sites": {
+        "bf16": {"precision": "bf16"},
+        "fp8": {"precision": "fp8"},
+        "fp8, scales in FP32": {"precision": '{preset = "fp8", scales = "fp32"}'},
+        "fp8, WGrad in BF16": {"precision": '{preset = "fp8", wgrad = "bf16"}'},
+        **{
+            f"fp8, {name} in BF16": {
+                "precision": f'{{preset = "fp8", first_layers_bf16 = {first}, '
+                f"last_layers_bf16 = {last}}}"
+            }
+            for name, (first, last) in _LAYERS.items()
+        },
+        "fp8, stream in BF16": {
+            "precision": '{preset = "fp8", modules_bf16 = ["qkv_proj", "gate_up_proj"]}'
+        },
+        "fp8-linear": {"precision": "fp8-linear"},
+        "fp8-rollout": _ROLLOUT,
+        "fp8-rollout, TIS": _WITH_TIS,
+    },
+    **{
+        f"stress-{stress}": {name: {**changes, **arm} for name, arm in _FOUR.items()}
+        for stress, changes in _STRESSES.items()
+    },
+    "stages": {
+        "kl 1": {"algorithm.kl_coefficient": "1"},
+        "kl measured": {"algorithm.kl_coefficient": "1e-12"},
+        "entropy bonus": {"algorithm.entropy_coefficient": "0.01"},
+        "replay 0.5": {"replay.fraction": "0.5", "replay.max_staleness": "4"},
+        "replay 0.5, by advantage": {
+            "replay.fraction": "0.5",
+            "replay.max_staleness": "4",
+            "replay.sampling": "advantage",
+        },
+    },
+}
+
+
+def run(suite: str, name: str, seed: int) -> dict[str, Any]:
+    """One training -> its row."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "run"
+        settings = {"seed": str(seed), "output": str(output), "device": "cpu"}
+        settings |= {"threads": str(THREADS), "checkpoint.keep_last": "0", **RUNS[suite][name]}
+        overrides = [word for key, value in settings.items() for word in (f"--{key}", value)]
+        command = [sys.executable, "-m", "isobit.cli.main", "train", str(RECIPE), *overrides]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)  # noqa: S603
+        summary = json.loads((output / "summary.json").read_text())
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").open(encoding="utf-8")]
+    steps = [line for line in lines if "loss" in line]
+    return {
+        "suite": suite,
+        "name": name,
+        "seed": seed,
+        "changes": dict(RUNS[suite][name]),
+        "device": processor_name(),
+        "before": summary["accuracy_before"],
+        "after": summary["accuracy_after"],
+        "tokens_compared": summary["tokens_compared"],
+        "tokens_differing": summary["tokens_differing"],
+        "train_seconds": summary["train_seconds"],
+        "figures": _means(steps),
+        "last": _means(steps[-LAST:]),
+        "first": _means(steps[:1]),
+    }
+
+
+def _means(steps: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Of every figure, over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step if name != "step")
+    columns = {name: [v for step in steps if (v := step.get(name)) is not None] for name in names}
+    return {name: fmean(column) for name, column in columns.items() if column}
+
+
+def run_all(suites: Sequence[str], seeds: int, jobs: int, out: Path) -> None:
+    """Every row of the suites that is not there yet."""
+    out.mkdir(parents=True, exist_ok=True)
+
+    def make(suite: str, name: str, seed: int) -> None:
+        file = out / f"{suite}-{name.replace(' ', '_').replace(',', '')}-{seed}.json"
+        if not file.exists():
+            row = run(suite, name, seed)
+            file.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+            print(json.dumps({key: row[key] for key in ("suite", "name", "seed", "after")}))
+            sys.stdout.flush()
+
+    wanted = [(s, name, seed) for s in suites for seed in range(seeds) for name in RUNS[s]]
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(make, *one) for one in wanted]:
+            done.result()
+
+
+def table(out: Path) -> Iterator[str]:
+    """A line of Markdown for each kind of run, its seeds side by side."""
+    rows = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
+    for suite, runs in RUNS.items():
+        ours = {
+            name: {row["seed"]: row for row in rows if (row["suite"], row["name"]) == (suite, name)}
+            for name in runs
+        }
+        bases = [ours[base] for base in BASES if base in runs]
+        minus = "".join(f" minus {base}, points |" for base in BASES if base in runs)
+        yield f"| {suite} | before | after, by seed | mean |{minus} {_MORE}"
+        yield "|---|---|---|---|" + "---|" * (len(bases) + _MORE.count("|"))
+        for name in runs:
+            if ours[name]:
+                yield _line(name, ours[name], bases)
+        yield ""
+
+
+def _line(name: str, by_seed: BySeed, bases: Sequence[BySeed]) -> str:
+    rows = [by_seed[seed] for seed in sorted(by_seed)]
+    after = [row["after"] for row in rows]
+    differing = sum(row["tokens_differing"] for row in rows)
+    cells = [
+        name,
+        f"{fmean(row['before'] for row in rows):.1%}",
+        ", ".join(f"{value:.1%}" for value in after),
+        f"{fmean(after):.1%}",
+        *(_minus(by_seed, base) for base in bases),
+        f"{fmean(row['last']['reward/mean'] for row in rows):.3f}",
+        f"{fmean(row['figures']['grad_norm'] for row in rows):.2f}",
+        f"{differing:,} of {sum(row['tokens_compared'] for row in rows):,}",
+        f"{fmean(row['train_seconds'] for row in rows):.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _minus(by_seed: BySeed, base: BySeed) -> str:
+    """The mean difference of the seeds that both have, points, and its standard error."""
+    both = sorted(by_seed.keys() & base.keys())
+    if by_seed is base or len(both) < 2:
+        return "-"
+    found = [100 * (by_seed[seed]["after"] - base[seed]["after"]) for seed in both]
+    return f"{fmean(found):+.1f} ± {stdev(found) / len(found) ** 0.5:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run")
+    runs.add_argument("suites", nargs="+", choices=list(RUNS))
+    runs.add_argument("--seeds", type=int, default=3)
+    runs.add_argument("--jobs", type=int, default=1)
+    runs.add_argument("--out", type=Path, required=True)
+    commands.add_parser("table").add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "table":
+        print("\n".join(table(arguments.out)))
+    else:
+        run_all(arguments.suites, arguments.seeds, arguments.jobs, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

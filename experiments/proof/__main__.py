@@ -1,0 +1,140 @@
+"""Does exact FP8 learn like BF16, and what does a mismatch of rollout and training cost?  Arms by
+seeds, on a real checkpoint.
+
+    tools/smollm2.sh MODEL                                  # SmolLM2-135M-Instruct, in shared/
+    python -m experiments.proof problems DIR
+    python -m experiments.proof start DIR --model MODEL      # fine-tuned once, for all arms
+    python -m experiments.proof start DIR --model MODEL --precision fp8      # for from-fp8
+    python -m experiments.proof outliers DIR                 # the start of stress-outliers
+    python -m experiments.proof flows DIR [--cards 0 1] [--jobs 3]     # where FP8 loses, untrained
+    python -m experiments.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3]
+        [--seconds S] [--begin-within S]
+    python -m experiments.proof run DIR --runs gsm:fp8:2 gsm:bf16:0:again        # as for --tasks
+    python -m experiments.proof cost DIR --tasks gsm multiply            # each arm alone on a card
+    python -m experiments.proof look DIR                     # how far all runs are
+    python -m experiments.proof table ROWS                  # DIR/rows, or experiments/results/proof
+    python -m experiments.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
+
+``run`` goes on with what is not finished, ``--jobs`` runs at a time on each card, and tells its
+runs to write a checkpoint when the seconds are over; exit status 3 says that something is left.
+A run that is made ``again`` leaves its row among the repeats, with which the table compares.
+Rows of earlier sittings, copied to DIR/rows, are not made again.
+Anything behind ``--`` goes to ``isobit``: ``-- --training.steps 2``.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from experiments.proof import cost, figures, page, rows, runs, suite
+from experiments.proof import rows as rows_module
+from experiments.proof import runs as runs_module
+from experiments.proof import suite as suite_module
+
+FINE_TUNE = Path(__file__).parent / "fine_tune.toml"
+LEFT = 3
+"""Exit status: some run is not finished."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("problems", "start", "outliers", "flows", "run", "cost", "look", "table", "page"):
+        commands.add_parser(name).add_argument("directory", type=Path)
+    start, run = commands.choices["start"], commands.choices["run"]
+    drawn = commands.choices["page"]
+    drawn.add_argument("--out", type=Path, default=Path("proof.html"))
+    drawn.add_argument("--picture", type=Path)
+    start.add_argument("--model", type=Path, required=True)
+    start.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
+    which = run.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tasks", nargs="+", choices=suite.NAMES)
+    which.add_argument("--runs", nargs="+", type=suite.run_named, metavar="TASK:ARM:SEED[:again]")
+    run.add_argument("--arms", nargs="+", choices=suite.ALL_ARMS, default=suite.ALL_ARMS)
+    run.add_argument("--seeds", type=int, default=4)
+    for command in run, commands.choices["flows"]:
+        command.add_argument("--cards", nargs="+", default=["0"])
+        command.add_argument("--jobs", type=int, default=1)
+    run.add_argument("--seconds", type=float, default=float("inf"))
+    run.add_argument("--begin-within", type=float, default=float("inf"))
+    costs = commands.choices["cost"]
+    costs.add_argument("--tasks", nargs="+", choices=suite_module.TASKS, default=suite_module.TASKS)
+    costs.add_argument("--steps", type=int, default=cost.STEPS)
+    costs.add_argument("--card", default="0")
+    return parser
+
+
+def main() -> int:
+    words, changes = runs.parted(sys.argv[1:])
+    arguments = make_parser().parse_args(words)
+    directory: Path = arguments.directory
+    match arguments.command:
+        case "problems":
+            suite_module.write_problems(directory / "data")
+        case "start":
+            return fine_tune(directory, arguments.model, arguments.precision, changes)
+        case "outliers":
+            suite_module.plant(directory / "start" / "model", directory / "outliers" / "model")
+        case "flows":
+            where = arguments.cards, arguments.jobs
+            found = runs_module.answer_all(directory, *where, runs.by_key(changes))
+            print("\n".join(runs_module.markdown(found)))
+        case "run":
+            seeds = range(arguments.seeds)
+            wanted = arguments.runs or suite.wanted(arguments.tasks, arguments.arms, seeds)
+            where = arguments.cards, arguments.jobs
+            how = arguments.seconds, runs.by_key(changes), arguments.begin_within
+            return 0 if runs.run_all(wanted, directory, *where, *how) else LEFT
+        case "cost":
+            how = arguments.card, arguments.steps, runs.by_key(changes)
+            for task in arguments.tasks:
+                cost.measure_all(suite.wanted([task], suite.ALL_ARMS, [0]), directory, *how)
+            print("\n".join(cost.markdown(cost.read(directory / "rows"))))
+        case "look":
+            print("\n".join(runs_module.look(directory)))
+        case _:
+            report(arguments)
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """The table, or the page and the picture, of the rows in a folder."""
+    directory: Path = arguments.directory
+    found = rows.read_finished(directory), rows_module.read_repeats(directory), cost.read(directory)
+    if not found[0]:
+        raise SystemExit(
+            f"no finished run in {directory}: name the folder that has rows "
+            f"(TASK-ARM-SEED{rows.SUFFIX}), DIR/rows of a proof that was run"
+        )
+    torch.set_num_threads(1)  # a bootstrap's draw is little: threads beside other work wait for it
+    if arguments.command == "table":
+        print("\n".join(figures.markdown(figures.tables(*found))))
+        return
+    print(page.write_html(*found, arguments.out))
+    if arguments.picture is not None:
+        print(page.write_picture(found[0], arguments.picture))
+
+
+def fine_tune(directory: Path, model: Path, precision: str, changes: list[str]) -> int:
+    """``isobit sft`` on the solutions of both tasks, in one file."""
+    data = directory / "data"
+    solutions = [data / f"{task}.solutions.jsonl" for task in suite_module.TASKS]
+    joined = data / "solutions.jsonl"
+    joined.write_bytes(b"".join(path.read_bytes() for path in solutions))
+    output = directory / ("start" if precision == "bf16" else f"start-{precision}")
+    held_out = {task: data / f"{task}.held_out.jsonl" for task in suite_module.TASKS}
+    words = [
+        *("--model", model, "--output", output, "--data.train.path", joined),
+        *("--precision", precision),
+        *(part for task, path in held_out.items() for part in (f"--data.eval.{task}.path", path)),
+        *changes,
+    ]
+    command = [sys.executable, "-m", "isobit.cli.main", "sft", FINE_TUNE, "--resume", *words]
+    return subprocess.run(list(map(str, command)), check=False).returncode  # noqa: S603 (this file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""What is run: tasks, arms, and the settings that each changes.
+
+A run has a task, an arm and a seed, and the name TASK-ARM-SEED; one that is made again, on another
+day or card, ends in ``-again``.  Besides the two tasks of the proof
+there are settings under stress, and two that look for where ``fp8`` loses: they are trained on the
+problems of one of the two.
+
+The two tasks of the proof, and solutions of theirs that are worked out.
+
+    gsm         word problems of reasoning-gym's ``gsm_symbolic``: a hundred templates with other
+                names and numbers each time; a solution has some hundred tokens
+    multiply    products of two large numbers, digit by digit, as it is done on paper: a solution
+                has about a thousand tokens
+
+A solution ends with ``#### ANSWER``; the reward is 1 for that, and 0 otherwise.  Problems of one
+split do not stand in another: seeds of reasoning-gym are further apart than their sizes, and
+products come from disjoint residues of the first factor.
+
+Activation outliers planted in a model that computes the same function: a stress for FP8.
+
+    w_norm[c] 2^k,   W[:, c] 2^-k    for every matrix W that reads that norm's output
+
+One channel c of each 128 gets them, so that each group of activations that shares a scale has one.
+Powers of two change no mantissa, in BF16 neither.  E4M3 has 18 binary orders of magnitude for all
+numbers of a group, and what lies at the lower end loses bits: on SmolLM2, log-probabilities of
+``fp8-rollout`` are as far from the trainer's with 2^14 as without (1.6 and 1.75 nats at most over
+1,512 tokens of ``isobit verify`` on a CPU), and four times as far (7.0) with 2^17.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from safetensors.torch import load_file, save_file
+
+Task = Literal["gsm", "multiply"]
+Split = Literal["solutions", "train", "held_out"]
+TASKS: tuple[Task, ...] = get_args(Task)
+SIZES: dict[Split, int] = {"solutions": 20_000, "train": 20_000, "held_out": 2_000}
+"""Rows of what is fine-tuned on, of the prompts of reinforcement learning, and of evaluation."""
+DIGITS = 6, 5
+_SPLITS: tuple[Split, ...] = get_args(Split)
+_SEED_STEP = 10_000_000
+
+Row = dict[str, str]
+
+
+def write_problems(directory: Path) -> None:
+    """``TASK.SPLIT.jsonl`` of every task and split, the same bytes each time."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for task in TASKS:
+        for split in _SPLITS:
+            lines = [json.dumps(row) + "\n" for row in rows_of(task, split, SIZES[split])]
+            (directory / f"{task}.{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def rows_of(task: Task, split: Split, count: int) -> list[Row]:
+    """So many problems: ``prompt``, ``answer``, and ``completion``, a solution."""
+    makers: dict[Task, Callable[[Split, int], Iterator[Row]]] = {"gsm": _gsm, "multiply": _multiply}
+    return list(makers[task](split, count))
+
+
+def _gsm(split: Split, count: int) -> Iterator[Row]:
+    import reasoning_gym
+
+    seed = _SEED_STEP * (1 + _SPLITS.index(split))
+    for entry in reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=seed):
+        answer = str(entry["answer"])
+        text = entry["metadata"]["answer_cot"].rpartition("####")[0].rstrip()
+        prompt = f"{entry['question']}\nThink step by step, and end with #### and the answer."
+        yield {"prompt": prompt, "completion": f"{text}\n#### {answer}", "answer": answer}
+
+
+def _multiply(split: Split, count: int) -> Iterator[Row]:
+    place = _SPLITS.index(split)
+    random_numbers = random.Random(_SEED_STEP + place)  # noqa: S311 (no secret)
+    seen: set[tuple[int, int]] = set()
+    while len(seen) < count:
+        first, second = (
+            random_numbers.randrange(10 ** (digits - 1), 10**digits) for digits in DIGITS
+        )
+        first -= first % len(_SPLITS) - place  # a residue for each split
+        if (first, second) not in seen and len(str(first)) == DIGITS[0]:
+            seen.add((first, second))
+            yield {
+                "prompt": f"Multiply {first} by {second}, digit by digit as on paper. "
+                "End with #### and the product.",
+                "completion": product_worked_out(first, second),
+                "answer": str(first * second),
+            }
+
+
+def product_worked_out(first: int, second: int) -> str:
+    """Partial products from the last digit of the second factor, with carries; then their sum by
+    columns, from the last.
+    """
+    lines: list[str] = []
+    for place, digit in enumerate(reversed(str(second))):
+        lines.append(f"{first} * {digit}, shifted by {place}:")
+        carry = 0
+        for own in map(int, reversed(str(first))):
+            total = own * int(digit) + carry
+            lines.append(f"{own}*{digit}+{carry}={total}: write {total % 10}, carry {total // 10}")
+            carry = total // 10
+        lines.append(f"= {first * int(digit)}{'0' * place}")
+    partial = [first * int(digit) * 10**place for place, digit in enumerate(reversed(str(second)))]
+    lines.append("Sum by columns:")
+    carry = 0
+    for column in range(len(str(first * second))):
+        digits = [number // 10**column % 10 for number in partial]
+        total = sum(digits) + carry
+        terms = "+".join(map(str, [*digits, carry]))
+        lines.append(f"{terms}={total}: write {total % 10}, carry {total // 10}")
+        carry = total // 10
+    return "\n".join([*lines, f"#### {first * second}"])
+
+
+Changes = Mapping[str, str]
+_TIS = '[{type = "tis", level = "token", max = 2.0}]'
+_TRAINERS: Changes = {"precision": "fp8-rollout", "training.old_log_probs": "recomputed"}
+ARMS: dict[str, Changes] = {
+    "bf16": {"precision": "bf16"},
+    "fp8": {"precision": "fp8"},
+    "fp8-linear": {"precision": "fp8-linear"},
+    "fp8-rollout": _TRAINERS,
+    "fp8-rollout-tis": {**_TRAINERS, "corrections": _TIS},
+    "fp8-fp32-scales": {"precision": '{preset = "fp8", scales = "fp32"}'},
+}
+_FEW = {name: ARMS[name] for name in ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis")}
+"""Of ``multiply``, whose runs take longer, and of the settings under stress."""
+_SITE_ARMS: dict[str, Changes] = {
+    "fp8-linear": ARMS["fp8-linear"],
+    "fp8-fp32-scales": ARMS["fp8-fp32-scales"],
+    "fp8-ends-bf16": {"precision": '{preset = "fp8", first_layers_bf16 = 3, last_layers_bf16 = 3}'},
+    "fp8-wgrad-bf16": {"precision": '{preset = "fp8", wgrad = "bf16"}'},
+    "fp8-stream-bf16": {
+        "precision": '{preset = "fp8", modules_bf16 = ["qkv_proj", "gate_up_proj"]}'
+    },
+}
+SITES = "sites"
+"""``multiply`` where something of ``fp8`` is kept in BF16: attention and KV cache (``fp8-linear``),
+the first and last three layers, the weight gradients' operands, or the linears that read the
+residual stream, whose rounding costs most; or its scales in FP32.
+"""
+FROM_FP8 = "from-fp8"
+"""``multiply`` from a start that was fine-tuned in ``fp8``."""
+OUTLIERS = "stress-outliers"
+"""Begins with the start in which outliers are planted (``experiments.proof.suite``)."""
+STRESSES: dict[str, Changes] = {
+    "stress-rate": {"training.learning_rate": "6e-5"},
+    "stress-collapse": {"training.learning_rate": "1e-4"},
+    "stress-updates": {"training.updates_per_batch": "4"},
+    "stress-hot": {"rollout.temperature": "1.3"},
+    OUTLIERS: {},
+}
+"""``gsm`` in settings that are said to make a mismatch of rollout and training worse."""
+_ARMS_OF: dict[str, dict[str, Changes]] = {
+    "gsm": ARMS,
+    SITES: _SITE_ARMS,
+    FROM_FP8: {name: ARMS[name] for name in ("bf16", "fp8")},
+}
+"""Of the tasks that have not just the few."""
+NAMES = (*TASKS, SITES, FROM_FP8, *STRESSES)
+"""Of all tasks, for a run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    task: str
+    """One of ``NAMES``."""
+    arm: str
+    seed: int
+    again: bool = False
+    """Whether it repeats one whose row is kept."""
+
+    @property
+    def problems(self) -> Task:
+        """What it is trained and measured on."""
+        return "gsm" if self.task == "gsm" or self.task in STRESSES else "multiply"
+
+    @property
+    def start(self) -> str:
+        """Of the directories that have a ``model``, the one that it begins with."""
+        return {OUTLIERS: "outliers", FROM_FP8: "start-fp8"}.get(self.task, "start")
+
+    @property
+    def name(self) -> str:
+        """Also of its files."""
+        return self.row_name + ("-again" if self.again else "")
+
+    @property
+    def row_name(self) -> str:
+        """Of what is kept of it, among the rows or among the repeats."""
+        return f"{self.task}-{self.arm}-{self.seed}"
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What it changes in the recipe of its problems."""
+        return {**STRESSES.get(self.task, {}), **arms_of(self.task)[self.arm]}
+
+
+def arms_of(task: str) -> dict[str, Changes]:
+    """The arms of a task, by name."""
+    return _ARMS_OF.get(task, _FEW)
+
+
+ALL_ARMS = tuple(dict.fromkeys(arm for task in NAMES for arm in arms_of(task)))
+
+
+def run_named(words: str) -> Run:
+    """``TASK:ARM:SEED`` or ``TASK:ARM:SEED:again``.  Raises ValueError for any other."""
+    match words.split(":"):
+        case [task, arm, seed, *again] if task in NAMES and again in ([], ["again"]):
+            if arm in arms_of(task) and seed.isdecimal():
+                return Run(task, arm, int(seed), bool(again))
+    raise ValueError(f"no run is named {words}: TASK:ARM:SEED, and :again for one made before")
+
+
+def wanted(tasks: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> list[Run]:
+    """All arms of a seed before the next seed, so that pairs are whole wherever a suite ends."""
+    return [
+        Run(task, arm, seed)
+        for seed in seeds
+        for task in tasks
+        for arm in arms_of(task)
+        if arm in arms
+    ]
+
+
+EXPONENT = 17
+EVERY, FIRST = 128, 5
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Of each norm of a layer."""
+
+
+def plant(model: Path, to: Path, exponent: int = EXPONENT) -> None:
+    """Copy a model folder of the Llama family, whose weights are one file, with outliers of
+    2^``exponent``.
+    """
+    shutil.copytree(model, to, dirs_exist_ok=True)
+    tensors = load_file(to / "model.safetensors")
+    factor = 2.0**exponent
+    for name, weight in tensors.items():
+        layer, _, norm = name.removesuffix(".weight").rpartition(".")
+        for reader in READERS.get(norm, ()):
+            tensors[f"{layer}.{reader}.weight"][:, FIRST::EVERY] /= factor
+        if norm in READERS:
+            weight[FIRST::EVERY] *= factor
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})

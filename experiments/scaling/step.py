@@ -1,0 +1,326 @@
+"""Gradients and published weights between GPUs: bytes over each link, and the seconds of them that
+no computation hides.
+
+A rank sends 4 bytes a number of every row that it does not own, of each micro-batch: to the seven
+others of its host over NVLink, to the rest over its NIC; both at the same time.  With a slot a host
+(``training.slots``) micro-batches stay inside a host, whose eight ranks share its sum, and once a
+step each rank sends its eighth of that sum to the owners on the other hosts.
+
+A layer's slices leave while the layer before it is computed.  Exposed is what is longer than the
+backward, the embedding, which comes last, and what computation is slower by beside a transfer.
+
+What a GPU of many holds, and what that leaves: the level of recomputation, places for samples.
+
+It is the plan of a run (``isobit.memory.device``) for W processes.  With a slot a host the eight of
+a host share gradients, and their buffers, as eight processes do; masters and moments stay W's.
+
+A step of reinforcement learning on W GPUs: rollout, rounds of micro-batches, optimiser, gather.
+
+Micro-batches are those that a run packs (``isobit.records.batch``); rank r computes r, r + W, ..,
+and all wait at the end of each round.  With a slot a host, slot s has the micro-batches s, s + S,
+and so on, computed by one host's eight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import fsum
+from typing import get_args
+
+from experiments.scaling import costs
+from experiments.scaling import costs as costs_module
+from experiments.scaling.costs import GIB, Model
+from experiments.scaling.rollout import LONGEST, MEAN, PROMPT, Group, Rolled, roll
+from isobit.config.tables import Recompute, RolloutConfig, TrainingConfig
+from isobit.memory.cache_size import RESERVE, forward_bytes
+from isobit.records.batch import first_fit_decreasing
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Out of one GPU, or into it."""
+
+    nvlink: float = 0.0
+    nic: float = 0.0
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.nvlink + other.nvlink, self.nic + other.nic)
+
+    def __mul__(self, times: float) -> "Bytes":
+        return Bytes(self.nvlink * times, self.nic * times)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the ranks are."""
+
+    gpus: int
+    slots: int = 1
+    """1, or as many as there are hosts."""
+
+    @property
+    def a_host(self) -> int:
+        """GPUs of one."""
+        return min(self.gpus, costs.GPUS_A_HOST)
+
+    @property
+    def hosts(self) -> int:
+        """Machines."""
+        return self.gpus // self.a_host
+
+    @property
+    def together(self) -> int:
+        """Ranks that compute a round and share its sum."""
+        return self.gpus if self.slots == 1 else self.a_host
+
+
+def sent_a_microbatch(model: Model, layout: Layout) -> Bytes:
+    """By the rank that has computed one."""
+    row = FP32 * model.parameters / layout.together
+    far = layout.together - layout.a_host
+    return Bytes(row * (layout.a_host - 1), row * far)
+
+
+def received_of_a_microbatch(model: Model, layout: Layout, same_host: bool) -> Bytes:
+    """By an owner, from the rank that has computed one."""
+    row = FP32 * model.parameters / layout.together
+    return Bytes(nvlink=row) if same_host else Bytes(nic=row)
+
+
+def sent_a_step(model: Model, layout: Layout) -> Bytes:
+    """Sums of slots to their owners on other hosts."""
+    if layout.slots == 1:
+        return Bytes()
+    return Bytes(nic=FP32 * model.parameters / layout.a_host * (layout.hosts - 1) / layout.hosts)
+
+
+def gathered(published: float, layout: Layout) -> Bytes:
+    """Into each GPU: a slice of every other host over its NIC, then what its neighbours have."""
+    a_slice = published / layout.a_host
+    near = published * (layout.a_host - 1) / layout.a_host
+    return Bytes(near, a_slice * (layout.hosts - 1) / layout.hosts)
+
+
+def round_s(model: Model, layout: Layout, backward: float) -> float:
+    """What a round takes beside its computation: exposed transfers and the ordered sum."""
+    if layout.gpus == 1:
+        return 0.0
+    sent = sent_a_microbatch(model, layout)
+    layers = model.config.num_layers
+    near, far = layout.a_host - 1, layout.together - layout.a_host
+    lines = (
+        sent.nvlink / costs.EXCHANGE + layers * near * costs.MESSAGE["nvlink"],
+        sent.nic / costs.NIC + layers * far * costs.MESSAGE["nic"],
+    )
+    transfer = max(lines)
+    last = transfer * model.embedding / model.parameters
+    hidden_at_most = backward * (1 - 1 / layers)
+    exposed = max(last, transfer - hidden_at_most)
+    hidden = (sent.nvlink + sent.nic) * (1 - exposed / transfer)
+    return exposed + hidden * costs.SLOWED + add_s(model)
+
+
+def add_s(model: Model) -> float:
+    """The ordered sum of what came."""
+    return costs.LAYER_ADD * model.parameters / costs.LAYER_NUMBERS
+
+
+def slots_s(model: Model, layout: Layout) -> float:
+    """The exchange of slots, once a step, which nothing hides."""
+    sent = sent_a_step(model, layout).nic
+    if not sent:
+        return 0.0
+    messages = model.config.num_layers * (layout.hosts - 1) * costs.MESSAGE["nic"]
+    # A rank's own rows of all slots: as many numbers as one host's eighth.
+    return sent / costs.NIC + messages + add_s(model) / layout.a_host
+
+
+def gather_s(model: Model, published: float, layout: Layout) -> float:
+    """Published bytes on all GPUs."""
+    if layout.gpus == 1:
+        return 0.0
+    got = gathered(published, layout)
+    messages = model.config.num_layers * (
+        (layout.a_host - 1) * costs.MESSAGE["nvlink"] + (layout.hosts - 1) * costs.MESSAGE["nic"]
+    )
+    return got.nvlink / costs.GATHER + got.nic / costs.NIC + messages
+
+
+MICROBATCH = 16_384
+_SEQUENCES = 256
+_OWNED = ("masters", "optimiser moments")
+_LEVELS: tuple[Recompute, ...] = get_args(Recompute)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of one GPU among W, GiB."""
+
+    training: float
+    """At its peak, with the reserve."""
+    recompute: Recompute | None
+    """The cheapest that fits; None where none does."""
+    places: int
+    """For samples of mean length, at most 256."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a run can have it."""
+        return self.recompute is not None and self.places >= 8
+
+
+def room(model: Model, gpus: int, slots: int) -> Room:
+    """For micro-batches of ``MICROBATCH`` tokens and BF16 moments."""
+    total = int(costs.MEMORY_GIB * GIB)
+    together = gpus if slots == 1 else costs.GPUS_A_HOST
+    planner = replace(model.planner, processes=together)
+    standing = dict(planner.weight_bytes(_training("none")))
+    for name in _OWNED:
+        standing[name] = standing[name] * together // gpus
+
+    def peak(level: Recompute) -> int:
+        parts = planner.training_bytes(_training(level), MICROBATCH, PROMPT + LONGEST)
+        return sum((dict(parts) | standing).values()) + RESERVE
+
+    fitting: list[Recompute] = [level for level in _LEVELS if peak(level) <= total]
+    level: Recompute | None = fitting[0] if fitting else None
+    forward = forward_bytes(model.config, planner.flow, RolloutConfig(), planner.sizes)
+    left = total - sum(standing.values()) - RESERVE - forward
+    places = int(max(left, 0) / (model.kv_bytes * (PROMPT + MEAN)))
+    return Room(peak(level or _LEVELS[-1]) / GIB, level, min(places // 8 * 8, _SEQUENCES))
+
+
+def _training(recompute: Recompute) -> TrainingConfig:
+    return TrainingConfig(moments="bf16", recompute=recompute, tokens_per_microbatch=MICROBATCH)
+
+
+RECORD_BYTES = 8
+"""A token's number and its log-probability, which every rank gets of all samples."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What memory leaves to a GPU."""
+
+    recompute: Recompute
+    places: int
+    microbatch: int = MICROBATCH
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds; together they are the step."""
+
+    rollout: float
+    compute: float
+    """Forwards and backwards, the mean of the ranks."""
+    exchange: float
+    """Exposed, with the ordered sums."""
+    uneven: float
+    """Waiting at the ends of rounds, and of hosts for each other: the mean of the ranks."""
+    idle_last_round: float
+    """Waiting in the last one, which need not have a micro-batch for each."""
+    gather: float
+    optimiser: float
+    """With publication of the own rows."""
+    other: float
+    """What a step takes anyway, and the records of all samples, which every rank gets and keeps."""
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return fsum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came of it."""
+
+    phases: Phases
+    rolled: Rolled
+    microbatches: int
+    rounds: int
+    """Of the host with most."""
+    sent: list[Bytes]
+    """By rank."""
+    received: list[Bytes]
+
+
+def simulate(model: Model, layout: Layout, setting: Setting, groups: tuple[Group, ...]) -> Step:
+    """One step."""
+    rolled = roll(model, groups, layout.gpus, setting.places)
+    lengths = [PROMPT + length for group in groups for length in group]
+    costs = [
+        fsum(model.pass_s(lengths[index], setting.recompute) for index in members)
+        for members in first_fit_decreasing(lengths, setting.microbatch)
+    ]
+    shares = [costs[slot :: layout.slots] for slot in range(layout.slots)]
+    times = [_Rounds(model, layout, share) for share in shares]
+    slowest = max(times, key=lambda one: one.seconds)
+    gpus = len(shares) * layout.together
+    compute = fsum(costs) / gpus
+    published = model.planner.weight_bytes(TrainingConfig(moments="bf16"))["published weights"]
+    size = model.parameters / costs_module.PARAMETERS_8B
+    of_others = sum(lengths) * (layout.gpus - 1) / layout.gpus
+    records = of_others * (RECORD_BYTES / costs_module.HOST_NETWORK + costs_module.RECORD_TOKEN)
+    last = slowest.idle_last
+    phases = Phases(
+        rollout=rolled.seconds,
+        compute=compute,
+        exchange=slowest.exchange + slots_s(model, layout),
+        uneven=slowest.seconds - slowest.exchange - compute - last,
+        idle_last_round=last,
+        gather=gather_s(model, published, layout),
+        optimiser=(costs_module.OPTIMISER + costs_module.PUBLISH) * size / layout.gpus,
+        other=costs_module.OTHER + records,
+    )
+    rounds = max(len(one.rounds) for one in times)
+    return Step(phases, rolled, len(costs), rounds, *_traffic(model, layout, shares, published))
+
+
+class _Rounds:
+    """The rounds of ranks that compute together."""
+
+    def __init__(self, model: Model, layout: Layout, costs: Sequence[float]) -> None:
+        width = layout.together
+        self.rounds = [costs[first : first + width] for first in range(0, len(costs), width)]
+        longest = [max(one) for one in self.rounds]
+        self.exchange = fsum(
+            round_s(model, layout, costs_module.BACKWARD_SHARE * one) for one in longest
+        )
+        self.seconds = fsum(longest) + self.exchange
+        self.idle_last = longest[-1] - fsum(self.rounds[-1]) / width if self.rounds else 0.0
+
+
+def _traffic(
+    model: Model, layout: Layout, shares: Sequence[Sequence[float]], published: float
+) -> tuple[list[Bytes], list[Bytes]]:
+    """Bytes out of every rank, and, counted from the other end, into it."""
+    width = layout.together
+    computed = [
+        len(share[rank::width]) for share in shares for rank in range(width)
+    ]  # by rank: slots are hosts, in their order
+    at_the_end = sent_a_step(model, layout)
+    into = gathered(published, layout)
+    sent = [sent_a_microbatch(model, layout) * number + at_the_end + into for number in computed]
+    received = []
+    for rank, own in enumerate(computed):
+        first = rank // layout.a_host * layout.a_host
+        start = rank // width * width
+        near = sum(computed[first : first + layout.a_host]) - own
+        far = sum(computed[start : start + width]) - near - own
+        received.append(
+            received_of_a_microbatch(model, layout, same_host=True) * near
+            + received_of_a_microbatch(model, layout, same_host=False) * far
+            + _from_slots(model, layout)
+            + into
+        )
+    return sent, received
+
+
+def _from_slots(model: Model, layout: Layout) -> Bytes:
+    """Into an owner, once a step: its rows of every other host's sum."""
+    if layout.slots == 1:
+        return Bytes()
+    return Bytes(nic=4 * model.parameters / layout.gpus * (layout.hosts - 1))
