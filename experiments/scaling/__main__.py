@@ -92,7 +92,7 @@ def measure_records(arguments: argparse.Namespace) -> None:
     message = encode(completions_value([Completion(one, "", "stop") for one in drawn]))
     began = perf_counter()
     for completion in completions_of(decode(message)):
-        completion.sequence.with_advantages(1.0)
+        completion.sequence.with_columns(advantages=1.0)
     seconds = (perf_counter() - began) / (count * (prompt + response))
     print(json.dumps({"kind": "records", "seconds_a_token": seconds}))
 

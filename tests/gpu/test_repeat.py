@@ -29,7 +29,7 @@ def batches() -> list[PackedBatch]:
     for index in range(4):
         prompt, answer = tuple(range(1 + index, 11 + index)), tuple(range(2, 32))
         one = TokenSequence.of_answer(prompt, answer)
-        sequences.append(one.with_advantages(1.0 - 2.0 * (index % 2)))
+        sequences.append(one.with_columns(advantages=1.0 - 2.0 * (index % 2)))
     return pack(sequences, 100)
 
 

@@ -70,7 +70,7 @@ def samples(draw: st.DrawFn) -> list[TokenSequence]:
                 ids[prompt:],
                 tuple(-float(i) for i in ids[prompt:]),
                 temperature=1.0 + len(made),
-            ).with_advantages(float(ids[0]))
+            ).with_columns(advantages=float(ids[0]))
         )
     return made
 

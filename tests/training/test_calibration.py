@@ -213,7 +213,7 @@ def test_the_weights_of_corrections_count(
     trainer = make_trainer("fp8")
     calibration = Calibration(trainer, Grpo(CONFIG))
     (group, *_) = make_groups(trainer)
-    sequence = group.completions[0].sequence.with_advantages(-1.0)
+    sequence = group.completions[0].sequence.with_columns(advantages=-1.0)
     sequence = replace(sequence, importance=np.float32(0.5) * sequence.loss_mask)
     begun = calibration.begin(2, [sequence])
     assert begun is not None
@@ -228,7 +228,7 @@ def test_nothing_is_calibrated_by_what_is_replayed_or_by_weights_that_have_not_m
     trainer = make_trainer("fp8")
     calibration = Calibration(trainer, Grpo(CONFIG))
     (group, *_) = make_groups(trainer)
-    sequences = [one.sequence.with_advantages(-1.0) for one in group.completions]
+    sequences = [one.sequence.with_columns(advantages=-1.0) for one in group.completions]
     old = [replace(one, fresh=False) for one in sequences]
     assert calibration.begin(2, old) is None and calibration.begin(1, sequences) is None
     begun = calibration.begin(2, [*sequences, *old])

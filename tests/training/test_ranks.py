@@ -68,7 +68,7 @@ def sequences(count: int, seed: int) -> list[TokenSequence]:
         prompt, answer = ids(4 + number % 3), ids(5 + 7 * number % 31)
         log_probs = torch.rand(len(answer), generator=generator).neg().sub(5).tolist()
         sequence = TokenSequence.of_answer(prompt, answer, log_probs, [1] * len(answer))
-        found.append(sequence.with_advantages([1.0, -1.0, 0.25][number % 3]))
+        found.append(sequence.with_columns(advantages=[1.0, -1.0, 0.25][number % 3]))
     return found
 
 

@@ -297,11 +297,11 @@ ONE = TokenSequence.of_answer((1,), (2, 3))
 def test_terms_beside_the_advantages_are_learnt_from(
     config: GrpoConfig | PpoConfig, learns: bool
 ) -> None:
-    assert has_signal([ONE.with_advantages(0.0)], build_algorithm(config)) == learns
+    assert has_signal([ONE.with_columns(advantages=0.0)], build_algorithm(config)) == learns
 
 
 def test_one_token_with_an_advantage_is_a_signal_unless_a_correction_rejects_it() -> None:
-    one = ONE.with_advantages((1.0, 0.0))
+    one = ONE.with_columns(advantages=(1.0, 0.0))
     assert has_signal([ONE, one], GRPO)
     assert not has_signal([replace(one, importance=one.spread((0.0, 1.0)))], GRPO)
     assert has_signal([replace(one, importance=one.spread((0.5, 0.0)))], GRPO)

@@ -1,26 +1,17 @@
-"""What one micro-batch of the trainer sees: sequences laid end to end, as tensors.
-
-Which sequences are laid end to end together, within a budget of tokens.
-
-First-fit decreasing: longest first, each into the first bin with room for it.  That fills the bins
-(never more than 11/9 of the fewest possible, and one) and puts sequences of similar length side by
-side, which is what the attention over a packed batch likes.  Ties keep the order given, so that the
-same sequences make the same bins.
-
-The first bin with room is found in a tree of the largest rooms, in log n steps: every rank packs
-the step of all, and hundreds of GPUs have 100,000 sequences.
-
-What a forward over packed sequences says of the tokens in the loss mask.
-
-Micro-batches of whole sequences laid end to end, without padding and within a budget of tokens.
+"""A micro-batch of the trainer: which sequences go into it, their columns laid end to end, and what
+a forward says of its tokens.
 
     sequence    given tokens | answer | given tokens | answer     L tokens, positions 0 .. L-1
     row i       predicts token i + 1: the rows that are learnt from stand before the tokens in the
                 loss mask, of which there may be several spans
 
-Which sequences go together is said by ``isobit.records.batch``.
+Sequences are packed first-fit decreasing within a budget of tokens: longest first, each into the
+first bin that has space for it.  That fills the bins (never more than 11/9 of the fewest possible,
+and one) and puts sequences of similar length side by side, which is what the attention over a
+packed batch likes.  Ties keep the order given, so that the same sequences make the same bins.
 
-One completion of a step, as it is judged and learnt from.
+The first bin with space is found in a tree of the largest spaces, in log n steps: every rank packs
+the step of all, and hundreds of GPUs have 100,000 sequences.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,58 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from isobit.records.sequence import Numbers, TokenSequence
+from isobit.records.sequence import COLUMNS, Column, PackedBatch, TokenSequence
 from isobit.records.text import Group
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """Whole sequences laid end to end without padding: T tokens of S sequences, N of them in a loss
-    mask.
-
-    Row ``i`` of the forward predicts token ``i + 1`` of the same sequence; ``rows`` names the N
-    rows whose prediction is learnt from and ``targets`` the tokens predicted there.  All on the
-    host.
-    """
-
-    token_ids: torch.Tensor
-    """int64 [T]"""
-    positions: torch.Tensor
-    """int64 [T], from 0 in each sequence."""
-    lengths: tuple[int, ...]
-    """S of them, summing to T."""
-    rows: torch.Tensor
-    """int64 [N], ascending."""
-    targets: torch.Tensor
-    """int64 [N]"""
-    sequence: torch.Tensor
-    """int64 [N], 0..S-1, ascending: the sequence each target belongs to."""
-    temperatures: torch.Tensor
-    """float32 [N]"""
-    recorded_log_probs: torch.Tensor
-    """float32 [N], of the targets, by whoever drew them."""
-    old_log_probs: torch.Tensor
-    """float32 [N], of the targets, that the ratio of the loss is taken to: the trainer's own from
-    before its first update, or the recorded ones where those are the same function's.
-    """
-    advantages: torch.Tensor
-    """float32 [N]"""
-    recorded_routings: torch.Tensor | None = None
-    """int64 [N], of the row that each target was drawn from; 0 where none is known (of what is
-    replayed), and None where no sequence has any.
-    """
-    fresh: torch.Tensor | None = None
-    """bool [N], whether a target was drawn from the weights of before the step's updates; None is
-    everywhere.
-    """
-    reference_log_probs: torch.Tensor | None = None
-    """float32 [N], of the targets, by the reference model."""
-    values: torch.Tensor | None = None
-    """float32 [N], by the value head before the first update of the batch."""
-    returns: torch.Tensor | None = None
-    """float32 [N], what the value head is to learn."""
-    importance: torch.Tensor | None = None
-    """float32 [N], the weights of the corrections; None is 1 everywhere."""
 
 
 _FULL = -1
@@ -91,19 +32,19 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     one index.
     """
     bins: list[list[int]] = []
-    rooms = _Rooms(len(lengths), budget)
+    spaces = _Spaces(len(lengths), budget)
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = rooms.first(lengths[index]) if lengths[index] <= budget else len(bins)
+        place = spaces.first(lengths[index]) if lengths[index] <= budget else len(bins)
         if place == len(bins):
             bins.append([])
         bins[place].append(index)
-        rooms.fill(place, lengths[index])
+        spaces.fill(place, lengths[index])
     return bins
 
 
-class _Rooms:
-    """Room of every bin, those not yet begun too: node i of a tree has the larger one of its
-    children 2 i and 2 i + 1, the leaves are the bins.
+class _Spaces:
+    """The space left in every bin, those not yet begun too: node i of a tree has the larger one of
+    its children 2 i and 2 i + 1, the leaves are the bins.
     """
 
     def __init__(self, bins: int, budget: int) -> None:
@@ -111,7 +52,7 @@ class _Rooms:
         self._largest = [budget] * (2 * self._leaves)
 
     def first(self, length: int) -> int:
-        """The first bin with so much room."""
+        """The first bin with space for ``length`` tokens."""
         node = 1
         while node < self._leaves:
             node *= 2
@@ -119,7 +60,7 @@ class _Rooms:
         return node - self._leaves
 
     def fill(self, place: int, length: int) -> None:
-        """Put so much into a bin."""
+        """Put ``length`` tokens into a bin."""
         node = place + self._leaves
         self._largest[node] = max(self._largest[node] - length, _FULL)
         while node > 1:
@@ -143,12 +84,16 @@ class RouterScores:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of the N targets of a batch, on the host; FP32 [N] where nothing else is said."""
+    """What a forward says of the N targets of a batch, or of one of its sequences: FP32 [N] where
+    nothing else is said, on the host.
+    """
 
     log_probs: torch.Tensor
     """At the temperature that each target was drawn with; [0] for a model without lm_head."""
     entropies: torch.Tensor
-    """Of the distribution that each target was drawn from, nats; [0] likewise."""
+    """Of the distribution that each target was drawn from, nats; [0] for a model without lm_head,
+    and where only the other columns were asked for.
+    """
     values: torch.Tensor | None = None
     """By a scalar head, at the row that predicts each target; None where the model has none."""
     routings: torch.Tensor | None = None
@@ -169,7 +114,7 @@ def sequences_of(
     so does an empty response.
     """
     return [
-        completion.sequence.with_advantages(advantage)
+        completion.sequence.with_columns(advantages=advantage)
         for group, group_advantages in zip(groups, advantages, strict=True)
         for completion, advantage in zip(group.completions, group_advantages, strict=True)
         if advantage is not None and completion.length
@@ -185,30 +130,15 @@ def pack(sequences: Sequence[TokenSequence], tokens_per_microbatch: int) -> list
 
 
 def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
-    """One micro-batch of the sequences in their order; a column that none of them has is None, and
-    all of them have it or none.
-    """
+    """One micro-batch of the sequences in their order, with every column that ``COLUMNS`` packs."""
     lengths = [sequence.length for sequence in sequences]
     token_ids = torch.from_numpy(np.concatenate([one.token_ids for one in sequences])).long()
     mask = torch.from_numpy(np.concatenate([one.loss_mask for one in sequences]))
     learnt = mask.nonzero().squeeze(1)
     owner = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))[learnt]
-
-    def numbers(columns: Iterable[Numbers]) -> torch.Tensor:
-        return responses(sequences, columns)
-
-    def optional(columns: Iterable[Numbers | None]) -> torch.Tensor | None:
-        given = [column for column in columns if column is not None]
-        assert len(given) in (0, len(sequences)), "all sequences have a column, or none"
-        return numbers(given) if given else None
-
-    routings = None
-    if any(sequence.routings is not None for sequence in sequences):
-        none = [np.zeros(length, np.int64) for length in lengths]
-        pairs = zip(sequences, none, strict=True)
-        routings = responses(
-            sequences, [zeros if one.routings is None else one.routings for one, zeros in pairs]
-        )
+    columns = {
+        column.packed: _packed(sequences, column) for column in COLUMNS if column.packed is not None
+    }
     temperatures = torch.tensor([sequence.temperature for sequence in sequences])
     return PackedBatch(
         token_ids=token_ids,
@@ -218,15 +148,30 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
         targets=token_ids[learnt],
         sequence=owner,
         temperatures=temperatures[owner],
-        recorded_log_probs=numbers(sequence.log_probs for sequence in sequences),
-        old_log_probs=numbers(sequence.ratio_log_probs for sequence in sequences),
-        advantages=numbers(sequence.advantages for sequence in sequences),
-        reference_log_probs=optional(sequence.reference_log_probs for sequence in sequences),
-        values=optional(sequence.values for sequence in sequences),
-        returns=optional(sequence.returns for sequence in sequences),
-        importance=optional(sequence.importance for sequence in sequences),
-        recorded_routings=routings,
         fresh=torch.tensor([sequence.fresh for sequence in sequences])[owner],
+        **columns,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _packed(sequences: Sequence[TokenSequence], column: Column) -> torch.Tensor | None:
+    """The entries of all responses; None where no sequence has the column.  Of what a replayed
+    sequence is without, the fill is packed; of other columns all sequences have one, or none.
+    """
+    found: list[np.ndarray | None] = [getattr(one, column.name) for one in sequences]
+    if column.stand_in is not None:
+        others = [getattr(one, column.stand_in) for one in sequences]
+        found = [other if one is None else one for one, other in zip(found, others, strict=True)]
+    missing = sum(one is None for one in found)
+    if missing == len(found):
+        return None
+    is_lost_in_replay = column.writer == "rollout" and not column.replayed
+    assert not missing or is_lost_in_replay, "all sequences have a column, or none"
+    return responses(
+        sequences,
+        [
+            np.full(sequence.length, column.fill, column.dtype) if one is None else one
+            for sequence, one in zip(sequences, found, strict=True)
+        ],
     )
 
 

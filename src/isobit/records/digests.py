@@ -3,8 +3,9 @@ their rewards.
 
     tokens       prompts by id with their visits, and of each completion its length, why it ended,
                  int32 of all its tokens, prompt included, and of the weights that drew each
-    log_probs    the FP32 bits recorded of each token of the responses: of the full distribution,
-                 and of the truncated one and of the experts where there are any
+    log_probs    the bits of all else that sampling recorded of the responses (``RECORDED``):
+                 log-probabilities of the full distribution, and of the truncated one and of the
+                 experts where there are any
     rewards      of each group as JSON, whose decimals keep every bit: rewards, those of several
                  parts, and the baseline
 
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from isobit.records.sequence import RECORDED
 from isobit.records.text import Completion, Group
 
 
@@ -56,8 +58,9 @@ def _log_probs(groups: Sequence[Group]) -> str:
     digest = hashlib.sha256()
     for completion in _all(groups):
         sequence = completion.sequence
-        for column in (sequence.log_probs, sequence.truncated_log_probs, sequence.routings):
-            if column is not None:
+        for name in RECORDED:
+            column = getattr(sequence, name)
+            if column is not None and name != "weights_versions":  # part of the tokens' digest
                 digest.update(_bytes(sequence.of_response(column)))
     return digest.hexdigest()
 

@@ -1,15 +1,14 @@
-"""Completions and graded groups as values for a message or a checkpoint, and back, whole: tokens
-with all that was recorded of them, texts, why they ended, rewards and their parts, baselines.
+"""Sequences, completions and graded groups as values for a message or a checkpoint, and back, bit
+for bit: tokens with what was recorded of them, texts, why they ended, rewards and their parts,
+baselines.
 
-A prompt stands there by its id: whoever reads the value has the same data.
-
-Sequences as they are kept for later, and sent: what sampling recorded, in tensors.
-
-    of L tokens, N of them responses:   4 L bytes of token ids, 8 N of log-probabilities (FP32) and
-                                        versions, 8 N of experts' digests and 4 N of truncated
+    of L tokens, N of them responses    4 L bytes of token ids, 8 N of log-probabilities (FP32) and
+                                        versions; 8 N of experts' digests and 4 N of truncated
                                         log-probabilities where there are any
 
-What was recorded comes back bit for bit; the columns that judgement fills are not kept.
+Which columns are kept is said by ``isobit.records.sequence.COLUMNS``; those that a step adds when
+it judges a sequence are not.  A prompt is kept as its id: whoever reads the value has the same
+data.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,90 +18,80 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from isobit.records.sequence import GIVEN, Entry, TokenSequence
+from isobit.records.sequence import COLUMNS, Column, TokenSequence
 from isobit.records.text import Completion, Group, Prompt
+
+SENT = [column for column in COLUMNS if column.sent]
 
 
 def joined(sequences: Sequence[TokenSequence]) -> dict[str, torch.Tensor]:
-    """Tensors of all sequences end to end.  A column that not all have stands beside the indices of
-    those that do; one that none has is not there.
+    """Tensors of all sequences end to end, a column by its name: its entries of the responses.
 
-    ``spans`` are the first token and the number of tokens of each run of a response.
+    ``spans`` are the first token and the number of tokens of each run of a response.  An optional
+    column stands beside ``NAME_of``, the indices of the sequences that have it; one that none has
+    is left out.
     """
     spans = [_spans(one.loss_mask) for one in sequences]
-    return {
+    tensors = {
         "lengths": torch.tensor([one.length for one in sequences], dtype=torch.int64),
         "span_counts": torch.tensor([len(one) // 2 for one in spans], dtype=torch.int64),
         "spans": _end_to_end(spans, np.int64).view(-1, 2),
         "token_ids": _end_to_end([one.token_ids for one in sequences], np.int32),
-        "log_probs": _end_to_end([one.of_response(one.log_probs) for one in sequences], np.float32),
-        "versions": _end_to_end(
-            [one.of_response(one.weights_versions) for one in sequences], np.int32
-        ),
         "temperatures": torch.tensor([one.temperature for one in sequences], dtype=torch.float64),
-        **_optional("routings", sequences, np.int64),
-        **_optional("truncated_log_probs", sequences, np.float32),
     }
+    for column in SENT:
+        arrays = [getattr(one, column.name) for one in sequences]
+        having = [index for index, array in enumerate(arrays) if array is not None]
+        if having or not column.optional:
+            parts = [sequences[index].of_response(arrays[index]) for index in having]
+            tensors[column.name] = _end_to_end(parts, column.dtype)
+        if having and column.optional:
+            tensors[f"{column.name}_of"] = torch.tensor(having)
+    return tensors
 
 
 def parted(tensors: Mapping[str, torch.Tensor], fresh: bool) -> list[TokenSequence]:
     """The sequences that ``joined`` laid end to end, not yet judged; ``fresh`` says whether the
-    weights of now drew them.
+    present weights drew them.
     """
     spans = [part.numpy() for part in tensors["spans"].split(tensors["span_counts"].tolist())]
     lengths = tensors["lengths"].tolist()
     masks = [_mask(length, part) for length, part in zip(lengths, spans, strict=True)]
-    responses = [int(np.count_nonzero(mask)) for mask in masks]
-
-    def column(name: str, dtype: type[Entry], elsewhere: int) -> list[NDArray[Entry]]:
-        parts = tensors[name].split(responses)
-        return [
-            _spread(part, mask, dtype, elsewhere) for part, mask in zip(parts, masks, strict=True)
-        ]
-
-    def optional(name: str, dtype: type[Entry]) -> list[NDArray[Entry] | None]:
-        found: list[NDArray[Entry] | None] = [None] * len(masks)
-        if name in tensors:
-            having = tensors[f"{name}_of"].tolist()
-            parts = tensors[name].split([responses[index] for index in having])
-            for index, part in zip(having, parts, strict=True):
-                found[index] = _spread(part, masks[index], dtype, 0)
-        return found
-
-    rows = zip(
-        tensors["token_ids"].split(lengths),
-        masks,
-        column("log_probs", np.float32, 0),
-        column("versions", np.int32, GIVEN),
-        tensors["temperatures"].tolist(),
-        optional("truncated_log_probs", np.float32),
-        optional("routings", np.int64),
-        strict=True,
-    )
+    columns = {column.name: _columns(tensors, column, masks) for column in SENT}
     return [
         TokenSequence(
             token_ids=token_ids.numpy().copy(),
             loss_mask=mask,
-            log_probs=log_probs,
-            weights_versions=versions,
             advantages=np.zeros(len(mask), np.float32),
             temperature=temperature,
-            truncated_log_probs=truncated,
-            routings=routings,
             fresh=fresh,
+            **{name: arrays[index] for name, arrays in columns.items()},
         )
-        for token_ids, mask, log_probs, versions, temperature, truncated, routings in rows
+        for index, (token_ids, mask, temperature) in enumerate(
+            zip(
+                tensors["token_ids"].split(lengths),
+                masks,
+                tensors["temperatures"].tolist(),
+                strict=True,
+            )
+        )
     ]
 
 
-def _optional(
-    name: str, sequences: Sequence[TokenSequence], dtype: type[np.generic]
-) -> dict[str, torch.Tensor]:
-    columns = [(index, one, getattr(one, name)) for index, one in enumerate(sequences)]
-    given = {index: one.of_response(column) for index, one, column in columns if column is not None}
-    if not given:
-        return {}
-    return {f"{name}_of": torch.tensor(list(given)), name: _end_to_end(list(given.values()), dtype)}
+def _columns(
+    tensors: Mapping[str, torch.Tensor], column: Column, masks: Sequence[NDArray[np.bool_]]
+) -> list[Any]:
+    """A column of each sequence, of which there are the masks; None where it has none."""
+    found: list[Any] = [None] * len(masks)
+    if column.name not in tensors:
+        return found
+    places = list(range(len(masks)))
+    having = tensors[f"{column.name}_of"].tolist() if column.optional else places
+    counts = [int(np.count_nonzero(masks[index])) for index in having]
+    for index, part in zip(having, tensors[column.name].split(counts), strict=True):
+        found[index] = np.full(len(masks[index]), column.fill, column.dtype)
+        found[index][masks[index]] = part.numpy()
+    return found
 
 
 def _end_to_end(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
@@ -123,15 +112,6 @@ def _mask(length: int, spans: NDArray[np.int64]) -> NDArray[np.bool_]:
     return mask
 
 
-def _spread(
-    column: torch.Tensor, mask: NDArray[np.bool_], dtype: type[Entry], elsewhere: int
-) -> NDArray[Entry]:
-    """A value for each token of the response -> an entry for each token."""
-    made = np.full(len(mask), elsewhere, dtype)
-    made[mask] = column.numpy()
-    return made
-
-
 def completions_value(completions: Sequence[Completion]) -> dict[str, Any]:
     """Completions as ``isobit.parallel.world`` takes them, none of them judged."""
     return {
@@ -142,8 +122,8 @@ def completions_value(completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 def completions_of(value: Mapping[str, Any], fresh: bool = True) -> list[Completion]:
-    """The completions of ``completions_value``; ``fresh`` says whether the weights of now drew
-    them.
+    """The completions of ``completions_value``; ``fresh`` says whether the present weights
+    drew them.
     """
     sequences = parted(value["sequences"], fresh)
     rows = zip(sequences, value["texts"], value["finish_reasons"], strict=True)

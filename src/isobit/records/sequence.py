@@ -4,23 +4,29 @@
     loss_mask          False  | True              | False            | True
     log_probs          0      | as recorded       | 0                | as recorded
     weights_versions   GIVEN  | 7 7 7 8 8         | GIVEN            | 8 8
-    routings           0      | as recorded       | 0                | as recorded
+    advantages         0      | as judged         | 0                | as judged
 
 Every column has an entry for every token, so that masking tokens, moving a half-done sample to
 newer weights, another turn, or an advantage for each token changes entries, never the container.
-Sampling fills the columns above, the judgement of a step the others.
 
-Columns are arrays that nobody writes to, made read-only here: 17 bytes a token as it was sampled,
-where tuples would have some 90, and a step with millions of tokens takes and joins them without
-looking at each.
+``COLUMNS`` declares the columns once.  Whatever sends, stores, digests or packs sequences reads
+that table, so a new column is a row and a field here (and a field of ``PackedBatch`` if a loss
+reads it), the code that writes it, and the code that reads it.
+
+Columns are arrays that nobody writes to (they are made read-only): 17 bytes a token as it was
+sampled, where tuples would take some 90, and a step with millions of tokens takes and joins them
+without looking at each.  Nothing here imports torch; rewards and data import this file.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Numbers: TypeAlias = NDArray[np.float32]
 """FP32: log-probabilities and all else that a loss reads."""
@@ -33,12 +39,71 @@ GIVEN = -1
 """The weights version of a token that no policy drew: of a prompt, a tool, a data set."""
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A row of ``COLUMNS``: one column of a ``TokenSequence`` beside its tokens and loss mask."""
+
+    name: str
+    """The field of ``TokenSequence``."""
+    dtype: type[np.generic]
+    writer: Literal["rollout", "judge"]
+    """``rollout`` records it as it draws, an entry for each token drawn; ``judge`` adds it before a
+    step learns from the sequence (``isobit.training.judge``).
+    """
+    sent: bool
+    """Whether it goes to other ranks, and into the checkpoint of a batch that waits for its step
+    (``isobit.records.kept_groups``).
+    """
+    replayed: bool
+    """Whether the replay buffer and its checkpoint keep it.  What is recorded and not replayed may
+    be missing from some sequences of a batch, which is packed as the fill then.
+    """
+    packed: str | None
+    """The field of ``PackedBatch`` with the entries of the responses; None where no loss reads
+    them.
+    """
+    fill: int = 0
+    """The entry of tokens outside the response."""
+    optional: bool = True
+    """Whether a sequence may be without it: None."""
+    stand_in: str | None = None
+    """The column that is packed instead where a sequence is without this one."""
+
+
+# fmt: off
+COLUMNS = (
+    #      name                   dtype       writer     sent   replayed packed
+    Column("log_probs",           np.float32, "rollout", True,  True,  "recorded_log_probs",
+           optional=False),
+    Column("weights_versions",    np.int32,   "rollout", True,  True,  None,
+           fill=GIVEN, optional=False),
+    Column("truncated_log_probs", np.float32, "rollout", True,  False, None),
+    Column("routings",            np.int64,   "rollout", True,  False, "recorded_routings"),
+    Column("advantages",          np.float32, "judge",   False, False, "advantages",
+           optional=False),
+    Column("old_log_probs",       np.float32, "judge",   False, False, "old_log_probs",
+           stand_in="log_probs"),
+    Column("old_routings",        np.int64,   "judge",   False, False, None),
+    Column("reference_log_probs", np.float32, "judge",   False, False, "reference_log_probs"),
+    Column("kl_penalties",        np.float32, "judge",   False, False, None),
+    Column("values",              np.float32, "judge",   False, False, "values"),
+    Column("returns",             np.float32, "judge",   False, False, "returns"),
+    Column("importance",          np.float32, "judge",   False, False, "importance"),
+)
+# fmt: on
+"""What each column means stands at its field of ``TokenSequence``."""
+COLUMN = {column.name: column for column in COLUMNS}
+"""By name."""
+RECORDED = tuple(column.name for column in COLUMNS if column.writer == "rollout")
+"""The columns that sampling fills."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
     """L tokens and L entries of each column.
 
     The *response* is the tokens in the loss mask.  The first token is never among them: nothing
-    predicts it.  Entries of a column of numbers at other tokens mean nothing and are 0.
+    predicts it.  Entries of a column at other tokens mean nothing and are the column's fill.
     """
 
     token_ids: Integers
@@ -66,6 +131,10 @@ class TokenSequence:
     """Digests of that forward's experts; None as for ``old_log_probs``, or without experts."""
     reference_log_probs: Numbers | None = None
     """By the reference model; None without one."""
+    kl_penalties: Numbers | None = None
+    """The KL coefficient times the estimated divergence from the reference, taken from the reward
+    token by token; None where no penalty is in the reward.
+    """
     values: Numbers | None = None
     """By the value head, of the state before each token, before it learnt from the sequence."""
     returns: Numbers | None = None
@@ -73,14 +142,14 @@ class TokenSequence:
     importance: Numbers | None = None
     """The weights of the corrections; None is 1 everywhere."""
     fresh: bool = True
-    """Whether the weights that drew it are those that a step begins to learn from it with; of what
-    is replayed, or was sampled ahead, they are not.
+    """Whether a step begins to learn from the sequence with the weights that drew it; False for
+    what is replayed, or was sampled ahead.
     """
 
     def __post_init__(self) -> None:
-        for name, column in self._columns():
+        for name, dtype, column in self._arrays():
             assert column.shape == self.token_ids.shape, "one entry a token"
-            assert column.dtype == _TYPES[name], f"{name} has entries of {_TYPES[name].__name__}"
+            assert column.dtype == dtype, f"{name} has entries of {dtype.__name__}"
             column.flags.writeable = False
         assert not self.loss_mask[:1].any(), "no row would predict the first token"
 
@@ -88,16 +157,12 @@ class TokenSequence:
         """Bit for bit."""
         if not isinstance(other, TokenSequence):
             return NotImplemented
-        ours, theirs = dict(self._columns()), dict(other._columns())
+        ours = {name: array.tobytes() for name, _, array in self._arrays()}
+        theirs = {name: array.tobytes() for name, _, array in other._arrays()}
         same = (self.temperature, self.fresh) == (other.temperature, other.fresh)
-        return (
-            same
-            and ours.keys() == theirs.keys()
-            and all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
-        )
+        return same and ours == theirs
 
     def __hash__(self) -> int:
-        """Of what is equal the same."""
         return hash((self.token_ids.tobytes(), self.log_probs.tobytes()))
 
     @classmethod
@@ -108,35 +173,24 @@ class TokenSequence:
         log_probs: Sequence[float] | None = None,
         weights_versions: Sequence[int] | None = None,
         temperature: float = 1.0,
-        truncated_log_probs: Sequence[float] | None = None,
-        routings: Sequence[int] | None = None,
+        **more: Sequence[float] | None,
     ) -> Self:
-        """A prompt and one answer to learn from, with an entry for each token of the answer in what
-        is given of it; without ``weights_versions`` the answer comes from a data set.
+        """A prompt and one answer to learn from, with an entry for each token of the answer in the
+        columns that are given; ``more`` are optional ones by name.  Without ``weights_versions``
+        the answer comes from a data set.
         """
-        given = len(prompt_ids)
-        length = given + len(answer_ids)
-
-        def column(values: Sequence[float], dtype: type[Entry], elsewhere: int) -> NDArray[Entry]:
-            assert len(values) == len(answer_ids), "one entry a token"
-            made = np.full(length, elsewhere, dtype)
-            made[given:] = values
-            return made
-
-        def numbers(values: Sequence[float] | None) -> Numbers | None:
-            return None if values is None else column(values, np.float32, 0)
-
-        mask = np.zeros(length, np.bool_)
-        mask[given:] = True
+        mask = np.arange(len(prompt_ids) + len(answer_ids)) >= len(prompt_ids)
+        entries: dict[str, Any] = {
+            "log_probs": log_probs or 0.0,
+            "weights_versions": weights_versions or GIVEN,
+            "advantages": 0.0,
+            **more,
+        }
         return cls(
-            token_ids=np.array((*prompt_ids, *answer_ids), np.int32),
-            loss_mask=mask,
-            log_probs=column(log_probs or [0.0] * len(answer_ids), np.float32, 0),
-            weights_versions=column(weights_versions or [GIVEN] * len(answer_ids), np.int32, GIVEN),
-            advantages=np.zeros(length, np.float32),
+            np.array((*prompt_ids, *answer_ids), np.int32),
+            mask,
             temperature=temperature,
-            truncated_log_probs=numbers(truncated_log_probs),
-            routings=None if routings is None else column(routings, np.int64, 0),
+            **_spread_all(entries, mask),
         )
 
     @property
@@ -158,8 +212,8 @@ class TokenSequence:
 
     @property
     def num_bytes(self) -> int:
-        """Of its columns."""
-        return sum(column.nbytes for _, column in self._columns())
+        """Of its tokens, its mask and its columns."""
+        return sum(array.nbytes for *_, array in self._arrays())
 
     def of_response(self, column: NDArray[Entry]) -> NDArray[Entry]:
         """The entries of ``column``, which has one for each token, that belong to the response; a
@@ -167,46 +221,91 @@ class TokenSequence:
         """
         return column[self.loss_mask]
 
+    def with_columns(self, **entries: ArrayLike | None) -> Self:
+        """The sequence with these columns, by name: from one entry for all tokens of the response,
+        or one for each in their order; None takes a column away.
+        """
+        return replace(self, **_spread_all(entries, self.loss_mask))
+
     def spread(self, values: ArrayLike) -> Numbers:
-        """A column from one value for each token of the response, in their order; 0 elsewhere."""
-        return self._spread(values, np.float32)
+        """An FP32 column as ``with_columns`` makes it."""
+        return _spread(values, np.float32, 0, self.loss_mask)
 
-    def spread_digests(self, values: ArrayLike) -> Digests:
-        """``spread`` of digests."""
-        return self._spread(values, np.int64)
-
-    def with_advantages(self, advantages: float | Sequence[float]) -> Self:
-        """The sequence with the same advantage at every token of its response, or with one each."""
-        if isinstance(advantages, Sequence):
-            return replace(self, advantages=self.spread(advantages))
-        same = np.where(self.loss_mask, np.float32(advantages), np.float32(0.0))
-        return replace(self, advantages=same)
-
-    def _spread(self, values: ArrayLike, dtype: type[Entry]) -> NDArray[Entry]:
-        given, column = np.asarray(values, dtype), np.zeros(self.length, dtype)
-        assert given.shape == (self.response_length,), "one value a token of the response"
-        column[self.loss_mask] = given
-        return column
-
-    def _columns(self) -> Iterable[tuple[str, np.ndarray]]:
-        """Those that it has, by name."""
-        found = ((name, getattr(self, name)) for name in _TYPES)
-        return [(name, column) for name, column in found if column is not None]
+    def _arrays(self) -> Iterable[tuple[str, type[np.generic], np.ndarray]]:
+        """Name, dtype and entries of all that the sequence has."""
+        yield "token_ids", np.int32, self.token_ids
+        yield "loss_mask", np.bool_, self.loss_mask
+        for column in COLUMNS:
+            array = getattr(self, column.name)
+            if array is not None:
+                yield column.name, column.dtype, array
 
 
-_TYPES: dict[str, type[np.generic]] = {
-    "token_ids": np.int32,
-    "loss_mask": np.bool_,
-    "log_probs": np.float32,
-    "weights_versions": np.int32,
-    "advantages": np.float32,
-    "truncated_log_probs": np.float32,
-    "routings": np.int64,
-    "old_log_probs": np.float32,
-    "old_routings": np.int64,
-    "reference_log_probs": np.float32,
-    "values": np.float32,
-    "returns": np.float32,
-    "importance": np.float32,
-}
-"""Of each column."""
+def _spread_all(entries: Mapping[str, Any], mask: NDArray[np.bool_]) -> dict[str, Any]:
+    """Whole columns from entries of the response, by name."""
+    return {
+        name: None
+        if values is None
+        else _spread(values, COLUMN[name].dtype, COLUMN[name].fill, mask)
+        for name, values in entries.items()
+    }
+
+
+def _spread(
+    values: ArrayLike, dtype: type[Entry], fill: int, mask: NDArray[np.bool_]
+) -> NDArray[Entry]:
+    given, column = np.asarray(values, dtype), np.full(len(mask), fill, dtype)
+    count = int(np.count_nonzero(mask))
+    assert given.shape in ((), (count,)), "one entry a token of the response, or one for all"
+    column[mask] = given
+    return column
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Whole sequences laid end to end without padding: T tokens of S sequences, N of them in a loss
+    mask.
+
+    Row ``i`` of the forward predicts token ``i + 1`` of the same sequence; ``rows`` names the N
+    rows whose prediction is learnt from and ``targets`` the tokens predicted there.  The columns
+    are those that ``COLUMNS`` packs, with the entries of the N targets.  All on the host.
+    """
+
+    token_ids: "Tensor"
+    """int64 [T]"""
+    positions: "Tensor"
+    """int64 [T], from 0 in each sequence."""
+    lengths: tuple[int, ...]
+    """S of them, summing to T."""
+    rows: "Tensor"
+    """int64 [N], ascending."""
+    targets: "Tensor"
+    """int64 [N]"""
+    sequence: "Tensor"
+    """int64 [N], 0..S-1, ascending: the sequence each target belongs to."""
+    temperatures: "Tensor"
+    """float32 [N]"""
+    recorded_log_probs: "Tensor"
+    """float32 [N], by whoever drew the targets."""
+    old_log_probs: "Tensor"
+    """float32 [N], that the ratio of the loss is taken to: the trainer's own from before its first
+    update, or the recorded ones where those are the same function's.
+    """
+    advantages: "Tensor"
+    """float32 [N]"""
+    recorded_routings: "Tensor | None" = None
+    """int64 [N], of the row that each target was drawn from; 0 where none is known (of what is
+    replayed), and None where no sequence has any.
+    """
+    fresh: "Tensor | None" = None
+    """bool [N], whether a target was drawn from the weights of before the step's updates; None is
+    everywhere.
+    """
+    reference_log_probs: "Tensor | None" = None
+    """float32 [N], by the reference model."""
+    values: "Tensor | None" = None
+    """float32 [N], by the value head before the first update of the batch."""
+    returns: "Tensor | None" = None
+    """float32 [N], what the value head is to learn."""
+    importance: "Tensor | None" = None
+    """float32 [N], the weights of the corrections; None is 1 everywhere."""

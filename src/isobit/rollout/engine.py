@@ -224,8 +224,8 @@ class SampleState:
             self.log_probs,
             self.weights_versions,
             sampling.log_prob_temperature,
-            self.truncated_log_probs if sampling.truncates else None,
-            self.routings or None,
+            truncated_log_probs=self.truncated_log_probs if sampling.truncates else None,
+            routings=self.routings or None,
         )
         return Completion(sequence, text, finish_reason)
 

@@ -78,7 +78,7 @@ def score_sequences(
             made[index] = SequenceScores(
                 sequence.spread(log_probs),
                 None if values is None else sequence.spread(values),
-                None if routings is None else sequence.spread_digests(routings),
+                None if routings is None else sequence.with_columns(routings=routings).routings,
             )
     return [made[index] for index in range(len(sequences))]
 
@@ -184,7 +184,7 @@ class Judge:
         masked = sample.truncated and self.config.truncated == "mask"
         if credit is None or sample.is_empty or masked:
             return None
-        sequence = sample.sequence.with_advantages(credit.advantages)
+        sequence = sample.sequence.with_columns(advantages=credit.advantages)
         if credit.returns is None:
             return sequence
         return replace(sequence, returns=sequence.spread(credit.returns))
