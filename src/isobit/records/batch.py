@@ -23,7 +23,6 @@ import torch
 from isobit.records.sequence import COLUMNS, Column, PackedBatch, TokenSequence
 from isobit.records.text import Group
 
-
 _FULL = -1
 
 
