@@ -3,6 +3,9 @@ all.
 """
 
 import json
+import re
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +88,24 @@ def test_every_recipe_is_listed_here_and_in_the_table() -> None:
             f"| [{name}.toml]({name}.toml) | `isobit {'sft' if name in SFT else 'train'}` |"
             in table
         )
+
+
+@pytest.mark.parametrize(("precision", "is_exact"), [("fp8", True), ("fp8-rollout", False)])
+def test_the_loop_on_the_public_interface_trains(
+    precision: str,
+    is_exact: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ("--steps", "2", "--prompts", "3", "--samples", "8")
+    monkeypatch.setattr(sys, "argv", ["rl_loop.py", "--precision", precision, *sizes])
+    runpy.run_path(str(RECIPES / "rl_loop.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    counts = re.findall(r"(\d+) of (\d+) log-probabilities differ", printed)
+    assert len(counts) == 2
+    for differing, compared in counts:
+        assert int(compared) > 50 and (int(differing) == 0) == is_exact
+    assert len(re.findall(r"% of 100 held-out sums are right", printed)) == 2
 
 
 @pytest.mark.parametrize("name", ["quickstart", "your_data"])
