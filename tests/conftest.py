@@ -16,7 +16,6 @@ os.environ["GOMP_SPINCOUNT"] = "0"  # threads that wait leave the cores to the o
 
 import isobit  # noqa: F401, I001  sets OpenMP's spinning, which must precede torch
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from hypothesis import HealthCheck, settings
 from isobit.config.tables import PrecisionConfig
 from isobit.config.recipes import RunConfig
 from isobit.kernels.spec.backend import SpecBackend
-from isobit.models.config import ModelConfig
 from isobit.models.saving import save_policy
 from isobit.models.policy import random_policy
 from isobit.starter import starter_folder
 from tests.death import lie_still
+from tests.tiny import save_tiny, tiny_model, with_sections
 
 settings.register_profile(
     "isobit", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -81,39 +80,17 @@ def signals_are_heard() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-TINY = ModelConfig(
-    family="qwen3",
-    vocab_size=128,
-    hidden_size=128,
-    intermediate_size=128,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    max_positions=256,
-    rms_epsilon=1e-6,
-    rope_theta=10000.0,
-    tied_embeddings=True,
-)
-
-
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with the starter's tokenizer, as a Hugging Face folder."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save_policy(
-        random_policy(TINY, PrecisionConfig(preset="fp32"), seed=0),
-        folder,
-        tokenizer_from=starter_folder(),
-    )
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random reward model with the starter's tokenizer, as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("reward")
-    config = replace(TINY, tied_embeddings=False, score_head=True, pad_token_id=0)
+    config = tiny_model(tied_embeddings=False, score_head=True, pad_token_id=0)
     policy = random_policy(config, PrecisionConfig(preset="fp32"), seed=1)
     with torch.no_grad():
         policy.masters["score.weight"].mul_(50.0)  # scores that differ
@@ -148,9 +125,7 @@ def make_config(tiny_folder: Path, tmp_path: Path) -> Callable[..., RunConfig]:
                 "without_signal": "take",
             },
         }
-        for name, value in sections.items():
-            config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
-        return RunConfig.model_validate(config)
+        return RunConfig.model_validate(with_sections(config, sections))
 
     return make
 

@@ -49,9 +49,7 @@ def measure_all(
         (place / name).symlink_to((directory / name).resolve())
     live = {
         run: runs.on_card(
-            card,
-            runs.training_command(run, place, {**_FEW, **changes}),
-            runs.log_path(run, place),
+            card, runs.training_command(run, place, {**_FEW, **changes}), runs.log_path(run, place)
         )
         for run in wanted
     }

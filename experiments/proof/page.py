@@ -197,10 +197,7 @@ def write_picture(rows: Sequence[Row], out: Path) -> Path:
     drawn = [Drawn(task, chart, 390 * place) for place, (task, chart) in enumerate(tasks)]
     legend = {mark.place: mark.label for one in drawn for mark in one.chart.marks}
     picture = render_template(
-        HERE / "picture.svg",
-        drawn=drawn,
-        legend=sorted(legend.items()),
-        width=390 * len(drawn),
+        HERE / "picture.svg", drawn=drawn, legend=sorted(legend.items()), width=390 * len(drawn)
     )
     return write_page(f"{PICTURE_MARKER}\n{picture}\n", out, PICTURE_MARKER)
 

@@ -1,11 +1,15 @@
-"""``experiments.gradients``: the exact backward, also on a Hopper GPU where there is one, the plain
-FP32 model, and a small run from training to bars.
+"""The exact backward that gradients are compared with has the same forward, bit for bit; flipped
+bits are caught, masked or missed for a reason.  ``ISOBIT_FLIPS=1000`` runs the whole campaign.
 """
+
+import os
+from random import Random
 
 import pytest
 import torch
 
 from experiments import exact_backward, gradients
+from experiments.bit_flips import REASONS, Outcome, campaign, flip_bit, table
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.backend import usable_devices
 from isobit.models.policy import random_policy
@@ -68,3 +72,33 @@ def test_a_small_comparison_meets_the_bars_and_says_which(size: gradients.Size) 
     )
     found["alone"]["random"]["dw"] = 0.99
     assert not gradients.bars(found)["one linear alone at least 0.9985"]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Outcome]:
+    return campaign(int(os.environ.get("ISOBIT_FLIPS", "16")), seed=1)
+
+
+def test_what_is_missed_has_a_reason(found: list[Outcome]) -> None:
+    made = table(found)
+    assert sum(made["all"].values()) == made["flips"] == len(found)
+    assert set(made["missed"]) <= set(REASONS)
+    assert made["all"]["caught"] > 0 < made["all"]["masked"]
+
+
+def test_nothing_that_a_forward_of_the_rollout_reads_is_missed(found: list[Outcome]) -> None:
+    """The cache and the activations of sampling: the recorded log-probabilities say."""
+    at_risk = [one for one in found if one.where.startswith(("cache", "rollout", "repeat"))]
+    assert at_risk and not [one for one in at_risk if one.state == "missed"]
+
+
+def test_one_bit_flips() -> None:
+    tensors = [torch.zeros(3), torch.zeros((), dtype=torch.uint8), torch.zeros(2, 2).t()]
+    for seed in range(20):
+        before = [x.clone() for x in tensors]
+        flip_bit(Random(seed), tensors)
+        changed = sum(
+            int((a.reshape(-1).view(torch.uint8) ^ b.reshape(-1).view(torch.uint8)).count_nonzero())
+            for a, b in zip(tensors, before, strict=True)
+        )
+        assert changed == 1

@@ -1,15 +1,18 @@
-"""``experiments.proof``: its problems are right and apart, its runs are ordinary and resumable, its
-differences are paired.
+"""The problems of the proof are right and its splits disjoint, differences are paired by seed and
+problem, planted outliers leave the function alone, and gradients are those of one forward.
 """
 
 import random
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
-from experiments.proof import figures, rows, runs, suite
-from experiments.proof.suite import product_worked_out, rows_of
+from experiments.proof import figures, gradients, rows, suite
+from experiments.proof.suite import EVERY, FIRST, plant, product_worked_out, rows_of
+from isobit import load_config
+from isobit.starter import starter_folder
 
 TINY = {
     "model": "starter",
@@ -65,24 +68,6 @@ def test_solutions_earn_the_reward_and_repeat() -> None:
         assert all(row["completion"].endswith(f"#### {row['answer']}") for row in rows)
 
 
-def test_a_run_is_kept_before_it_answers_in_another_flow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (run,) = suite.wanted(["gsm"], ["fp8"], [0])
-    monkeypatch.setattr(rows, "row_of", lambda output: {"summary": output.name})
-    (tmp_path / "runs" / run.name).mkdir(parents=True)
-    runs.keep(run, tmp_path, 1)
-    (row,) = rows.read_finished(tmp_path / "rows")
-    assert row["summary"] == run.name and "other_flow" not in row
-    assert not runs.is_made(run, tmp_path)
-    runs.answers_path(run, tmp_path).write_text('{"precision": "bf16"}')
-    runs.keep_answers(run, tmp_path)
-    (row,) = rows.read_finished(tmp_path / "rows")
-    assert row["other_flow"] == {"precision": "bf16"} and runs.is_made(run, tmp_path)
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    assert runs.is_made(run, tmp_path), "made in another sitting"
-
-
 def test_differences_are_paired_by_seed_and_problem() -> None:
     def row(arm: str, seed: int, after: list[float]) -> rows.Row:
         evaluations = [{"rewards": [0.0] * len(after)}, {"rewards": after}]
@@ -98,22 +83,42 @@ def test_differences_are_paired_by_seed_and_problem() -> None:
     assert figures.interval(torch.zeros(3, 10)) == (0.0, 0.0)
 
 
-def test_each_task_has_its_arms_and_problems() -> None:
-    found = suite.wanted(suite.NAMES, suite.ALL_ARMS, [0])
-    arms = {task: [run.arm for run in found if run.task == task] for task in suite.NAMES}
-    assert arms["gsm"] == list(suite.ARMS) and len(arms["multiply"]) == 4
-    assert "bf16" not in arms["sites"] and "fp8-wgrad-bf16" in arms["sites"]
-    problems_of = {run.task: run.problems for run in found}
-    assert (
-        problems_of["sites"] == problems_of["from-fp8"] == "multiply"
-        and problems_of["stress-hot"] == "gsm"
+def test_the_function_stays(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=2 * EVERY,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
-    starts = {run.task: run.start for run in found if run.start != "start"}
-    assert starts == {"from-fp8": "start-fp8", "stress-outliers": "outliers"}
-    hot = suite.Run("stress-hot", "fp8-rollout-tis", 0).settings
-    assert hot.keys() == {
-        "rollout.temperature",
-        "precision",
-        "training.old_log_probs",
-        "corrections",
-    }
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    plant(tmp_path / "model", tmp_path / "other", 17)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    seen = list[torch.Tensor]()
+    for one in (model, other):
+        norm = one.model.layers[1].post_attention_layernorm
+        norm.register_forward_hook(lambda module, given, output: seen.append(output))
+    tokens = torch.arange(24).view(2, 12)
+    assert torch.equal(model(tokens).logits, other(tokens).logits)
+    factors = torch.ones(2 * EVERY)
+    factors[FIRST::EVERY] = 2.0**17
+    assert torch.equal(seen[1], seen[0] * factors)
+
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+SMALL = (
+    *("--output", "nowhere", "--device", "cpu", "--rollout.max_new_tokens", "8"),
+    *("--training.prompts_per_step", "4", "--training.samples_per_prompt", "4"),
+)
+
+
+def test_wgrad_in_bf16_is_nearer_to_the_exact_gradient() -> None:
+    config, random = load_config(RECIPE, SMALL), Random(0)
+    found = gradients.measure(starter_folder(), config, lambda *_: float(random.random() < 0.5))
+    assert 0.99 < found["own"]["cosine"] < found["wgrad_bf16"]["cosine"] < 1
+    assert found["own"]["smallest"] < found["own"]["cosine"]
+    assert found["tokens"] > 40 and found["norm"] > 0

@@ -8,28 +8,10 @@ from typing import Any
 import pytest
 
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
-from isobit.models.config import ModelConfig
-from isobit.models.policy import random_policy
-from isobit.models.saving import save_policy
 from isobit.run.loop import train
-from isobit.starter import starter_folder
 from isobit.store.state import read_digests
+from tests.tiny import json_lines, save_tiny, with_sections
 
-TINY = ModelConfig(
-    family="qwen3",
-    vocab_size=128,
-    hidden_size=128,
-    intermediate_size=128,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    max_positions=256,
-    rms_epsilon=1e-6,
-    rope_theta=10000.0,
-    tied_embeddings=True,
-)
 REWARD = '''"""Rewards that teach an untrained model something, and a hook that grading calls."""
 import itertools
 from pathlib import Path
@@ -62,11 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``model/``, a random policy with the starter's tokenizer, and ``reward.py``."""
     folder = tmp_path_factory.mktemp("faults")
-    save_policy(
-        random_policy(TINY, PrecisionConfig(preset="fp32"), seed=0),
-        folder / "model",
-        tokenizer_from=starter_folder(),
-    )
+    save_tiny(folder / "model")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     return folder
 
@@ -109,9 +87,7 @@ def make_config(values: dict[str, Any], tmp_path: Path, place: Path) -> Callable
 
     def make(**sections: Any) -> RunConfig:
         config = {**values, "output": tmp_path / "run"}
-        for name, value in sections.items():
-            config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
-        return RunConfig.model_validate(config)
+        return RunConfig.model_validate(with_sections(config, sections))
 
     return make
 
@@ -136,7 +112,6 @@ def outcome() -> Callable[[Path], dict[str, Any]]:
 
     def read(root: Path) -> dict[str, Any]:
         summary = json.loads((root / "summary.json").read_text())
-        metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
         last = max((root / "checkpoints").glob("step_??????"))
         bytewise = (
             "completions.jsonl",
@@ -159,7 +134,7 @@ def outcome() -> Callable[[Path], dict[str, Any]]:
                     for name, value in line.items()
                     if not name.startswith(("time/", "tokens_per_s/"))
                 }
-                for line in metrics
+                for line in json_lines(root / "metrics.jsonl")
             ],
             "summary": {
                 name: value

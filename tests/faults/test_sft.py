@@ -7,18 +7,16 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
-import torch
 
 from isobit.cli.main import main
 from isobit.config.recipes import SftConfig
-from isobit.records.batch import PackedBatch
 from isobit.run.sft import sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.store import space
@@ -27,7 +25,9 @@ from isobit.training.figures import UpdateMetrics
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError, ConfigError, Interrupted, StorageError
 from tests.death import Death
+from tests.faults.test_out_of_memory import little_memory
 from tests.forked import command
+from tests.tiny import with_sections
 
 MakeConfig = Callable[..., SftConfig]
 Hook = Callable[[str], None]
@@ -89,9 +89,7 @@ def make_tuning(tuning: dict[str, Any], tmp_path: Path, place: Path) -> MakeConf
 
     def make(**sections: Any) -> SftConfig:
         config = {**tuning, "output": tmp_path / "run"}
-        for name, value in sections.items():
-            config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
-        return SftConfig.model_validate(config)
+        return SftConfig.model_validate(with_sections(config, sections))
 
     return make
 
@@ -400,21 +398,6 @@ def test_the_lowest_loss_is_kept_as_the_best(make_tuning: MakeConfig) -> None:
         ),
     ):
         sft(make_tuning(output="nowhere", checkpoint={"keep_best": "eval/held_out/pass@2"}))
-
-
-@contextmanager
-def little_memory(update: int, tokens: int) -> Iterator[None]:
-    """One update has no memory for micro-batches of more tokens than that."""
-    run = Trainer.update
-
-    def limited(self: Trainer, batches: Sequence[PackedBatch], *more: Any) -> Any:
-        if self.updates == update and max(b.token_ids.numel() for b in batches) > tokens:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return run(self, batches, *more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "update", limited)
-        yield
 
 
 @pytest.mark.parametrize(("dies_after", "every"), [(5, 3), (6, 5)])

@@ -6,24 +6,11 @@ import pytest
 
 from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.memory.cache_size import choose_num_pages
-from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.util.errors import ConfigError
+from tests.tiny import tiny_model
 
-TINY = ModelConfig(
-    family="qwen3",
-    vocab_size=96,
-    hidden_size=128,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    max_positions=256,
-    rms_epsilon=1e-6,
-    rope_theta=10000.0,
-    tied_embeddings=True,
-)
+TINY = tiny_model(vocab_size=96, num_layers=2)
 
 
 @pytest.fixture(scope="module")

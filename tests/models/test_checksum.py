@@ -15,7 +15,7 @@ from isobit.models.checksum import added_up, checksum, checksum_of
 from isobit.models.policy import Policy, random_policy
 from isobit.models.safetensors import Slice
 from isobit.precision.quant_tensor import QuantTensor
-from tests.conftest import TINY
+from tests.tiny import TINY
 
 CHUNK = 8
 

@@ -21,20 +21,7 @@ from isobit.util.errors import ConfigError
 from tests.ranks import in_ranks
 
 EXACT: tuple[Preset, ...] = ("fp8", "fp8-linear", "bf16", "fp32")
-SMALL = ModelConfig(
-    family="qwen3",
-    vocab_size=700,
-    hidden_size=384,
-    intermediate_size=640,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    max_positions=256,
-    rms_epsilon=1e-6,
-    rope_theta=10000.0,
-    tied_embeddings=False,
-)
+SMALL = ModelConfig("qwen3", 700, 384, 640, 2, 8, 4, 64, 256, 1e-6, 1e4, tied_embeddings=False)
 """For 2 ranks and 4 the shares of hidden size, width and vocabulary are unequal."""
 TIED = replace(SMALL, family="qwen2", tied_embeddings=True, num_heads=12, num_kv_heads=4)
 """Biases of Q, K and V, and rows of Q that begin within a block for 4 ranks."""

@@ -19,8 +19,8 @@ from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
 from isobit.util.errors import ConfigError, NonFiniteError
-from tests.conftest import TINY
 from tests.forked import AVX2, ran
+from tests.tiny import TINY
 
 EXACT: tuple[Preset, ...] = ("fp32", "bf16", "fp8-linear", "fp8")
 SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=6)

@@ -132,7 +132,7 @@ class FakePolicy:
     backend = backend_of(device)
 
     def weights(self, _: str) -> SimpleNamespace:
-        return SimpleNamespace(cut=WHOLE)
+        return SimpleNamespace(tensor_parallel=WHOLE)
 
 
 def make_engine(

@@ -2,6 +2,7 @@
 had to go about it.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,27 +11,14 @@ import torch
 
 from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
 from isobit.kernels.spec.attention import PackedAttention
-from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.engine import Progress, Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.util.errors import NonFiniteError
+from tests.tiny import tiny_model
 
-TINY = ModelConfig(
-    family="qwen3",
-    vocab_size=96,
-    hidden_size=128,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    max_positions=256,
-    rms_epsilon=1e-6,
-    rope_theta=10000.0,
-    tied_embeddings=True,
-)
+TINY = tiny_model(vocab_size=96, num_layers=2)
 TIGHT: dict[str, Any] = {"kv_pages": 4, "max_batched_tokens": 37}
 """Room for one sequence and a bit: prompts come in chunks, samples lose their pages."""
 
@@ -158,19 +146,24 @@ def test_completions_do_not_depend_on_the_engines_sizes_or_on_the_order_of_reque
     assert alone == roomy[:2]
 
 
-def test_after_a_publication_nothing_of_the_old_weights_is_left():
-    policy, wanted = random_policy(TINY, PrecisionConfig(preset="fp8"), 1), requests()
-    engine = NativeEngine(policy, RolloutConfig(), None, seed=0)
+def publish_once(policy: Policy) -> Callable[[Progress], None]:
+    """A callback of ``generate`` that publishes larger weights once, in the middle."""
     version = policy.version
 
-    def publish_once(progress: Progress) -> None:
+    def publish(progress: Progress) -> None:
         if progress.generated_tokens > 40 and policy.version == version:
             with torch.no_grad():
                 for master in policy.masters.values():
                     master.mul_(1.5)
             policy.publish()
 
-    groups = generate(engine, wanted, publish_once)
+    return publish
+
+
+def test_after_a_publication_nothing_of_the_old_weights_is_left():
+    policy, wanted = random_policy(TINY, PrecisionConfig(preset="fp8"), 1), requests()
+    engine = NativeEngine(policy, RolloutConfig(), None, seed=0)
+    groups = generate(engine, wanted, publish_once(policy))
     assert engine.stats.weight_changes == 1
     recorded, new = recorded_log_probs(groups), trainer_log_probs(policy, wanted, groups)
     assert 0 < (recorded != new).sum() <= engine.stats.generated_tokens // 2  # those drawn before

@@ -22,6 +22,7 @@ from tests.rollout.history_model import VOCAB, HistoryModel, make_engine, plain_
 from tests.rollout.test_exactness import (
     TIGHT,
     policy_of,
+    publish_once,
     recorded_log_probs,
     requests,
     trainer_log_probs,
@@ -296,16 +297,7 @@ def test_completions_of_a_policy_are_the_same_bit_for_bit_and_those_of_the_train
 def test_a_publication_in_the_middle_changes_no_bit_of_what_either_version_drew():
     policy, wanted = policy_of("bf16", seed=4), requests()
     expected, _, engine = generate_both(policy, wanted)
-    version = policy.version
-
-    def publish_once(progress: Progress) -> None:
-        if progress.generated_tokens > 40 and policy.version == version:
-            with torch.no_grad():
-                for master in policy.masters.values():
-                    master.mul_(1.5)
-            policy.publish()
-
-    groups = generate(engine, wanted, publish_once)
+    groups = generate(engine, wanted, publish_once(policy))
     assert engine.stats.weight_changes == 1
     recorded, new = recorded_log_probs(groups), trainer_log_probs(policy, wanted, groups)
     old = [

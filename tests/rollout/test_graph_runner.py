@@ -15,7 +15,7 @@ from isobit.models.policy import Policy
 from isobit.models.policy_share import SampledPolicy
 from isobit.records.text import Completion
 from isobit.rollout import graph_runner
-from isobit.rollout.engine import Progress, Request, generate
+from isobit.rollout.engine import Request, generate
 from isobit.rollout.executor import PipelinedExecutor
 from isobit.rollout.graph_runner import GraphRunner, graph_sizes
 from isobit.rollout.native import NativeEngine
@@ -24,6 +24,7 @@ from tests.rollout.test_exactness import (
     TIGHT,
     generate_with,
     policy_of,
+    publish_once,
     recorded_log_probs,
     requests,
     trainer_log_probs,
@@ -118,15 +119,7 @@ def test_new_weights_between_steps_need_no_other_capture() -> None:
     direct = generate(NativeEngine(policy, RolloutConfig(kv_pages=40), None, 0), wanted)
     engine, _ = make_engine(policy)
     version = policy.version
-
-    def publish_once(progress: Progress) -> None:
-        if progress.generated_tokens > 40 and policy.version == version:
-            with torch.no_grad():
-                for master in policy.masters.values():
-                    master.mul_(1.5)
-            policy.publish()
-
-    groups = generate(engine, wanted, publish_once)
+    groups = generate(engine, wanted, publish_once(policy))
     assert engine.stats.weight_changes == 1
     recorded, new = recorded_log_probs(groups), trainer_log_probs(policy, wanted, groups)
     before = recorded_log_probs(direct)

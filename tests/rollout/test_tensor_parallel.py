@@ -15,20 +15,7 @@ from isobit.rollout.graph_runner import GraphRunner
 from isobit.rollout.native import NativeEngine
 from tests.ranks import in_ranks
 
-MODEL = ModelConfig(
-    family="qwen3",
-    vocab_size=300,
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    max_positions=256,
-    rms_epsilon=1e-6,
-    rope_theta=10000.0,
-    tied_embeddings=False,
-)
+MODEL = ModelConfig("qwen3", 300, 256, 512, 1, 8, 4, 64, 256, 1e-6, 1e4, tied_embeddings=False)
 
 
 def masters():

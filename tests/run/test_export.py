@@ -27,7 +27,7 @@ from isobit.run.loop import train
 from isobit.starter import starter_folder
 from isobit.util import files as storage
 from isobit.util.errors import CheckpointError, ConfigError, ModelError, StorageError
-from tests.conftest import TINY
+from tests.tiny import TINY
 
 MakeConfig = Callable[..., RunConfig]
 Lines = list[str]

@@ -11,26 +11,15 @@ import torch
 
 from isobit.algorithms.objective import Objective
 from isobit.config.tables import PrecisionConfig, Preset, TrainingConfig
-from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.batch import PackedBatch, lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.training.trainer import Trainer
+from tests.tiny import tiny_model
 
-TINY = ModelConfig(
-    family="qwen3",
-    vocab_size=128,
-    hidden_size=128,
-    intermediate_size=256,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=64,
-    max_positions=512,
-    rms_epsilon=1e-6,
-    rope_theta=10000.0,
-    tied_embeddings=True,
+TINY = tiny_model(
+    intermediate_size=256, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, max_positions=512
 )
 
 

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isobit.config.tables import PrecisionConfig, TrainingConfig
-from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.training.host_moments import HostMoments
 from isobit.training.trainer import Trainer
+from tests.tiny import tiny_model
 
-TINY = ModelConfig("qwen3", 96, 128, 128, 2, 4, 2, 32, 64, 1e-6, 1e4, tied_embeddings=True)
+TINY = tiny_model(vocab_size=96, num_layers=2, max_positions=64)
 
 
 def make_trainer(moments: str) -> Trainer:

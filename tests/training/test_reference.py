@@ -33,6 +33,7 @@ from isobit.training.reference import (
     load_reference,
 )
 from isobit.util.errors import CheckpointError, ConfigError, ModelError
+from tests.tiny import tiny_model
 
 MakeConfig = Callable[..., RunConfig]
 HELD = {"algorithm": {"kl_coefficient": 0.1}}
@@ -168,7 +169,7 @@ def test_a_resumed_run_whose_reference_has_changed_is_refused(
         train(make_config(**settings, training={"steps": 3}), resume=True)
 
 
-TINY = ModelConfig("qwen3", 96, 128, 128, 2, 4, 2, 32, 64, 1e-6, 1e4, tied_embeddings=True)
+TINY = tiny_model(vocab_size=96, num_layers=2, max_positions=64)
 
 
 def make_policy(seed: int = 0, preset: str = "fp8") -> Policy:

@@ -1,5 +1,5 @@
 """AdamW against torch's in FP64, and the rounding of its moments against counting; thousands of
-steps: tests/experiments/test_moments.py.
+steps: tests/experiments/test_learning.py.
 
 The checksum of bytes: what it is by its formula in whole numbers, and that any changed byte
 changes it.
