@@ -2,8 +2,9 @@
 #
 #   make quickstart   set up, train the starter model with reinforcement learning in FP8, show the result
 #   make test         set up, run the tests
-#   make lint         ruff, pyright and the import rules
-#   make docs         build the documentation as a site, in site/
+#   make lint         ruff, pyright, the import rules and the limits of the structure
+#   make docs         write the figures and pictures of the documentation, and build it as a site, in site/
+#   make figures      write the figures and pictures alone, and tighten tools/structure/gates.toml to them
 #   make schema       write docs/*.schema.json and docs/configuration.md from the configuration's models
 #   make lock         write requirements.lock: every dependency of constraints.txt with its hashes
 #   make clean        remove the environment and the caches (never runs/)
@@ -22,7 +23,7 @@ READY := $(VENV)/.ready
 RUN := runs/quickstart
 PIP_INSTALL := $(PIP) install --disable-pip-version-check --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help setup quickstart test lint docs schema lock clean
+.PHONY: help setup quickstart test lint figures docs schema lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,13 +52,18 @@ lint: $(READY)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python -m tools.structure --check
 
 schema: $(READY)
 	$(VENV)/bin/isobit schema train > docs/run.schema.json
 	$(VENV)/bin/isobit schema sft > docs/sft.schema.json
 	$(VENV)/bin/isobit schema --markdown > docs/configuration.md
 
-docs: $(READY)
+figures: $(READY)
+	$(VENV)/bin/python -m tools.structure --write
+	$(VENV)/bin/python -m tools.pictures
+
+docs: figures
 	$(PIP_INSTALL) --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "== the site is in site/index.html"

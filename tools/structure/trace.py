@@ -1,35 +1,33 @@
-"""What a token and a weight pass through, measured: one step of reinforcement learning on the
-starter model, watched call by call.
+"""What a token and a weight pass through, and which files three other parts of a step enter: one
+step of reinforcement learning on the starter model, with each call of a function of the package
+watched.
 
-    python -m tools.house.passes TREE          with TREE's parent folder on PYTHONPATH; prints JSON
+    python -m tools.structure.trace TREE       with TREE's parent folder on PYTHONPATH; prints JSON
 
-A step of two prompts with two samples each runs in ``fp8`` on one thread of the CPU, with rewards
-that differ, so that every master gets a gradient.  Each call of a function of TREE is looked at,
-with what it is given and what it returns.  Imports, bodies of classes and comprehensions are not
-calls.
+The step has two prompts with two samples each and runs in ``fp8`` on one thread of the CPU, with
+rewards that differ, so that every master gets a gradient. Imports, class bodies and comprehensions
+are not calls.
 
-**Prompt to gradient.**  A *container* is a class of TREE that holds values token by token: a public
-attribute that is named for tokens or log-probabilities (but not for stop tokens) and holds a tensor
-or numbers in a sequence; or a dataclass whose fields hold such an object, alone or in a sequence.
-A dataclass that also holds a function, or an object of TREE that is no dataclass, is an assembly of
-parts (a run with its engine) and no container.  A file counts when one of its functions
+**Prompt to gradient.** A *container* is a class of the package that holds values token by token: a
+public attribute that is named for tokens or log-probabilities (but not for stop tokens) and holds a
+tensor or a sequence of numbers; or a dataclass whose fields hold such an object, alone or in a
+sequence. A dataclass that also holds a function, or an object of the package that is no dataclass,
+is an assembly of parts (a run with its engine) and no container. A file counts when one of its
+functions is given or returns a container or a sequence of them (a hand-over, which is also counted
+by itself), or runs inside such a call and is given or returns a tensor, a record of tensors, or a
+sequence of numbers: kernels, decoder, loss. Counting ends when every master has a gradient that is
+not zero, before clipping, AdamW and publishing. Clocks, progress and memory plans do not count.
 
-  - is given or returns a container, or a sequence of them: a hand-over, counted by itself too; or
-  - runs inside such a call, and is given or returns a tensor, a record of tensors, or numbers in a
-    sequence or an array: kernels, decoder, loss.
+**Safetensors to GEMM.** From the first matrix that is read to the first call with one of a function
+that is named for a ``gemm``, in whatever file it stands. A matrix has two dimensions of at least
+128, which no activation of this run has. A file counts when one of its functions is given or
+returns a matrix, or a record, a sequence or a mapping of matrices; or when it is on the stack of
+that call and was given an object that holds matrices, at most two objects deep: the policy, a
+runner.
 
-Counting ends when every master has a gradient that is not zero.  So what follows is out (clipping,
-AdamW, publishing, metrics, journals), and so is what only stands beside the path: clocks, progress,
-plans of memory.
-
-**Safetensors to GEMM.**  The same step, from the first matrix that is read to the first call of a
-function named for a ``gemm`` with one, which counts too.  A matrix has two
-dimensions of 128 and more, as no
-activation of this run has.  A file counts when one of its functions
-
-  - is given or returns a matrix, or a record, a sequence or a mapping of matrices; or
-  - is on the stack when that GEMM is called, and was given an object that holds matrices, at most
-    two objects deep: the policy, a runner.
+**Spans** (``SPANS``): a checkpoint write, the log of a step, the collection of its rewards. Each
+file counts of which a function is called between the call of the span's function and its return, on
+the same thread.
 """
 
 import gc
@@ -39,11 +37,11 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from inspect import CO_OPTIMIZED, CO_VARARGS, CO_VARKEYWORDS
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -52,11 +50,17 @@ TOKENS = re.compile(r"(?<!stop_)(?<!stop)(token|log_?prob)")
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 MATRIX = 128
 WEIGHT_DEPTH, LOOK_AT = 2, 4
+SPANS = {
+    "checkpoint_files": re.compile(r"store/.*:\w*Keeper\._save$"),
+    "log_files": re.compile(r"run/.*:(RlLog|Log)\.step$"),
+    "reward_files": re.compile(r"run/.*:(RecordedGrading\.__call__|grade)$"),
+}
+"""Figure -> ``path:function`` of the functions whose calls are the span."""
 
 
 class Watch:
-    """Looks at the calls of one tree; what it found is in the order of the first call, with the
-    name of the function.
+    """Looks at the calls of one tree.  The files that it finds are in the order of their first
+    call, each with the name of the function.
     """
 
     def __init__(self, tree: Path) -> None:
@@ -71,6 +75,8 @@ class Watch:
         self.hand_overs: dict[str, str] = {}
         self.containers: dict[str, str] = {}
         self.weight_files: dict[str, str] = {}
+        self.span_files: dict[str, dict[str, str]] = {name: {} for name in SPANS}
+        self._spans_of: dict[CodeType, list[str]] = {}
         self.gradients_are_there = False
         self.gemm_was_reached = False
 
@@ -84,11 +90,28 @@ class Watch:
         file = code.co_filename.removeprefix(self._root)
         if file.startswith("training"):
             self._look_at_gradients()
+        if event in ("call", "return"):
+            self._follow_spans(code, file, is_call=event == "call")
         if event == "call":
             self._look(frame, file, _given(frame))
         elif event == "return":
             self._look(frame, file, [value])
             self._inside().discard(id(frame))
+
+    def _follow_spans(self, code: CodeType, file: str, is_call: bool) -> None:
+        """Count ``file`` for the spans that this thread is in."""
+        if not hasattr(self._stacks, "spans"):
+            self._stacks.spans = []
+        if code not in self._spans_of:
+            name = f"{file}:{code.co_qualname}"
+            self._spans_of[code] = [span for span, begins in SPANS.items() if begins.search(name)]
+        mine, doing = self._spans_of[code], self._stacks.spans
+        if is_call:
+            doing.extend(mine)
+            for span in doing:
+                self.span_files[span].setdefault(file, code.co_qualname)
+        elif mine:
+            del doing[-len(mine) :]
 
     def _inside(self) -> set[int]:
         """The frames of this thread that hold a container."""
@@ -211,16 +234,16 @@ def _are_numbers(value: Any) -> bool:
     )
 
 
-def step(folder: Path) -> Callable[[], object]:
-    """A step of reinforcement learning on the starter model, ready to run in ``folder``."""
-    import isobit
-
+def recipe(folder: Path) -> dict[str, Any]:
+    """A step of reinforcement learning on the starter model that works in ``folder``."""
     reward = folder / "reward.py"
     reward.write_text(
-        "from itertools import count\nturn = count()\n"
-        "def reward(prompt, completion):\n    return float(next(turn) % 2)\n"
+        "from itertools import count\nfrom time import sleep\nturn = count()\n"
+        "def reward(prompt, completion):\n"
+        "    sleep(0.1)  # so that the run always waits for it, and enters the same files\n"
+        "    return float(next(turn) % 2)\n"
     )
-    recipe = {
+    return {
         "model": "starter",
         "output": str(folder / "run"),
         "precision": "fp8",
@@ -230,12 +253,12 @@ def step(folder: Path) -> Callable[[], object]:
         "rollout": {"max_new_tokens": 4},
         "training": {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2},
     }
-    return lambda: isobit.train(recipe)
 
 
 def measure(tree: Path) -> dict[str, Any]:
-    """The step under the watch; files and containers with the first function, or the module, that
-    made each count.
+    """Run the step and watch it.
+
+    Returns files with the first function that made each count, and containers with their module.
     """
     import isobit
 
@@ -243,29 +266,30 @@ def measure(tree: Path) -> dict[str, Any]:
     if found != tree:
         raise SystemExit(f"isobit is imported from {found}; put {tree.parent} on PYTHONPATH")
     with tempfile.TemporaryDirectory() as folder:
-        work, watch = step(Path(folder)), Watch(tree)
+        words, watch = recipe(Path(folder)), Watch(tree)
         threading.setprofile(watch)
         sys.setprofile(watch)
         try:
-            work()
+            isobit.train(words)
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # pyright: ignore[reportArgumentType]
     if not watch.gradients_are_there:
         raise SystemExit("the masters got no gradients: nothing says where counting should end")
+    for span, files in watch.span_files.items():
+        if not files:
+            raise SystemExit(
+                f"no function {SPANS[span].pattern} was called; where the function has another "
+                "name now, change it in SPANS of tools/structure/trace.py"
+            )
     return {
         "token_files": watch.token_files,
         "hand_overs": watch.hand_overs,
         "containers": watch.containers,
         "weight_files": watch.weight_files,
+        **watch.span_files,
     }
 
 
-def main() -> None:
-    """Print what the tree that is named first makes of a step."""
-    figures = measure(Path(sys.argv[1]).resolve())
-    print("\n" + json.dumps(figures))
-
-
 if __name__ == "__main__":
-    main()
+    print("\n" + json.dumps(measure(Path(sys.argv[1]).resolve())))

@@ -1,0 +1,153 @@
+"""The figures of the structure: a small tree with one of each thing, gates that hold and that only
+tighten, and this tree's own step.
+"""
+
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import isobit
+from tests.forked import ran
+from tools.structure import __main__ as structure
+from tools.structure import source
+from tools.structure.__main__ import Figure, Gate
+
+TREE = Path(str(isobit.__file__)).parent
+FILES = {
+    "__init__.py": '"""The package."""\n',
+    "run/__init__.py": '"""Runs."""\n',
+    "run/loop.py": '"""The loop."""\n\n\ndef train():\n' + "    pass\n" * 60 + "x = 1\n" * 500,
+    "run/tiny.py": f'"""{"wide " * 25}"""\n',
+    "kernels/hopper/gemm.py": '"""On Hopper."""\n\n\ndef kernel():\n' + "    pass\n" * 700,
+}
+GATES = """[at_most]
+"modules" = { limit = 9, goal = 4 }
+
+[at_least]
+"median module, lines" = { limit = 10, goal = 150 }
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[source.Source]:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return source.read_tree(tmp_path)
+
+
+def test_sizes_are_counted_outside_kernels(sources: list[source.Source]) -> None:
+    assert source.small_modules(sources) == ["run/tiny.py (1)"]
+    assert source.large_modules(sources) == ["run/loop.py (564)"]
+    assert source.long_functions(sources) == ["run/loop.py: train (61)"]
+    assert source.median_module(sources) == 564
+    assert source.packages(sources) == {"kernels": (1, 704), "run": (2, 566)}
+
+
+def test_wide_prose_is_found_in_pages_and_docstrings(
+    sources: list[source.Source], tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_text(f"# A\n\n{'word ' * 30}\n")
+    assert source.wide_prose(tmp_path, sources) == ["README.md:3", "run/tiny.py:1"]
+
+
+@pytest.mark.parametrize(
+    ("page", "numbers"),
+    [
+        ("word " * 20 + "y\n", [1]),
+        ("word " * 19 + "wordy\n", []),
+        (f"- {'word ' * 30}", [1]),
+        (f"| {'cell ' * 30} |", []),
+        (f"```\n{'code ' * 30}\n```\n{'word ' * 30}", [4]),
+        (f"    {'code ' * 30}", []),
+        (f"[1]: https://{'x' * 100}", []),
+        (f"---\ntitle: {'word ' * 30}\n---\n{'word ' * 30}", [4]),
+    ],
+)
+def test_what_counts_as_wide_prose(page: str, numbers: list[int]) -> None:
+    assert list(source.wide_lines(page)) == numbers
+
+
+def test_a_gate_fails_beyond_its_limit_and_names_what_was_counted() -> None:
+    gates = [Gate("modules", 2, 1, False), Gate("median", 10, 20, True)]
+    assert structure.failures(gates, {"modules": Figure(2), "median": Figure(10)}) == []
+    found = structure.failures(gates, {"modules": Figure(3, ["a.py"]), "median": Figure(9)})
+    assert found == [
+        "modules: 3, should be at most 2",
+        "    a.py",
+        "median: 9, should be at least 10",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("modules", "median", "limits"),
+    [(7, 100, (7, 100)), (3, 200, (4, 150)), (12, 5, (9, 10))],
+    ids=["nearer", "beyond the goal", "never looser"],
+)
+def test_limits_only_tighten(modules: int, median: int, limits: tuple[int, int]) -> None:
+    gates = structure.read_gates(GATES)
+    figures = {"modules": Figure(modules), "median module, lines": Figure(median)}
+    after = structure.read_gates(structure.tightened(GATES, gates, figures))
+    assert tuple(gate.limit for gate in after) == limits
+    assert [gate.goal for gate in after] == [4, 150]
+
+
+def test_every_package_stands_in_a_layer() -> None:
+    layers = structure.layers()
+    assert list(layers) == ["applications", "engines", "parts", "ground"]
+    named = sorted(name for names in layers.values() for name in names)
+    assert named == sorted(source.packages(source.read_tree(TREE)))
+
+
+def test_a_walk_names_the_files_in_their_order() -> None:
+    figure = Figure(4, {"data/a.py": "", "run/b.py": "", "run/c.py": "", "api.py": ""})
+    assert structure.walk(figure) == "4 files:\n\n```text\ndata/a > run/{b,c} > api\n```"
+
+
+def test_the_package_table_keeps_the_words_of_the_page() -> None:
+    page = "| ground | `util/` | 1 | 0.1k | errors and files |\n"
+    table = structure.package_table(page)
+    assert "errors and files |" in table
+    assert "| applications | `cli/` |" in table
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """This tree's step, traced once, by a process of its own, which is forked."""
+    folder = tmp_path_factory.mktemp("trace")
+
+    def run(words: list[str], **_: Any) -> CompletedProcess[str]:
+        assert words[1] == "-m"
+        return ran("tests.forked:be_module", folder, *words[2:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(structure, "subprocess", SimpleNamespace(run=run))
+        return structure.trace(TREE)
+
+
+def test_a_token_is_followed_from_prompt_to_gradient(traced: dict[str, Any]) -> None:
+    """Graders, packing and loss are on its way; console, journals and publishing are not."""
+    packages = {file.split("/")[0] for file in traced["token_files"]}
+    assert {"data", "rollout", "models", "kernels", "rewards", "algorithms", "training"} <= packages
+    assert {"rewards/grading.py", "records/batch.py"} <= traced["token_files"].keys()
+    assert not packages & {"observe", "cli", "config", "proof"}
+    assert "training/optimiser.py" not in traced["token_files"]
+    assert {"Prompt", "Completion", "Group"} <= traced["containers"].keys()
+    assert "SamplingParams" not in traced["containers"]
+
+
+def test_a_weight_is_followed_to_its_first_gemm(traced: dict[str, Any]) -> None:
+    assert any(file.endswith("spec/linear.py") for file in traced["weight_files"])
+    assert "models/policy.py" in traced["weight_files"]
+
+
+@pytest.mark.parametrize(
+    ("span", "package"), [("checkpoint", "store"), ("log", "observe"), ("reward", "rewards")]
+)
+def test_spans_enter_their_packages(traced: dict[str, Any], span: str, package: str) -> None:
+    assert any(file.startswith(f"{package}/") for file in traced[f"{span}_files"])
+    assert len(traced[f"{span}_files"]) < len(traced["token_files"])
