@@ -50,11 +50,11 @@ def run(
         writer.write(
             seed=seed,
             step=step,
-            loss=update.loss,
+            loss=update.metrics["loss"],
             tokens=update.tokens,
-            grad_norm=update.grad_norm,
-            learning_rate=update.learning_rate,
-            weight_bytes_changed=update.weight_bytes_changed,
+            grad_norm=update.metrics["grad_norm"],
+            learning_rate=update.metrics["learning_rate"],
+            weight_bytes_changed=update.metrics["weight_bytes_changed"],
             skipped=update.skipped,
             seconds=perf_counter() - started_at,
         )
