@@ -237,8 +237,8 @@ def run_digests(
         kind="digests",
         case=str(case),
         microbatches=microbatches,
-        loss=figures.loss,
-        grad_norm=figures.grad_norm,
+        loss=figures.metrics["loss"],
+        grad_norm=figures.metrics["grad_norm"],
         published=published_digest(policy),
         masters=master_digest(policy),
     )

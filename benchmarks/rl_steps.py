@@ -202,7 +202,7 @@ class Loop:
             "rollout_tokens_per_s": case.sequences * case.new_tokens / seconds["rollout"],
             "tokens_compared": step.comparison.tokens_compared,
             "tokens_differing": step.comparison.tokens_differing,
-            "weight_bytes_changed": step.updates[0].weight_bytes_changed,
+            "weight_bytes_changed": step.updates[0].metrics["weight_bytes_changed"],
             "microbatch_tokens_at_the_end": self._trainer.budget.at(self._trainer.updates),
             "memory": {}
             if self._turns is None
@@ -238,7 +238,7 @@ class Loop:
         """The trainer's turn of a step."""
         with self._training_turn():
             step = self._learner.learn(groups, step=1)
-        assert not step.skipped_updates, step.skip_reasons
+        assert not step.skip_reasons, step.skip_reasons
         return step
 
     def _generate(self, case: StepCase) -> list[Group]:

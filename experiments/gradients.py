@@ -153,7 +153,7 @@ def trained_policy(size: Size, device: str) -> tuple[Policy, list[float]]:
     )
     trainer = Trainer(policy, config, total_updates=size.steps)
     losses = [
-        trainer.update([batch_of(size, step)], SupervisedObjective()).loss
+        trainer.update([batch_of(size, step)], SupervisedObjective()).metrics["loss"]
         for step in range(size.steps)
     ]
     return policy, losses

@@ -218,7 +218,8 @@ def _learn(
     for step, pairs in enumerate(steps_of(text, config, seed)):
         scale = 1.0 if step < steps // 2 else 0.1
         losses.append(
-            trainer.update(pack_pairs(pairs, TOKENS), ScaledObjective(scale)).loss / scale
+            trainer.update(pack_pairs(pairs, TOKENS), ScaledObjective(scale)).metrics["loss"]
+            / scale
         )
     return fmean(losses[-LAST:]), held_out_loss(trainer, text)
 

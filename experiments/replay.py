@@ -100,7 +100,7 @@ class Witness(ReplayBuffer):
         return Drawn(
             len(sequences),
             then.comparison(),
-            None if distance is None else distance.effective_sample_size,
+            distance.get("mismatch/effective_sample_size"),
             fmean(behind) if behind else None,
         )
 

@@ -34,4 +34,4 @@ class Sapo(Grpo):
         ratio = torch.exp(scores.log_probs - batch.old_log_probs)
         steepness = torch.where(batch.advantages > 0, self.positive, self.negative)
         gate = torch.sigmoid(steepness * (ratio - 1)) * 4 / steepness
-        return Terms(-gate * batch.advantages, *ratio_metrics(ratio.detach(), batch.advantages))
+        return Terms(-gate * batch.advantages, ratio_metrics(ratio.detach(), batch.advantages))

@@ -134,7 +134,7 @@ def main() -> None:
         mean_reward = fmean(one or 0.0 for group in groups_P for one in group.rewards)
         differing, compared = update.comparison.tokens_differing, update.comparison.tokens_compared
         print(
-            f"step {step:2d}: reward {mean_reward:.2f}, entropy {update.entropy:.2f}, "
+            f"step {step:2d}: reward {mean_reward:.2f}, entropy {update.metrics['entropy']:.2f}, "
             f"{differing} of {compared} log-probabilities differ, "
             f"{perf_counter() - started_at:.1f} s"
         )

@@ -138,9 +138,13 @@ def test_on_policy_the_gradient_is_that_of_the_advantage_weighted_log_probabilit
     outputs.loss.backward()
     assert log_probs.grad is not None
     assert torch.equal(log_probs.grad, -advantages * weights)
-    assert outputs.sums == {"ratio_mean": 3.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0}
-    assert outputs.maxima == {"ratio_max": 1.0}
-    assert outputs.minima == {"ratio_min": 1.0}
+    assert outputs.metrics == {
+        "ratio/mean": 3.0,
+        "clip_fraction/low": 0.0,
+        "clip_fraction/high": 0.0,
+        "ratio/max": 1.0,
+        "ratio/min": 1.0,
+    }
 
 
 def test_clip_fractions_count_the_tokens_without_gradient() -> None:
@@ -153,10 +157,10 @@ def test_clip_fractions_count_the_tokens_without_gradient() -> None:
     outputs.loss.backward()
     assert log_probs.grad is not None
     assert (log_probs.grad == 0).tolist() == [True, False, False, False, True, False]
-    assert outputs.sums["clip_fraction_low"] == outputs.sums["clip_fraction_high"] == 1.0
-    assert outputs.sums["ratio_mean"] == pytest.approx(6.25)
-    assert outputs.maxima["ratio_max"] == pytest.approx(1.4)
-    assert outputs.minima["ratio_min"] == pytest.approx(0.7)
+    assert outputs.metrics["clip_fraction/low"] == outputs.metrics["clip_fraction/high"] == 1.0
+    assert outputs.metrics["ratio/mean"] == pytest.approx(6.25)
+    assert outputs.metrics["ratio/max"] == pytest.approx(1.4)
+    assert outputs.metrics["ratio/min"] == pytest.approx(0.7)
 
 
 def test_normalise_by_std_reaches_the_advantages() -> None:

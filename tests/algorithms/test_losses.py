@@ -28,6 +28,7 @@ from isobit.config.algorithm import (
 )
 from isobit.config.schema import tag_of
 from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.metrics import Metrics, add_microbatch
 from tests.algorithms.batches import batch_of, random_batch
 
 KINDS: list[Any] = [kind for kind in get_args(get_args(AlgorithmConfig)[0]) if kind != CustomConfig]
@@ -138,7 +139,7 @@ def test_on_policy_weights_of_one_change_no_bit_and_the_gradient_is_reinforces(
         outputs = algorithm.loss(scores, replace(batch, importance=importance), shares)
         (gradient,) = torch.autograd.grad(outputs.loss, log_probs)
         found.append((outputs.loss.detach(), gradient))
-        assert outputs.minima["ratio_min"] == outputs.maxima["ratio_max"] == 1.0
+        assert outputs.metrics["ratio/min"] == outputs.metrics["ratio/max"] == 1.0
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
     expected = -batch.advantages * shares.mean
@@ -165,10 +166,11 @@ def test_a_cut_into_micro_batches_changes_rounding_only(
     torch.testing.assert_close(
         sum(output.loss for output in outputs), whole.loss, rtol=1e-6, atol=1e-12
     )
-    for name, value in whole.sums.items():
-        assert sum(output.sums[name] for output in outputs) == pytest.approx(value, rel=1e-12)
-    for name, value in whole.maxima.items():
-        assert max(output.maxima[name] for output in outputs) == value
+    found: Metrics = {}
+    for output in outputs:
+        add_microbatch(found, output.metrics)
+    assert found == pytest.approx(whole.metrics, rel=1e-12)
+    assert found["ratio/max"] == whole.metrics["ratio/max"]
 
 
 def part_of(
@@ -228,7 +230,7 @@ def test_gspo_by_hand(ratios: list[float], advantage: float) -> None:
     ratio = math.sqrt(ratios[0] * ratios[1])
     found = loss_of_pair(algorithm, ratios, advantage)
     assert float(found.loss.detach()) == pytest.approx(by_hand(algorithm.config, ratio, advantage))
-    assert found.maxima["ratio_max"] == pytest.approx(ratio)
+    assert found.metrics["ratio/max"] == pytest.approx(ratio)
 
 
 def test_cispo_bounds_the_weight_and_no_token_loses_its_gradient() -> None:
@@ -240,14 +242,14 @@ def test_cispo_bounds_the_weight_and_no_token_loses_its_gradient() -> None:
     )
     (gradient,) = torch.autograd.grad(outputs.loss, log_probs)
     assert gradient.tolist() == pytest.approx([-0.5 * 5, 0.5 * math.exp(-1)])
-    assert (outputs.sums["clip_fraction_high"], outputs.sums["clip_fraction_low"]) == (1, 0)
+    assert (outputs.metrics["clip_fraction/high"], outputs.metrics["clip_fraction/low"]) == (1, 0)
 
 
 def test_dual_clip_bounds_what_a_bad_token_can_do() -> None:
     algorithm = built(GrpoConfig, {"dual_clip": 3.0})
     outputs = loss_of_pair(algorithm, [10.0], -1.0)
     assert float(outputs.loss.detach()) == 3.0
-    assert outputs.sums["clip_fraction_dual"] == 1
+    assert outputs.metrics["clip_fraction/dual"] == 1
     assert float(loss_of_pair(algorithm, [2.0], -1.0).loss.detach()) == pytest.approx(2.0)
     assert float(loss_of_pair(algorithm, [10.0], 1.0).loss.detach()) == pytest.approx(-1.28)
 
@@ -267,16 +269,16 @@ def test_what_becomes_of_the_tokens_that_covary_most() -> None:
     assert held.loss.tolist() == pytest.approx(
         [a + b for a, b in zip(plain, penalties, strict=True)]
     )
-    assert not set(held.sums) & {"clip_fraction_low", "clip_fraction_high"}, "it has no clip"
+    assert not set(held.metrics) & {"clip_fraction/low", "clip_fraction/high"}, "it has no clip"
 
 
 def test_the_divergence_is_reported_by_both_unbiased_estimates() -> None:
     scores, batch = random_batch(5, LENGTHS)
     assert batch.reference_log_probs is not None
-    sums = one_loss(built(GrpoConfig, {}), scores, batch).sums
+    sums = one_loss(built(GrpoConfig, {}), scores, batch).metrics
     differences = (batch.reference_log_probs - scores.log_probs).tolist()
-    assert sums["kl_k1"] == pytest.approx(-math.fsum(differences))
-    assert sums["kl_k3"] == pytest.approx(math.fsum(math.exp(d) - 1 - d for d in differences))
+    assert sums["kl/k1"] == pytest.approx(-math.fsum(differences))
+    assert sums["kl/k3"] == pytest.approx(math.fsum(math.exp(d) - 1 - d for d in differences))
 
 
 def test_the_value_loss_and_its_explained_variance_by_hand() -> None:
@@ -291,14 +293,14 @@ def test_the_value_loss_and_its_explained_variance_by_hand() -> None:
     outputs = one_loss(Ppo(PpoConfig()), TokenScores(zeros, zeros, values), batch)
     # moved too far: 0.2 and -1.3 instead of 0.5 and -1.0, which are further off; 1.0 is near enough
     expected = 0.5 * (0.8**2 + 1.0**2 + 0.3**2)
-    assert outputs.sums["value_loss"] == pytest.approx(expected)
+    assert outputs.metrics["value/loss"] == pytest.approx(expected)
     assert float(outputs.loss) == pytest.approx(0.1 * expected / 3)
-    assert outputs.sums["value_clip_fraction"] == 2
+    assert outputs.metrics["value/clip_fraction"] == 2
     returns = batch.returns
     assert returns is not None
     errors = returns - values
     explained = 1 - float(errors.var(correction=0) / returns.var(correction=0))
-    means = {name: value / 3 for name, value in outputs.sums.items()}
+    means = {name: value / 3 for name, value in outputs.metrics.items()}
     assert explained_variance(means) == pytest.approx(explained)
     assert explained_variance({**means, "return_square": means["return_mean"] ** 2}) is None
 

@@ -16,7 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import TrackingConfig
-from isobit.observe.metrics import MetricsWriter, length_metrics, open_tracker, reward_metrics
+from isobit.observe.evaluation import length_metrics, reward_metrics
+from isobit.observe.metrics import MetricsWriter, open_tracker
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.run.loop import train

@@ -16,9 +16,10 @@ from isobit.config.tables import CheckConfig, PrecisionConfig, Preset
 from isobit.kernels.spec import head
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.proof.check import check_state, check_step
+from isobit.records.metrics import Metrics
 from isobit.run.loop import train
 from isobit.store.state import StateDigest
-from isobit.training.comparison import Comparison, Mismatch
+from isobit.training.comparison import Comparison, mismatch
 from isobit.training.step import StepMetrics
 from isobit.training.trainer import Repeat
 from isobit.util.errors import MismatchError
@@ -38,10 +39,10 @@ def flow(preset: Preset) -> PrecisionFlow:
 
 
 def step(
-    comparison: Comparison, mismatch: Mismatch | None = None, repeat: Repeat | None = None
+    comparison: Comparison, apart: Metrics | None = None, repeat: Repeat | None = None
 ) -> StepMetrics:
     """What a step found."""
-    return StepMetrics((), comparison, mismatch, 8, 0, 2, 0, 0, 0.0, 8, 0, True, {}, None, repeat)
+    return StepMetrics({}, (), comparison, apart or {}, 8, 0, 8, True, repeat)
 
 
 LEFT = StateDigest("0" * 16, "1" * 16, "2" * 16)
@@ -152,11 +153,11 @@ def test_an_exact_run_told_to_stop_runs_to_its_end(make_config: MakeConfig) -> N
 def test_a_ratio_that_is_far_out_is_told_of_in_any_flow() -> None:
     """C6 31: a ratio of 141 was a figure only."""
     trained = torch.tensor([0.0, 4.95])
-    far = step(EQUAL, Mismatch.of(torch.zeros(2), trained))
+    far = step(EQUAL, mismatch(torch.zeros(2), trained))
     for preset in ("bf16", "fp8-rollout"):
         (line,) = check_step(CheckConfig(), flow(preset), far, MODEL)
         assert "reach from 1 to 141, beyond check.max_ratio = 100" in line
-    below = step(EQUAL, Mismatch.of(trained, torch.zeros(2)))
+    below = step(EQUAL, mismatch(trained, torch.zeros(2)))
     assert len(check_step(CheckConfig(), flow("bf16"), below, MODEL)) == 1
     assert check_step(CheckConfig(max_ratio=200), flow("bf16"), far, MODEL) == []
     assert check_step(CheckConfig(max_ratio=None), flow("bf16"), far, MODEL) == []

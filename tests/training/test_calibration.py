@@ -34,7 +34,7 @@ from isobit.run.setup import read_rl
 from isobit.training import calibration as module
 from isobit.training.calibration import Calibration, build_calibration, describe_shadow, shadow_of
 from isobit.training.judge import Judge
-from isobit.training.step import Learner
+from isobit.training.step import Learner, StepMetrics
 from isobit.training.trainer import Trainer
 
 MakeConfig = Callable[..., RunConfig]
@@ -123,6 +123,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
+def clip_of(step: StepMetrics) -> ClipBounds | None:
+    """The bounds that a step reports."""
+    low, high = (step.metrics.get(f"clip/{side}") for side in ("low", "high"))
+    return None if low is None or high is None else ClipBounds(low, high)
+
+
 def test_a_shadow_that_is_the_policy_changes_no_bit(
     make_trainer: MakeTrainer,
     make_groups: MakeGroups,
@@ -136,7 +142,7 @@ def test_a_shadow_that_is_the_policy_changes_no_bit(
         learner = learner_of(trainer, Watched(CONFIG), calibrated)
         metrics = [learner.learn(make_groups(trainer, seed=step), step) for step in (1, 2)]
         outcomes.append(snapshot(trainer.policy))
-        assert [one.clip for one in metrics] == [CONFIGURED if calibrated else None] * 2
+        assert [clip_of(one) for one in metrics] == [CONFIGURED if calibrated else None] * 2
     (log_ratios, shadow, _, _, given) = asked[0]
     assert len(asked) == 1 and torch.equal(log_ratios, shadow) and log_ratios.any()
     assert given == CONFIGURED
@@ -168,7 +174,7 @@ def test_the_bounds_are_those_of_the_last_updates_ratios_and_learn_from_it_on(
     metrics = learner.learn(groups, 2)
     ((log_ratios, shadow, advantages, configured, given),) = asked
     assert shadow.tolist() == [0.0, -0.5] * (len(shadow) // 2) + [0.0] * (len(shadow) % 2)
-    assert configured == CONFIGURED != given == metrics.clip
+    assert configured == CONFIGURED != given == clip_of(metrics)
     last = [one for one in algorithm.seen if one[0] == given]
     assert [bounds for bounds, _, _ in algorithm.seen] == [
         *[CONFIGURED] * (len(algorithm.seen) - len(last)),
@@ -180,7 +186,7 @@ def test_the_bounds_are_those_of_the_last_updates_ratios_and_learn_from_it_on(
     assert pairs(log_ratios, advantages) == pairs(ratios, weights)
 
     algorithm.seen.clear()
-    assert learner.learn(make_groups(trainer, seed=3), 3).clip == given
+    assert clip_of(learner.learn(make_groups(trainer, seed=3), 3)) == given
     assert {bounds for bounds, _, _ in algorithm.seen} == {given}
 
 

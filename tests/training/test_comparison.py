@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from isobit.training.comparison import Comparison, Mismatch
+from isobit.records.metrics import METRICS
+from isobit.training.comparison import Comparison, mismatch
 
 
 def test_counts_differing_bits() -> None:
@@ -32,38 +33,39 @@ def test_the_distance_by_hand() -> None:
     trained = torch.tensor([-1.0, -1.5, -4.0, -4.0])
     differences = [0.0, 0.5, -1.0, 0.0]
     ratios = [math.exp(d) for d in differences]
-    found = Mismatch.of(recorded, trained)
-    assert found is not None
-    assert found.k1 == pytest.approx(0.125)
-    assert found.k3 == pytest.approx(
+    found = mismatch(recorded, trained)
+    assert found["mismatch/k1"] == pytest.approx(0.125)
+    assert found["mismatch/k3"] == pytest.approx(
         sum(r - 1 - d for r, d in zip(ratios, differences, strict=True)) / 4
     )
-    assert found.mult_prob_error == pytest.approx(sum(math.exp(abs(d)) for d in differences) / 4)
-    assert found.p99_abs_diff == 1.0
-    assert (found.ratio_min, found.ratio_max) == pytest.approx((min(ratios), max(ratios)))
-    assert found.ratio_mean == pytest.approx(sum(ratios) / 4)
-    assert found.effective_sample_size == pytest.approx(
+    assert found["mismatch/mult_prob_error"] == pytest.approx(
+        sum(math.exp(abs(d)) for d in differences) / 4
+    )
+    assert found["log_prob_diff/p99"] == 1.0
+    assert (found["mismatch/ratio_min"], found["mismatch/ratio_max"]) == pytest.approx(
+        (min(ratios), max(ratios))
+    )
+    assert found["mismatch/ratio_mean"] == pytest.approx(sum(ratios) / 4)
+    assert found["mismatch/effective_sample_size"] == pytest.approx(
         sum(ratios) ** 2 / (4 * sum(r * r for r in ratios))
     )
 
 
 def test_equal_bits_are_no_distance() -> None:
     log_probs = torch.tensor([-0.1, -7.3, -20.0])
-    assert Mismatch.of(log_probs, log_probs.clone()) == Mismatch(
-        0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0
-    )
-    assert Mismatch.of(torch.empty(0), torch.empty(0)) is None
+    found = mismatch(log_probs, log_probs.clone())
+    assert len(found) == 8
+    assert all(value == METRICS[name].exact for name, value in found.items())
+    assert mismatch(torch.empty(0), torch.empty(0)) == {}
 
 
 def test_the_99th_percentile_leaves_out_the_largest_of_a_hundred() -> None:
     trained = -torch.arange(100.0)
-    found = Mismatch.of(torch.zeros(100), trained)
-    assert found is not None
-    assert found.p99_abs_diff == 98.0
+    found = mismatch(torch.zeros(100), trained)
+    assert found["log_prob_diff/p99"] == 98.0
 
 
 def test_a_vanished_probability_does_not_drown_the_means() -> None:
-    found = Mismatch.of(torch.tensor([-500.0, -1.0]), torch.tensor([-1.0, -1.0]))
-    assert found is not None
-    assert found.ratio_max == pytest.approx(math.exp(20.0))
-    assert math.isfinite(found.k3)
+    found = mismatch(torch.tensor([-500.0, -1.0]), torch.tensor([-1.0, -1.0]))
+    assert found["mismatch/ratio_max"] == pytest.approx(math.exp(20.0))
+    assert math.isfinite(found["mismatch/k3"])

@@ -27,7 +27,7 @@ def test_supervised_loss_falls(preset: str, make_trainer: Callable[..., Trainer]
     prompts = [[random.randrange(128) for _ in range(random.randint(2, 9))] for _ in range(16)]
     batches = pack_pairs([(prompt, [7, 8, prompt[-1], 9]) for prompt in prompts], 64)
     trainer = make_trainer(preset)
-    losses = [trainer.update(batches, SupervisedObjective()).loss for _ in range(12)]
+    losses = [trainer.update(batches, SupervisedObjective()).metrics["loss"] for _ in range(12)]
     assert 4.5 < losses[0] < 5.2, "a random model is almost uniform over 128 tokens"
     assert losses[-1] < 0.5 * losses[0]
 
@@ -70,7 +70,7 @@ def test_reinforcement_learning_raises_what_is_rewarded(
     before = advantage_weighted(graded())
     for _ in range(4):
         metrics = train_on_groups(trainer, graded(), algorithm, trainer.policy.flow.exact)
-        assert metrics.skipped_updates == 0
+        assert metrics.metrics["updates/skipped"] == 0
         assert metrics.comparison.tokens_compared > 0
         assert metrics.comparison.tokens_differing == 0
     assert advantage_weighted(graded()) > before + 1.0

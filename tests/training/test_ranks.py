@@ -132,7 +132,7 @@ def train(world: World, cases: Sequence[dict[str, Any]]) -> list[Any]:
     for case in cases:
         trainer = make_trainer(case, world)
         figures = [
-            trainer.update(pack(sequences(7 + step, step), 64), algorithm, compare=True).scalars()
+            trainer.update(pack(sequences(7 + step, step), 64), algorithm, compare=True).metrics
             for step in range(STEPS)
         ]
         found.append([state(trainer), figures])
@@ -244,7 +244,7 @@ def starved_update(trainer: Trainer, world: World, at_call: int) -> list[Any]:
 
     def attempt(tokens: int) -> Any:
         algorithm = build_algorithm(GrpoConfig())
-        return trainer.update(pack(sequences(9, 0), tokens), algorithm).scalars()
+        return trainer.update(pack(sequences(9, 0), tokens), algorithm).metrics
 
     PackedPass._layer_backward = once
     try:

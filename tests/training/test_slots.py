@@ -118,7 +118,7 @@ def fail(world: World, hosts: int) -> list[Any]:
     trainer = make_trainer({**CASES[0], "slots": 2, "hosts": hosts}, world)
     log = starved_update(trainer, world, at_call=2)
     skipped = trainer.update(pack(sequences(9, 1), 32), Spoilt())
-    log.append([skipped.skipped, skipped.tokens, skipped.entropy])
+    log.append([skipped.skipped, skipped.tokens, skipped.metrics["entropy"]])
     log.append(state(trainer))
     return log
 

@@ -89,7 +89,7 @@ def test_one_update_for_each_part_and_epoch(
     sizes = [response_tokens(groups[:2]), response_tokens(groups[2:])]
     assert [update.tokens for update in metrics.updates] == sizes * 3
     assert trainer.policy.version == 7
-    assert (metrics.samples, metrics.groups, metrics.skipped_updates) == (20, 5, 0)
+    assert (metrics.samples, metrics.metrics["updates/skipped"]) == (20, 0)
 
 
 def test_only_the_first_update_is_on_policy(
@@ -97,8 +97,8 @@ def test_only_the_first_update_is_on_policy(
 ) -> None:
     trainer = make_trainer("fp8", updates_per_batch=2, learning_rate=0.01)
     first, second = train_on_groups(trainer, make_groups(trainer), GRPO, exact=True).updates
-    assert first.objective["ratio_max"] == first.objective["ratio_mean"] == 1.0
-    assert second.objective["ratio_max"] > 1.001
+    assert first.metrics["ratio/max"] == first.metrics["ratio/mean"] == 1.0
+    assert second.metrics["ratio/max"] > 1.001
 
 
 def test_an_exact_flow_uses_the_recorded_log_probabilities_and_compares_the_first_part(
@@ -137,7 +137,7 @@ def test_an_inexact_flow_recomputes_them_before_the_first_update(
         x for group in groups for completion in group.completions for x in completion.log_probs
     )
     assert sorted(torch.cat(recorder.old).tolist()) == expected
-    assert metrics.updates[0].objective["ratio_max"] == 1.0
+    assert metrics.updates[0].metrics["ratio/max"] == 1.0
     tokens = response_tokens(groups)
     assert (metrics.comparison.tokens_compared, metrics.comparison.tokens_differing) == (
         tokens,
@@ -169,7 +169,7 @@ def test_a_step_without_a_trainable_sample_makes_no_update(
     metrics = train_on_groups(trainer, groups, GRPO, exact=True)
     assert metrics.updates == ()
     assert metrics.excluded_samples == 8
-    assert metrics.scalars() == {}
+    assert "loss" not in metrics.metrics and metrics.metrics["updates/taken"] == 0
     assert all(torch.equal(before[name], master) for name, master in trainer.policy.masters.items())
 
 
@@ -194,7 +194,8 @@ def test_an_update_of_level_groups_is_left_out_whatever_momentum_there_is(
     before = learnt(trainer)
     metrics = train_on_groups(trainer, level(make_groups(trainer, 2)), GRPO, exact=True)
     assert (metrics.updates, metrics.tokens, metrics.has_signal) == ((), 0, False)
-    assert (metrics.without_signal, metrics.level_groups) == (1, 2)
+    assert metrics.metrics["updates/without_signal"] == 1
+    assert metrics.metrics["reward/level_groups"] == 2
     assert trainer.updates == 2, "the schedule goes on"
     after = learnt(trainer)
     assert before.keys() == after.keys()
@@ -208,8 +209,8 @@ def test_an_update_of_level_groups_moves_weights_by_momentum_where_it_is_taken(
     train_on_groups(trainer, make_groups(trainer), GRPO, exact=True)
     before = learnt(trainer)
     metrics = train_on_groups(trainer, level(make_groups(trainer, 2)), GRPO, exact=True)
-    assert metrics.updates[0].grad_norm == 0.0
-    assert (metrics.without_signal, metrics.has_signal) == (1, False)
+    assert metrics.updates[0].metrics["grad_norm"] == 0.0
+    assert (metrics.metrics["updates/without_signal"], metrics.has_signal) == (1, False)
     after = learnt(trainer)
     assert not all(torch.equal(before[name], after[name]) for name in before)
 
@@ -221,7 +222,11 @@ def test_the_part_without_a_signal_alone_is_left_out(
     groups = make_groups(trainer)
     level(groups[:2])
     metrics = train_on_groups(trainer, groups, GRPO, exact=True)
-    assert (len(metrics.updates), metrics.without_signal, metrics.has_signal) == (2, 2, True)
+    assert (
+        len(metrics.updates),
+        metrics.metrics["updates/without_signal"],
+        metrics.has_signal,
+    ) == (2, 2, True)
     assert trainer.updates == 4
     assert metrics.comparison.tokens_compared == response_tokens(groups[2:])
     assert metrics.comparison.tokens_differing == 0, "no weight had changed before it"
@@ -237,7 +242,7 @@ def test_what_learns_without_advantages_is_learnt(
     trainer = make_trainer()
     algorithm = build_algorithm(GrpoConfig(entropy_coefficient=0.1))
     metrics = train_on_groups(trainer, level(make_groups(trainer, 2)), algorithm, exact=True)
-    assert metrics.has_signal and metrics.updates[0].grad_norm > 0.0
+    assert metrics.has_signal and metrics.updates[0].metrics["grad_norm"] > 0.0
 
 
 def test_skipped_updates_are_counted_with_their_reason(
@@ -248,9 +253,9 @@ def test_skipped_updates_are_counted_with_their_reason(
     first = groups[3].completions[0]
     groups[3].completions[0] = with_log_probs(first, [-1e4] * len(first.token_ids))
     metrics = train_on_groups(trainer, groups, GRPO, exact=True)
-    assert metrics.skipped_updates == 1
+    assert metrics.metrics["updates/skipped"] == 1
     assert metrics.skip_reasons == ("the loss is inf",)
-    assert metrics.scalars()["loss"] == metrics.updates[0].loss
+    assert metrics.metrics["loss"] == metrics.updates[0].metrics["loss"]
 
 
 def test_more_parts_than_prompts_is_refused(
@@ -264,20 +269,20 @@ def test_more_parts_than_prompts_is_refused(
 def test_scalars_join_the_updates(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
     trainer = make_trainer(epochs=2, learning_rate=0.01)
     metrics = train_on_groups(trainer, make_groups(trainer), GRPO, exact=True)
-    scalars = metrics.scalars()
+    scalars = metrics.metrics
     first, second = metrics.updates
-    assert scalars["grad_norm"] == pytest.approx((first.grad_norm + second.grad_norm) / 2)
+    assert scalars["grad_norm"] == pytest.approx(
+        (first.metrics["grad_norm"] + second.metrics["grad_norm"]) / 2
+    )
     assert (
-        scalars["ratio_max"]
-        == max(first.objective["ratio_max"], second.objective["ratio_max"])
-        > 1.0
+        scalars["ratio/max"] == max(first.metrics["ratio/max"], second.metrics["ratio/max"]) > 1.0
     )
     assert {
         "loss",
         "entropy",
         "learning_rate",
-        "clip_fraction_low",
-        "clip_fraction_high",
+        "clip_fraction/low",
+        "clip_fraction/high",
     } <= scalars.keys()
 
 

@@ -156,7 +156,7 @@ def test_an_update_moves_every_master_and_publishes(
     log_probs = trainer.scorer.score(batches[0]).log_probs
     metrics = trainer.update(batches, GRPO)
     assert metrics.skipped is None
-    assert metrics.grad_norm > 0
+    assert metrics.metrics["grad_norm"] > 0
     assert trainer.policy.version == version + 1
     assert all(
         not torch.equal(before[name], master) for name, master in trainer.policy.masters.items()
@@ -175,12 +175,12 @@ def test_metrics_of_an_update(make_trainer: MakeTrainer, make_groups: MakeGroups
     advantages = torch.cat([batch.advantages for batch in batches])
     assert len(batches) > 1
     assert metrics.tokens == tokens
-    assert metrics.learning_rate == pytest.approx(5e-4)
-    assert metrics.loss == pytest.approx(-float(advantages.mean()), rel=1e-4), (
+    assert metrics.metrics["learning_rate"] == pytest.approx(5e-4)
+    assert metrics.metrics["loss"] == pytest.approx(-float(advantages.mean()), rel=1e-4), (
         "on-policy every ratio is 1"
     )
-    assert metrics.objective["ratio_mean"] == metrics.objective["ratio_max"] == 1.0
-    assert metrics.entropy == pytest.approx(math.log(128), rel=0.02), (
+    assert metrics.metrics["ratio/mean"] == metrics.metrics["ratio/max"] == 1.0
+    assert metrics.metrics["entropy"] == pytest.approx(math.log(128), rel=0.02), (
         "a random model is almost uniform"
     )
 
@@ -302,4 +302,4 @@ def test_the_ratio_is_taken_to_the_old_log_probabilities(
     shifted = [
         replace(batch, recorded_log_probs=batch.recorded_log_probs - 1.0) for batch in batches
     ]
-    assert trainer.update(shifted, GRPO).objective["ratio_max"] == 1.0
+    assert trainer.update(shifted, GRPO).metrics["ratio/max"] == 1.0

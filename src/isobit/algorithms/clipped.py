@@ -131,19 +131,19 @@ class ClippedPolicyGradient(PolicyGradient):
             assert shares.selected is not None, "the shares are of another configuration"
             penalty = config.covariance_kl * log_ratio.abs()
             loss = -ratio * batch.advantages + torch.where(shares.selected, penalty, 0.0)
-            return Terms(loss, *ratio_metrics(ratio.detach(), batch.advantages))
+            return Terms(loss, ratio_metrics(ratio.detach(), batch.advantages))
         bounds = ClipBounds(config.clip_low, config.clip_high)
         loss = clipped_surrogate(ratio, batch.advantages, bounds.clip_low, bounds.clip_high)
-        sums, maxima, minima = ratio_metrics(ratio.detach(), batch.advantages, bounds)
+        metrics = ratio_metrics(ratio.detach(), batch.advantages, bounds)
         if config.dual_clip is not None:
             bound = -config.dual_clip * batch.advantages
             beyond = (batch.advantages < 0) & (loss > bound)
             loss = torch.where(beyond, bound, loss)
-            sums["clip_fraction_dual"] = float(beyond.sum())
+            metrics["clip_fraction/dual"] = float(beyond.sum())
         if config.covariance == "clip_cov":
             assert shares.selected is not None, "the shares are of another configuration"
             loss = torch.where(shares.selected, 0.0, loss)
-        return Terms(loss, sums, maxima, minima)
+        return Terms(loss, metrics)
 
 
 def clipped_surrogate(
@@ -158,15 +158,19 @@ def clipped_surrogate(
 
 def ratio_metrics(
     ratio: torch.Tensor, advantages: torch.Tensor, bounds: ClipBounds | None = None
-) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Sums, maxima and minima over the tokens: ratios, and the tokens whose gradient a clip at
-    ``bounds`` removes, below and above.
+) -> dict[str, float]:
+    """The ratios' sum, maximum and minimum, and the number of tokens whose gradient a clip at
+    ``bounds`` removes, below and above; nothing without tokens.
     """
     if not ratio.numel():
-        return {}, {}, {}
-    sums = {"ratio_mean": float(ratio.double().sum())}
+        return {}
+    metrics = {
+        "ratio/mean": float(ratio.double().sum()),
+        "ratio/max": float(ratio.max()),
+        "ratio/min": float(ratio.min()),
+    }
     if bounds is not None:
         below, above = ratio < 1.0 - bounds.clip_low, ratio > 1.0 + bounds.clip_high
-        sums["clip_fraction_low"] = float((below & (advantages < 0)).sum())
-        sums["clip_fraction_high"] = float((above & (advantages > 0)).sum())
-    return sums, {"ratio_max": float(ratio.max())}, {"ratio_min": float(ratio.min())}
+        metrics["clip_fraction/low"] = float((below & (advantages < 0)).sum())
+        metrics["clip_fraction/high"] = float((above & (advantages > 0)).sum())
+    return metrics

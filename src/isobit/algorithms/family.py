@@ -140,10 +140,10 @@ class Cispo(PolicyGradient):
         low, high = 1.0 - self.config.clip_low, 1.0 + self.config.clip_high
         ratio = torch.exp(scores.log_probs.detach() - batch.old_log_probs)
         loss = -ratio.clamp(low, high) * batch.advantages * scores.log_probs
-        sums, maxima, minima = ratio_metrics(ratio, batch.advantages)
-        sums["clip_fraction_low"] = float((ratio < low).sum())
-        sums["clip_fraction_high"] = float((ratio > high).sum())
-        return Terms(loss, sums, maxima, minima)
+        metrics = ratio_metrics(ratio, batch.advantages)
+        metrics["clip_fraction/low"] = float((ratio < low).sum())
+        metrics["clip_fraction/high"] = float((ratio > high).sum())
+        return Terms(loss, metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class Gspo(PolicyGradient):
         log_ratio = scores.log_probs - batch.old_log_probs
         ratio = torch.exp(sequence_means(log_ratio, batch.sequence))[batch.sequence]
         loss = clipped_surrogate(ratio, batch.advantages, bounds.clip_low, bounds.clip_high)
-        return Terms(loss, *ratio_metrics(ratio.detach(), batch.advantages, bounds))
+        return Terms(loss, ratio_metrics(ratio.detach(), batch.advantages, bounds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,14 +37,12 @@ class Shares:
 class LossOutputs:
     """The micro-batch's part of the loss, and what to report about it.
 
-    ``sums`` are added over the micro-batches and divided by the number of tokens, ``maxima`` are
-    joined by ``max``, and ``minima`` by ``min``.
+    ``metrics`` are reduced over the micro-batches as ``isobit.records.metrics`` says of each name:
+    a mean is given as the sum over the N tokens.
     """
 
     loss: torch.Tensor  # float32 scalar
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-    minima: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Objective(Protocol):

@@ -135,9 +135,7 @@ class Terms:
 
     loss: torch.Tensor
     """[N]"""
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-    minima: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +176,13 @@ class PolicyGradient(ABC):
     def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
         """The weighted sum over the N tokens, with what the terms report."""
         terms = self.surrogate(scores, batch, shares)
-        found, reports = terms.loss, [terms]
+        found, metrics = terms.loss, dict(terms.metrics)
         if batch.importance is not None:
             found = found * batch.importance
         further = self.further_terms(scores, batch)
         if further is not None:
             found = found + further.loss
-            reports.append(further)
+            metrics |= further.metrics
         if self.config.kl_coefficient > 0 and self.config.kl_in == "loss":
             assert batch.reference_log_probs is not None, "a penalty needs the reference's scores"
             divergence = token_kl(
@@ -193,13 +191,7 @@ class PolicyGradient(ABC):
             found = found + self.config.kl_coefficient * divergence
         if self.config.entropy_coefficient > 0:
             found = found - self.config.entropy_coefficient * scores.entropies
-        return LossOutputs(
-            (shares.mean * found).sum(),
-            {name: value for one in reports for name, value in one.sums.items()}
-            | _divergences(scores, batch),
-            {name: value for one in reports for name, value in one.maxima.items()},
-            {name: value for one in reports for name, value in one.minima.items()},
-        )
+        return LossOutputs((shares.mean * found).sum(), metrics | _divergences(scores, batch))
 
 
 def _divergences(scores: TokenScores, batch: PackedBatch) -> dict[str, float]:
@@ -207,4 +199,4 @@ def _divergences(scores: TokenScores, batch: PackedBatch) -> dict[str, float]:
     if batch.reference_log_probs is None:
         return {}
     pair = scores.log_probs.detach().double(), batch.reference_log_probs.double()
-    return {"kl_k1": float(k1(*pair).sum()), "kl_k3": float(k3(*pair).sum())}
+    return {"kl/k1": float(k1(*pair).sum()), "kl/k3": float(k3(*pair).sum())}

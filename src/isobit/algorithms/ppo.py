@@ -60,8 +60,8 @@ class Ppo(ClippedPolicyGradient):
         returns = batch.returns.double()
         error = returns - scores.values.detach().double()
         sums = {
-            "value_loss": loss.detach().double().sum(),
-            "value_clip_fraction": (clipped > plain).sum(),
+            "value/loss": loss.detach().double().sum(),
+            "value/clip_fraction": (clipped > plain).sum(),
             "value_error": error.sum(),
             "value_error_square": error.square().sum(),
             "return_mean": returns.sum(),

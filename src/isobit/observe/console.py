@@ -33,6 +33,7 @@ from rich.text import Text
 
 from isobit.models.policy import Policy
 from isobit.observe.evaluation import EvalResult
+from isobit.records.metrics import METRICS, Kind, Metrics
 from isobit.rollout.engine import Progress
 from isobit.util.files import LARGE
 from isobit.util.terminal import Standard, gib
@@ -73,6 +74,20 @@ def fit(parts: Sequence[Part], width: int | None) -> list[Part]:
 
 def _length(parts: Sequence[Part]) -> int:
     return len(GAP.join(part.text for part in parts if part.text))
+
+
+def metric_parts(metrics: Metrics, kind: Kind, exact: bool = False) -> dict[str, Part]:
+    """The parts of a step's line that the table has for a kind of run, by the metric's name.  With
+    ``exact``, metrics that have one value in an exact flow are coloured.
+    """
+    parts: dict[str, Part] = {}
+    for name, row in METRICS.items():
+        if row.line is not None and kind in row.line.runs and name in metrics:
+            coloured = exact and row.exact is not None
+            style = (GOOD if metrics[name] == row.exact else BAD) if coloured else ""
+            shorter = ((order, text.format_map(metrics)) for order, text in row.line.shorter)
+            parts[name] = Part(row.line.text.format_map(metrics), style, tuple(shorter))
+    return parts
 
 
 class TimeLeft:

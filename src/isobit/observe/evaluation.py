@@ -29,10 +29,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from random import Random
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, Self
 
-from isobit.observe.metrics import Metrics, length_metrics
+from isobit.records.metrics import Metrics
 from isobit.records.text import Group
 
 Interval = tuple[float, float]
@@ -79,6 +79,33 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
     if scores and all(score in (0.0, 1.0) for score in scores):
         return wilson_interval(sum(score == 1.0 for score in scores), len(scores))
     return bootstrap_interval(scores) if len(scores) > 1 else None
+
+
+def reward_metrics(groups: Sequence[Group]) -> Metrics:
+    """Mean and standard deviation of the rewards that did not fail, and of each of several parts by
+    name; nothing where all failed.
+    """
+    names = groups[0].reward_parts if groups else ()
+    columns = {f"reward/{name}": [group.reward_parts[name] for group in groups] for name in names}
+    columns["reward"] = [group.rewards for group in groups]
+    metrics: Metrics = {}
+    for name, column in columns.items():
+        if rewards := [reward for group in column for reward in group if reward is not None]:
+            metrics |= {f"{name}/mean": fmean(rewards), f"{name}/std": pstdev(rewards)}
+    return metrics
+
+
+def length_metrics(groups: Sequence[Group]) -> Metrics:
+    """Lengths of the completions in tokens, and the share that the length limit ended."""
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [completion.length for completion in completions]
+    return {
+        "response_length/mean": fmean(lengths),
+        "response_length/max": max(lengths),
+        "response_length/truncated": fmean(
+            completion.finish_reason == "length" for completion in completions
+        ),
+    }
 
 
 RIGHT = 1.0

@@ -27,7 +27,8 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.memory.turns import PhaseMemory
 from isobit.observe.console import Console, TimeLeft
-from isobit.observe.metrics import Metrics, MetricsWriter, open_tracker
+from isobit.observe.metrics import MetricsWriter, open_tracker
+from isobit.records.metrics import Metrics
 from isobit.records.text import Group, json_line
 from isobit.store.directory import RunDirectory, positions, write_json
 from isobit.store.manifest import TrainingRun

@@ -13,6 +13,7 @@ A micro-batch that was computed twice (``isobit.training.trainer``) says whether
 the same bits again; that needs neither a limit nor an exact flow.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from isobit.config.tables import CheckConfig
 from isobit.parallel.world import raised_on_all
 from isobit.precision.flow import PrecisionFlow
 from isobit.store.state import StateDigest
-from isobit.training.comparison import Comparison, Mismatch
+from isobit.training.comparison import Comparison
 from isobit.training.step import StepMetrics
 from isobit.training.trainer import FORWARD, Repeat
 from isobit.util.errors import MismatchError
@@ -99,10 +100,10 @@ def _describe_repeat(repeat: Repeat) -> str:
     return f"a micro-batch computed twice gave other bits the second time: {' and '.join(parts)}"
 
 
-def _far_out(check: CheckConfig, mismatch: Mismatch | None) -> str | None:
-    if mismatch is None or check.max_ratio is None:
+def _far_out(check: CheckConfig, mismatch: Mapping[str, float]) -> str | None:
+    if not mismatch or check.max_ratio is None:
         return None
-    low, high = mismatch.ratio_min, mismatch.ratio_max
+    low, high = mismatch["mismatch/ratio_min"], mismatch["mismatch/ratio_max"]
     if high <= check.max_ratio and low * check.max_ratio >= 1:
         return None
     return (

@@ -1,11 +1,8 @@
-"""What a run of ``isobit train`` leaves behind as it goes: the figures of its steps, lines on the
-console, and its summary.
+"""The log of ``isobit train``: the metrics and console lines of its steps, and its summary.
 
-Steps in a row without a signal: a run that learns nothing says so, and can stop
-(``check.on_no_signal``).
-
-What a run of reinforcement learning achieved, in one record: the last lines on the console and
-``summary.json``.
+A step's metrics come from its groups, its graders, the engine, the learner and the clock as
+dictionaries by the names of ``isobit.records.metrics``; what that table lacks is not written.  A
+run that learns nothing for several steps says so, and can stop (``check.on_no_signal``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,21 +12,22 @@ from typing import Any
 from isobit.config.tables import CheckConfig
 from isobit.observe.console import (
     BAD,
-    GOOD,
     WARNING,
     Console,
     Part,
     describe_moment,
     describe_result,
+    metric_parts,
     time_left,
 )
-from isobit.observe.evaluation import EvalResult
-from isobit.observe.metrics import Metrics, step_metrics
+from isobit.observe.evaluation import EvalResult, length_metrics, reward_metrics
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.proof.check import check_state, check_step
+from isobit.records.metrics import METRICS, Metrics, listed
 from isobit.records.text import Group
 from isobit.rewards.grading import GradeStats
+from isobit.rollout.engine import EngineStats
 from isobit.run.pending import Collected
 from isobit.run.setup import RlRun
 from isobit.store.resume import Start
@@ -230,10 +228,22 @@ class RlLog(TrainingLog[EvalResult]):
         """
         seconds = dict.fromkeys((*self.phases, *self._phases_of_step), 0.0) | self._take_seconds()
         groups, grades, engine = collected.groups, collected.grades, self._run.pending.take_engine()
-        metrics = step_metrics(groups, grades, engine, trained, seconds)
-        metrics |= self._optional_figures(collected)
-        metrics |= self._run.turns.figures()
-        metrics |= self._waiting_figures()
+        metrics = listed(
+            {
+                **reward_metrics(groups),
+                **length_metrics(groups),
+                "reward/failed": grades.failed,
+                "reward/counted": sum(grades.counts.values()),
+                **self._optional_figures(collected),
+                **trained.metrics,
+                **trained.comparison.metrics(),
+                **trained.mismatch,
+                **_speed_metrics(engine, trained.tokens, seconds),
+                **self._run.turns.figures(),
+                **self._waiting_figures(),
+            },
+            "train",
+        )
         self._add_metrics(step, metrics)
         self._add_completions(step, "train", groups)
         self._add_digests(step, groups, state)
@@ -242,8 +252,8 @@ class RlLog(TrainingLog[EvalResult]):
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
         self._totals["failed"] += grades.failed
-        self._totals["skipped"] += trained.skipped_updates
-        self._totals["without_signal"] += trained.without_signal
+        self._totals["skipped"] += len(trained.skip_reasons)
+        self._totals["without_signal"] += int(metrics["updates/without_signal"])
         self._totals["steps_without_signal"] += not trained.has_signal
         steps, left = self._run.config.training.steps, self._time_left.after(step)
         self._watch.count(trained.has_signal)
@@ -340,56 +350,39 @@ def describe_step(
     """
     phases = BESIDE if "time/waiting_s" in metrics else RlLog.phases
     seconds = sum(metrics[f"time/{phase}_s"] for phase in phases)
-    length = metrics["response_length/mean"]
+    parts = metric_parts(metrics, "train", exact)
+    if "reward/mean" not in metrics:
+        parts = {"reward/mean": Part("no reward", BAD), **parts}
+    if not metrics["log_prob_diff/tokens_compared"]:
+        del parts["log_prob_diff/tokens_differing"]
+    if "entropy" not in metrics:
+        why = "no signal" if metrics["updates/without_signal"] else "no update"
+        parts["entropy"] = Part(why, WARNING)
+    order = sorted(parts, key=list(METRICS).index)
     return [
         Part(f"step {step:>{len(str(steps))}}/{steps}"),
-        Part(f"reward {metrics['reward/mean']:.3f}")
-        if "reward/mean" in metrics
-        else Part("no reward", BAD),
-        Part(f"length {length:.1f}", shorter=((4, f"length {length:.0f}"), (6, ""))),
-        _learnt(metrics),
-        *_compared(metrics, exact),
-        *_routings(metrics, exact),
-        *_rates(metrics),
+        *(parts[name] for name in order),
         Part(f"{seconds:.1f} s"),
         time_left(seconds_left),
     ]
 
 
-def _learnt(metrics: Metrics) -> Part:
-    if "entropy" in metrics:
-        return Part(f"entropy {metrics['entropy']:.3f}", shorter=((5, ""),))
-    return Part("no signal" if metrics["updates/without_signal"] else "no update", WARNING)
-
-
-def _compared(metrics: Metrics, exact: bool) -> list[Part]:
-    """Tokens that differ in rollout and training, of those compared; of none nothing is said."""
-    differing = metrics["log_prob_diff/tokens_differing"]
-    compared = metrics["log_prob_diff/tokens_compared"]
-    if not compared:
-        return []
-    style = (BAD if differing else GOOD) if exact else ""
-    short = f"{differing:.0f} differ"
-    return [Part(f"differing {differing:.0f} of {compared:.0f}", style, ((3, short),))]
-
-
-def _routings(metrics: Metrics, exact: bool) -> list[Part]:
-    """Of a mixture of experts."""
-    if "routing_diff/tokens_differing" not in metrics:
-        return []
-    differing = metrics["routing_diff/tokens_differing"]
-    return [Part(f"routings {differing:.0f}", (BAD if differing else GOOD) if exact else "")]
-
-
-def _rates(metrics: Metrics) -> list[Part]:
-    """Of a step that sampled or trained anything: with a lag, the last ones learn from what is
-    there.
-    """
-    return [
-        Part(f"{name} {metrics[f'tokens_per_s/{name}']:,.0f} tok/s", shorter=((order, ""),))
-        for order, name in enumerate(("rollout", "training"), start=1)
-        if f"tokens_per_s/{name}" in metrics
-    ]
+def _speed_metrics(
+    engine: EngineStats, trained_tokens: int, seconds: Mapping[str, float]
+) -> Metrics:
+    """What the engine did, the seconds of each phase, and tokens a second of those that had any."""
+    rates = {"rollout": engine.generated_tokens, "training": trained_tokens}
+    return {
+        "rollout/preemptions": engine.preemptions,
+        "rollout/shared_pages": engine.shared_pages,
+        "rollout/chunks": engine.chunks,
+        **{f"time/{name}_s": value for name, value in seconds.items()},
+        **{
+            f"tokens_per_s/{phase}": tokens / seconds[phase]
+            for phase, tokens in rates.items()
+            if tokens and seconds[phase]
+        },
+    }
 
 
 def _notes(grades: GradeStats, trained: StepMetrics, without_signal: int) -> list[str]:

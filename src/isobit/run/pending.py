@@ -23,7 +23,7 @@ A batch: the graded groups that one step learns from, and what it took to get th
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,10 +31,11 @@ import torch
 from isobit.config.recipes import RunConfig
 from isobit.parallel.world import decode, encode
 from isobit.records.kept_groups import groups_of, groups_value
+from isobit.records.metrics import Metrics
 from isobit.records.text import Group, Prompt
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
-from isobit.training.comparison import ComparedTokens, Comparison, Mismatch
+from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.judge import scores_by_policy
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError
@@ -55,7 +56,7 @@ class Collected:
     """Of some completions with the trainer's forward, by the weights that drew them; None where all
     are compared as they are learnt from.
     """
-    mismatch: Mismatch | None = None
+    mismatch: Metrics = field(default_factory=dict)
     """Of the same tokens."""
 
 
@@ -154,7 +155,6 @@ class Pending:
 
     def batch_of(self, value: Mapping[str, Any]) -> Collected:
         """The batch of ``batch_value``."""
-        mismatch = value["mismatch"]
         return Collected(
             groups_of(value["groups"], self._prompt),
             GradeStats(**value["grades"]),
@@ -162,7 +162,7 @@ class Pending:
             value["refills"],
             value["dropped_groups"],
             Comparison(**value["comparison"]),
-            None if mismatch is None else Mismatch(**mismatch),
+            value["mismatch"],
         )
 
     def _prompt(self, name: str) -> Prompt:
@@ -185,7 +185,7 @@ def batch_value(batch: Collected) -> dict[str, Any]:
         "refills": batch.refills,
         "dropped_groups": batch.dropped_groups,
         "comparison": asdict(batch.comparison),
-        "mismatch": None if batch.mismatch is None else asdict(batch.mismatch),
+        "mismatch": batch.mismatch,
     }
 
 

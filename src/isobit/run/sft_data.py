@@ -25,10 +25,11 @@ from isobit.data.examples import Example, Pair
 from isobit.data.sampler import PromptSampler
 from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
-from isobit.observe.metrics import Metrics, check_package, check_tracking
+from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.records.batch import PackedBatch
+from isobit.records.metrics import Kind, Metrics
 from isobit.rewards.grading import Grading
 from isobit.rollout.engine import Request
 from isobit.run.data import Item, SftData, load_examples
@@ -104,8 +105,8 @@ class Lesson(ABC, Generic[Taught]):
     objective: ClassVar[Objective]
     unit: ClassVar[str]
     """What the loss is a mean over."""
-    shown: ClassVar[Mapping[str, str]]
-    """The figures of a step that its line on the console has, with their formats."""
+    kind: ClassVar[Kind]
+    """Which metrics it writes (``isobit.records.metrics``)."""
 
     @abstractmethod
     def pack(
@@ -125,17 +126,13 @@ class Lesson(ABC, Generic[Taught]):
     def tokens(self, examples: Sequence[Taught], update: UpdateMetrics) -> int:
         """The tokens that an update has learnt from."""
 
-    def scalars(self, update: UpdateMetrics) -> dict[str, float]:
-        """The figures of an update, by name."""
-        return update.scalars()
-
 
 class _Supervised(Lesson[Example]):
     """The completions' tokens are learnt."""
 
     objective = SupervisedObjective()
     unit = "token"
-    shown: ClassVar[Mapping[str, str]] = {"loss": ".4f", "entropy": ".3f", "grad_norm": ".3f"}
+    kind: ClassVar[Kind] = "sft"
 
     def pack(
         self, trainer: Trainer, examples: Sequence[Example], tokens_per_microbatch: int
@@ -159,12 +156,7 @@ class _Preference(Lesson[Pair]):
 
     objective = PreferenceObjective()
     unit = "pair"
-    shown: ClassVar[Mapping[str, str]] = {
-        "loss": ".4f",
-        "accuracy": ".3f",
-        "margin": ".3f",
-        "grad_norm": ".3f",
-    }
+    kind: ClassVar[Kind] = "preference"
 
     def pack(
         self, trainer: Trainer, examples: Sequence[Pair], tokens_per_microbatch: int
@@ -183,13 +175,6 @@ class _Preference(Lesson[Pair]):
     def tokens(self, examples: Sequence[Pair], update: UpdateMetrics) -> int:
         """Of both conversations of each pair: every token has a part in its score."""
         return sum(pair.tokens for pair in examples)
-
-    def scalars(self, update: UpdateMetrics) -> dict[str, float]:
-        """Without what only a language model has."""
-        figures = update.scalars()
-        return {
-            name: figures[name] for name in figures if name not in ("entropy", "response_tokens")
-        }
 
 
 LESSONS: Mapping[recipes.Objective, Lesson[Any]] = {

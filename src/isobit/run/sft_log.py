@@ -1,18 +1,20 @@
-"""What a run of fine-tuning leaves behind as it goes, in the files and under the names
-of ``isobit train``.
-
-What a run of fine-tuning achieved, in one record: the last lines on the console and
-``summary.json``.
-"""
+"""The log of a run of fine-tuning: the metrics and console lines of its steps, and its summary."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobit.observe.console import Console, Part, describe_moment, describe_result, time_left
-from isobit.observe.metrics import Metrics
+from isobit.observe.console import (
+    Console,
+    Part,
+    describe_moment,
+    describe_result,
+    metric_parts,
+    time_left,
+)
 from isobit.observe.training_log import RunSummary, TrainingLog
+from isobit.records.metrics import Metrics, listed
 from isobit.run.data import Item
 from isobit.run.sft_data import HeldOut, SftRun
 from isobit.store.resume import Start
@@ -119,7 +121,7 @@ class SftLog(TrainingLog[HeldOut]):
         spent = self._take_seconds()
         seconds = spent["training"]
         metrics = {
-            **self._run.lesson.scalars(update),
+            **listed(update.metrics, self._run.lesson.kind),
             "updates/skipped": int(update.skipped is not None),
             **{f"time/{name}_s": value for name, value in spent.items()},
             "tokens_per_s/training": sum(example.tokens for example in examples) / seconds,
@@ -184,8 +186,7 @@ def describe_step(step: int, run: SftRun, metrics: Metrics, seconds_left: float)
     steps = run.config.training.steps
     return [
         Part(f"step {step:>{len(str(steps))}}/{steps}"),
-        *(Part(f"{name} {metrics[name]:{style}}") for name, style in run.lesson.shown.items()),
-        Part(f"training {metrics['tokens_per_s/training']:,.0f} tok/s", shorter=((1, ""),)),
+        *metric_parts(metrics, run.lesson.kind).values(),
         Part(f"{metrics['time/training_s']:.1f} s"),
         time_left(seconds_left),
     ]

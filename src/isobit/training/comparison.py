@@ -16,7 +16,7 @@ probability does not drown everything else.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 
 from isobit.algorithms.corrections import LARGEST_LOG_RATIO, effective_sample_size
 from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.metrics import Metrics
 from isobit.records.sequence import Digests, Numbers, TokenSequence
 
 
@@ -54,6 +55,19 @@ class Comparison:
     def mean_abs_diff(self) -> float:
         """Over the tokens compared, nats."""
         return self.sum_abs_diff / max(self.tokens_compared, 1)
+
+    def metrics(self) -> Metrics:
+        """The counts and differences by name."""
+        found: Metrics = {
+            "log_prob_diff/mean": self.mean_abs_diff,
+            "log_prob_diff/max": self.max_abs_diff,
+            "log_prob_diff/tokens_compared": self.tokens_compared,
+            "log_prob_diff/tokens_differing": self.tokens_differing,
+        }
+        if self.routings_compared:
+            found["routing_diff/tokens_compared"] = self.routings_compared
+            found["routing_diff/tokens_differing"] = self.routings_differing
+        return found
 
     @classmethod
     def of(cls, recorded: torch.Tensor, trained: torch.Tensor) -> Self:
@@ -89,43 +103,26 @@ class Comparison:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """The distance of sampler and trainer over the tokens of one step; the formulas are above."""
-
-    k1: float
-    k3: float
-    p99_abs_diff: float
-    """The 99th percentile of |d|, nats."""
-    mult_prob_error: float
-    ratio_mean: float
-    ratio_min: float
-    ratio_max: float
-    effective_sample_size: float
-
-    @classmethod
-    def of(cls, recorded: torch.Tensor, trained: torch.Tensor) -> Self | None:
-        """Of two float32 [N] of log-probabilities; None without a token."""
-        if not recorded.numel():
-            return None
-        difference = trained.double() - recorded.double()
-        clamped = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        ratio = clamped.exp()
-        rank = max(1, -(-99 * recorded.numel() // 100))  # of the smallest value that 99% reach
-        return cls(
-            k1=float(-difference.mean()),
-            k3=float((torch.expm1(clamped) - clamped).mean()),
-            p99_abs_diff=float(difference.abs().kthvalue(rank).values),
-            mult_prob_error=float(clamped.abs().exp().mean()),
-            ratio_mean=float(ratio.mean()),
-            ratio_min=float(ratio.min()),
-            ratio_max=float(ratio.max()),
-            effective_sample_size=effective_sample_size(ratio),
-        )
-
-    def figures(self) -> dict[str, float]:
-        """By name."""
-        return asdict(self)
+def mismatch(recorded: torch.Tensor, trained: torch.Tensor) -> Metrics:
+    """The train-inference mismatch of two float32 [N] of log-probabilities, by the names of its
+    metrics; the formulas are above.  Empty without a token.
+    """
+    if not recorded.numel():
+        return {}
+    difference = trained.double() - recorded.double()
+    clamped = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    ratio = clamped.exp()
+    rank = max(1, -(-99 * recorded.numel() // 100))  # of the smallest value that 99% reach
+    return {
+        "log_prob_diff/p99": float(difference.abs().kthvalue(rank).values),
+        "mismatch/k1": float(-difference.mean()),
+        "mismatch/k3": float((torch.expm1(clamped) - clamped).mean()),
+        "mismatch/mult_prob_error": float(clamped.abs().exp().mean()),
+        "mismatch/ratio_mean": float(ratio.mean()),
+        "mismatch/ratio_min": float(ratio.min()),
+        "mismatch/ratio_max": float(ratio.max()),
+        "mismatch/effective_sample_size": effective_sample_size(ratio),
+    }
 
 
 @dataclass(slots=True)
@@ -170,9 +167,9 @@ class ComparedTokens:
         found = Comparison.of(_joined(self._recorded), _joined(self._trained))
         return found + self._routings
 
-    def mismatch(self) -> Mismatch | None:
-        """By distance; None without a token."""
-        return Mismatch.of(_joined(self._recorded), _joined(self._trained))
+    def mismatch(self) -> Metrics:
+        """By distance; empty without a token."""
+        return mismatch(_joined(self._recorded), _joined(self._trained))
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -36,21 +36,22 @@ from itertools import compress, pairwise
 from statistics import fmean
 from typing import TypeVar
 
-from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.corrections import effective_sample_size
 from isobit.algorithms.objective import Algorithm, Credit
+from isobit.algorithms.ppo import explained_variance
 from isobit.config.algorithm import StepConfig
 from isobit.config.tables import TrainingConfig
 from isobit.records.batch import PackedBatch, Sample, pack, responses
+from isobit.records.metrics import Metrics, over_updates
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.calibration import Calibration
-from isobit.training.comparison import ComparedTokens, Comparison, Mismatch
+from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.figures import UpdateMetrics
 from isobit.training.judge import Judge
 from isobit.training.out_of_memory import within_memory
 from isobit.training.replay_buffer import ReplayBuffer
-from isobit.training.trainer import Repeat, Trainer
+from isobit.training.trainer import FORWARD, Repeat, Trainer
 from isobit.util.errors import ConfigError
 
 
@@ -77,40 +78,20 @@ Result = TypeVar("Result")
 class StepMetrics:
     """What one step did, over all its updates."""
 
+    metrics: Metrics  # of the updates taken, and of the step; all but those of the comparison
     updates: tuple[UpdateMetrics, ...]
     comparison: Comparison
-    mismatch: Mismatch | None  # of the tokens compared
+    mismatch: Metrics  # of the tokens compared; empty where none were
     samples: int  # fresh ones that were trained on
     excluded_samples: int  # without a valid reward, alone in their group, masked, or empty
-    groups: int
-    level_groups: int  # no two valid rewards differ
-    replayed_samples: int
-    staleness: float  # mean over the response tokens of the batch, updates
     tokens: int  # of prompts and responses that were put through the updates
-    without_signal: int  # updates that had nothing to learn from, left out or taken
     has_signal: bool  # whether any update had
-    corrections: dict[str, float]  # of the corrections' weights, empty without any
-    clip: ClipBounds | None  # of the last update, where they are calibrated
     repeat: Repeat | None = None  # of a micro-batch, where that was due
-
-    @property
-    def skipped_updates(self) -> int:
-        """Updates not taken because something was not finite."""
-        return sum(update.skipped is not None for update in self.updates)
 
     @property
     def skip_reasons(self) -> tuple[str, ...]:
         """Why, one for each skipped update."""
         return tuple(update.skipped for update in self.updates if update.skipped is not None)
-
-    def scalars(self) -> dict[str, float]:
-        """Loss, gradient norm and the like by name: means over the updates taken, maxima and minima
-        where a name ends in ``_max`` or ``_min``.
-        """
-        rows = [update.scalars() for update in self.updates if update.skipped is None]
-        names = rows[0] if rows else ()
-        joined = {"_max": max, "_min": min}
-        return {name: joined.get(name[-4:], fmean)([row[name] for row in rows]) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,24 +135,36 @@ class Learner:
         else:
             comparison, mismatch = compared.comparison(), compared.mismatch()
         learnt = sum(sequence is not None for group in fresh for sequence in group)
+        level = sum(group.is_level for group in groups)
         return StepMetrics(
+            metrics={
+                **_update_metrics(updates),
+                **_correction_metrics(parts),
+                **self._clip_metrics(),
+                **_repeat_metrics(repeat),
+                "reward/level_groups": level,
+                "reward/level_share": level / len(groups),
+                "updates/without_signal": self.trainer.config.epochs * signals.count(False),
+                "replay/samples": len(replayed),
+                "staleness/mean": _staleness(parts, version),
+            },
             updates=tuple(updates),
             comparison=comparison,
             mismatch=mismatch,
             samples=learnt,
             excluded_samples=sum(map(len, fresh)) - learnt,
-            groups=len(groups),
-            level_groups=sum(group.is_level for group in groups),
-            replayed_samples=len(replayed),
-            staleness=_staleness(parts, version),
             tokens=self.trainer.config.epochs
             * sum(one.length for part in compress(parts, taken) for one in part),
-            without_signal=self.trainer.config.epochs * signals.count(False),
             has_signal=any(signals),
-            corrections=_correction_figures(parts),
-            clip=None if self.calibration is None else self.calibration.bounds,
             repeat=repeat,
         )
+
+    def _clip_metrics(self) -> Metrics:
+        """The clip of the last update, where it is calibrated."""
+        if self.calibration is None or self.calibration.bounds is None:
+            return {}
+        bounds = self.calibration.bounds
+        return {"clip/low": bounds.clip_low, "clip/high": bounds.clip_high}
 
     def _judged(
         self, groups: Sequence[Group]
@@ -338,7 +331,27 @@ def _staleness(parts: Sequence[Sequence[TokenSequence]], version: int) -> float:
     return float((version - drawn).double().mean()) if drawn.numel() else 0.0
 
 
-def _correction_figures(parts: Sequence[Sequence[TokenSequence]]) -> dict[str, float]:
+def _update_metrics(updates: Sequence[UpdateMetrics]) -> Metrics:
+    """Those of the updates taken, reduced, and how many were taken."""
+    metrics = over_updates(update.metrics for update in updates if update.skipped is None)
+    if "return_square" in metrics and (explained := explained_variance(metrics)) is not None:
+        metrics["value/explained_variance"] = explained
+    skipped = sum(update.skipped is not None for update in updates)
+    return {**metrics, "updates/taken": len(updates) - skipped, "updates/skipped": skipped}
+
+
+def _repeat_metrics(repeat: Repeat | None) -> Metrics:
+    """How many gradients of the micro-batch that was computed twice had other bits."""
+    if repeat is None:
+        return {}
+    return {
+        "check/gradients_repeated": repeat.gradients,
+        "check/gradients_differing": len(set(repeat.differing) - {FORWARD}),
+        "check/forwards_differing": int(FORWARD in repeat.differing),
+    }
+
+
+def _correction_metrics(parts: Sequence[Sequence[TokenSequence]]) -> Metrics:
     """Effective sample size and the share of zeros of the weights, over all response tokens."""
     pairs = [
         (sequence, sequence.importance)
@@ -350,7 +363,7 @@ def _correction_figures(parts: Sequence[Sequence[TokenSequence]]) -> dict[str, f
         return {}
     weights = responses(*zip(*pairs, strict=True))
     return {
-        "mean": float(weights.double().mean()),
-        "effective_sample_size": effective_sample_size(weights),
-        "rejected": float((weights == 0).double().mean()),
+        "correction/mean": float(weights.double().mean()),
+        "correction/effective_sample_size": effective_sample_size(weights),
+        "correction/rejected": float((weights == 0).double().mean()),
     }

@@ -52,13 +52,13 @@ class PreferenceObjective:
         values, margin = torch.cat([chosen, rejected]).detach(), margin.detach()
         return LossOutputs(
             loss,
-            sums={  # of both scores of each pair: the trainer divides by their number
+            {  # sums over both scores of each pair: the trainer divides by their number
                 "accuracy": 2.0 * int((margin > 0).sum()),
                 "margin": 2.0 * float(margin.double().sum()),
                 "score_mean": float(values.double().sum()),
+                "score_max": float(values.max()),
+                "score_min": float(values.min()),
             },
-            maxima={"score_max": float(values.max())},
-            minima={"score_min": float(values.min())},
         )
 
 
