@@ -8,16 +8,18 @@ What a run of fine-tuning achieved, in one record: the last lines on the console
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobit.observe.console import Console, Part, describe_moment, describe_result, time_left
 from isobit.observe.metrics import Metrics
 from isobit.observe.training_log import RunSummary, TrainingLog
-from isobit.run.data import Item
-from isobit.run.sft_data import HeldOut, SftRun
+from isobit.run.lessons import HeldOut, Item
 from isobit.store.resume import Start
 from isobit.training.figures import UpdateMetrics
 from isobit.util.terminal import Clock
+
+if TYPE_CHECKING:
+    from isobit.run.sft import SftRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class SftLog(TrainingLog[HeldOut]):
     phases = ("training",)
     counts = ("tokens", "skipped")
 
-    def __init__(self, run: SftRun, start: Start, console: Console, clock: Clock) -> None:
+    def __init__(self, run: "SftRun", start: Start, console: Console, clock: Clock) -> None:
         self._run = run
         super().__init__(run, start, console, clock)
 
@@ -177,7 +179,7 @@ class SftLog(TrainingLog[HeldOut]):
         return HeldOut.from_json(content)
 
 
-def describe_step(step: int, run: SftRun, metrics: Metrics, seconds_left: float) -> list[Part]:
+def describe_step(step: int, run: "SftRun", metrics: Metrics, seconds_left: float) -> list[Part]:
     """What the objective shows of one step of fine-tuning, its rate and seconds, and how long the
     run will still take.
     """
