@@ -42,7 +42,7 @@ from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.run.launch import launch
-from isobit.run.rank import as_rank
+from isobit.run.launch_ranks import as_rank
 from isobit.util.errors import ConfigError
 
 

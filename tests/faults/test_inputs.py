@@ -19,8 +19,7 @@ from isobit.models.folder import model_folder
 from isobit.run.loop import train
 from isobit.run.plan import plan_training
 from isobit.run.setup import read_rl
-from isobit.run.sft import sft
-from isobit.run.sft_data import read_sft
+from isobit.run.sft import read_sft, sft
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError
 

@@ -20,12 +20,12 @@ from isobit.memory.turns import DeviceTurns, PhaseMemory
 from isobit.records.batch import PackedBatch
 from isobit.rewards.grading import grade
 from isobit.rollout.native import NativeEngine
-from isobit.run import course, loop, plan, setup, sft_data
+from isobit.run import course, lessons, loop, plan, setup
 from isobit.run import sft as sft_loop
 from isobit.run.loop import train
 from isobit.run.plan import Outline
 from isobit.run.setup import PreparedRun, prepare_rl
-from isobit.run.sft_data import prepare_sft
+from isobit.run.sft import prepare_sft
 from isobit.starter.tasks import correct_answer
 from isobit.training.supervised import mean_loss
 from isobit.training.trainer import Trainer
@@ -245,7 +245,7 @@ def test_held_out_losses_are_measured_without_the_cache(
         held.append(engine._works)
         return mean_loss(trainer, batches)
 
-    monkeypatch.setattr(sft_data, "mean_loss", watched)
+    monkeypatch.setattr(lessons, "mean_loss", watched)
     graded = run.evaluate(None, partial(grade, reward=correct_answer))
     assert graded.keys() == {"held_out"}
     assert held == [None]

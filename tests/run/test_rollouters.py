@@ -14,8 +14,7 @@ from isobit.config.recipes import RunConfig
 from isobit.models.policy import Published
 from isobit.parallel.world import ALONE, World
 from isobit.rewards.grading import Graders
-from isobit.run.loop import train
-from isobit.run.rollouter import train_by_ranks
+from isobit.run.loop import train, train_by_ranks
 from isobit.run.setup import RlRun
 from isobit.util.errors import ConfigError, Interrupted, RewardError
 from tests.run.test_ranks import left_by, write_model

@@ -24,8 +24,7 @@ from isobit.records.batch import PackedBatch
 from isobit.run import plan, setup
 from isobit.run import plan as plan_module
 from isobit.run.plan import TrainingPlan, plan_training
-from isobit.run.sft import sft
-from isobit.run.sft_data import prepare_sft, read_sft
+from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer
 from isobit.util.errors import (

@@ -19,8 +19,7 @@ from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
 from isobit.models.frozen import load_reward_model
 from isobit.run.plan import plan_training
-from isobit.run.sft import sft
-from isobit.run.sft_data import prepare_sft, read_sft
+from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import guess, problems, question, worked_out
 from isobit.training.out_of_memory import within_memory
 from isobit.training.trainer import Trainer
@@ -166,7 +165,7 @@ def test_a_pair_is_never_cut(make_config: MakeConfig, monkeypatch: pytest.Monkey
         seen.append(lengths)
         return within_memory(trainer, lengths, *rest)
 
-    monkeypatch.setattr("isobit.run.sft_data.within_memory", spy)
+    monkeypatch.setattr("isobit.run.sft.within_memory", spy)
     pairs = run.next_examples()
     assert run.learn(pairs).tokens == 2 * len(pairs)
     assert seen == [[pair.tokens for pair in pairs]], "no smaller micro-batch than a pair is tried"

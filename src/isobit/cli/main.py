@@ -190,7 +190,7 @@ def obey_as_rank(
     if not is_launched():
         return obey(arguments, None)
     with starting():
-        from isobit.run.rank import as_rank
+        from isobit.run.launch_ranks import as_rank
     with as_rank(box) as world:
         return obey(arguments, world)
 

@@ -72,7 +72,7 @@ class TrainingCommand(Generic[Config]):
         if not is_launched():
             return self._obey(arguments, may_launch=box is None)
         with starting():
-            from isobit.run.rank import as_rank
+            from isobit.run.launch_ranks import as_rank
         with as_rank(box) as world:
             return self._obey(arguments, world)
 
@@ -197,7 +197,7 @@ def run_sft(arguments: Sequence[str]) -> int:
 def _plan_sft(config: "SftConfig", resume: bool, allowed: Sequence[str]) -> list[str]:
     with starting():
         from isobit.run.plan import plan_training
-        from isobit.run.sft_data import read_sft
+        from isobit.run.sft import read_sft
         from isobit.util.machine import read_memory
 
     return plan_training(config, read_sft, resume, allowed).describe(read_memory())
@@ -245,6 +245,6 @@ def _start(
 ) -> None:
     with starting():
         from isobit.parallel.world import ALONE
-        from isobit.run.rollouter import train_by_ranks
+        from isobit.run.loop import train_by_ranks
 
     train_by_ranks(config, resume, world or ALONE, allowed)

@@ -18,24 +18,30 @@ When a batch is sampled: before the step that is due for it, or beside its learn
 rollouters where there are some (``isobit.run.rollouters``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 from isobit.config.recipes import RunConfig
 from isobit.models.folder import model_folder, read_config
-from isobit.observe.console import Console
+from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
+from isobit.records.kept_groups import groups_value
 from isobit.records.text import Completion, Group
+from isobit.rewards.grading import Graders
 from isobit.rollout.engine import EngineStats, Progress, Request
 from isobit.rollout.shared import generate_shared
-from isobit.run.course import Course, Sampling, course
+from isobit.run.course import Course, Sampling, course, evaluate, open_graders
+from isobit.run.grading import Interruption, RecordedGrading
 from isobit.run.log import RlLog, RlSummary
-from isobit.run.pending import Collected
+from isobit.run.pending import Collected, batch_value, compared
 from isobit.run.rollouters import Rollouters, append_lines, check_parts, lines_ahead
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl
+from isobit.store.reward_record import SentRecord
 from isobit.store.state import state_digest
+from isobit.util.terminal import Clock
 
 
 def collect(training: Sampling[RlRun]) -> Collected:
@@ -157,7 +163,7 @@ def train(
     ``resume``, go on there, though settings or inputs that are ``allowed`` by name be others.
 
     With a ``world`` of several processes each of them calls this, with the same configuration;
-    where others sample for them, ``rollouters`` has these (``isobit.run.rollouter``).
+    where others sample for them, ``rollouters`` has these (below).
 
     A resumed run leaves the files that it would have left without the interruption, times aside.
 
@@ -199,3 +205,88 @@ def take_step(training: Course[RlRun, RlLog], step: int) -> None:
         state = state_digest(run)
     training.log.step(step, batch, trained, state)
     training.end_step(step)
+
+
+def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
+    """Serve until the trainers are done.  Raises what ``train`` raises of sampling and grading, and
+    PeerError where they fail.
+    """
+    with rollouters.errors_shared(), open_graders(config) as graders:
+        run = prepare_rl(config, rollouters.mine, learns=False)
+        if graders is not None:
+            graders.describe()
+        with Interruption(rollouters.mine) as interruption:
+            while (command := rollouters.receive_command(interruption.check))["do"] != "end":
+                if command["do"] == "take weights":
+                    rollouters.transfer_weights(run.model.policy)
+                    continue
+                scene = _scene(run, rollouters, graders, command)
+                make = _sampled if command["do"] == "sample" else _evaluate
+                rollouters.send_result(lambda made=make, at=scene, told=command: made(at, told))
+
+
+def _scene(
+    run: RlRun,
+    rollouters: Rollouters,
+    graders: Graders | None,
+    command: Mapping[str, Any],
+) -> Sampling[RlRun]:
+    """What one command is done with: the record begins where the trainers' stands, and a signal
+    waits until it is done.
+    """
+    interruption = Interruption(rollouters.mine)  # hears no signal, and has the pulse beat
+    record = SentRecord(lambda _: None, [line.encode() for line in command["record"]])
+    grading = RecordedGrading(record, graders, run.model_scores, interruption, rollouters.mine)
+    clock = Clock(rollouters.mine.pulse.beat)
+    return Sampling(run, silent(), clock, interruption, grading, rollouters.mine)
+
+
+def _sampled(scene: Sampling[RlRun], command: Mapping[str, Any]) -> dict[str, Any]:
+    """The next batch, and where it has led to."""
+    run = scene.run
+    run.sampler.restore(command["sampler"])
+    batch = collect(scene)
+    with run.turns.training(scene.clock):
+        batch = compared(batch, run.trainer)
+    return {
+        "batch": batch_value(batch),
+        "engine": asdict(batch.engine),
+        "seconds": scene.clock.take(),
+        "sampler": run.sampler.state(),
+        "gradings": _gradings(scene),
+    }
+
+
+def _evaluate(scene: Sampling[RlRun], command: Mapping[str, Any]) -> dict[str, Any]:
+    """The graded groups of each set."""
+    made = evaluate(
+        scene.run, scene.console, scene.clock, scene.grading, scene.interruption, scene.world
+    )
+    sets = {name: groups_value(groups) for name, (_, groups) in made.items()}
+    return {"sets": sets, "gradings": _gradings(scene)}
+
+
+def _gradings(scene: Sampling[RlRun]) -> list[str]:
+    """Lines for the trainers' record."""
+    record = scene.grading.record
+    assert isinstance(record, SentRecord)
+    return [line.decode() for line in record.gradings]
+
+
+def train_by_ranks(
+    config: RunConfig, resume: bool = False, world: World = ALONE, allowed: Sequence[str] = ()
+) -> None:
+    """``isobit.run.loop.train`` by all ranks of a world, or by its first ones while the others
+    sample (``cluster.rollouters``).  Raises as it does, and ConfigError for a world that is too
+    small.
+    """
+    if not config.cluster.rollouters:
+        train(config, resume=resume, world=world, allowed=allowed)
+        return
+    check_parts(config, world)
+    rollouters = Rollouters(world, config.cluster.rollouters)
+    if rollouters.is_rollouter:
+        sample_for_trainers(config, rollouters)
+        return
+    with rollouters.errors_shared():
+        train(config, resume=resume, world=rollouters.mine, rollouters=rollouters, allowed=allowed)

@@ -3,7 +3,7 @@ from batch t, the last sample batch t + k, k = ``async.lag``.
 
     trainers      a world of their own, in which the run is what it is without rollouters: masters,
                   steps, files, the line of batches; they sample nothing
-    rollouters    published weights, engines and graders (``isobit.run.rollouter``); they do what
+    rollouters    published weights, engines and graders (``isobit.run.loop``); they do what
                   the trainers tell them, one thing after the other, and keep nothing between two
 
     step t        trainers                        rollouters

@@ -31,7 +31,7 @@ recipe says.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,22 @@ import torch
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import PpoConfig
+from isobit.config.data import DataConfig, DataSource
 from isobit.config.recipes import Recipe, RunConfig
 from isobit.config.reward import WHOLE
 from isobit.config.rules import check_run
+from isobit.data.prompts import (
+    TooLong,
+    build_prompts,
+    describe_too_long,
+    drop_evaluated,
+    prompts_sha256,
+)
 from isobit.data.sampler import PromptSampler
 from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns, NoTurns, Turns, allocate_in_pages
 from isobit.models.config import ModelConfig
-from isobit.models.folder import LoadedModel
+from isobit.models.folder import DescribedModel, LoadedModel
 from isobit.models.function import is_one_function
 from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
@@ -55,12 +63,11 @@ from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.slots import Slots
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
-from isobit.records.text import SamplingParams
+from isobit.records.text import Prompt, SamplingParams
 from isobit.rewards.graders import GRADERS
 from isobit.rewards.grading import Grading, ModelScores
 from isobit.rollout.engine import Request, RolloutEngine
 from isobit.rollout.native import NativeEngine
-from isobit.run.data import RlData, load_prompts
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_requests
 from isobit.run.grading import RecordedGrading
 from isobit.run.pending import Collected, Pending, pending_bytes
@@ -230,6 +237,75 @@ class PreparedRun:
 
 VALUE_HEAD_RATE = 10.0
 """Of a value head over the policy's, where the recipe does not say: it starts from nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RlData:
+    """All prompts of a run of reinforcement learning."""
+
+    prompts: Sequence[Prompt]
+    """Those to learn from, none of which stands in an evaluation set."""
+    dropped: int
+    """Training prompts left out because an evaluation set holds them too."""
+    sets: Mapping[str, Sequence[Prompt]]
+    """The problems of each evaluation set."""
+    too_long: Mapping[str, TooLong] = field(default_factory=dict)
+    """What was too long in each set, and what became of it."""
+
+    def figures(self) -> dict[str, Any]:
+        """How many there are of each, for the manifest."""
+        return {
+            "training_prompts": len(self.prompts),
+            "dropped_prompts": self.dropped,
+            "evaluation_problems": {name: len(prompts) for name, prompts in self.sets.items()},
+            "too_long": {name: found.describe() for name, found in self.too_long.items()},
+        }
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each set."""
+        return {
+            "train": prompts_sha256(self.prompts),
+            **{f"eval.{name}": prompts_sha256(prompts) for name, prompts in self.sets.items()},
+        }
+
+    def describe(self, prompts_per_step: int) -> str:
+        """One line: how many training prompts and evaluation problems there are, what was left out
+        or cut, and whether a step has a prompt more than once.
+        """
+        sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in self.sets.items())
+        dropped = (
+            f" ({self.dropped} more also stand in an evaluation set: dropped)"
+            if self.dropped
+            else ""
+        )
+        return (
+            f"data: {len(self.prompts)} training prompts{dropped}; evaluation problems: "
+            f"{sets or 'none'}{describe_too_long(self.too_long)}" + self._repeated(prompts_per_step)
+        )
+
+    def _repeated(self, prompts_per_step: int) -> str:
+        if prompts_per_step <= len(self.prompts):
+            return ""
+        times = -(-prompts_per_step // len(self.prompts))
+        return (
+            f"; warning: a step takes {prompts_per_step} prompts (training.prompts_per_step), so "
+            f"that it has the same prompt up to {times} times"
+        )
+
+
+def load_prompts(data: DataConfig, model: DescribedModel) -> RlData:
+    """Read and tokenise all sets.  Raises DataError for what cannot be used."""
+    too_long: dict[str, TooLong] = {}
+
+    def prompts_of(name: str, source: DataSource) -> list[Prompt]:
+        counts = too_long[name] = TooLong(data.too_long)
+        context = model.config.max_positions
+        return build_prompts(name, source, model.tokenizer, data, context, counts)
+
+    train = prompts_of("train", data.train)
+    sets = {name: prompts_of(name, source) for name, source in data.eval.items()}
+    prompts, dropped = drop_evaluated(train, sets.values())
+    return RlData(prompts, dropped, sets, {n: one for n, one in too_long.items() if one.describe()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,190 @@
 """The loop of fine-tuning, on completions or on preferences.
 
 take examples -> pack, loss, backward, update, publish -> log -> maybe evaluate -> maybe save
+
+What can be refused without the weights is refused before they are loaded, a GPU without the memory
+too; everything else before the run's directory is made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from isobit.config.recipes import SftConfig
-from isobit.observe.console import Console
+from isobit.config.rules import check_sft
+from isobit.config.tables import OptimisationConfig, TrainingConfig
+from isobit.data.sampler import PromptSampler
+from isobit.observe.console import Console, describe_policy
+from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
+from isobit.precision.flow import describe_flow
+from isobit.rewards.grading import Grading
+from isobit.rollout.engine import Request
 from isobit.run.course import course
-from isobit.run.plan import source_config
-from isobit.run.sft_data import prepare_sft
+from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_requests
+from isobit.run.lessons import LESSONS, HeldOut, Item, Lesson, SftData, load_examples
+from isobit.run.plan import Outline, check_requests, describe_source, source_config
+from isobit.run.reward_models import plan_reward_models
+from isobit.run.setup import PreparedRun, build_parts, digests
 from isobit.run.sft_log import SftLog, SftSummary
+from isobit.training.figures import UpdateMetrics
+from isobit.training.out_of_memory import measured_within_memory, within_memory
+from isobit.training.supervised import (
+    PairFigures,
+)
+
+_SHORTER_EXAMPLES = "leave out the longest examples, or lower data.max_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class SftMaterial:
+    """What a run is made from, as far as it is known without the weights."""
+
+    outline: Outline
+    data: SftData
+    evaluation: Mapping[str, Sequence[Request]]
+    """What the engine is asked for on each held-out set, where a reward grades it."""
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Digests of what is read beside the recipe."""
+        return digests(self.outline, self.data.digests())
+
+    @property
+    def requests(self) -> tuple[Sequence[Request]]:
+        """What the engine may be asked for: all of an evaluation."""
+        return ([one for asked in self.evaluation.values() for one in asked],)
+
+
+@dataclass(frozen=True, slots=True)
+class SftRun(PreparedRun):
+    """The parts of a run, ready to start."""
+
+    config: SftConfig
+    data: SftData
+    evaluator: Evaluator | None
+    """Completes and grades the held-out prompts, where a reward is configured."""
+
+    @property
+    def lesson(self) -> Lesson[Any]:
+        """The objective."""
+        return LESSONS[self.config.objective]
+
+    def data_figures(self) -> dict[str, Any]:
+        """How many examples there are to learn from and to be measured on, for the manifest."""
+        return self.data.figures()
+
+    def describe(self) -> list[str]:
+        """The first lines: the model, the data, how often it is gone through, the flow, the plan of
+        the memory.
+        """
+        config, policy = self.config, self.model.policy
+        return [
+            describe_policy("from scratch" if config.from_scratch else config.model, policy),
+            self.data.describe(config.training),
+            *(f"  {line}" for line in describe_flow(policy.flow)),
+            *self.turns.describe(),
+        ]
+
+    def next_examples(self) -> list[Item]:
+        """The examples of the next step, in the sampler's order."""
+        return [self.data.train[prompt.id] for prompt, _ in self.sampler.next()]
+
+    def learn(self, examples: Sequence[Item]) -> UpdateMetrics:
+        """Learn from examples in one update, in smaller micro-batches where the memory runs out."""
+        lesson = self.lesson
+
+        def attempt(tokens: int) -> UpdateMetrics:
+            batches = lesson.pack(self.trainer, examples, tokens)
+            return self.trainer.update(batches, lesson.objective)
+
+        lengths = [example.tokens for example in examples]
+        return within_memory(self.trainer, lengths, attempt, _SHORTER_EXAMPLES)
+
+    def measure(self, examples: Sequence[Item]) -> tuple[float, PairFigures | None]:
+        """The mean loss of examples that are not learnt from, and what else is measured of pairs;
+        the engine gives its memory back for it.
+        """
+        self.turns.release_engine()
+        lesson = self.lesson
+        return measured_within_memory(
+            self.trainer,
+            [example.tokens for example in examples],
+            self.trainer.budget.at(self.trainer.updates),
+            lambda tokens: lesson.measure(
+                self.trainer, lesson.pack(self.trainer, examples, tokens)
+            ),
+            "the held-out loss",
+            _SHORTER_EXAMPLES,
+        )
+
+    def evaluate(self, progress: OnProgress | None, grading: Grading) -> Evaluation[HeldOut]:
+        """Every held-out set under the current policy, by name, with the policy's own completions
+        where a reward grades them.
+        """
+        graded = self.evaluator.run(progress, grading) if self.evaluator else {}
+        figures = {}
+        for name, examples in self.data.sets.items():
+            result, groups = graded.get(name, (None, []))
+            loss, pairs = self.measure(examples)
+            figures[name] = HeldOut(len(examples), loss, result, pairs), groups
+        return figures
+
+
+def prepare_sft(config: SftConfig, world: World = ALONE) -> SftRun:
+    """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
+    cannot be used; writes nothing.
+    """
+    check_tracking(config.tracking)
+    made = read_sft(config)
+    parts = build_parts(made.outline, world)
+    sampler = PromptSampler(
+        made.data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle
+    )
+    evaluator = None
+    if parts.engine is not None:
+        check_requests(made.requests, parts.engine.check, parts.model.context)
+        evaluator = Evaluator(parts.engine, made.evaluation, world)
+    return SftRun(parts, sampler, made.inputs, config, made.data, evaluator)
+
+
+def read_sft(config: SftConfig) -> SftMaterial:
+    """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
+    check_sft(config)
+    check_package(config.tracking)
+    source = describe_source(config.model, config.from_scratch, config.objective)
+    data = load_examples(config.data, source.described, config.objective)
+    evaluation = {}
+    if config.reward is not None:
+        prompts = {name: [one.prompt for one in data.sets[name]] for name in data.sets}
+        evaluation = evaluation_requests(
+            prompts, config.evaluation, config.rollout, source.described
+        )
+    training = config.training
+    outline = Outline(
+        config,
+        source,
+        trainer_config(training, generates=config.reward is not None),
+        training.steps,
+        data.longest,
+        learning=(
+            data.describe(training),
+            f"steps: {training.steps} of {training.prompts_per_step} {data.noun}; "
+            f"{'pairs' if data.objective == 'preference' else 'sequences'} of at most "
+            f"{data.longest} tokens",
+        ),
+        frozen=plan_reward_models(config.reward),
+    )
+    return SftMaterial(outline, data, evaluation)
+
+
+def trainer_config(training: OptimisationConfig, generates: bool) -> TrainingConfig:
+    """The ``training`` table of fine-tuning as the trainer and the memory plan read it: a prompt
+    has one completion, and moments stay on the device where no engine ever generates.
+    """
+    config = TrainingConfig.model_validate(training.model_dump())
+    offload = training.offload_moments and generates
+    return config.model_copy(update={"samples_per_prompt": 1, "offload_moments": offload})
 
 
 def sft(

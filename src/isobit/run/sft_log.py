@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobit.observe.console import (
     Console,
@@ -15,11 +15,13 @@ from isobit.observe.console import (
 )
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.records.metrics import Metrics, listed
-from isobit.run.data import Item
-from isobit.run.sft_data import HeldOut, SftRun
+from isobit.run.lessons import HeldOut, Item
 from isobit.store.resume import Start
 from isobit.training.figures import UpdateMetrics
 from isobit.util.terminal import Clock
+
+if TYPE_CHECKING:
+    from isobit.run.sft import SftRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class SftLog(TrainingLog[HeldOut]):
     phases = ("training",)
     counts = ("tokens", "skipped")
 
-    def __init__(self, run: SftRun, start: Start, console: Console, clock: Clock) -> None:
+    def __init__(self, run: "SftRun", start: Start, console: Console, clock: Clock) -> None:
         self._run = run
         super().__init__(run, start, console, clock)
 
@@ -179,7 +181,7 @@ class SftLog(TrainingLog[HeldOut]):
         return HeldOut.from_json(content)
 
 
-def describe_step(step: int, run: SftRun, metrics: Metrics, seconds_left: float) -> list[Part]:
+def describe_step(step: int, run: "SftRun", metrics: Metrics, seconds_left: float) -> list[Part]:
     """What the objective shows of one step of fine-tuning, its rate and seconds, and how long the
     run will still take.
     """
