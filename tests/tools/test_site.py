@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tools import site
-from tools.pictures.__main__ import FOLDER, PICTURES
+from tools.pictures import FOLDER, PICTURES
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,14 +63,14 @@ def test_links_of_the_repository_are_turned_to_the_site(uri: str, link: str, tur
 
 
 def test_pictures_are_not_taken_for_links() -> None:
-    assert site.LINK.search("![a picture](pictures/token.svg)") is None
+    assert site.LINK.search("![a picture](pictures/loop.svg)") is None
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_pictures_are_as_they_are_drawn(name: str) -> None:
     drawn = PICTURES[name]().svg()
     assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == drawn, (
-        "python -m tools.pictures writes them anew"
+        "make figures writes them anew"
     )
 
 
