@@ -1,5 +1,3 @@
-"""What the figures of README and docs were measured with; each module runs from the repository's
-root: ``python -m benchmarks.rollout --help``.
-
-Rows that were kept are under ``results/``, raw curves compressed (``common.read_rows`` reads both).
+"""The scripts behind the figures of the README and of docs/.  Each runs from the repository's root,
+``python -m benchmarks.rollout --help``; the rows that they left are in ``results/``.
 """

@@ -3,21 +3,14 @@ TFLOP/s (causal), and the copy bandwidth.
 
     python -m benchmarks.attention [--out benchmarks/results/attention.json]
 
-32 query heads, 8 KV heads of 128, random data, medians, one build of the kernels: the one that
-tests/gpu/test_attention.py passes with. Beside them FlashAttention 3 as vLLM has it, in BF16 and in
-FP8, where vllm is importable (``attention_peer``).
+32 query heads and 8 KV heads of 128, random data, medians, with the kernels that pass
+tests/gpu/test_attention.py.
 
-FlashAttention 3 as vLLM 0.25 ships and calls it, for ``benchmarks.attention``: the same
-shapes, BF16 and FP8.
-
-    decode     one query a sequence over pages in BF16 or E4M3, through a block table; the schedule
-               is made beforehand, as vLLM makes one for all layers of a step; pages of 16 tokens,
-               which is vLLM's own size, and of 128
-    prefill    whole sequences laid end to end, causal
-
-FP8 is Q, K and V in E4M3 with one FP32 scale a sequence and KV head, and BF16 output.  Bytes and
-FLOPs are counted as for our kernels; its scales are too few to count.  A case that fails gets a row
-that says why, and the next one is measured.
+Where vLLM can be imported, FlashAttention 3 is measured beside them as vLLM 0.25 ships and calls
+it.  Decode has one query a sequence and a block table of pages of 16 tokens (vLLM's own size) or
+128; its schedule is made beforehand, as vLLM makes one for all layers of a step.  Prefill has whole
+sequences end to end.  In FP8, Q, K and V are E4M3 with one FP32 scale for each sequence and KV
+head, too few to count as bytes.  A case that fails gets a row that says why.
 """
 
 import argparse

@@ -1,14 +1,10 @@
-"""What is asked of an engine: requests of random tokens that all come at once and all end at the
-same length.
+"""The workloads that Isobit and its peers are measured on: random tokens, and lengths that are
+fixed in advance, so that every engine does the same work.
 
-What is computed: sequences of one length, laid end to end, and the FLOPs that a model's shape
-makes of them.
-
-A case is written PRECISION:LENGTHxSEQUENCES:RECOMPUTE, for example ``fp8:4096x2:none``: two
-sequences of 4,096 tokens a micro-batch.
-
-What a step works on: groups of completions of exactly so many tokens, for prompts of random
-tokens.
+    RolloutCase    prompts that all arrive at once and all get the same number of new tokens
+    PassCase       a micro-batch of sequences of one length, end to end, and its model FLOPs;
+                   written PRECISION:LENGTHxSEQUENCES:RECOMPUTE, for example ``fp8:4096x2:none``
+    StepCase       a step of reinforcement learning: prompts, samples of each, and new tokens
 """
 
 import argparse

@@ -1,15 +1,9 @@
-"""Which card this is, and its copy bandwidth: bytes read and written a second by a copy of a
-gigabyte.
+"""What every benchmark shares: which card was measured and its copy bandwidth, how much memory a
+run would plan on it, rows as JSON lines, kernel times by the profiler, and a command line whose
+errors take one line.
 
-The memory that the card has for itself, and what a run of a model's shape would plan in it.
-
-Rows of results as JSON lines: each says which card and which versions it comes from, and is on
-disk before the next one starts.
-
-What the kernels of a piece of work take, by the profiler.
-
-A benchmark's command line: subcommands that carry the function to run, and errors in one
-line.
+Every row says which card and which versions it comes from, and is on disk before the next
+measurement starts.  Rows of two cards are never compared.
 """
 
 import argparse

@@ -21,9 +21,6 @@ the 8B shape, as whole sequences:
 The outside baseline's halves do not fit a card together and are two commands; ``table`` adds them
 up where both were measured on one card. Each command appends its rows to a file of DIR as they
 come, with the card's UUID.
-
-The rows of a folder as a table of whole steps; the outside baseline is vLLM's rollout and
-transformers' training on one card.
 """
 
 import argparse
@@ -72,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# What a command needs is imported when it runs: vllm is not everywhere, and a table needs no GPU.
+# Engines are imported when a command runs them: vLLM is not everywhere.
 
 
 def native(arguments: argparse.Namespace) -> None:

@@ -1,16 +1,14 @@
-"""How many completions a pool of graders grades in a second: a trivial reward, and short answers in
-mathematics.
+"""How many completions a pool of graders grades in a second: a trivial reward, and short
+mathematical answers.
 
     python -m benchmarks.graders [--workers 2] [--seconds 5]
 
-Prints a line of JSON for each.  The floor that the project sets itself on two cores is 2,000 and
-500; starting the processes and importing their modules is not counted, and is told beside.
+Prints a line of JSON for each.  The goals on two cores are 2,000 and 500 completions a second; the
+start of the processes is reported beside them and not counted.
 
-Five hundred short mathematical answers, each with its reference and whether they are equal.
-
-The mix is that of final answers in problem sets: integers, decimals and fractions, roots and
-multiples of pi, polynomials, intervals, sets, equations, percentages, units and words.  Half are
-wrong.  The same five hundred every time.
+The five hundred answers, always the same, have the mix of final answers in problem sets: integers,
+decimals, fractions, roots and multiples of pi, polynomials, intervals, sets, equations,
+percentages, units and words.  Half of them are wrong.
 """
 
 import argparse

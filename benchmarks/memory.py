@@ -8,15 +8,12 @@ beside the plan on the card.
 plan     the tables of docs/memory.md: BF16 moments where they do not say others, micro-batches of
          4,096 and 16,384 tokens in sequences of as many.
 measure  a rollout with the planned KV cache and an update over two full micro-batches, by turns, as
-         a run makes them (``passes.turns``); a plan that does not fit is refused.
+         a run makes them; a plan that does not fit is refused.
 
-Two steps as a run on a GPU makes them, engine and trainer by turns, and what each phase takes
-beside what was planned.
-
-A rollout with the planned KV cache: prompts of the case's length, and more short ones than fit a
-batch.  Then an update over two full micro-batches.  The second step, which has moments from its
-beginning, is the one that counts.  Where they are on the host for the rollout, the seconds of a
-turn of the trainer hold their way to the GPU and back, and each way is counted by itself too.
+Of the two measured steps the second counts, which has moments from its beginning.  The rollout has
+prompts of the case's length, and more short ones than fit a batch.  Where moments are on the host
+for the rollout, the trainer's turn includes their way to the GPU and back, and each way is also
+counted by itself.
 """
 
 import argparse

@@ -20,10 +20,6 @@ proof      three steps of 64 samples of 512 tokens, and the SHA-256 of the weigh
 table      ratios of several ranks to one, and of a split to ranks that do both
 
 Weights, prompts and rewards are random.  Rows are appended to DIR as they come.
-
-Rows of results, written by rank 0.
-
-Several ranks beside one, as ratios of one sitting: a row is compared with rows of its card.
 """
 
 import argparse

@@ -1,17 +1,11 @@
-"""Where the time of a step goes: a timeline of marks, each the beginning of a phase, taken by CUDA
-events on a GPU.
+"""Isobit's forward, backward and optimiser step for a ``PassCase``, and how both sides are timed.
 
-A phase inside another one interrupts it, so that the phases of a step add up to the step.  An event
-is reached when the device has done all that was asked of it before; where the host waits for
-nothing in between, work counts for the phase that asked for it.
+Phases are marks on a timeline, taken by CUDA events on a GPU.  A phase inside another one
+interrupts it, so the phases of a step add up to the step.  Work that the host does not wait for
+counts for the phase that launched it.
 
-Timing of cases, one after the other in one process: medians after a warm-up that compiles, and
-the most memory that torch held.
-
-A case that the memory does not hold gets a row that says so, and the next one is measured.
-
-Isobit's training: forward and backward into FP32 masters, and the whole update of its
-trainer.
+Cases are timed one after the other in one process: the median after a warm-up that compiles, and
+the most memory that torch held.  A case that does not fit leaves a row that says so.
 """
 
 import gc

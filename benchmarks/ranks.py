@@ -1,29 +1,18 @@
-"""What travels between the ranks of an 8B policy, alone on the links.
+"""Measurements on W ranks for ``benchmarks.parallel``.  Micro-batches are the same whatever W is,
+so the bits are too, which SHA-256 digests of published bytes and masters show.
 
-    exchange    the FP32 gradient of one layer: each rank sends every other the rows that it owns
-    add         the owner's ordered sum of what arrived
-    gather      published bytes, of which each rank has its rows
+    links       what an 8B policy sends, alone on the links: ``exchange`` (each rank sends every
+                other the rows of a layer's FP32 gradient that it owns), ``add`` (the owner's
+                ordered sum) and ``gather`` (published bytes); medians over repeats behind a barrier
+    training    one update: seconds a round are forward and backward, with what the backward does
+                not hide of the exchange
+    steps       whole steps, by the loop of ``benchmarks.end_to_end``
+    split       steps with the trainer on one GPU and the rollouter on another (``cluster.rollouters
+                = 1``, ``async.lag = 1``): the rollouter samples the next batch from the weights
+                before the update, then the batch and the new weights change places
 
-Seconds by CUDA events on rank 0, medians over repeats behind a barrier.
-
-SHA-256 of what a policy is: the bytes that it has published, and its masters.
-
-Gradients by NCCL's own kernels, as between hosts: to see what copy engines are worth.
-
-The training phase of one update on W ranks: the same micro-batches whatever W, so the same bits,
-which digests show.
-
-A round takes as long as one micro-batch does on one GPU, and what of the exchange is not hidden
-behind the backward: seconds a round are the ``backward`` and ``forward`` phases over the rounds.
-
-Whole steps of reinforcement learning on W ranks, by the loop of ``benchmarks.end_to_end``.
-
-Whole steps with the trainer on one GPU and the rollouter on another (``cluster.rollouters = 1``,
-``async.lag = 1``), beside which ``steps`` has the synchronous ones of two.
-
-While the trainer learns from a batch, the rollouter samples the next by the weights of before; then
-the batch travels to the trainer, and the published weights to the rollouter.  As in a run, but that
-rewards are random and nobody compares a few samples of each batch with the trainer's forward.
+Seconds come from CUDA events on rank 0.  Gradients may also go by NCCL's own kernels, as between
+hosts, which shows what copy engines are worth.
 """
 
 import hashlib

@@ -13,14 +13,6 @@ perplexity   exp of the mean negative log-probability of the tokens of this repo
              in windows: by transformers in BF16 and FP32, and by Isobit in each precision.  Also
              which formats the linears have.  ``--device cuda`` runs both on a card (no ``fp32``
              there).  A precision is a preset or a table, ``'{preset = "fp8", scales = "fp32"}'``.
-
-Results of the measurements on a checkpoint: one JSON file each.
-
-Greedy answers to questions, by Isobit in ``fp32`` and by transformers in FP32.
-
-Perplexity of the repository's docs, by Isobit in each precision and by transformers.
-
-What was measured on a checkpoint, as Markdown.
 """
 
 import argparse
@@ -84,9 +76,6 @@ def named_flow(text: str) -> tuple[str, PrecisionConfig]:
         return text, build(InspectConfig, values, "--precisions").precision
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{text} is no precision: {error}") from None
-
-
-# What a command needs is imported when it runs: a table needs no model.
 
 
 def answers(arguments: argparse.Namespace) -> None:

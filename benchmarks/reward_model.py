@@ -12,10 +12,6 @@ agreement   on a CPU, in minutes: a reward model is trained from the starter on 
 speed       on a card: random weights of a real model's shape score sequences of random tokens;
             seconds from the ids on the host to the scores on the host, the median of three.
             ``--device cpu --shape tiny`` tries the command out.
-
-One reward model, its scores of held-out answers in three precisions, and how they agree.
-
-A reward model of a real model's shape with random weights, scoring sequences of one length.
 """
 
 import argparse
@@ -81,9 +77,6 @@ def precisions(text: str) -> list[str]:
             f"{', '.join(unknown)}: the precisions are {', '.join(PRECISIONS)}"
         )
     return names
-
-
-# What a command needs is imported when it runs: the agreement needs no GPU.
 
 
 def agreement(arguments: argparse.Namespace) -> None:

@@ -1,40 +1,27 @@
-"""Isobit's whole step on one card, as ``isobit train`` does it: engine and trainer take turns in
-its memory, and share the weights.
+"""Whole steps of reinforcement learning for ``benchmarks.end_to_end``: Isobit's, and those of the
+baseline, vLLM's rollout and transformers' training, each alone on the card.
 
-Before the timed step: an update over made-up completions of full length, in micro-batches of every
-size that the timed one has, so that the moments are there and every kernel is compiled; and
-rollouts of a few tokens, at both ends of a sequence, since decoding behind many tokens is another
-kernel.  That the engine makes its KV cache and captures its graphs again after the trainer's turn
-is part of the rollout, as in a run; that the moments come from the host and go back, where they do,
-of the training phase. Rewards are random.  In an exact flow the recorded log-probabilities are the
-old ones, so there is no second forward; the trainer compares each of them with its own.
+Isobit takes turns on one card as ``isobit train`` does: engine and trainer share the weights.  The
+warm-up has an update with every size of micro-batch that the timed step has, and rollouts of a few
+tokens at both ends of a sequence.  Making the KV cache and capturing graphs again after the
+trainer's turn counts as rollout; moments that come from the host count as training.  In an exact
+flow the recorded log-probabilities are the old ones, so there is no second forward.  A reference
+model with random weights of its own scores every completion before the update.
 
-With a reference model, whose weights are random too, and others than the policy's, every completion
-is also scored by it before the update, and a KL term joins the loss.
+vLLM samples in BF16 with prefix caching, which is reset between warm-up and timing, and without
+log-probabilities, since this baseline computes them again.  To its advantage it keeps 88% of the
+card, and neither waking it nor updating its weights is counted.
 
-The outside baseline's rollout: vLLM in BF16, in a process that has the card to itself.
+transformers trains in BF16 on random completions of full length:
 
-Its settings are those of ``comparison.peer``, with vLLM's own prefix caching, so that the samples
-of a prompt share it (forgotten between the warm-up and the timed call), and without
-log-probabilities, since this baseline computes them again.  To its advantage: it keeps 88% of the
-card, though a trainer would have to make room for it, and neither waking it nor giving it new
-weights is counted.
+    old log-probabilities    a forward over the batch without gradients, since the rollout is
+                             another function
+    forward, backward        the clipped ratio times the advantage
+    optimiser, publish       ``training.PeerOptimiser``
 
-The outside baseline's training: transformers in BF16, on completions of full length (random
-tokens), alone on the card.
-
-    old log-probabilities    a forward over the batch without gradients: its rollout is another
-                             function, so what that recorded will not do
-    forward, backward        GRPO's ratio times the advantage, in micro-batches of the fastest
-                             setting that fits
-    optimiser, publish       ``passes.peer.PeerOptimiser``: AdamW over FP32 masters, then the copy
-                             to its own BF16 weights
-
-The fastest setting is found by trying: micro-batches with and without recomputation, the
-optimiser's state being there, each timed once after a run that warms up; those that do not fit are
-out.  ``sequences`` measures a part of the batch, whose micro-batches are all alike, and scales the
-three passes to the whole of it.  Nothing that happens once may be in them: before the timed step
-comes a small one with every shape of it, after which cuDNN has its plans and torch the memory.
+in the fastest setting that fits, found by trying micro-batches with and without recomputation.
+``sequences`` measures a part of the batch and scales the three passes.  A small step with every
+shape of the timed one comes first, so that cuDNN has its plans and torch its memory.
 """
 
 import hashlib

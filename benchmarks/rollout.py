@@ -89,7 +89,7 @@ def case_names(text: str) -> list[str]:
     return names
 
 
-# What a command needs is imported when it runs: vllm is not everywhere, and a table needs no GPU.
+# Engines are imported when a command runs them: vLLM is not everywhere.
 
 
 def native(arguments: argparse.Namespace) -> None:

@@ -1,12 +1,10 @@
-"""Isobit's own engine through its public interface; log-probabilities are recorded in the timed
-run, since it cannot do without them.
+"""The two engines of ``benchmarks.rollout``: Isobit's through its public interface, and vLLM.
 
-vLLM with the same shape and dummy weights, at the settings of the reference figures that
-``comparison.table`` checks it against.
-
-FP8 linears are asked for as a checkpoint with 128x128 blocks does it, in ``config.json``; the KV
-cache by ``kv_cache_dtype``.  vLLM fills FP8 weights with numbers so small that E4M3 rounds them to
-zero, on which a GEMM may run faster than on real ones: to vLLM's advantage.
+Isobit records log-probabilities in the timed run, as it always does.  vLLM has the same shape and
+dummy weights, at the settings of the reference figures that ``rollout.REFERENCE`` checks it
+against.  FP8 linears are requested in ``config.json``, as a checkpoint with 128x128 blocks does,
+and the FP8 cache by ``kv_cache_dtype``.  vLLM's dummy FP8 weights are so small that E4M3 rounds
+them to zero, on which a GEMM may run faster than on real ones: to vLLM's advantage.
 """
 
 import importlib.metadata

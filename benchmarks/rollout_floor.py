@@ -1,14 +1,14 @@
-"""The time below which no engine goes on this card, for the bytes it must read and the products it
-must form:
+"""A lower bound of an engine's time on this card, from the bytes that it must read and the products
+that it must form:
 
     steps      (KV + scale bytes) / copy bandwidth  +  layers * linears at that batch  +  lm_head
                with FP32 logits
     prompts    layers * (linears in forwards of 16,384 tokens + attention over whole prompts)  +
                lm_head of one row a prompt
 
-summed over the case.  Products and attention are the kernels of ``isobit.kernels.hopper``, measured
-here, the products under a CUDA graph over the weights of several layers, so that none is read from
-the L2 cache.  Nothing else counts: no norms, no RoPE, no sampling.
+summed over the case.  Products and attention are timed with the kernels of
+``isobit.kernels.hopper``; products run under a CUDA graph over the weights of several layers, so
+that none is read from the L2 cache.  Norms, RoPE and sampling are not counted.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,8 +7,8 @@ backward, and whole updates.
     python -m benchmarks.training step transformers CASE... --out DIR
     python -m benchmarks.training table DIR
 
-for example with ``fp8:4096x2:none bf16:4096x2:none fp8:16384x1:mlp bf16:16384x1:full``.  A case
-is PRECISION:LENGTHxSEQUENCES:RECOMPUTE, the sequences being those of a micro-batch; one process
+for example with ``fp8:4096x2:none bf16:4096x2:none fp8:16384x1:mlp bf16:16384x1:full``.  A case is
+PRECISION:LENGTHxSEQUENCES:RECOMPUTE, the sequences being those of a micro-batch; one process
 measures them one after the other, and goes on where the memory does not hold one.  Packed sequences
 of one length, random tokens and weights; lm_head never holds all logits at once, on neither side.
 
@@ -17,24 +17,15 @@ pass    forward and backward of a micro-batch without an optimiser, gradients ad
         are 6 P + 12 (L / 2) H D layers, with P the parameters of a token but the embedding.
 step    the micro-batches of ``--tokens`` tokens or more, then clip, AdamW with BF16 moments over
         FP32 masters, and publication; the loss is the mean of -log p.  Ours is ``Trainer.update``;
-        what transformers does is said in ``passes.peer``.
+        transformers' is below.
 
-transformers in BF16 with SDPA: the outside baseline.
-
-Sequences of one length in a batch without padding; cuDNN's attention first, PyTorch's flash where
-it refuses; log-probabilities in chunks of rows, each computed again in the backward; with ``full``
-recomputation its own gradient checkpointing.
-
-The optimiser is the one that our trainer has: AdamW over FP32 masters with BF16 moments, rounded
-stochastically.  transformers trains BF16 weights with BF16 gradients, which add up in ``.grad``
-over the micro-batches of a step.  So the step clips those gradients, gives each to its master in
-FP32, one after the other (masters 30.5, moments 30.5, weights and gradients 15.3 GiB each for 8B; a
-second set of gradients in FP32 would take the activations' room), and copies the masters to the
-weights.  The step is to its advantage: its gradients take half the bytes of our FP32 ones, and are
-rounded at each micro-batch, for which nothing is charged.
-
-The rows of a folder as two tables, passes and steps: ratios to our own BF16 and to the fastest
-transformers row, on one card each.
+transformers, the baseline, trains in BF16 with SDPA: a batch without padding, cuDNN's attention
+first and PyTorch's flash where it refuses, log-probabilities in chunks of rows that the backward
+computes again, and its own gradient checkpointing for ``full``.  Its gradients are BF16 and add up
+in ``.grad``; the step clips them, gives each in FP32 to its master, one after the other (a second
+set of gradients would take the activations' memory), runs the same AdamW, and copies the masters to
+the weights.  That is to its advantage: its gradients take half the bytes of our FP32 ones, and
+nothing is charged for their rounding at each micro-batch.
 """
 
 import argparse
@@ -77,9 +68,6 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("directory", type=Path)
     command.set_defaults(run=table)
     return parser
-
-
-# What a command needs is imported when it runs: a table needs no GPU.
 
 
 def one_pass(arguments: argparse.Namespace) -> None:

@@ -1,15 +1,12 @@
-"""The exact backward of the same forward bits, and each linear's FP8 backward alone.
+"""Three backward passes to compare with the FP8 one: an exact one over the same forward bits, each
+linear's alone, and plain FP32 by autograd.
 
     dX = dY Wq      Wq the matrix that the forward multiplied with, dequantised
-    dW = dY^T X     X in BF16, as it was before quantisation; dY in BF16, as operators hand it on
+    dW = dY^T X     X in BF16, as it was before quantisation; dY in BF16
 
-both in FP32.  Within ``exact_backward`` a policy's training side computes on a back end that saves
-and hands on BF16 operands, and multiplies them so; on the way each linear is also given the FP8
-backward of the operands at hand, whose cosines with the exact one hold the rounding errors of that
-linear and of no other.
-
-The same decoder in plain FP32, by autograd, from the masters: what the gradients would be
-without any rounding of operands.
+both in FP32.  Within ``exact_backward`` a policy trains on a back end that saves BF16 operands and
+multiplies them so.  Each linear also computes the FP8 backward of the operands at hand: its cosine
+with the exact one has the rounding error of that linear alone.
 """
 
 from collections.abc import Iterator

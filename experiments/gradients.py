@@ -5,33 +5,21 @@
 
 cosines       a model of 24 layers is trained a little in the ``fp8`` flow; then its gradients over
               8,192 fresh tokens are held, matrix by matrix, against the exact backward of the same
-              forward bits (``backward.exact``), at their own size and at 1e-12, and against
-              plain FP32; each linear is held against the exact one alone, too.  Bars: 0.995 every
-              matrix, 0.998 their mean, 0.9985 a linear alone.  Also on a CPU, where only small
-              sizes end soon (``--device cpu --layers 3 --steps 4 --length 128``)
+              forward bits (``experiments.exact_backward``), at their own size and at 1e-12, and
+              against plain FP32; each linear is held against the exact one alone, too.  Bars: 0.995
+              every matrix, 0.998 their mean, 0.9985 a linear alone.  Also on a CPU, where only
+              small sizes end soon (``--device cpu --layers 3 --steps 4 --length 128``)
 determinism   the gradients of an 8B shape twice, and the time of a pass against one with PyTorch's
               fastest attention and embedding backward
 
-A deep, narrow model, trained a little on structured text: gradients of random weights say little
-about those of a model that has learnt.
+The model is trained first because gradients of random weights say little about those of a model
+that has learnt.  Its text is a chain in which each token has four successors of unequal likelihood;
+of every 64 tokens the second half repeats the first.
 
-The text is a chain in which each token has four successors of unequal likelihood; of every 64
-tokens the second half repeats the first, so that there is something to learn beyond pairs of
-tokens.
-
-Gradients of the ``fp8`` flow, matrix by matrix, against the exact backward of the same forward
-bits and against plain FP32.
-
-Two backward passes with the same bytes, and the price of that against the fastest backward that
-need not repeat its bits.
-
-The operations where PyTorch has a faster form that adds in any order are attention (cuDNN's and
-flash's) and the embedding (atomics). The price of a pass is what it would save with those in the
-place of ours:
+PyTorch has faster forms that add in any order for attention (cuDNN's and flash's) and the embedding
+(atomics).  The price of determinism is what a pass would save with those in the place of ours:
 
     price = [layers * (ours - fastest attention) + (ours - atomic embedding)] / (pass - that)
-
-Everything else of the backward has one form, whose order is fixed anyway.
 """
 
 import argparse

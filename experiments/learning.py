@@ -9,23 +9,11 @@ reinforcement learning with nothing differing.
 ``text`` writes DIR/train.jsonl and DIR/held_out.jsonl.  Weights are random at the start.  ``--shape
 tiny`` runs everything on a CPU in a minute, for a look at the machinery.
 
-What both kinds of run share: the shapes, the device, and who measured.
-
-The text of the supervised run: problems of reasoning-gym with their answers, from several tasks,
-and its tokens, which are bytes.
-
-Bytes need no tokenizer's files, and what is measured does not hang on it: byte b is token b + 2,
-behind a token that starts the sequence and before one that ends it.  All of it is learnt, question
-and answer.
-
-Supervised steps from random weights: the trainer and the objective of ``isobit sft``, a packed
-micro-batch a step.
-
-Steps of reinforcement learning from random weights: engine and trainer share the device and the
-weights, as in ``isobit train``.
-
-The reward is the share of even token ids among those sampled: something that a policy without
-knowledge can learn, and hardly two samples of a prompt have the same.
+The supervised text is problems of reasoning-gym with their answers.  Its tokens are bytes, which
+need no tokenizer's files: byte b is token b + 2, after a token that starts the sequence and before
+one that ends it; question and answer are both learnt, by the trainer and objective of ``isobit
+sft``.  The reward of ``rl`` is the share of even token ids among those sampled: a policy without
+knowledge can learn it, and hardly two samples of a prompt have the same.
 """
 
 import argparse

@@ -1,31 +1,20 @@
-"""Whether AdamW's smaller moments end where FP32 ones do, over thousands of steps and when
-gradients fall tenfold midway.
+"""Does AdamW with BF16 or 8-bit moments end where FP32 moments end, after thousands of steps and
+when gradients fall tenfold midway?
 
     python -m experiments.learning text DIR          # reasoning-gym text for the decoder
     python -m experiments.moments quadratic [--seeds 10] --out RESULTS           # 2 minutes
     python -m experiments.moments decoder --text DIR [--seed 0] --out RESULTS    # a CPU or a GPU
     python -m experiments.moments table RESULTS
 
-Weights are random at the start.  Runs of one seed differ in nothing but their moments, and the
-table holds each against FP32's.
+quadratic    loss = mean over 512 parameters of c (w - minimum)^2, with c from 0.3 to 3; the
+             gradient is c (w - minimum) + noise, a tenth of it from step 1,501 of 3,000 on, where
+             the minimum moves too.  A second moment that cannot decay keeps the size of the first
+             half's gradients, and all later steps are ten times too short.  FP32 moments with a
+             slightly higher learning rate are there for comparison
+decoder      a decoder learns reasoning-gym text as bytes in ``bf16`` from random weights; from the
+             middle of the run on its gradients are a tenth, and not clipped, which would hide that
 
-AdamW on noisy quadratics whose gradients fall tenfold midway, where their minimum moves too:
-what the format of the moments does.
-
-    loss = mean over 512 parameters of c (w - minimum)^2    c from 0.3 to 3
-    grad = c (w - minimum) + noise,                         times 0.1 from step 1,501 on, of 3,000
-
-A second moment that cannot decay keeps the size of the first half's gradients, and all later steps
-are ten times too short.
-
-Runs that differ in the format of AdamW's moments alone, and the table of their final losses
-beside those with FP32 moments.
-
-quadratic    ``curves.quadratic``, and FP32 moments with a slightly higher learning rate for
-             comparison
-decoder      a decoder learns reasoning-gym text as bytes in ``bf16``, from random weights; from the
-             middle of the run on its gradients are a tenth.  They are not clipped: that would hide
-             the fall
+Runs of one seed differ in their moments alone, and the table compares each with FP32 moments.
 """
 
 import argparse
@@ -75,9 +64,6 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("directory", type=Path)
     command.set_defaults(run=table)
     return parser
-
-
-# What a command needs is imported when it runs, as in ``learning.py``.
 
 
 def quadratic(arguments: argparse.Namespace) -> None:

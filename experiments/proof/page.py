@@ -1,11 +1,8 @@
-"""One page of all rows, and one picture: tables, curves, settings, without scripts.
+"""The page and the picture of the proof, from all rows, drawn by the code of the report
+(``isobit.observe.report``) without scripts; the same rows make the same bytes.
 
-Drawn by the report's own code (``isobit.observe.report``); the same rows make the same bytes.
-
-The curves of a task as the report draws them: a colour an arm, the mean over its seeds as a
-line, and a band from the lowest to the highest of them.
-
-A figure of arm A has the name ``A:figure``; its band lies between ``A:figure/low`` and ``/high``.
+Each arm has a colour.  Its line is the mean over its seeds, in a band from the lowest to the
+highest of them: figure ``A:figure`` of arm A has the band ``A:figure/low`` to ``A:figure/high``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,35 +1,25 @@
 """What is kept of a finished run: a row, ``ROWS/TASK-ARM-SEED.json.xz``.
 
     task, arm, seed
-    jobs            runs side by side while it ran, at most: times of rows with other jobs are no
-                    comparison
-    run             run.json: the recipe as resolved, digests of data and tokenizer, versions, GPU
+    jobs            runs side by side while it ran; times of rows with other jobs do not compare
+    run             run.json: the resolved recipe, digests of data and tokenizer, versions, GPU
     summary         summary.json
     start, final    SHA-256 of each file of the first and of the last weights
     completions     SHA-256 of rewards.jsonl, which has digests of all completions and their rewards
-    steps           a column a figure that the table and the page use, and the times
+    steps           a column for each figure that the table and the page use, and the times
     evaluations     step, seconds and mean length of each, and the reward of each held-out problem
-    other_flow      how the last weights answer in another flow (``experiments.proof.runs``); rows
-                    of the first sitting have none, nor those whose sitting ended before
+    other_flow      how the last weights answer in another flow, where that was measured
 
-The same content makes the same bytes, compressed: about 20 KB for 150 steps.  A run that was made
-again lies in a folder below, ``ROWS/repeats`` (``experiments.proof.rows``), under the same name.
+The same content makes the same bytes, about 20 KB for 150 steps.
 
-In which settings the rows of a task were made: what all share, what an arm changes, and what
-should be the same and is not.
+Settings are the dotted names and values of a row (``config.training.steps``,
+``start.model.safetensors``), without paths, the seed, and memory, on which no bit depends.  An arm
+may change settings of the recipe; whatever else differs between the rows of a task is reported.
 
-Paths, the seed, what is measured and the memory that an engine is given (no bit depends on it) are
-no settings.  Each is a dotted name and its value: ``config.training.steps``,
-``start.model.safetensors``.
-
-Runs that were made again, on another day or card, beside the first: the same bytes?
-
-    ROWS/repeats/TASK-ARM-SEED.json.xz      a row: of either run
-    ROWS/repeats/TASK-ARM-SEED.jsonl.xz     metrics.jsonl of a run that was lost before its row
-
-What is compared of rows is what a run leaves but times: the digest of all completions and rewards,
-the figures of every step, the held-out rewards, and the final weights.  Another recipe, start or
-input is said, too: that is no repeat.  Of a run that was lost, it is the figures of its steps.
+A run that was made again on another day or card lies in ``ROWS/repeats``, under the same name, or
+as ``TASK-ARM-SEED.jsonl.xz``, the metrics of a run that was lost before its row.  It is compared
+with the first: completions and rewards, the figures of every step but times, held-out rewards, and
+final weights must be the same bytes.
 """
 
 import json

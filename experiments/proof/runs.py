@@ -1,7 +1,6 @@
-"""The arms of the proof as ordinary recipes of ``isobit train``, many side by side on one card, and
-what each left.
+"""The arms of the proof as ordinary recipes of ``isobit train``, several side by side on one card.
 
-    DIR/data            problems (``problems``)
+    DIR/data            problems (``suite.write_problems``)
     DIR/start           the fine-tuned model that all arms begin with
     DIR/start-fp8       the same, fine-tuned in FP8, for ``from-fp8``
     DIR/outliers        the start's function, with activation outliers, for one setting under stress
@@ -10,22 +9,13 @@ what each left.
     DIR/rows            what is kept of the finished runs; in ``repeats`` of those made again
 
 A run is resumed from its last checkpoint until it is finished, so a sitting may end at any time.
-All arms of a task and seed see the same prompts in the same order and sample by the same noise.
+All arms of a task and seed see the same prompts in the same order and sample with the same noise.
 
-How a finished model answers in another precision flow than its own: what of an arm's accuracy is
-in the weights, and what in the arithmetic of the answers.
-
-    python -m experiments.proof.runs FOLDER RECIPE OUT [--KEY VALUE ...]
-
-OUT is written as a whole: the figures of each evaluation set, with the flow that answered.
-
-How far the runs of a proof are, finished or not: a line a run.
-
-Which site of ``fp8`` costs the start its accuracy: held-out problems of both tasks, answered by
-the weights that all arms begin with, in many precision flows.
-
-Nothing is trained here, so a flow takes seconds, and what it loses is the rounding of the forward
-pass alone.  FLOWS keeps one thing of ``fp8`` in BF16 at a time, or has one thing alone in FP8.
+Models also answer held-out problems in another precision flow than their own, which separates what
+is in the weights from the arithmetic of the answers.  A finished run answers in one
+(``python -m experiments.proof.runs FOLDER RECIPE OUT [--KEY VALUE ...]``), the untrained start in
+all of FLOWS, which keep one part of ``fp8`` in BF16 or have one part alone in FP8: a flow takes
+seconds and shows what the rounding of the forward costs.
 """
 
 import json

@@ -1,30 +1,24 @@
-"""What is run: tasks, arms, and the settings that each changes.
-
-A run has a task, an arm and a seed, and the name TASK-ARM-SEED; one that is made again, on another
-day or card, ends in ``-again``.  Besides the two tasks of the proof
-there are settings under stress, and two that look for where ``fp8`` loses: they are trained on the
-problems of one of the two.
-
-The two tasks of the proof, and solutions of theirs that are worked out.
+"""What the proof runs: tasks, arms, the settings that each changes, problems, and planted outliers.
 
     gsm         word problems of reasoning-gym's ``gsm_symbolic``: a hundred templates with other
                 names and numbers each time; a solution has some hundred tokens
-    multiply    products of two large numbers, digit by digit, as it is done on paper: a solution
-                has about a thousand tokens
+    multiply    products of two large numbers, digit by digit as on paper: about a thousand tokens
 
-A solution ends with ``#### ANSWER``; the reward is 1 for that, and 0 otherwise.  Problems of one
-split do not stand in another: seeds of reasoning-gym are further apart than their sizes, and
-products come from disjoint residues of the first factor.
+A solution ends with ``#### ANSWER``; the reward is 1 for that, and 0 otherwise.  No problem is in
+two splits: seeds of reasoning-gym are further apart than their sizes, and products come from
+disjoint residues of the first factor.  Other tasks are settings under stress (on ``gsm``), and two
+that look for where ``fp8`` loses (on ``multiply``).  A run is named TASK-ARM-SEED, with ``-again``
+when it repeats one on another day or card.
 
-Activation outliers planted in a model that computes the same function: a stress for FP8.
+Outliers are planted in a model that computes the same function:
 
     w_norm[c] 2^k,   W[:, c] 2^-k    for every matrix W that reads that norm's output
 
-One channel c of each 128 gets them, so that each group of activations that shares a scale has one.
-Powers of two change no mantissa, in BF16 neither.  E4M3 has 18 binary orders of magnitude for all
-numbers of a group, and what lies at the lower end loses bits: on SmolLM2, log-probabilities of
-``fp8-rollout`` are as far from the trainer's with 2^14 as without (1.6 and 1.75 nats at most over
-1,512 tokens of ``isobit verify`` on a CPU), and four times as far (7.0) with 2^17.
+for one channel c of each 128, so that each group of activations with one scale has one.  Powers of
+two change no mantissa, in BF16 neither.  E4M3 has 18 binary orders of magnitude for all numbers of
+a group, and what lies at the lower end loses bits: on SmolLM2, log-probabilities of ``fp8-rollout``
+are as far from the trainer's with 2^14 as without (1.6 and 1.75 nats at most over 1,512 tokens of
+``isobit verify`` on a CPU), and four times as far (7.0) with 2^17.
 """
 
 import json

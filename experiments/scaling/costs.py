@@ -1,10 +1,9 @@
-"""The figures that the simulation stands on, each with where it was measured; what is marked as
-assumed was not.
+"""The figures that the simulation rests on, each with where it was measured (what is marked as
+assumed was not), and what follows for a model: seconds of a decode step and of a micro-batch, bytes
+of weights and cache.
 
-Rates are bytes a second, times seconds.  Qwen3-8B's shape in ``fp8`` on one H200 unless it says
+Rates are bytes a second, times seconds, for Qwen3-8B's shape in ``fp8`` on one H200 unless it says
 otherwise; rows and tables are those of docs/performance.md.
-
-What a model takes: seconds of a decode step and of a micro-batch, bytes of weights and cache.
 """
 
 from bisect import bisect_left

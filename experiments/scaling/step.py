@@ -1,24 +1,17 @@
-"""Gradients and published weights between GPUs: bytes over each link, and the seconds of them that
-no computation hides.
+"""A step of reinforcement learning on W GPUs: rollout, rounds of micro-batches, optimiser, gather.
 
-A rank sends 4 bytes a number of every row that it does not own, of each micro-batch: to the seven
-others of its host over NVLink, to the rest over its NIC; both at the same time.  With a slot a host
-(``training.slots``) micro-batches stay inside a host, whose eight ranks share its sum, and once a
-step each rank sends its eighth of that sum to the owners on the other hosts.
+Micro-batches are those that a run packs; rank r computes r, r + W, .. and all wait at the end of
+each round.  For each micro-batch a rank sends 4 bytes for every number of the rows that it does not
+own, over NVLink to the seven others of its host and over its NIC to the rest, both at once.  With a
+slot a host (``training.slots``) micro-batches stay inside a host, whose eight ranks share their
+sum, and once a step each rank sends its eighth to the owners on the other hosts.
 
-A layer's slices leave while the layer before it is computed.  Exposed is what is longer than the
-backward, the embedding, which comes last, and what computation is slower by beside a transfer.
+A layer's slices leave while the layer before it is computed.  What counts is what is longer than
+the backward, the embedding, which comes last, and the slowdown of computation beside a transfer.
 
-What a GPU of many holds, and what that leaves: the level of recomputation, places for samples.
-
-It is the plan of a run (``isobit.memory.device``) for W processes.  With a slot a host the eight of
-a host share gradients, and their buffers, as eight processes do; masters and moments stay W's.
-
-A step of reinforcement learning on W GPUs: rollout, rounds of micro-batches, optimiser, gather.
-
-Micro-batches are those that a run packs (``isobit.records.batch``); rank r computes r, r + W, ..,
-and all wait at the end of each round.  With a slot a host, slot s has the micro-batches s, s + S,
-and so on, computed by one host's eight.
+What a GPU holds is the plan of a run (``isobit.memory.device``) for W processes, and decides
+recomputation and samples at a time.  With a slot a host its eight share gradients and their
+buffers; masters and moments are split among all W.
 """
 
 from collections.abc import Sequence
