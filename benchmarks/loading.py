@@ -66,7 +66,7 @@ def measure(
     import torch
 
     from isobit.config.tables import PrecisionConfig, RolloutConfig
-    from isobit.models.checkpoint_files import open_checkpoint
+    from isobit.models.checkpoint import open_checkpoint
     from isobit.models.folder import load_policy
     from isobit.records.text import Prompt, SamplingParams
     from isobit.rollout.engine import Request, generate

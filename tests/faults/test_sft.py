@@ -19,7 +19,7 @@ from isobit.cli.main import main
 from isobit.config.recipes import SftConfig
 from isobit.run.sft import sft
 from isobit.starter.tasks import problems, question, worked_out
-from isobit.store import space
+from isobit.store import disk
 from isobit.store.directory import locked
 from isobit.training.figures import UpdateMetrics
 from isobit.training.trainer import Trainer
@@ -295,7 +295,7 @@ def test_another_configuration_and_other_data_are_refused(
 def test_too_little_space_is_said_before_anything_is_written(
     make_tuning: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 1000)
     for start in (
         {},
         {
@@ -308,11 +308,11 @@ def test_too_little_space_is_said_before_anything_is_written(
         },
     ):
         config = make_tuning(**start)
-        disk = r"1\.\d+ MiB, at most 2" if not start else r"\d\d\.\d MiB, at most 2"
+        size = r"1\.\d+ MiB, at most 2" if not start else r"\d\d\.\d MiB, at most 2"
         with pytest.raises(
             StorageError,
             match=(
-                rf"disk: .* of 0.977 KiB free.*checkpoints of {disk} at once.*lower "
+                rf"disk: .* of 0.977 KiB free.*checkpoints of {size} at once.*lower "
                 r"checkpoint.keep_last"
             ),
         ):

@@ -13,7 +13,7 @@ from isobit.memory.host import estimate_memory, share_of
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.parallel.exchanges import PostedExchanges
-from isobit.parallel.gradient_sum import ExchangedSum, Targets, gradients_of
+from isobit.parallel.gradient_sum import ExchangedSum, Targets
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.slots import Slots, SlotSum
 from isobit.precision.flow import build_flow
@@ -72,7 +72,7 @@ def test_the_tensors_of_every_rank(shape: ModelConfig, size: int) -> None:
             torch.device("cpu"),
             lambda total, addends: None,
         )
-        one = ExchangedSum(targets, gradients_of(own), ownership, world)
+        one = ExchangedSum(targets, own.__getitem__, ownership, world)
         one.begin_round(size)
         assert share.made == sum(buffer.nbytes for buffer in one._made.values())
         assert share.arriving == world.arriving

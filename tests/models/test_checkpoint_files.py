@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from isobit.models.checkpoint_files import open_checkpoint, read_json, weight_files
+from isobit.models.checkpoint import open_checkpoint, read_json, weight_files
 from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE
 from isobit.util.errors import ModelError
 

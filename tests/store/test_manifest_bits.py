@@ -6,7 +6,7 @@ import torch
 from isobit.config.recipes import RunConfig
 from isobit.store import manifest
 from isobit.store.compatible import Recorded, compare
-from isobit.store.manifest import class_of_bits, environment, recorded_class
+from isobit.store.manifest import class_of_bits, environment
 from isobit.util.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -55,16 +55,6 @@ def test_another_torch_and_other_kernels_are_refused(monkeypatch: pytest.MonkeyP
     assert f"bits.torch: '{old.environment['bits']['torch']}' in the run, '1.0'" in str(
         refused.value
     )
-
-
-def test_a_record_from_before_the_class_says_what_it_can() -> None:
-    full = environment(CPU)
-    assert recorded_class(full) == full["bits"]
-    old = {name: full[name] for name in ("versions", "device")}
-    known = recorded_class(old)
-    assert known.keys() == {"device", "torch"}
-    assert known.items() <= full["bits"].items()
-    assert recorded_class({}) == {}
 
 
 def test_a_name_that_means_nothing_is_not_allowed() -> None:

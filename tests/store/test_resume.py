@@ -21,7 +21,7 @@ from isobit.store.checkpoint import (
     write_checkpoint,
 )
 from isobit.store.directory import RunDirectory
-from isobit.store.resume import newest_usable
+from isobit.store.usable import newest_usable
 from isobit.util.errors import CheckpointError
 
 FILES = (MASTERS, OPTIMISER, STATE, MANIFEST)

@@ -1,10 +1,10 @@
 """``isobit COMMAND``: finds the command's file, and turns errors into a line on stderr and an exit
 code.
 
-Exit codes: 0 done, 1 ``verify`` or ``replay`` found a difference or ``doctor`` a failure (or a
-fault in Isobit, with its traceback), 2 input that cannot be used, 3 a run stopped because rollout
-and training part (``check.on_mismatch``), 4 a rank that stopped since another had failed, 130
-stopped by Ctrl-C, 143 by SIGTERM, 129 by a closed terminal (SIGHUP), 152 by a limit on CPU time
+Exit codes: 0 done, 1 ``verify``, ``replay`` or ``diff`` found a difference or ``doctor`` a failure
+(or a fault in Isobit, with its traceback), 2 input that cannot be used, 3 a run stopped because
+rollout and training part (``check.on_mismatch``), 4 a rank that stopped since another had failed,
+130 stopped by Ctrl-C, 143 by SIGTERM, 129 by a closed terminal (SIGHUP), 152 by a limit on CPU time
 (SIGXCPU), 141 a reader of the output that has gone (``| head``). Stopped by a signal, ``train`` and
 ``sft`` write a checkpoint first, and ``--resume`` goes on from there; a second Ctrl-C stops them at
 once, and they go on from the checkpoint before. What ``train`` and ``sft`` print never ends them.
@@ -46,6 +46,7 @@ COMMANDS = {
         "prove that sampled and trained log-probabilities of a model folder are equal, bit for bit"
     ),
     "replay": "do steps of a run again, and compare them with what it has recorded",
+    "diff": "compare two runs file by file, and name the first step and file that differ",
     "export": "write the policy of a run, or a model folder, for other tools, in BF16 or FP8",
     "inspect": "show what is in a model folder, what FP8 does to its weights, and what it takes",
     "report": "write the figures of a run as one HTML page",

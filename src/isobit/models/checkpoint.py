@@ -1,30 +1,35 @@
-"""A model folder's tensors, checked against its configuration, and put together to masters.
+"""The tensors of a model folder: found in its files, checked against the configuration, and put
+together to masters.
 
 Every tensor that the decoder needs must be there, with its shape and a format of numbers, and every
-tensor that is there must be one that the decoder reads: silence here is the worst fault of the
-field.  What the headers show is checked before the first byte of a weight is read; that values are
-finite, as they are read.
+tensor that is there must be one that the decoder reads: a tensor that is ignored in silence is the
+worst fault of the field.  Headers are checked before the first byte of a weight is read; values are
+checked to be finite while they are read.
 
-A master is made where it will be, in pieces: the file's pages -> the device -> FP32 rows there.  So
-the host holds no tensor at all, and the device no more than a master and a piece.
+Files: one safetensors file, or shards with an index.  An index comes from a stranger and names
+files: only files of the folder itself are read, also where symbolic links lead elsewhere.  Index
+and headers must agree on where every tensor is, and no tensor is in two files.  The hub's cache
+keeps a snapshot's files as links to ``blobs`` beside ``snapshots``; these count as the folder's
+own.  Each file is opened and mapped once.
+
+A master is made on its device in pieces: the file's pages -> the device -> FP32 rows there.  So the
+host holds no tensor at all, and the device no more than a master and a piece.
 
     q_proj [Hq, C] |
     k_proj [Hk, C] |-> rows of layers.N.qkv_proj.weight [Hq + 2 Hk, C]
     v_proj [Hk, C] |
 
-A matrix whose parts are all stored in FP8 stays so, bytes upon bytes and scales upon scales.
-
-Tensors of a file against tensors of a device, some numbers at a time, so that neither side holds
-a second copy.
+A matrix whose parts are all stored in FP8 stays in FP8: their bytes and their scales are put one
+upon the other.
 """
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
-from isobit.models.checkpoint_files import CheckpointTensor, open_checkpoint, read_json
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import NAME as EMBEDDING
 from isobit.models.decoder import build_decoder
@@ -33,13 +38,183 @@ from isobit.models.fp8_checkpoint import (
     Fp8Format,
     MasterValues,
     read_fp8_format,
-    read_scales,
     scales_shape,
 )
 from isobit.models.layers import Master
-from isobit.models.safetensors import SCALES_SUFFIX
-from isobit.precision.quant_tensor import QuantTensor, dequantise
+from isobit.models.safetensors import (
+    INDEX_FILE,
+    SCALES_SUFFIX,
+    WEIGHTS_FILE,
+    TensorFile,
+    parse_json,
+)
+from isobit.precision.quant_tensor import E4M3_MAX, QuantTensor, dequantise
 from isobit.util.errors import ModelError, shown
+from isobit.util.files import lies_within
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """One tensor of a folder, not read yet."""
+
+    name: str
+    file: TensorFile
+
+    @property
+    def format(self) -> str:
+        """As the file's header names it: "BF16", "F8_E4M3" ..."""
+        return self.file.stored[self.name].format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """From the header."""
+        return self.file.stored[self.name].shape
+
+    @property
+    def mapped(self) -> torch.Tensor:
+        """Its bytes in the file, as they are; read as they are looked at."""
+        return self.file[self.name]
+
+    def read_ahead(self) -> None:
+        """Have the system begin to read it from the disk."""
+        self.file.read_ahead(self.name)
+
+    def __str__(self) -> str:
+        """For a message: its file, and its name as it can be printed."""
+        return f"{self.file.path}: {shown(self.name)}"
+
+
+def open_checkpoint(folder: Path) -> dict[str, CheckpointTensor]:
+    """Every tensor of a folder by name.  Raises ModelError for files that are missing, damaged or
+    outside, and where index and headers disagree.
+    """
+    files = [TensorFile(path) for path in weight_files(folder)]
+    tensors: dict[str, CheckpointTensor] = {}
+    for file in files:
+        for name in file:
+            if name in tensors:
+                raise ModelError(
+                    f"{shown(name)} is in both {tensors[name].file.path} and {file.path}; expected "
+                    "once"
+                )
+            tensors[name] = CheckpointTensor(name, file)
+    if (folder / INDEX_FILE).is_file():
+        _check_index(folder, tensors)
+    return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder.  Raises ModelError where there are none, where one that
+    the index names is missing or outside of the folder, and where two models are there.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        if not (folder / WEIGHTS_FILE).is_file():
+            raise ModelError(
+                f"{folder}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there; pickled weights "
+                "(.bin, .pt) are not read"
+            )
+        return [_inside(folder, WEIGHTS_FILE, folder / WEIGHTS_FILE)]
+    names = shard_names(folder)
+    if WEIGHTS_FILE not in names and (folder / WEIGHTS_FILE).is_file():
+        raise ModelError(
+            f"{folder} holds both {WEIGHTS_FILE} and {INDEX_FILE}, which names other files; remove "
+            "what belongs to another model"
+        )
+    return [_inside(folder, name, index) for name in names]
+
+
+def shard_names(folder: Path) -> tuple[str, ...]:
+    """What the index says that the files are called; the one file's name where there is none.
+    Raises ModelError for an index that is damaged or names a file outside of the folder.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return (WEIGHTS_FILE,)
+    names = tuple(sorted(set(_weight_map(folder).values())))
+    for name in names:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\0" in name:
+            raise ModelError(
+                f"{index} names {shown(name)}, which is outside of the folder; expected a file in "
+                "it"
+            )
+    return names
+
+
+def _where_a_run_has_it(path: Path) -> str:
+    """The directory of a run is no model folder, and holds one."""
+    if not (path.parent / "run.json").is_file():
+        return ""
+    model = path.parent / "model"
+    is_there = (model / path.name).is_file()
+    return f"; {path.parent} is the directory of a run: " + (
+        f"its model is {model}"
+        if is_there
+        else f"`isobit export {path.parent} --to FOLDER` makes a model of its newest checkpoint"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a folder; raises ModelError for a file that is missing or none."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing{_where_a_run_has_it(path)}") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    return parse_json(content, str(path))
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The index: tensor -> file."""
+    index = folder / INDEX_FILE
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ModelError(f"{index} has no weight_map; expected one from tensors to files")
+    for name, file in found.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise ModelError(
+                f"{index}: {shown(name)} is said to be in {shown(file)}, expected the name of a "
+                ".safetensors file"
+            )
+    return found
+
+
+def _inside(folder: Path, name: str, named_by: Path) -> Path:
+    """The path of a file that must be the folder's own."""
+    path = folder / name
+    if not _is_file(path):
+        raise ModelError(f"{named_by} names {shown(name)}, which is not there")
+    if not lies_within(path, folder):
+        raise ModelError(
+            f"{path} is a link that leads out of the folder, to {path.resolve()}; put the file "
+            "itself there"
+        )
+    return path
+
+
+def _is_file(path: Path) -> bool:
+    """False for a name that no file can have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def _check_index(folder: Path, tensors: dict[str, CheckpointTensor]) -> None:
+    """Each tensor is in the file that the index says, and in no file is another."""
+    index, weight_map = folder / INDEX_FILE, _weight_map(folder)
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file.path != folder / file:
+            where = f"in {tensors[name].file.path.name}" if name in tensors else "in none of them"
+            raise ModelError(
+                f"{index} says that {shown(name)} is in {shown(file)}, but it is {where}"
+            )
+    for name, tensor in tensors.items():
+        if name not in weight_map:
+            raise ModelError(f"{tensor} is not in {INDEX_FILE}; expected every tensor there")
+
 
 PIECE = 1 << 24
 """Numbers that are on their way to a device at a time."""
@@ -183,6 +358,17 @@ class Checkpoint:
         if holds_nan_byte(made.values):
             raise _not_finite(next(one for one in stored.values() if holds_nan_byte(one.mapped)))
         return made
+
+
+def read_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> torch.Tensor:
+    """FP32 scales, on the host.  Raises ModelError where one is no finite, positive number."""
+    found = scales.mapped.float()
+    if not bool(((found > 0) & torch.isfinite(found * E4M3_MAX)).all()):
+        raise ModelError(
+            f"{scales} holds a scale that is not positive and finite, so values of {matrix.name} "
+            "are none; expected positive numbers"
+        )
+    return found
 
 
 _Expected = Mapping[str, tuple[tuple[int, ...], bool]]

@@ -26,8 +26,7 @@ from isobit.config.base import Device
 from isobit.config.tables import PrecisionConfig, RolloutConfig, named_precision
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from isobit.kernels import backend
-from isobit.models.checkpoint import Checkpoint
-from isobit.models.checkpoint_files import read_json
+from isobit.models.checkpoint import Checkpoint, read_json
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.fp8_checkpoint import MasterValues, read_fp8_format

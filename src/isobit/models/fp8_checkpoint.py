@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from isobit.models.checkpoint_files import CheckpointTensor
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, E4M3_MAX, QuantTensor, dequantise, num_blocks
+from isobit.precision.quant_tensor import BLOCK, QuantTensor, dequantise, num_blocks
 from isobit.util.errors import ModelError, shown
 
 MasterValues = torch.Tensor | QuantTensor
@@ -93,17 +92,6 @@ def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
             raise ModelError(f"{source}: {key} is {shown(repr(names))}, expected a list of modules")
         kept += names
     return Fp8Format(tuple(kept))
-
-
-def read_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> torch.Tensor:
-    """FP32 scales, on the host.  Raises ModelError where one is no finite, positive number."""
-    found = scales.mapped.float()
-    if not bool(((found > 0) & torch.isfinite(found * E4M3_MAX)).all()):
-        raise ModelError(
-            f"{scales} holds a scale that is not positive and finite, so values of {matrix.name} "
-            "are none; expected positive numbers"
-        )
-    return found
 
 
 def scales_shape(matrix: tuple[int, ...]) -> tuple[int, ...]:

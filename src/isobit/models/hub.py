@@ -14,7 +14,7 @@ Nothing else is: no pickle, and no code, which is never run either.
 import re
 from pathlib import Path
 
-from isobit.models.checkpoint_files import shard_names, weight_files
+from isobit.models.checkpoint import shard_names, weight_files
 from isobit.models.safetensors import INDEX_FILE
 from isobit.models.saving import TEMPLATES, TEXT_FILES
 from isobit.util.errors import ModelError

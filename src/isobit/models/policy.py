@@ -50,7 +50,6 @@ from isobit.parallel.gradient_sum import (
     GradientSum,
     Targets,
     fold_of,
-    gradients_of,
 )
 from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
 from isobit.parallel.world import ALONE, World, raised_on_all
@@ -431,7 +430,14 @@ class Policy:
                 self.masters[name] = torch.nn.Parameter(own)
 
     def _gradient_sum(self) -> GradientSum | ExchangedSum | SlotSum:
-        decoder, gradients = self.decoder, gradients_of(self.masters)
+        decoder = self.decoder
+
+        def gradient(name: str) -> torch.Tensor:
+            master = self.masters[name]
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            return master.grad
+
         targets = Targets(
             self.shapes,
             decoder.backward_groups(),
@@ -440,10 +446,10 @@ class Policy:
             self.backend.add_in_order,
         )
         if not self.masters:
-            return GradientSum(targets, gradients)
+            return GradientSum(targets, gradient)
         if self.slots.count > 1:
-            return SlotSum(self.slots, targets, gradients, self.ownership, self.world)
-        return fold_of(targets, gradients, self.ownership, self.world)
+            return SlotSum(self.slots, targets, gradient, self.ownership, self.world)
+        return fold_of(targets, gradient, self.ownership, self.world)
 
 
 def random_policy(

@@ -56,18 +56,6 @@ class Targets:
     add_in_order: AddInOrder
 
 
-def gradients_of(masters: Mapping[str, torch.nn.Parameter]) -> Sums:
-    """Sums that are the masters' ``grad``."""
-
-    def gradient(name: str) -> torch.Tensor:
-        master = masters[name]
-        if master.grad is None:
-            master.grad = torch.zeros_like(master)
-        return master.grad
-
-    return gradient
-
-
 def fold_of(
     targets: Targets, sums: Sums, ownership: Ownership, world: World
 ) -> "GradientSum | ExchangedSum":

@@ -26,9 +26,9 @@ from isobit.parallel.exchanges import (
     shared_numbers,
     try_copies,
 )
-from isobit.parallel.launched import Pulse, is_launched, rank_of_host, restarts, take_place
+from isobit.parallel.launched import is_launched, rank_of_host, restarts, take_place
 from isobit.parallel.ownership import complete
-from isobit.parallel.world import Alone, Board, World, decode, encode
+from isobit.parallel.world import Alone, Board, Pulse, World, decode, encode
 from isobit.util.errors import ConfigError, PeerError
 from isobit.util.terminal import say
 

@@ -32,8 +32,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from isobit.parallel.launched import BlackBox, Pulse
+from isobit.parallel.launched import BlackBox
 from isobit.parallel.processes import Processes
+from isobit.parallel.world import Pulse
 from isobit.util.errors import PeerError
 from isobit.util.terminal import say
 

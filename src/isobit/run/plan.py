@@ -41,7 +41,7 @@ from isobit.memory.activations import FrozenModel
 from isobit.memory.cache_size import num_pages_for
 from isobit.memory.device import MOMENTS, DevicePlan, DevicePlanner
 from isobit.memory.host import MemoryEstimate, estimate_memory, microbatch_tokens
-from isobit.models.checkpoint_files import weight_files
+from isobit.models.checkpoint import weight_files
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import decoder_shape, master_shapes
 from isobit.models.folder import (
@@ -64,8 +64,8 @@ from isobit.rollout.engine import Request
 from isobit.rollout.native import Limits, check_limits
 from isobit.store.checkpoint import folders_by_step
 from isobit.store.directory import RunDirectory, check_unused
+from isobit.store.disk import DiskPlan, plan_disk
 from isobit.store.resume import preview
-from isobit.store.space import DiskPlan, plan_disk
 from isobit.training.optimiser import advise_smaller_moments
 from isobit.util.errors import ConfigError, DataError
 from isobit.util.machine import Memory, read_memory

@@ -110,7 +110,7 @@ class Comparer:
         for column in ("rewards", *(f"parts.{name}" for name in made.get("parts", {}))):
             ours, theirs = _column(made, column), _column(recorded, column)
             if ours != theirs:
-                found.append(_first_reward(prompts, column, theirs, ours))
+                found.append(first_reward(prompts, column, theirs, ours))
         return found
 
     def _is_of_evaluation(self, line: Line) -> bool:
@@ -181,7 +181,7 @@ def _column(line: Line, column: str) -> Any:
     return found
 
 
-def _first_reward(
+def first_reward(
     prompts: Sequence[Sequence[Any]], column: str, recorded: Any, made: Sequence[Sequence[Any]]
 ) -> str:
     """The first that differs, by prompt and sample."""

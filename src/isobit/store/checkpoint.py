@@ -23,9 +23,6 @@ file and the folder synced, then renamed, and the folder above synced.  A proces
 point leaves a hidden folder, which nobody reads and the next run removes.  No byte says how many
 ranks there were.  Reading: nothing is used whose bytes are not those of the manifest; safetensors
 itself does not notice a flipped bit.  Tensors go from their device to the disk and back one by one.
-
-Format 1 had no files of extras, and is read as one without.  Format 2, and 1, have one SHA-256 a
-file.
 """
 
 import hashlib
@@ -393,21 +390,18 @@ def _check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _recorded(manifest: Mapping[str, Any]) -> tuple[list[Chunk], list[str]]:
-    """The chunks of a manifest's files with their digests; before format 3 a file is one."""
-    chunks: list[Chunk] = []
-    digests: list[str] = []
-    for name, recorded in manifest["files"].items():
-        size, sha256 = recorded["bytes"], recorded["sha256"]
-        in_chunks = isinstance(sha256, list)
-        chunks += chunks_of({name: size}, manifest["chunk_bytes"] if in_chunks else max(size, 1))
-        digests += sha256 if in_chunks else [sha256]
+    """The chunks of a manifest's files with their digests."""
+    files = manifest["files"]
+    sizes = {name: recorded["bytes"] for name, recorded in files.items()}
+    chunks = chunks_of(sizes, manifest["chunk_bytes"])
+    digests = [digest for recorded in files.values() for digest in recorded["sha256"]]
     assert len(chunks) == len(digests), "a manifest with its own checksum has a digest a chunk"
     return chunks, digests
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest alone, checked.  Raises CheckpointError for one that is missing, damaged, of
-    another step or of a newer format.
+    another step or of another format.
     """
     path = folder / MANIFEST
     text = _read_text(path)
@@ -418,10 +412,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if not isinstance(version, int):
         raise CheckpointError(f"{path} is no manifest of a checkpoint")
-    if version > FORMAT:
+    if version != FORMAT:
         raise CheckpointError(
-            f"{path} has the format {version}, and this Isobit reads up to {FORMAT}: use a newer "
-            "Isobit"
+            f"{path} has the format {version}, and this Isobit reads {FORMAT}: use "
+            f"{'a newer' if version > FORMAT else 'an older'} Isobit"
         )
     if manifest.pop("sha256", None) != _json_sha256(manifest):
         raise CheckpointError(f"{path} does not have its own checksum: its bytes have changed")

@@ -19,8 +19,6 @@ from typing import Any
 from isobit.config.recipes import Recipe
 from isobit.store.checkpoint import Checkpoint
 from isobit.store.directory import RunDirectory, no_run
-from isobit.store.manifest import recorded_class
-from isobit.store.state import TRAINED_ON
 from isobit.util.errors import CheckpointError, ConfigError
 
 MAY_CHANGE = {
@@ -207,19 +205,12 @@ class Recorded:
     """Digests by name."""
     environment: Mapping[str, Any]
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether an Isobit wrote it that knew of the training data alone."""
-        return not self.inputs.keys() - {TRAINED_ON}
-
 
 def recorded(manifest: Mapping[str, Any], checkpoint: Checkpoint | None) -> Recorded:
     """At the checkpoint, or at the beginning of the run, whose manifest is ``run.json``."""
     if checkpoint is None:
-        return Recorded(manifest.get("inputs", {}), manifest)
-    written = checkpoint.manifest
-    learnt = {TRAINED_ON: checkpoint.state["prompts_sha256"]}
-    return Recorded(written.get("inputs", learnt), written["environment"])
+        return Recorded(manifest["inputs"], manifest)
+    return Recorded(checkpoint.manifest["inputs"], checkpoint.manifest["environment"])
 
 
 def compare(
@@ -234,7 +225,7 @@ def compare(
     """Inputs and class of bits that differ and are ``allowed``, as are the ``settings`` that do.
     Raises ConfigError for others, and for an allowed name that means nothing.
     """
-    before, now = recorded_class(old.environment), environment["bits"]
+    before, now = old.environment["bits"], environment["bits"]
     saved = {**old.inputs, **{f"bits.{name}": value for name, value in before.items()}}
     found = {**inputs, **{f"bits.{name}": value for name, value in now.items()}}
     keys = {*flat(config.model_dump(mode="json")), *settings}
@@ -265,17 +256,10 @@ def run_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> dict
 
 
 def notes(old: Recorded, differs: Sequence[str], now: Mapping[str, Any]) -> list[str]:
-    """Lines on what ``differs``, on other versions, and on what cannot be compared."""
-    partial = (
-        "note: this run was begun by an Isobit that recorded no digests of its data, its reward or "
-        "its tokenizer: they are not compared"
-    )
+    """Lines on what ``differs`` and on other versions."""
     return [
-        *([partial] if old.is_partial else []),
-        *(
-            f"note: {line}: the bits may not be those of a run that was never interrupted"
-            for line in (*differs, *_differences(old.environment, now))
-        ),
+        f"note: {line}: the bits may not be those of a run that was never interrupted"
+        for line in (*differs, *_differences(old.environment, now))
     ]
 
 

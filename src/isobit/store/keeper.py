@@ -48,7 +48,7 @@ from isobit.store.checkpoint import (
     write_checkpoint,
 )
 from isobit.store.directory import RunDirectory, sync_journals, write_json
-from isobit.store.manifest import TrainingRun
+from isobit.store.manifest import TrainingRun, environment
 from isobit.store.resume import Start
 from isobit.store.state import Boundary, holds, snapshot
 from isobit.util.errors import (
@@ -198,6 +198,7 @@ class CheckpointKeeper:
     ) -> None:
         self._run, self._log, self._console = run, log, console
         self._config = run.config.checkpoint
+        self._environment = environment(run.model.policy.device)
         self._model_when_interrupted = model_when_interrupted
         self._directory, self._world, self._watch = start.directory, start.world, start.watch
         self._writer = start.writer
@@ -336,7 +337,7 @@ class CheckpointKeeper:
             return
         self._check_finite()
         self._world.pulse.beat("checkpoint")
-        content = snapshot(boundary, self._run)
+        content = snapshot(boundary, self._run, self._environment)
         self._writer.write_on_first(lambda: sync_journals(self._directory))
         with self._console.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
             self._writer.write(lambda: self._write(content))

@@ -64,19 +64,6 @@ def class_of_bits(device: torch.device, libraries: Mapping[str, str]) -> dict[st
     }
 
 
-def recorded_class(environment: Mapping[str, Any]) -> dict[str, str]:
-    """The class in a record of versions and machine, as far as an older one, which does not name
-    it, lets it be known.
-    """
-    if "bits" in environment:
-        return dict(environment["bits"])
-    found = {
-        "device": environment.get("device", {}).get("type"),
-        "torch": environment.get("versions", {}).get("torch"),
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
 @cache
 def kernels_sha256() -> str:
     """Of the source that decides what an operation computes."""

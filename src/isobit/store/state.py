@@ -71,7 +71,7 @@ from isobit.records.digests import group_digests
 from isobit.records.text import Group, json_line
 from isobit.store.checkpoint import Checkpoint, Snapshot
 from isobit.store.directory import RunDirectory, read_lines, whole_lines
-from isobit.store.manifest import TrainingRun, environment
+from isobit.store.manifest import TrainingRun
 from isobit.training.trainer import BudgetChange
 from isobit.util.errors import CheckpointError
 from isobit.util.files import LineFile
@@ -199,15 +199,17 @@ def holds(boundary: Boundary, run: TrainingRun) -> bool:
     )
 
 
-def snapshot(boundary: Boundary, run: TrainingRun) -> Snapshot:
-    """The boundary with the rank's share of the tensors, which must be its own."""
+def snapshot(boundary: Boundary, run: TrainingRun, environment: Mapping[str, Any]) -> Snapshot:
+    """The boundary with this rank's share of the tensors, which must still be the boundary's;
+    ``environment`` is what ``isobit.store.manifest.environment`` says of this process.
+    """
     assert holds(boundary, run), "the weights have moved since the boundary was taken"
     policy = run.model.policy
     share = _share(policy)
     description = {
         # Without the processes, which change no byte of a checkpoint.
         "config": run.config.model_dump(mode="json", exclude={"cluster"}),
-        "environment": environment(policy.device),
+        "environment": environment,
         "inputs": dict(run.inputs),
         "evaluation": boundary.evaluation,
     }
@@ -234,7 +236,7 @@ def restore(checkpoint: Checkpoint, run: TrainingRun, other_prompts: bool = Fals
     masters, moments = run_on_all(policy.world, lambda: _open_tensors(checkpoint, run))
     policy.restore(share.own_masters(masters), state["weights_version"])
     run.trainer.restore(state["trainer"], share.own_moments(moments))
-    run.trainer.budget.changes = [BudgetChange(**change) for change in state.get("budget", [])]
+    run.trainer.budget.changes = [BudgetChange(**change) for change in state["budget"]]
     run.sampler.restore(state["sampler"], other_prompts)
     run_on_all(policy.world, lambda: _restore_extras(checkpoint, run))
 
@@ -255,7 +257,7 @@ def _extra_states(run: TrainingRun) -> dict[str, Any]:
 
 
 def _restore_extras(checkpoint: Checkpoint, run: TrainingRun) -> None:
-    states, files = checkpoint.state.get("extras", {}), checkpoint.extras()
+    states, files = checkpoint.state["extras"], checkpoint.extras()
     for name in sorted(states.keys() ^ run.extras.keys()):
         where = "the checkpoint" if name in states else "the run"
         raise CheckpointError(

@@ -1,0 +1,276 @@
+"""The disk under a run: whether it has enough space before the run begins, what happens when it
+fills up later, and whether all hosts see the same output directory.
+
+Space before the run begins, so that no run ends on a full disk:
+
+    a checkpoint     4 P bytes and the moments'      FP32 masters of P parameters, and what
+                                                     ``isobit.training.optimiser.moment_bytes`` says
+                     and those of extras             a refreshed reference model, for example
+    the model        2 P bytes                       in BF16, at the end
+
+An old checkpoint is removed only once the new one is complete, so at the last save the disk holds
+the ``keep_last`` before it, the new one, those of ``keep_every``, and the best.
+
+A disk that fills up while the run goes on: each write is tried again until there is space or
+``checkpoint.wait_for_space_s`` seconds have passed, since what was learnt after the last checkpoint
+is in memory alone.  A signal ends the wait within a second.  All ranks count the same pauses
+instead of reading their clocks, so that none gives up before another.
+
+A shared directory: all ranks write a checkpoint into the same files.  If each host had a disk of
+its own, each would keep a part that nobody can use.  So rank 0 leaves a file before the run begins,
+and every rank looks for it.
+"""
+
+import secrets
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from math import lcm, prod
+from pathlib import Path
+from time import monotonic, sleep
+from typing import TypeVar
+
+from isobit.config.tables import CheckpointConfig, EvaluationConfig, OptimisationConfig
+from isobit.models.config import ModelConfig
+from isobit.models.decoder import master_shapes
+from isobit.parallel.world import World, broadcast, raised_on_all, run_on_all, write_on_first
+from isobit.training.optimiser import moment_bytes
+from isobit.util.errors import ConfigError, NoSpaceError, StorageError
+from isobit.util.files import disk_errors, free_bytes
+from isobit.util.terminal import gib
+
+_BESIDE_TENSORS = 1 << 16
+"""Headers, counters and the manifest of a checkpoint; the configuration and the tokenizer of a
+model.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """What a run writes, apart from its logs, where at most ``checkpoints`` are on the disk at
+    once.
+    """
+
+    root: Path
+    checkpoint_bytes: int
+    checkpoints: int
+    on_disk: int
+    """Checkpoints that are there already."""
+    model_bytes: int
+    free: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the run will still write: checkpoints not there yet, and the model."""
+        return max(self.checkpoints - self.on_disk, 0) * self.checkpoint_bytes + self.model_bytes
+
+    def describe(self) -> str:
+        """One line: what the run writes, and what is free where it does."""
+        parts = [f"the trained model of {gib(self.model_bytes)}"]
+        if self.checkpoints:
+            there = f", of which {self.on_disk} are there" if self.on_disk else ""
+            parts.insert(
+                0,
+                f"checkpoints of {gib(self.checkpoint_bytes)}, at most {self.checkpoints} at "
+                f"once{there}",
+            )
+        room = f"{gib(self.needed)} of {gib(self.free)} free in {self.root}"
+        return f"disk: {room} for {' and '.join(parts)}"
+
+    def check(self) -> None:
+        """Raise StorageError where the disk has too little room."""
+        if self.needed > self.free:
+            raise StorageError(
+                f"{self.describe()}: too little; lower checkpoint.keep_last (0 writes no "
+                "checkpoint at all), set checkpoint.every = 0 "
+                "(a checkpoint at the end only), free some space, or name a directory on another "
+                "disk (--output PATH)"
+            )
+
+
+def plan_disk(
+    root: Path,
+    shape: ModelConfig,
+    training: OptimisationConfig,
+    checkpoint: CheckpointConfig,
+    evaluation: EvaluationConfig,
+    on_disk: Collection[int] = (),
+    extra_bytes: int = 0,
+) -> DiskPlan:
+    """The plan of a run in ``root``, of a model of ``shape``, that has its checkpoints of the steps
+    ``on_disk`` already; each has at most ``extra_bytes`` of tensors of extras.
+    """
+    masters = [prod(sizes) for sizes in master_shapes(shape).values()]
+    size = 4 * sum(masters) + moment_bytes(masters, training.moments)
+    size += extra_bytes + _BESIDE_TENSORS
+    model = 2 * sum(masters) + _BESIDE_TENSORS
+    most = most_at_once(training.steps, checkpoint, evaluation.every, on_disk)
+    return DiskPlan(root, size, most, len(on_disk), model, free_bytes(root))
+
+
+def most_at_once(
+    steps: int, rules: CheckpointConfig, evaluated_every: int = 0, on_disk: Collection[int] = ()
+) -> int:
+    """Checkpoints that are on the disk together at most, while the last of a run of ``steps`` is
+    written and everything before is still there.
+    """
+    if rules.keep_last == 0:
+        return len(on_disk)
+    newest, last = max(on_disk, default=0), rules.keep_last + 1
+    # ranges, and no list of steps: there may be 10^7
+    due = _multiples(rules.every, steps)
+    due = due[newest // rules.every :] if due else due
+    end = [steps] if steps > newest else []
+    recent = {*[*sorted(on_disk)[-last:], *due[-last:], *end][-last:]}
+
+    def stays(step: int) -> bool:
+        return step in recent or (rules.keep_every > 0 and step % rules.keep_every == 0)
+
+    together = len(recent) + sum(stays(step) for step in {*on_disk, *end} - recent)
+    if rules.keep_every and due:
+        both = lcm(rules.every, rules.keep_every)
+        others = range(both * (newest // both + 1), steps, both)
+        together += len(others) - sum(step in others for step in recent)
+    another = rules.keep_best is not None and not (
+        together == len(on_disk) + len(due) + len(end)
+        and all(
+            stays(step) and (step in on_disk or step in due or step in end)
+            for step in _multiples(evaluated_every, steps)
+        )
+    )
+    return max(together + another, len(on_disk))
+
+
+def _multiples(every: int, steps: int) -> range:
+    """Every so many steps, without the last; none for 0."""
+    return range(every, steps, every) if every else range(0)
+
+
+T = TypeVar("T")
+FIRST_S, LONGEST_S = 2.0, 60.0
+"""Of the pauses between two attempts, each twice as long as the one before: a quota is only found
+by writing.
+"""
+LOOK_S = 0.5
+"""Between two looks at signals in a pause."""
+SAID_EVERY_S = 120.0
+
+
+class WaitingWriter:
+    """Of a run in ``root``, for every write that is its own."""
+
+    def __init__(
+        self,
+        world: World,
+        root: Path,
+        seconds: float,
+        say: Callable[[str], None],
+        look: Callable[[], None],
+    ) -> None:
+        """``look`` raises Interrupted where a signal to stop has come to this rank."""
+        self._world, self._root, self._say, self._look = world, root, say, look
+        self._seconds = seconds
+
+    def follow(self, root: Path) -> None:
+        """The run's directory is there now."""
+        self._root = root
+
+    def give_up(self) -> None:
+        """The run ends: what does not fit from now on is an error at once."""
+        self._seconds = 0
+
+    def write(self, attempt: Callable[[], T]) -> T:
+        """``attempt``, by all ranks together, again and again where it raises NoSpaceError on all;
+        raises it in the end, and Interrupted on all where a signal comes meanwhile.
+        """
+        waited, said_at, pause = 0.0, -SAID_EVERY_S, FIRST_S
+        while True:
+            try:
+                made = attempt()
+            except NoSpaceError as error:
+                left = self._seconds - waited
+                if left <= 0:
+                    self.give_up()
+                    raise
+                if waited - said_at >= SAID_EVERY_S:
+                    said_at = waited
+                    self._say(_describe(error, left))
+                pause = min(pause, left)
+            else:
+                if waited:
+                    self._say(f"there is room again, after {waited:.0f} s: going on")
+                return made
+            self._pause(pause)
+            waited, pause = waited + pause, min(2 * pause, LONGEST_S)
+
+    def write_on_first(self, attempt: Callable[[], None]) -> None:
+        """``write`` of what rank 0 does alone; its error, of whatever file, is that of all."""
+
+        def first() -> None:
+            with disk_errors(self._root, "the files of the run"):
+                attempt()
+
+        self.write(lambda: write_on_first(self._world, first))
+
+    def _pause(self, seconds: float) -> None:
+        while seconds > 0:
+            run_on_all(self._world, self._look)
+            sleep(min(seconds, LOOK_S))
+            seconds -= LOOK_S
+
+
+def _describe(error: NoSpaceError, left: float) -> str:
+    return (
+        f"note: {error}; trying again for {left:.0f} s (checkpoint.wait_for_space_s), in which "
+        "nothing is lost"
+    )
+
+
+PATIENCE_S = 5.0
+"""A network file system may show a new file that much later."""
+
+
+def check_shared(world: World, root: Path) -> None:
+    """Raise ConfigError on all ranks, naming those that do not see what rank 0 writes where the
+    run's directory ``root`` is or will be.
+    """
+    if world.size == 1:
+        return
+    above = (root.absolute(), *root.absolute().parents)
+
+    def leave() -> tuple[int, str]:
+        level = next(level for level, place in enumerate(above) if place.is_dir())
+        name = f".isobit-{secrets.token_hex(8)}"
+        with disk_errors(above[level], "a file for the other ranks"):
+            (above[level] / name).touch()
+        return level, name
+
+    level, name = broadcast(world, leave)
+    place = above[level] if level < len(above) else above[-1]
+    mine = f"rank {world.rank} on {world.host}: {place}"
+    found = world.all_gather([mine, _appears(place / name)])
+    if world.rank == 0:
+        with suppress(OSError):
+            (place / name).unlink()
+    blind = [where for where, sees in found if not sees]
+    if blind:
+        raise raised_on_all(
+            ConfigError(
+                f"output is {str(root)!r}, and what rank 0 writes there is not seen by\n"
+                + "".join(f"  {where}\n" for where in blind)
+                + "put it on a file system that all hosts share, under the same path (--output "
+                "PATH), or write no checkpoints (checkpoint.keep_last = 0)"
+            )
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or comes soon."""
+    last = monotonic() + PATIENCE_S
+    while True:
+        with suppress(OSError):  # reading the folder is what makes a network file system look again
+            if path.name in (other.name for other in path.parent.iterdir()):
+                return True
+        if monotonic() >= last:
+            return False
+        sleep(0.2)
