@@ -85,7 +85,7 @@ def test_speed_and_memory_are_no_difference(
     runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ("time/rollout_s", "tokens_per_s/rollout", "memory/peak_gib", "waiting/max_s")
-    slower = dict.fromkeys(names, 99.0)
+    slower: dict[str, float] = dict.fromkeys(names, 99.0)
     change_lines(runs[1] / "metrics.jsonl", lambda line: line.update(slower), step=1)
     assert said(capsys, 0, *runs)[-1] == "the runs are equal"
 
