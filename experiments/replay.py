@@ -20,7 +20,7 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,18 +32,13 @@ from benchmarks.quickstart import RECIPE, describe_device
 from isobit.config.load import load_config
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import ReplayConfig
-from isobit.models.folder import model_folder, read_config
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.observe.console import Console
-from isobit.parallel.world import World
 from isobit.records.batch import Sample, responses
 from isobit.records.sequence import TokenSequence
-from isobit.run.course import course
-from isobit.run.log import RlLog
-from isobit.run.loop import collect
-from isobit.run.setup import RlRun, extra_bytes, prepare_rl
+from isobit.run.loop import collect, open_run
 from isobit.store.state import state_digest
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.judge import score_sequences
@@ -110,32 +105,25 @@ class Witness(ReplayBuffer):
         return responses(sequences, [score.log_probs for score in scores])
 
 
-def run(config: RunConfig, say: Callable[[Row], None]) -> Row:
+def measure(config: RunConfig, say: Callable[[Row], None]) -> Row:
     """``isobit train`` with a witness in the place of its replay buffer; ``say`` is told of every
     step -> the row of the run.
     """
-    witnesses: list[Witness] = []
-
-    def prepare(config: RunConfig, world: World) -> RlRun:
-        made, tokens = prepare_rl(config, world), config.training.tokens_per_microbatch
-        witnesses.append(Witness(config.replay, config.seed, made.model.policy, tokens))
-        return replace(made, replay=witnesses[0])
-
-    shape = read_config(model_folder(config.model))
-    aside = Console(rich.console.Console(stderr=True))
-    more = extra_bytes(config, shape)
-    with course(config, shape, prepare, RlLog, aside, extra_bytes=more) as training:
-        (witness,) = witnesses
-        for step in training.steps():
-            collected = collect(training)
-            with training.learning():
-                trained = training.run.learner.learn(collected.groups, step)
-                state = state_digest(training.run)
-            training.log.step(step, collected, trained, state)
-            training.end_step(step)
+    tokens = config.training.tokens_per_microbatch
+    with open_run(config, Console(rich.console.Console(stderr=True))) as run:
+        witness = Witness(config.replay, config.seed, run.model.policy, tokens)
+        run.replay = witness
+        for step in run.steps():
+            batch = collect(run)
+            with run.learning():
+                trained = run.learner.learn(batch.groups, step)
+                state = state_digest(run)
+            run.log.step(step, batch, trained, state)
+            run.evaluate_if_due(step)
+            run.save_if_due(step)
             say({"seed": config.seed, "step": step, **_figures(witness.steps[-1])})
-        training.save_model()
-        summary = training.log.finish()
+        run.save_model()
+        summary = run.log.finish()
     return {
         "seed": config.seed,
         "steps": len(witness.steps),
@@ -192,7 +180,7 @@ def main() -> None:
             settings = {"seed": str(seed), "output": f"{directory}/{seed}", **CHANGES}
             settings |= {"training.steps": str(arguments.steps), "device": arguments.device}
             words = [word for key, value in settings.items() for word in (f"--{key}", value)]
-            say({**run(load_config(RECIPE, words), say), **place})
+            say({**measure(load_config(RECIPE, words), say), **place})
 
 
 if __name__ == "__main__":

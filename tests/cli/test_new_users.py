@@ -69,12 +69,12 @@ def test_a_dry_run_asks_for_the_packages_that_the_run_needs(
 def test_more_prompts_a_step_than_there_are_are_said(tmp_path: Path) -> None:
     training = {"prompts_per_step": 20}
     config = RunConfig.model_validate({"output": tmp_path, "data": DATA, "training": training})
-    assert "a step takes 20 prompts" in read_rl(config).outline.learning[0]
-    assert "same prompt up to 3 times" in read_rl(config).outline.learning[0]
+    assert "a step takes 20 prompts" in read_rl(config).learning[0]
+    assert "same prompt up to 3 times" in read_rl(config).learning[0]
     enough = config.model_copy(
         update={"training": config.training.model_copy(update={"prompts_per_step": 8})}
     )
-    assert "warning" not in read_rl(enough).outline.learning[0]
+    assert "warning" not in read_rl(enough).learning[0]
 
 
 def test_an_evaluation_names_its_split_where_there_are_several(

@@ -20,11 +20,12 @@ from isobit.memory.turns import DeviceTurns, PhaseMemory
 from isobit.records.batch import PackedBatch
 from isobit.rewards.grading import grade
 from isobit.rollout.native import NativeEngine
-from isobit.run import course, lessons, loop, plan, setup
+from isobit.run import lessons, loop, plan, run
 from isobit.run import sft as sft_loop
 from isobit.run.loop import train
-from isobit.run.plan import Outline
-from isobit.run.setup import PreparedRun, prepare_rl
+from isobit.run.plan import Plan
+from isobit.run.run import Run
+from isobit.run.setup import prepare_rl
 from isobit.run.sft import prepare_sft
 from isobit.starter.tasks import correct_answer
 from isobit.training.supervised import mean_loss
@@ -54,10 +55,10 @@ def turns(own_memory: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> lis
     """Runs on the CPU that take turns as on a GPU, with what happened to the memory."""
     events: list[str] = []
 
-    def with_turns(run: PreparedRun) -> Any:
+    def with_turns(run: Run[Any, Any, Any]) -> Any:
         own_memory().events = events
-        turns = DeviceTurns(PLAN, run.parts.engine, run.trainer)
-        return replace(run, parts=replace(run.parts, turns=turns))
+        run.turns = DeviceTurns(PLAN, run._engine, run.trainer)
+        return run
 
     monkeypatch.setattr(loop, "prepare_rl", lambda *given: with_turns(prepare_rl(*given)))
     monkeypatch.setattr(sft_loop, "prepare_sft", lambda *given: with_turns(prepare_sft(*given)))
@@ -137,7 +138,7 @@ def test_a_resumed_run_takes_turns_from_its_first_moment(
         return step == 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(course, "evaluation_is_due", break_off)
+        patch.setattr(run, "evaluation_is_due", break_off)
         with pytest.raises(StoppedAtOnce):
             train(make_config(output=tmp_path / "broken", **settings))
     turns.clear()
@@ -259,12 +260,12 @@ def test_fine_tuning_is_planned_before_weights_are_read(
     """
     asked: list[TrainingConfig] = []
 
-    def refuse(outline: Outline, *_: object) -> DevicePlan:
-        asked.append(outline.training)
+    def refuse(plan: Plan[Any, Any], *_: object) -> DevicePlan:
+        asked.append(plan.training)
         raise ConfigError("no room")
 
     monkeypatch.setattr(plan, "choose_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(setup, "plan_device_memory", refuse)
+    monkeypatch.setattr(run, "plan_device_memory", refuse)
     monkeypatch.setattr(plan, "load_policy", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="no room"):
         prepare_sft(supervised(make_config, training={"prompts_per_step": 2}))

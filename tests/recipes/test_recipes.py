@@ -159,7 +159,7 @@ def test_the_evaluation_of_the_mix_keeps_its_own_problems(tmp_path: Path) -> Non
         RECIPES / "reasoning_gym.toml",
         ["--output", str(tmp_path / "run"), "--data.train.size", "200"],
     )
-    assert prepare_rl(config).figures["dropped_prompts"] < 20, (
+    assert prepare_rl(config).data_figures()["dropped_prompts"] < 20, (
         "small numbers and short words repeat, whole sets do not"
     )
 
@@ -200,9 +200,9 @@ def test_the_recipe_for_a_checkpoint_asks_for_a_folder(tmp_path: Path) -> None:
 def test_the_quickstart_measures_what_it_promises() -> None:
     config = load_config(RECIPES / "quickstart.toml", [])
     run = prepare_rl(config.model_copy(update={"output": Path("nowhere/quickstart")}))
-    assert run.figures["evaluation_problems"]["held_out"] >= 200
+    assert run.data_figures()["evaluation_problems"]["held_out"] >= 200
     assert run.evaluator.requests["held_out"][0].sampling.temperature == 0
-    assert run.figures["dropped_prompts"] == 0, (
+    assert run.data_figures()["dropped_prompts"] == 0, (
         "held-out problems are disjoint from those trained on"
     )
     assert config.precision.preset == "fp8"

@@ -13,8 +13,9 @@ import pytest
 
 from isobit.config.recipes import RunConfig
 from isobit.models.safetensors import TensorFile
+from isobit.run import loop
 from isobit.run.loop import train
-from isobit.run.pending import COMPARED, Collected, Pending
+from isobit.run.pending import COMPARED, GradedBatch, Pending
 from isobit.run.setup import RlRun
 from isobit.store.keeper import CheckpointKeeper
 from isobit.training.step import StepMetrics
@@ -118,14 +119,14 @@ def test_what_is_compared_after_the_weights_moved_differs(
     """The count of 0 is a check: it is another number where sampler and trainer are apart."""
     compare = Pending.compare
 
-    def late(self: RlRun, step: int) -> tuple[Collected, StepMetrics]:
-        trained = self.learner.learn(self.pending.front().groups, step)
-        compare(self.pending, self.trainer)
-        batch = self.pending.front()
+    def late(run: RlRun, step: int) -> tuple[GradedBatch, StepMetrics]:
+        trained = run.learner.learn(run.pending.front().groups, step)
+        compare(run.pending, run.trainer)
+        batch = run.pending.front()
         assert batch.comparison is not None
         return batch, replace(trained, comparison=batch.comparison)
 
-    monkeypatch.setattr(RlRun, "learn", late)
+    monkeypatch.setattr(loop, "learn", late)
     training = {"steps": 1, "updates_per_batch": 1}
     assert train(lagging(1, training=training)).tokens_differing > 0
 

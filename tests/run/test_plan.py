@@ -15,7 +15,7 @@ from isobit.memory.host import MemoryEstimate
 from isobit.models import policy
 from isobit.run import plan as plan_module
 from isobit.run import plan as planning
-from isobit.run.plan import TrainingPlan, plan_training
+from isobit.run.plan import DryRun, plan_training
 from isobit.run.setup import prepare_rl, read_rl
 from isobit.util.errors import (
     CheckpointError,
@@ -32,7 +32,7 @@ MakeConfig = Callable[..., RunConfig]
 PLENTY = Memory(total=1 << 40, available=1 << 40)
 
 
-def plan_run(config: RunConfig, resume: bool = False) -> TrainingPlan:
+def plan_run(config: RunConfig, resume: bool = False) -> DryRun:
     return plan_training(config, read_rl, resume)
 
 
@@ -44,12 +44,12 @@ def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
     config = make_config()
     plan, run = plan_run(config), prepare_rl(config)
     assert plan.flow == run.model.policy.flow
-    assert plan.outline.model.config == run.model.policy.config
-    assert plan.outline.longest == max(
+    assert plan.plan.model.config == run.model.policy.config
+    assert plan.plan.longest == max(
         len(prompt.token_ids) + config.rollout.max_new_tokens
         for prompt in read_rl(config).data.prompts
     ), "a prompt and the longest completion"
-    assert plan.outline.updates == run.trainer.total_updates
+    assert plan.plan.updates == run.trainer.total_updates
     assert isinstance(plan.memory, MemoryEstimate)
     assert plan.memory.size("masters") == sum(
         4 * master.numel() for master in run.model.policy.parameters()

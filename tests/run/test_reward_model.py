@@ -38,14 +38,14 @@ def steps(output: Path) -> list[dict[str, Any]]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     """The groups of all steps, as they were learnt from."""
     found: list[Group] = []
-    plain = collecting._sample
+    plain = collecting.rollout
 
     def sample(*arguments: Any) -> Any:
         made = plain(*arguments)
         found.extend(made.groups)
         return made
 
-    monkeypatch.setattr(collecting, "_sample", sample)
+    monkeypatch.setattr(collecting, "rollout", sample)
     return found
 
 
@@ -108,7 +108,7 @@ def test_a_folder_that_has_changed_meanwhile_is_refused(
 def test_a_plan_knows_it(make_config: MakeConfig, reward_folder: Path) -> None:
     config = graded_by(make_config(), model=str(reward_folder))
     plan = plan_training(config, read_rl)
-    (frozen,) = plan.outline.frozen
+    (frozen,) = plan.plan.frozen
     model = load_model_reward(reward_folder, PrecisionConfig(preset="fp8"))
     held = model.model.policy
     assert plan.memory.size("reward models") == held.num_bytes  # pyright: ignore[reportAttributeAccessIssue]

@@ -14,8 +14,8 @@ from isobit.config.recipes import RunConfig
 from isobit.models.policy import Published
 from isobit.parallel.world import ALONE, World
 from isobit.rewards.grading import Graders
+from isobit.run import loop
 from isobit.run.loop import train, train_by_ranks
-from isobit.run.setup import RlRun
 from isobit.util.errors import ConfigError, Interrupted, RewardError
 from tests.run.test_ranks import left_by, write_model
 from tests.worlds import in_world
@@ -92,7 +92,7 @@ def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, rank, place in (
         ("reward", 1, (Graders, "fill")),
-        ("learning", 0, (RlRun, "learn")),
+        ("learning", 0, (loop, "learn")),
         ("signal", 1, (Graders, "fill")),
         ("weights", 1, (Published, "gather")),
     ):

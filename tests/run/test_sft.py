@@ -21,9 +21,10 @@ from isobit.memory.turns import DeviceTurns
 from isobit.models.folder import load_model, load_policy
 from isobit.models.scorer import Scorer
 from isobit.records.batch import PackedBatch
-from isobit.run import plan, setup
+from isobit.run import plan
 from isobit.run import plan as plan_module
-from isobit.run.plan import TrainingPlan, plan_training
+from isobit.run import run as run_module
+from isobit.run.plan import DryRun, plan_training
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer
@@ -45,7 +46,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def plan_sft(config: SftConfig) -> TrainingPlan:
+def plan_sft(config: SftConfig) -> DryRun:
     return plan_training(config, read_sft)
 
 
@@ -133,7 +134,7 @@ def test_a_gpu_has_no_cache_where_nothing_is_generated(
     """A cache that would not fit is no reason to refuse a run that makes none."""
     monkeypatch.setattr(plan_module, "choose_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(plan, "available_memory", lambda _: 8 << 30)
-    monkeypatch.setattr(setup, "allocate_in_pages", lambda _: None)
+    monkeypatch.setattr(run_module, "allocate_in_pages", lambda _: None)
     monkeypatch.setattr(
         plan_module,
         "load_policy",

@@ -16,7 +16,7 @@ from isobit.config.recipes import RunConfig
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import random_policy
 from isobit.models.safetensors import Slice
-from isobit.run import course, loop
+from isobit.run import log, loop, run
 from isobit.run.loop import train
 from isobit.run.setup import RlRun, prepare_rl
 from isobit.store.checkpoint import (
@@ -82,11 +82,9 @@ class Extras:
 def extras(monkeypatch: pytest.MonkeyPatch) -> Extras:
     """Runs keep a diary and a reference model, changed at the end of each step."""
     made = Extras()
-    monkeypatch.setattr(
-        loop, "prepare_rl", lambda config, world: made.of(prepare_rl(config, world))
-    )
+    monkeypatch.setattr(loop, "prepare_rl", lambda *given: made.of(prepare_rl(*given)))
     monkeypatch.setattr(RlRun, "extras", property(made.by_name))
-    step = loop.RlLog.step
+    step = log.RlLog.step
 
     def with_extras(log: Any, number: int, *rest: Any) -> None:
         made.diary.write(log._run.model.policy.version)
@@ -94,7 +92,7 @@ def extras(monkeypatch: pytest.MonkeyPatch) -> Extras:
         made.reference.refresh_if_due(number)
         step(log, number, *rest)
 
-    monkeypatch.setattr(loop.RlLog, "step", with_extras)
+    monkeypatch.setattr(log.RlLog, "step", with_extras)
     return made
 
 
@@ -142,7 +140,7 @@ def test_a_resumed_run_has_them_as_they_were(
 
     broken = make_config(output=tmp_path / "broken", **STEPS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(course, "evaluation_is_due", break_off)
+        patch.setattr(run, "evaluation_is_due", break_off)
         with pytest.raises(StoppedAtOnce):
             train(broken)
     assert max(folders_by_step(broken.output / "checkpoints")) == broken_after

@@ -7,7 +7,7 @@ run that learns nothing for several steps says so, and can stop (``check.on_no_s
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import CheckConfig
 from isobit.observe.console import (
@@ -28,8 +28,7 @@ from isobit.records.metrics import METRICS, Metrics, listed
 from isobit.records.text import Group
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
-from isobit.run.pending import Collected
-from isobit.run.setup import RlRun
+from isobit.run.pending import GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest
 from isobit.training.comparison import Comparison
@@ -37,6 +36,9 @@ from isobit.training.step import StepMetrics
 from isobit.util.errors import MismatchError, NoSignalError
 from isobit.util.files import LineFile
 from isobit.util.terminal import Clock
+
+if TYPE_CHECKING:
+    from isobit.run.setup import RlRun
 
 
 class SignalWatch:
@@ -194,7 +196,7 @@ class RlLog(TrainingLog[EvalResult]):
     phases = ("rollout", "grading", "training")
     counts = ("tokens", "failed", "skipped", "without_signal", "steps_without_signal")
 
-    def __init__(self, run: RlRun, start: Start, console: Console, clock: Clock) -> None:
+    def __init__(self, run: "RlRun", start: Start, console: Console, clock: Clock) -> None:
         self._run = run
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
@@ -221,7 +223,7 @@ class RlLog(TrainingLog[EvalResult]):
             raise
 
     def step(
-        self, step: int, collected: Collected, trained: StepMetrics, state: StateDigest
+        self, step: int, collected: GradedBatch, trained: StepMetrics, state: StateDigest
     ) -> None:
         """The figures of one step: a line of metrics, a line on the console, a few completions; and
         the digests of all of them and of the ``state`` that the update has left.
@@ -279,7 +281,7 @@ class RlLog(TrainingLog[EvalResult]):
         """Those that a step takes one after the other: rollouters work beside the trainers."""
         return self.phases if self._run.rollouters is None else BESIDE
 
-    def _optional_figures(self, collected: Collected) -> Metrics:
+    def _optional_figures(self, collected: GradedBatch) -> Metrics:
         """Of what a run may do without."""
         figures: Metrics = {}
         if self._run.config.algorithm.dynamic_sampling:

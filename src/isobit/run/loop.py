@@ -1,27 +1,38 @@
-"""The loop of reinforcement learning, as the algorithm reads.
+"""GRPO and its relatives: the loop of ``isobit train``, one step after the other.
 
-take prompts -> generate groups -> grade -> (wait, with a lag) -> advantages, pack, update, publish
--> log -> maybe evaluate -> maybe save
+                  +------------------- weights, published in 8 bits --------------------+
+                  v                                                                     |
+    prompts --> rollout --> groups --> grade --> batch --> judge --> pack, forward, loss,
+    (sampler)   (engine)                         (pending)           backward, AdamW (trainer)
 
-The graded groups of a step: prompts taken, completed, graded, and replaced where they teach
-nothing.  Grading begins as soon as a group is complete, beside the rollout of the others: on the
-rank that has taken its prompt.  All ranks get all groups, with their rewards.
+    rollout     completes the step's prompts, ``samples_per_prompt`` times each; every token is
+                recorded with its log-probability under the policy that drew it
+    grade       asks the reward for a number a completion
+    judge       adds to each sequence what the loss reads: old log-probabilities, the reference's,
+                values, advantages, the weights of corrections (``isobit.training.judge``)
+    learn       ``updates_per_batch`` times ``epochs`` updates of AdamW; the last one's weights are
+                what the next rollout samples with (``isobit.training.step``)
 
-With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group whose rewards are all equal,
-which has no gradient, makes room for a group of a further prompt, until the step has as many groups
-as it should or has refilled often enough; then level groups fill the rest.
+Who waits for whom:
 
-Where the algorithm wants a baseline from it (ReMax), each prompt is also completed once greedily,
-beside its samples; that completion is graded, and not learnt from.
+- Grading begins as soon as a group is complete, beside the rollout of the others, on the rank that
+  has taken its prompt.  All ranks get all groups with their rewards.
+- Engine and trainer take turns with the device's memory (``isobit.memory.turns``).
+- With ``async.lag`` = k a batch waits for k steps between grading and learning
+  (``isobit.run.pending``).
+- With ``cluster.rollouters`` some of the processes only sample: while the trainers learn batch t,
+  they roll out, grade and compare batch t + k (``isobit.run.rollouters``).
 
-When a batch is sampled: before the step that is due for it, or beside its learning, by the
-rollouters where there are some (``isobit.run.rollouters``).
+With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a zero-variance group, whose rewards are
+all equal and which has no gradient, is replaced by the group of a further prompt, until the step
+has as many groups as it should or has refilled often enough; then zero-variance groups fill the
+rest.  Where the algorithm wants a baseline from it (ReMax), each prompt is also completed once
+greedily; that completion is graded and not learnt from.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from isobit.config.recipes import RunConfig
@@ -30,125 +41,18 @@ from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
 from isobit.records.kept_groups import groups_value
 from isobit.records.text import Completion, Group
-from isobit.rewards.grading import Graders
 from isobit.rollout.engine import EngineStats, Progress, Request
 from isobit.rollout.shared import generate_shared
-from isobit.run.course import Course, Sampling, course, evaluate, open_graders
-from isobit.run.grading import Interruption, RecordedGrading
-from isobit.run.log import RlLog, RlSummary
-from isobit.run.pending import Collected, batch_value, compared
+from isobit.run.grading import Interruption
+from isobit.run.log import RlSummary
+from isobit.run.pending import GradedBatch, batch_value, compared
 from isobit.run.rollouters import Rollouters, append_lines, check_parts, lines_ahead
+from isobit.run.run import check_recipes, open_graders
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl
+from isobit.store.resume import Start, begin
 from isobit.store.reward_record import SentRecord
 from isobit.store.state import state_digest
-from isobit.util.terminal import Clock
-
-
-def collect(training: Sampling[RlRun]) -> Collected:
-    """The groups of the next step, graded."""
-    run = training.run
-    settings, wanted = run.config.algorithm, run.config.training.prompts_per_step
-    made = _sample(training, wanted)
-    if not settings.dynamic_sampling:
-        return made
-    refills = 0
-    while refills < settings.max_refills and (missing := wanted - _num_telling(made.groups)) > 0:
-        made = _joined(made, _sample(training, missing))
-        refills += 1
-    telling = [group for group in made.groups if not group.is_level]
-    level = [group for group in made.groups if group.is_level]
-    kept = [*telling, *level][:wanted]
-    return replace(made, groups=kept, refills=refills, dropped_groups=len(made.groups) - len(kept))
-
-
-def _sample(training: Sampling[RlRun], count: int) -> Collected:
-    """The groups of the next ``count`` prompts."""
-    run = training.run
-    requests = run.next_requests(count)
-    greedy = [_greedy(request) for request in requests] if run.algorithm.needs_greedy else []
-    asked, begun = [*requests, *greedy], dict[int, Group]()
-
-    def complete(place: int, completions: list[Completion]) -> None:
-        begun[place] = Group(asked[place].prompt, asked[place].visit, completions)
-        training.submit(begun[place])
-
-    with training.clock("rollout"), training.console.generating("rollout") as progress:
-
-        def watch(moment: Progress) -> None:
-            training.grading.poll()
-            if progress is not None:
-                progress(moment)
-
-        watched = training.interruption.watched(watch)
-        made = generate_shared(training.world, run.engine, asked, watched, complete)
-    groups = [
-        begun.get(place) or Group(asked[place].prompt, asked[place].visit, completions)
-        for place, completions in enumerate(made.completions)
-    ]
-    grades = training.grade(groups, made.homes)
-    for group, alone in zip(groups[:count], groups[count:], strict=False):
-        group.baseline = alone.rewards[0]
-    return Collected(groups[:count], grades, made.stats)
-
-
-def _greedy(request: Request) -> Request:
-    """The same prompt completed greedily; the visit, which keys no noise here, is another name."""
-    sampling = replace(request.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    return Request(request.prompt, ~request.visit, 1, sampling)
-
-
-def _num_telling(groups: Sequence[Group]) -> int:
-    return sum(not group.is_level for group in groups)
-
-
-def _joined(first: Collected, second: Collected) -> Collected:
-    return Collected(
-        [*first.groups, *second.groups],
-        first.grades + second.grades,
-        first.engine + second.engine,
-    )
-
-
-@contextmanager
-def sampling(training: Sampling[RlRun], step: int) -> Iterator[None]:
-    """A block that learns from the batch of ``step``: it is there when the block begins, and when
-    it ends, so is the one that the weights of its beginning sample.
-    """
-    run, rollouters = training.run, training.run.rollouters
-    if rollouters is None:
-        for _ in run.pending.missing(step):
-            run.pending.add(collect(training))
-        yield
-        return
-    for _ in run.pending.missing(step - 1):
-        _begin(training, rollouters)
-        run.pending.add(_finished(training, rollouters))
-    beside = run.pending.missing(step)
-    for _ in beside:
-        _begin(training, rollouters)
-    yield
-    for _ in beside:
-        run.pending.add(_finished(training, rollouters))
-
-
-def _begin(training: Sampling[RlRun], rollouters: Rollouters) -> None:
-    """Have the rollouters sample the next batch."""
-    run = training.run
-    rollouters.update_weights(run.model.policy)
-    state, ahead = run.sampler.state(), lines_ahead(training.grading)
-    rollouters.send_command({"do": "sample", "sampler": state, "record": ahead})
-
-
-def _finished(training: Sampling[RlRun], rollouters: Rollouters) -> Collected:
-    """Wait for it, and go on from where it ends."""
-    run = training.run
-    with training.clock("waiting"), training.console.busy("waiting for the rollouters"):
-        value = rollouters.receive_result()
-    for name, seconds in value["seconds"].items():
-        training.clock.add(name, seconds)
-    run.sampler.restore(value["sampler"])
-    append_lines(training.grading, value["gradings"])
-    return replace(run.pending.batch_of(value["batch"]), engine=EngineStats(**value["engine"]))
+from isobit.training.step import StepMetrics
 
 
 def train(
@@ -159,126 +63,183 @@ def train(
     rollouters: Rollouters | None = None,
     allowed: Sequence[str] = (),
 ) -> RlSummary:
-    """Train a policy as ``config`` says and leave it, with all figures, in ``config.output``; with
-    ``resume``, go on there, though settings or inputs that are ``allowed`` by name be others.
+    """Train a policy as ``config`` says and leave it, with all figures, in ``config.output``.  With
+    ``resume`` the run found there goes on; settings and inputs listed in ``allowed`` may differ
+    from what it had.
 
     With a ``world`` of several processes each of them calls this, with the same configuration;
-    where others sample for them, ``rollouters`` has these (below).
+    where other processes sample for them, ``rollouters`` reaches these (``train_by_ranks``).
 
     A resumed run leaves the files that it would have left without the interruption, times aside.
 
     Raises an ``IsobitError``, before anything is written, for input that cannot be used; during the
     run RewardError where too many rewards fail, NonFiniteError where the model's output or too many
     updates in a row are not finite, OutOfMemoryError where no smaller micro-batch helps, and
-    StorageError where the disk is full.  SIGTERM and Ctrl-C raise Interrupted.  What the run has
-    learnt is in its last checkpoint in each case.
+    StorageError where the disk is full.  SIGTERM and Ctrl-C raise Interrupted.  In each case the
+    last checkpoint has what the run has learnt.
     """
+    with open_run(config, console, resume, world, rollouters, allowed) as run:
+        for step in run.steps():
+            take_step(run, step)
+        run.save_model()
+        return run.log.finish()
+
+
+def take_step(run: RlRun, step: int) -> None:
+    """One step: sample what is missing, learn from the batch that is due, log, evaluate, save."""
+    requested = sample_missing(run, step)
+    with run.learning():
+        run.log.check_state()
+        batch, trained = learn(run, step)
+        state = state_digest(run)
+    for _ in range(requested):
+        run.pending.add(receive_batch(run))
+    run.log.step(step, batch, trained, state)
+    run.evaluate_if_due(step)
+    run.save_if_due(step)
+
+
+def sample_missing(run: RlRun, step: int) -> int:
+    """Have the batch of ``step`` waiting, and with a lag those that are sampled ahead of it.
+
+    -> How many batches the rollouters sample while the step learns.
+    """
+    if run.rollouters is None:
+        for _ in run.pending.missing(step):
+            run.pending.add(collect(run))
+        return 0
+    for _ in run.pending.missing(step - 1):  # at the start and after a resume nothing is there yet
+        request_batch(run)
+        run.pending.add(receive_batch(run))
+    beside = run.pending.missing(step)
+    for _ in beside:
+        request_batch(run)
+    return len(beside)
+
+
+def collect(run: RlRun) -> GradedBatch:
+    """The graded groups of the next step: rolled out, graded, and refilled where zero-variance
+    groups are replaced.
+    """
+    settings, wanted = run.config.algorithm, run.config.training.prompts_per_step
+    batch = rollout(run, wanted)
+    if not settings.dynamic_sampling:
+        return batch
+    refills = 0
+    while refills < settings.max_refills and (missing := wanted - len(batch.telling)) > 0:
+        batch += rollout(run, missing)
+        refills += 1
+    kept = [*batch.telling, *batch.level][:wanted]
+    dropped = len(batch.groups) - len(kept)
+    return replace(batch, groups=kept, refills=refills, dropped_groups=dropped)
+
+
+def rollout(run: RlRun, count: int) -> GradedBatch:
+    """Complete the next ``count`` prompts, and grade each group from the moment it is complete."""
+    requests = run.next_requests(count)
+    greedy = [_greedy(request) for request in requests] if run.algorithm.needs_greedy else []
+    asked, begun = [*requests, *greedy], dict[int, Group]()
+
+    def complete(place: int, completions: list[Completion]) -> None:
+        begun[place] = Group(asked[place].prompt, asked[place].visit, completions)
+        run.grading.submit(begun[place])
+
+    with run.clock("rollout"), run.console.generating("rollout") as progress:
+
+        def watch(moment: Progress) -> None:
+            run.grading.poll()
+            if progress is not None:
+                progress(moment)
+
+        watched = run.interruption.watched(watch)
+        made = generate_shared(run.world, run.engine, asked, watched, complete)
+    groups = [
+        begun.get(place) or Group(asked[place].prompt, asked[place].visit, completions)
+        for place, completions in enumerate(made.completions)
+    ]
+    with run.clock("grading"), run.console.busy("grading"):
+        grades = run.grading(groups, made.homes)
+    for group, alone in zip(groups[:count], groups[count:], strict=False):
+        group.baseline = alone.rewards[0]
+    return GradedBatch(groups[:count], grades, made.stats)
+
+
+def _greedy(request: Request) -> Request:
+    """The same prompt completed greedily; the visit, which keys no noise here, is another name."""
+    sampling = replace(request.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    return Request(request.prompt, ~request.visit, 1, sampling)
+
+
+def learn(run: RlRun, step: int) -> tuple[GradedBatch, StepMetrics]:
+    """Judge the batch whose turn it is and learn from it.  -> The batch, and what was done with it.
+
+    What has just been sampled ahead is compared with the trainer's forward first: both have the
+    same weights only until the first update.
+    """
+    run.pending.compare(run.trainer)
+    batch = run.pending.front()
+    trained = run.learner.learn(batch.groups, step)
+    run.pending.drop_front()
+    if run.reference is not None:
+        run.reference.refresh_if_due(step)
+    if batch.comparison is not None:
+        trained = replace(trained, comparison=batch.comparison, mismatch=batch.mismatch)
+    return batch, trained
+
+
+@contextmanager
+def open_run(
+    config: RunConfig,
+    console: Console | None = None,
+    resume: bool = False,
+    world: World = ALONE,
+    rollouters: Rollouters | None = None,
+    allowed: Sequence[str] = (),
+) -> Iterator[RlRun]:
+    """A block with all steps of a run, which begins in ``config.output`` or is resumed there."""
     if config.cluster.rollouters and rollouters is None:
         check_parts(config, ALONE)
     shape = read_config(model_folder(config.model))
-    more = extra_bytes(config, shape)
-    prepare = prepare_rl if rollouters is None else partial(prepare_rl, rollouters=rollouters)
-    with course(
-        config,
-        shape,
-        prepare,
-        RlLog,
-        console,
-        resume,
-        extra_bytes=more,
-        world=world,
-        allowed=allowed,
-    ) as training:
-        for step in training.steps():
-            take_step(training, step)
-        training.save_model()
-        return training.log.finish()
+    extra = extra_bytes(config, shape)
+    console = console or (Console() if world.rank == 0 else silent())
+    check_recipes(world, config)
+    interruption = Interruption(world)
+    with (
+        interruption.open_to_requests(),
+        begin(
+            config, shape, resume, console.line, extra, world, allowed, interruption.check
+        ) as start,
+        start_run(config, start, console, interruption, rollouters) as run,
+    ):
+        yield run
 
 
-def take_step(training: Course[RlRun, RlLog], step: int) -> None:
-    """One step, whose number is the next."""
-    run = training.run
-    with sampling(training, step), training.learning():
-        training.log.check_state()
-        batch, trained = run.learn(step)
-        run.refresh_reference(step)
-        state = state_digest(run)
-    training.log.step(step, batch, trained, state)
-    training.end_step(step)
+@contextmanager
+def start_run(
+    config: RunConfig,
+    start: Start,
+    console: Console,
+    interruption: Interruption,
+    rollouters: Rollouters | None = None,
+) -> Iterator[RlRun]:
+    """A block with all steps of a run that begins where ``start`` says (``isobit.run.run``)."""
+    with open_graders(config) as graders:
+        with console.busy("loading"):
+            run = prepare_rl(config, start.world, rollouters)
+            run.restore(start, graders, console, interruption)
+            rewards = graders.describe() if graders is not None else []
+        with run.start(start, rewards):
+            yield run
 
 
-def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
-    """Serve until the trainers are done.  Raises what ``train`` raises of sampling and grading, and
-    PeerError where they fail.
-    """
-    with rollouters.errors_shared(), open_graders(config) as graders:
-        run = prepare_rl(config, rollouters.mine, learns=False)
-        if graders is not None:
-            graders.describe()
-        with Interruption(rollouters.mine) as interruption:
-            while (command := rollouters.receive_command(interruption.check))["do"] != "end":
-                if command["do"] == "take weights":
-                    rollouters.transfer_weights(run.model.policy)
-                    continue
-                scene = _scene(run, rollouters, graders, command)
-                make = _sampled if command["do"] == "sample" else _evaluate
-                rollouters.send_result(lambda made=make, at=scene, told=command: made(at, told))
-
-
-def _scene(
-    run: RlRun,
-    rollouters: Rollouters,
-    graders: Graders | None,
-    command: Mapping[str, Any],
-) -> Sampling[RlRun]:
-    """What one command is done with: the record begins where the trainers' stands, and a signal
-    waits until it is done.
-    """
-    interruption = Interruption(rollouters.mine)  # hears no signal, and has the pulse beat
-    record = SentRecord(lambda _: None, [line.encode() for line in command["record"]])
-    grading = RecordedGrading(record, graders, run.model_scores, interruption, rollouters.mine)
-    clock = Clock(rollouters.mine.pulse.beat)
-    return Sampling(run, silent(), clock, interruption, grading, rollouters.mine)
-
-
-def _sampled(scene: Sampling[RlRun], command: Mapping[str, Any]) -> dict[str, Any]:
-    """The next batch, and where it has led to."""
-    run = scene.run
-    run.sampler.restore(command["sampler"])
-    batch = collect(scene)
-    with run.turns.training(scene.clock):
-        batch = compared(batch, run.trainer)
-    return {
-        "batch": batch_value(batch),
-        "engine": asdict(batch.engine),
-        "seconds": scene.clock.take(),
-        "sampler": run.sampler.state(),
-        "gradings": _gradings(scene),
-    }
-
-
-def _evaluate(scene: Sampling[RlRun], command: Mapping[str, Any]) -> dict[str, Any]:
-    """The graded groups of each set."""
-    made = evaluate(
-        scene.run, scene.console, scene.clock, scene.grading, scene.interruption, scene.world
-    )
-    sets = {name: groups_value(groups) for name, (_, groups) in made.items()}
-    return {"sets": sets, "gradings": _gradings(scene)}
-
-
-def _gradings(scene: Sampling[RlRun]) -> list[str]:
-    """Lines for the trainers' record."""
-    record = scene.grading.record
-    assert isinstance(record, SentRecord)
-    return [line.decode() for line in record.gradings]
+# Trainers and rollouters on processes of their own.
 
 
 def train_by_ranks(
     config: RunConfig, resume: bool = False, world: World = ALONE, allowed: Sequence[str] = ()
 ) -> None:
-    """``isobit.run.loop.train`` by all ranks of a world, or by its first ones while the others
-    sample (``cluster.rollouters``).  Raises as it does, and ConfigError for a world that is too
-    small.
+    """``train`` by all ranks of a world, or by its first ones while the others sample
+    (``cluster.rollouters``).  Raises as it does, and ConfigError for a world that is too small.
     """
     if not config.cluster.rollouters:
         train(config, resume=resume, world=world, allowed=allowed)
@@ -290,3 +251,70 @@ def train_by_ranks(
         return
     with rollouters.errors_shared():
         train(config, resume=resume, world=rollouters.mine, rollouters=rollouters, allowed=allowed)
+
+
+def request_batch(run: RlRun) -> None:
+    """Have the rollouters sample the next batch, by the weights as they are now."""
+    assert run.rollouters is not None
+    run.rollouters.update_weights(run.model.policy)
+    state, ahead = run.sampler.state(), lines_ahead(run.grading)
+    run.rollouters.send_command({"do": "sample", "sampler": state, "record": ahead})
+
+
+def receive_batch(run: RlRun) -> GradedBatch:
+    """Wait for the batch, and take over the order of prompts and the record of rewards."""
+    assert run.rollouters is not None
+    with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
+        value = run.rollouters.receive_result()
+    for name, seconds in value["seconds"].items():
+        run.clock.add(name, seconds)
+    run.sampler.restore(value["sampler"])
+    append_lines(run.grading, value["gradings"])
+    return replace(run.pending.batch_of(value["batch"]), engine=EngineStats(**value["engine"]))
+
+
+def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
+    """What a rollouter does until the trainers are done.  Raises what ``train`` raises of sampling
+    and grading, and PeerError where they fail.
+    """
+    with rollouters.errors_shared(), open_graders(config) as graders:
+        run = prepare_rl(config, rollouters.mine, learns=False)
+        if graders is not None:
+            graders.describe()
+        with Interruption(rollouters.mine) as interruption:
+            while (command := rollouters.receive_command(interruption.check))["do"] != "end":
+                if command["do"] == "take weights":
+                    rollouters.transfer_weights(run.model.policy)
+                    continue
+                # the record begins where the trainers' stands; a signal waits for the command's
+                # end, since the run's own interruption hears none
+                record = SentRecord(lambda _: None, [line.encode() for line in command["record"]])
+                run.grade_by(graders, record)
+                serve = _serve_batch if command["do"] == "sample" else _serve_evaluation
+                rollouters.send_result(
+                    lambda serve=serve, record=record, command=command: {
+                        **serve(run, command),
+                        "gradings": [line.decode() for line in record.gradings],
+                    }
+                )
+
+
+def _serve_batch(run: RlRun, command: Mapping[str, Any]) -> dict[str, Any]:
+    """The next batch, and where the order of prompts stands after it."""
+    run.sampler.restore(command["sampler"])
+    batch = collect(run)
+    with run.turns.training(run.clock):
+        batch = compared(batch, run.trainer)
+    return {
+        "batch": batch_value(batch),
+        "engine": asdict(batch.engine),
+        "seconds": run.clock.take(),
+        "sampler": run.sampler.state(),
+    }
+
+
+def _serve_evaluation(run: RlRun, _: Mapping[str, Any]) -> dict[str, Any]:
+    """The graded groups of each evaluation set."""
+    made = run.evaluate_now()
+    run.clock.take()  # the trainers count what they wait
+    return {"sets": {name: groups_value(groups) for name, (_, groups) in made.items()}}

@@ -42,8 +42,8 @@ from isobit.util.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
-    """What a step learns from, and what it took to get it."""
+class GradedBatch:
+    """The graded groups that one step learns from, and what it took to get them."""
 
     groups: list[Group]
     grades: GradeStats
@@ -58,6 +58,22 @@ class Collected:
     """
     mismatch: Metrics = field(default_factory=dict)
     """Of the same tokens."""
+
+    @property
+    def telling(self) -> list[Group]:
+        """The groups with two rewards that differ: those that have a gradient."""
+        return [group for group in self.groups if not group.is_level]
+
+    @property
+    def level(self) -> list[Group]:
+        """The zero-variance groups."""
+        return [group for group in self.groups if group.is_level]
+
+    def __add__(self, other: "GradedBatch") -> "GradedBatch":
+        """Both batches as one that is neither refilled nor compared."""
+        return GradedBatch(
+            [*self.groups, *other.groups], self.grades + other.grades, self.engine + other.engine
+        )
 
 
 COMPARED = 16
@@ -87,7 +103,7 @@ class Pending:
         """``prompts`` are all that the run learns from."""
         self._lag, self._steps = lag, steps
         self._prompts = {prompt.id: prompt for prompt in prompts}
-        self._waiting: deque[Collected] = deque()
+        self._waiting: deque[GradedBatch] = deque()
         self._first = 1
         """The step that learns from the front of the line."""
         self._engine = EngineStats()
@@ -99,7 +115,7 @@ class Pending:
         first = max(self._first + len(self._waiting), step)
         return range(first, min(step + self._lag, self._steps) + 1)
 
-    def add(self, batch: Collected) -> None:
+    def add(self, batch: GradedBatch) -> None:
         """Put a batch at the end of the line."""
         self._engine += batch.engine
         self._waiting.append(batch)
@@ -112,7 +128,7 @@ class Pending:
                 for batch in self._waiting
             )
 
-    def front(self) -> Collected:
+    def front(self) -> GradedBatch:
         """The batch that it is time to learn from."""
         batch = self._waiting[0]
         return replace(batch, groups=_stale(batch.groups)) if self._lag else batch
@@ -153,9 +169,9 @@ class Pending:
             self.batch_of(decode(bytes(tensors[f"batch_{number}"].numpy()))) for number in numbers
         )
 
-    def batch_of(self, value: Mapping[str, Any]) -> Collected:
+    def batch_of(self, value: Mapping[str, Any]) -> GradedBatch:
         """The batch of ``batch_value``."""
-        return Collected(
+        return GradedBatch(
             groups_of(value["groups"], self._prompt),
             GradeStats(**value["grades"]),
             EngineStats(),
@@ -174,7 +190,7 @@ class Pending:
         return self._prompts[name]
 
 
-def batch_value(batch: Collected) -> dict[str, Any]:
+def batch_value(batch: GradedBatch) -> dict[str, Any]:
     """A batch that has been compared, as ``isobit.parallel.world`` takes it; without what the
     engine did.
     """
@@ -189,7 +205,7 @@ def batch_value(batch: Collected) -> dict[str, Any]:
     }
 
 
-def compared(batch: Collected, trainer: Trainer) -> Collected:
+def compared(batch: GradedBatch, trainer: Trainer) -> GradedBatch:
     """A batch with the comparison of the completions of some indices, the same in any run: evenly
     spaced, so that prompts and places in their groups vary.
     """

@@ -1,31 +1,27 @@
-"""A training before it starts: what ``--dry-run`` prints, and the plan of a device's memory that
-the run itself follows.
+"""A training before its weights are read: where its policy comes from, what it will ask of the
+model and of the machine, and what ``isobit train --dry-run`` prints of that.
 
-A dry run reads the configuration, the tokenizer and the data; never the weights.  Everything is
-refused that the run would refuse, apart from what only the weights can show and from trackers,
-which would be called up over the network.  Nothing is written, and no memory is taken that the run
-would take.
+    ModelSource    a model folder, or random weights of a shape in the recipe with a folder's
+                   tokenizer.  A reward model may also begin as a language model's folder
+    Plan           everything that a run is built from (``isobit.run.run``); each kind of training
+                   makes its own, and from there on all is the same
+    DryRun         the plan with the memory, the disk and the rewards that the run would take
 
-Where a training's policy comes from: a model folder, or random weights of a shape of the
-recipe's own with a folder's tokenizer.  What learns from preferences is a reward model, which may
-also begin as a language model's folder.
-
-A training as far as it is known without the weights: what its parts are built from
-(``isobit.run.setup``), and what a dry run plans with (``isobit.run.plan``).
-
-Each kind of training makes its own outline; from there on all is the same.
+A dry run reads the configuration, the tokenizer and the data, never the weights.  It refuses what
+the run would refuse, apart from what only the weights can show and from trackers, which would be
+called over the network.  It writes nothing, and takes none of the memory that the run would take.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Protocol, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
 from isobit.config.load import dump_config
-from isobit.config.recipes import Objective, Recipe, RunConfig, SftConfig
+from isobit.config.recipes import Objective, RunConfig, SftConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.rules import check_shape
 from isobit.config.tables import ModelShape, PrecisionConfig, TrainingConfig
@@ -62,6 +58,8 @@ from isobit.precision.quant_tensor import BLOCK
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import Request
 from isobit.rollout.native import Limits, check_limits
+from isobit.run.data import RlData, digests
+from isobit.run.lessons import SftData
 from isobit.store.checkpoint import folders_by_step
 from isobit.store.directory import RunDirectory, check_unused
 from isobit.store.disk import DiskPlan, plan_disk
@@ -185,12 +183,20 @@ def _experts(shape: ModelShape) -> Experts | None:
     return Experts(shape.num_experts, shape.num_experts_per_tok, width, renormalise=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """What a training asks of the model and of the machine."""
+Config = TypeVar("Config", RunConfig, SftConfig)
+Data = TypeVar("Data", RlData, SftData)
+AnyPlan: TypeAlias = "Plan[Any, Any]"
 
-    config: Recipe
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Generic[Config, Data]):
+    """A training before any weight is read: what it is made from, and what it asks of the model and
+    of the machine.
+    """
+
+    config: Config
     source: ModelSource
+    data: Data
     training: TrainingConfig
     """As the trainer and the memory plan read it."""
     updates: int
@@ -199,10 +205,12 @@ class Outline:
     """Tokens of the longest sequence that training can meet."""
     learning: Sequence[str]
     """Lines on the data and the steps."""
+    evaluation: Mapping[str, Sequence[Request]]
+    """What the engine is asked for on each evaluation set; empty where nothing is generated."""
     frozen: tuple[FrozenModel, ...] = ()
     """Models that only score: a reference model, reward models."""
     extra_bytes: int = 0
-    """Of a checkpoint, beside policy and optimiser."""
+    """Bytes of a checkpoint beside policy and optimiser, at most."""
     head_rate: float = 1.0
     """How many times as fast as the rest a value head learns."""
 
@@ -211,33 +219,25 @@ class Outline:
         """The model that the training starts from, without its weights."""
         return self.source.described
 
-    def choose_device(self) -> torch.device:
-        """Where it computes.  Raises ConfigError where that cannot be."""
-        return choose_device(self.config.device, self.model.config, self.config.precision)
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Digests of what is read beside the recipe (``isobit.run.data``); reads the files."""
+        content = self.data.digests()
+        return digests(self.config, self.model.folder, self.source.from_scratch, content)
+
+    @property
+    def requests(self) -> Sequence[Sequence[Request]]:
+        """All that its engine may be asked for, in sets of which no two are asked for together."""
+        return ([one for asked in self.evaluation.values() for one in asked],)
 
     @property
     def generates(self) -> bool:
         """Whether there is an engine: completions are wanted where a reward grades them."""
         return self.config.reward is not None
 
-
-class Material(Protocol):
-    """What a kind of training is made from, as far as it is known without the weights."""
-
-    @property
-    def inputs(self) -> Mapping[str, str]:
-        """Digests of what is read beside the recipe (``isobit.run.setup``)."""
-        ...
-
-    @property
-    def outline(self) -> Outline:
-        """What it asks of the model and of the machine."""
-        ...
-
-    @property
-    def requests(self) -> Sequence[Sequence[Request]]:
-        """All that its engine may be asked for, in sets of which no two are asked for together."""
-        ...
+    def choose_device(self) -> torch.device:
+        """Where it computes.  Raises ConfigError where that cannot be."""
+        return choose_device(self.config.device, self.model.config, self.config.precision)
 
 
 def check_requests(
@@ -265,14 +265,11 @@ def check_context(requests: Sequence[Request], context: int) -> None:
             )
 
 
-Config = TypeVar("Config", RunConfig, SftConfig)
-
-
 @dataclass(frozen=True, slots=True)
-class TrainingPlan:
+class DryRun:
     """What a training would use and take."""
 
-    outline: Outline
+    plan: AnyPlan
     weight_bytes: int
     """Of the model's files; 0 where it starts from random weights."""
     flow: PrecisionFlow
@@ -290,18 +287,18 @@ class TrainingPlan:
         """The plan as text: the resolved recipe, the model, what is learnt, the precision flow, and
         the memory against what is free now.
         """
-        folder, shape = self.outline.model.folder, self.outline.model.config
+        folder, shape = self.plan.model.folder, self.plan.model.config
         parameters = sum(prod(sizes) for sizes in master_shapes(shape).values())
         start = gib(self.weight_bytes) if self.weight_bytes else "from random weights"
         return [
-            *dump_config(self.outline.config).splitlines(),
+            *dump_config(self.plan.config).splitlines(),
             "",
             f"model {folder}: {shape.family}, {parameters:,} parameters, {shape.num_layers} "
             f"layers, {start}",
-            *self.outline.learning,
+            *self.plan.learning,
             *self.rewards,
             *(f"  {line}" for line in describe_flow(self.flow)),
-            *describe_rounds(self.outline, self.processes),
+            *describe_rounds(self.plan, self.processes),
             *(
                 self.memory.describe()
                 if isinstance(self.memory, DevicePlan)
@@ -315,38 +312,37 @@ class TrainingPlan:
 
 def plan_training(
     config: Config,
-    read: Callable[[Config], Material],
+    read: Callable[[Config], AnyPlan],
     resume: bool = False,
     allowed: Sequence[str] = (),
-) -> TrainingPlan:
-    """Check a training, whose material ``read`` makes, and work out what it takes; with ``resume``
+) -> DryRun:
+    """Check a training, which ``read`` plans, and work out what it takes; with ``resume``
     the run in its directory is to go on, though what is ``allowed`` by name be other than it was.
 
     Raises an ``IsobitError`` that names what cannot be used.
     """
     if not resume:
         check_unused(config.output)
-    material = read(config)
+    plan = read(config)
     rewards = describe_rewards(config.reward)
-    outline = material.outline
-    model = outline.model.config
-    weight_bytes = outline.source.weight_bytes
+    model = plan.model.config
+    weight_bytes = plan.source.weight_bytes
     flow = build_flow(config.precision, decoder_shape(model))
-    device = outline.choose_device()
+    device = plan.choose_device()
     start: list[str] = []
     if resume:
-        preview(config, material.inputs, device, allowed, start.append)
-    cluster, sizes = outline.config.cluster, support(device.type).sizes
+        preview(config, plan.inputs, device, allowed, start.append)
+    cluster, sizes = plan.config.cluster, support(device.type).sizes
     processes = cluster.processes - cluster.rollouters
     if support(device.type).has_own_memory:
-        memory = plan_device_memory(outline, device, processes, cluster.processes)
+        memory = plan_device_memory(plan, device, processes, cluster.processes)
         pages = memory.pages
     else:
-        memory = _plan_main_memory(outline, flow, sizes, processes)
+        memory = _plan_main_memory(plan, flow, sizes, processes)
         pages = num_pages_for(model, flow, config.rollout, sizes)
     limits = Limits(model.max_positions, model.vocab_size, pages, sizes.page_tokens, True)
     check = partial(check_limits, limits=limits)
-    check_requests(material.requests, check, model.max_positions)
+    check_requests(plan.requests, check, model.max_positions)
     disk = plan_disk(
         config.output,
         model,
@@ -354,10 +350,10 @@ def plan_training(
         config.checkpoint,
         config.evaluation,
         folders_by_step(RunDirectory(config.output).checkpoints),
-        outline.extra_bytes,
+        plan.extra_bytes,
     )
     disk.check()
-    return TrainingPlan(outline, weight_bytes, flow, memory, processes, disk, rewards, start)
+    return DryRun(plan, weight_bytes, flow, memory, processes, disk, rewards, start)
 
 
 def describe_rewards(reward: RewardConfig | None) -> Sequence[str]:
@@ -370,13 +366,13 @@ def describe_rewards(reward: RewardConfig | None) -> Sequence[str]:
         return graders.describe()
 
 
-def describe_rounds(outline: Outline, processes: int) -> Sequence[str]:
+def describe_rounds(plan: AnyPlan, processes: int) -> Sequence[str]:
     """How several processes share an update's micro-batches out, if all sequences were as long as
     the longest; no lines of one process.
     """
     if processes == 1:
         return ()
-    training, longest = outline.training, outline.longest
+    training, longest = plan.training, plan.longest
     prompts = -(-training.prompts_per_step // training.updates_per_batch)
     sequences = prompts * training.samples_per_prompt
     batches = -(-sequences // max(1, microbatch_tokens(training, longest) // longest))
@@ -394,7 +390,7 @@ def describe_rounds(outline: Outline, processes: int) -> Sequence[str]:
 
 
 def plan_device_memory(
-    outline: Outline,
+    plan: AnyPlan,
     device: torch.device,
     processes: int = 1,
     here: int = 1,
@@ -408,25 +404,25 @@ def plan_device_memory(
     Raises ConfigError where the plan does not fit, and where the main memory does not hold what is
     to go there.
     """
-    config, training, shape = outline.config, outline.training, outline.model.config
+    config, training, shape = plan.config, plan.training, plan.model.config
     flow, memory = build_flow(config.precision, decoder_shape(shape)), read_memory()
-    rollout = config.rollout if outline.generates else None
+    rollout = config.rollout if plan.generates else None
     sizes, total = support(device.type).sizes, available_memory(device)
-    frozen = outline.frozen if learns else tuple(one for one in outline.frozen if one.grades)
+    frozen = plan.frozen if learns else tuple(one for one in plan.frozen if one.grades)
     planner = DevicePlanner(shape, flow, sizes, total, frozen, processes, learns, hosts)
-    plan = planner.plan(rollout, training, outline.longest)
-    host = {name: here * size for name, size in plan.host.items()}
+    device_plan = planner.plan(rollout, training, plan.longest)
+    host = {name: here * size for name, size in device_plan.host.items()}
     if memory is not None and sum(host.values()) > memory.available:
-        raise ConfigError(_too_much_offloaded(outline, host, memory.available))
-    return plan
+        raise ConfigError(_too_much_offloaded(plan, host, memory.available))
+    return device_plan
 
 
-def _too_much_offloaded(outline: Outline, host: Mapping[str, int], available: int) -> str:
+def _too_much_offloaded(plan: AnyPlan, host: Mapping[str, int], available: int) -> str:
     """What would go to main memory, by the keys that send it there."""
-    keys = {model.name: f"{model.table}.offload" for model in outline.frozen}
+    keys = {model.name: f"{model.table}.offload" for model in plan.frozen}
     keys[MOMENTS] = "training.offload_moments"
     parts = [f"{keys[name]} puts {gib(size)} into main memory" for name, size in host.items()]
-    smaller = advise_smaller_moments(outline.training.moments) if MOMENTS in host else ""
+    smaller = advise_smaller_moments(plan.training.moments) if MOMENTS in host else ""
     return (
         f"{' and '.join(parts)}, and {gib(available)} are free: leave "
         f"{'it' if len(parts) == 1 else 'one'} out{f', or {smaller}' if smaller else ''}"
@@ -441,19 +437,19 @@ def available_memory(device: torch.device) -> int:
 
 
 def _plan_main_memory(
-    outline: Outline, flow: PrecisionFlow, sizes: Sizes, processes: int
+    plan: AnyPlan, flow: PrecisionFlow, sizes: Sizes, processes: int
 ) -> MemoryEstimate:
     estimate = estimate_memory(
-        outline.model.config,
+        plan.model.config,
         flow,
-        outline.config.rollout,
-        outline.training,
-        outline.longest,
+        plan.config.rollout,
+        plan.training,
+        plan.longest,
         sizes,
-        outline.frozen,
+        plan.frozen,
         processes,
     )
-    if outline.generates:
+    if plan.generates:
         return estimate
     items = tuple(item for item in estimate.items if item.name != "KV pages")
     return replace(estimate, items=items)

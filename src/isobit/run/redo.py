@@ -29,24 +29,23 @@ on: its steps are done again from a checkpoint of that time, with the recipe of 
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from isobit.config.load import apply_overrides, build, parse_overrides
-from isobit.config.recipes import Recipe, RunConfig
+from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig, CheckpointConfig, TrackingConfig
-from isobit.models.config import ModelConfig
-from isobit.models.folder import model_folder, read_config, write_model
+from isobit.models.folder import write_model
 from isobit.observe.console import silent
 from isobit.parallel.world import ALONE, World, broadcast
-from isobit.run.course import Begins, Course, course
-from isobit.run.log import RlLog
-from isobit.run.loop import take_step
+from isobit.run.grading import Interruption
+from isobit.run.loop import start_run, take_step
 from isobit.run.redo_compare import Comparer, different_files
-from isobit.run.setup import RlRun, prepare_rl
+from isobit.run.run import check_recipes
+from isobit.run.setup import RlRun
 from isobit.store.checkpoint import (
     MASTERS,
     OPTIMISER,
@@ -56,7 +55,7 @@ from isobit.store.checkpoint import (
 )
 from isobit.store.compatible import REPLAYING, check_compatible, is_allowed
 from isobit.store.directory import RunDirectory, is_held, read_lines
-from isobit.store.resume import Say, Start, begin_again
+from isobit.store.resume import Say, begin_again
 from isobit.store.reward_record import KnownRewards, RewardRecord
 from isobit.store.state import StepDigests, checkpoint_digest, read_digests
 from isobit.util.errors import CheckpointError, ConfigError
@@ -282,9 +281,6 @@ def _last_step(
     return max(*digests, finished)
 
 
-RlCourse = Course[RlRun, RlLog]
-
-
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
     """What came of it."""
@@ -323,19 +319,24 @@ def replay(
     say(f"replaying {describe_steps(source.first, source.last)} of {root} from {start}")
     with _place(world) as place:
         config = _config_at(source, place)
-        shape = read_config(model_folder(config.model))
-        begins = _begins(source, recorded_rewards, say)
-        with course(
-            config,
-            shape,
-            prepare_rl,
-            RlLog,
-            silent(),
-            world=world,
-            allowed=source.allowed,
-            begins=begins,
-        ) as training:
-            return _Replay(source, training, say).steps()
+        check_recipes(world, config)
+        interruption = Interruption(world)
+        with (
+            interruption.open_to_requests(),
+            begin_again(
+                config,
+                source.directory,
+                source.manifest,
+                source.checkpoint,
+                _rewards(source, recorded_rewards, say, world),
+                say,
+                world,
+                source.allowed,
+                interruption.check,
+            ) as start,
+            start_run(config, start, silent(), interruption) as run,
+        ):
+            return _Replay(source, run, say).steps()
 
 
 def describe_steps(first: int, last: int) -> str:
@@ -346,25 +347,26 @@ def describe_steps(first: int, last: int) -> str:
 class _Replay:
     """The steps, one after the other."""
 
-    def __init__(self, source: ReplaySource, training: RlCourse, say: Say) -> None:
-        self._source, self._training, self._say = source, training, say
-        self._world = training.world
+    def __init__(self, source: ReplaySource, run: RlRun, say: Say) -> None:
+        self._source, self._run, self._say = source, run, say
+        self._world = run.world
         self._found = list(source.differences)
-        requests = training.run.evaluator.requests.values()
+        assert run.evaluator is not None, "reinforcement learning always generates"
+        requests = run.evaluator.requests.values()
         self._comparer = Comparer(
             source.directory,
             source.digests,
-            training.log.directory,
+            run.log.directory,
             {request.prompt.id for asked in requests for request in asked},
         )
 
     def steps(self) -> ReplayResult:
         """Until the last one that is wanted, or that can be compared."""
-        source, training, done = self._source, self._training, self._source.first - 1
+        source, done = self._source, self._source.first - 1
         if not done:
             self._compare(0)
         for step in range(source.first, source.last + 1):
-            take_step(training, step)
+            take_step(self._run, step)
             done = step
             if self._compare(step):
                 self._say(f"step {step} has left other weights: no step after it is done")
@@ -385,8 +387,8 @@ class _Replay:
 
     def _compare_model(self, step: int) -> None:
         """The model folder, whose files are made again."""
-        recorded, again = self._source.directory.model, self._training.log.directory.model
-        write_model(self._training.run.model, again)
+        recorded, again = self._source.directory.model, self._run.log.directory.model
+        write_model(self._run.model, again)
         found = broadcast(self._world, lambda: list(different_files(recorded, again)))
         self._note(step, found)
         if not found:
@@ -398,38 +400,12 @@ class _Replay:
             self._say(f"step {step}: {what}" if step else f"before the first step: {what}")
 
 
-def _begins(source: ReplaySource, recorded_rewards: bool, say: Say) -> Begins:
-    """What stands in for ``isobit.store.resume.begin``."""
-
-    def begins(
-        config: Recipe,
-        shape: ModelConfig,
-        resume: bool,
-        quiet: Say,
-        extra_bytes: int,
-        world: World,
-        allowed: Sequence[str],
-        check: Callable[[], None],
-    ) -> AbstractContextManager[Start]:
-        rewards = RewardRecord(say)
-        if recorded_rewards:
-            path = source.directory.rewards
-            rewards = KnownRewards(
-                say, broadcast(world, lambda: list(filter(None, read_lines(path))))
-            )
-        return begin_again(
-            config,
-            source.directory,
-            source.manifest,
-            source.checkpoint,
-            rewards,
-            say,
-            world,
-            allowed,
-            check,
-        )
-
-    return begins
+def _rewards(source: ReplaySource, recorded_rewards: bool, say: Say, world: World) -> RewardRecord:
+    """An empty record, or the rewards that the run has recorded."""
+    if not recorded_rewards:
+        return RewardRecord(say)
+    path = source.directory.rewards
+    return KnownRewards(say, broadcast(world, lambda: list(filter(None, read_lines(path)))))
 
 
 @contextmanager

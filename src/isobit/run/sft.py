@@ -1,78 +1,58 @@
 """The loop of fine-tuning, on completions or on preferences.
 
-take examples -> pack, loss, backward, update, publish -> log -> maybe evaluate -> maybe save
+    take examples -> pack, loss, backward, update, publish -> log -> evaluate, save when due
 
 What can be refused without the weights is refused before they are loaded, a GPU without the memory
 too; everything else before the run's directory is made.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
 from isobit.config.tables import OptimisationConfig, TrainingConfig
-from isobit.data.sampler import PromptSampler
-from isobit.observe.console import Console, describe_policy
+from isobit.observe.console import Console, describe_policy, silent
 from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Grading
-from isobit.rollout.engine import Request
-from isobit.run.course import course
-from isobit.run.evaluate import Evaluation, Evaluator, OnProgress, evaluation_requests
+from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
+from isobit.run.grading import Interruption
 from isobit.run.lessons import LESSONS, HeldOut, Item, Lesson, SftData, load_examples
-from isobit.run.plan import Outline, check_requests, describe_source, source_config
+from isobit.run.plan import Plan, describe_source, source_config
 from isobit.run.reward_models import plan_reward_models
-from isobit.run.setup import PreparedRun, build_parts, digests
+from isobit.run.run import Run, check_recipes, open_graders
 from isobit.run.sft_log import SftLog, SftSummary
+from isobit.store.manifest import Extra
+from isobit.store.resume import Start, begin
 from isobit.training.figures import UpdateMetrics
 from isobit.training.out_of_memory import measured_within_memory, within_memory
-from isobit.training.supervised import (
-    PairFigures,
-)
+from isobit.training.supervised import PairFigures
 
 _SHORTER_EXAMPLES = "leave out the longest examples, or lower data.max_tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class SftMaterial:
-    """What a run is made from, as far as it is known without the weights."""
-
-    outline: Outline
-    data: SftData
-    evaluation: Mapping[str, Sequence[Request]]
-    """What the engine is asked for on each held-out set, where a reward grades it."""
-
-    @property
-    def inputs(self) -> dict[str, str]:
-        """Digests of what is read beside the recipe."""
-        return digests(self.outline, self.data.digests())
-
-    @property
-    def requests(self) -> tuple[Sequence[Request]]:
-        """What the engine may be asked for: all of an evaluation."""
-        return ([one for asked in self.evaluation.values() for one in asked],)
+SftPlan: TypeAlias = Plan[SftConfig, SftData]
 
 
-@dataclass(frozen=True, slots=True)
-class SftRun(PreparedRun):
-    """The parts of a run, ready to start."""
+class SftRun(Run[SftConfig, SftData, SftLog]):
+    """A run of fine-tuning; with a reward the policy's own completions of held-out prompts are
+    graded, too.
+    """
 
-    config: SftConfig
-    data: SftData
-    evaluator: Evaluator | None
-    """Completes and grades the held-out prompts, where a reward is configured."""
+    saves_model_when_interrupted = True
 
     @property
     def lesson(self) -> Lesson[Any]:
         """The objective."""
         return LESSONS[self.config.objective]
 
-    def data_figures(self) -> dict[str, Any]:
-        """How many examples there are to learn from and to be measured on, for the manifest."""
-        return self.data.figures()
+    @property
+    def extras(self) -> Mapping[str, Extra]:
+        """The reward models, where there are any."""
+        return self.reward_extras()
 
     def describe(self) -> list[str]:
         """The first lines: the model, the data, how often it is gone through, the flow, the plan of
@@ -130,25 +110,19 @@ class SftRun(PreparedRun):
             figures[name] = HeldOut(len(examples), loss, result, pairs), groups
         return figures
 
+    def open_log(self, start: Start) -> SftLog:
+        return SftLog(self, start, self.console, self.clock)
+
 
 def prepare_sft(config: SftConfig, world: World = ALONE) -> SftRun:
     """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
     cannot be used; writes nothing.
     """
     check_tracking(config.tracking)
-    made = read_sft(config)
-    parts = build_parts(made.outline, world)
-    sampler = PromptSampler(
-        made.data.prompts, config.training.prompts_per_step, config.seed, config.data.shuffle
-    )
-    evaluator = None
-    if parts.engine is not None:
-        check_requests(made.requests, parts.engine.check, parts.model.context)
-        evaluator = Evaluator(parts.engine, made.evaluation, world)
-    return SftRun(parts, sampler, made.inputs, config, made.data, evaluator)
+    return SftRun(read_sft(config), world)
 
 
-def read_sft(config: SftConfig) -> SftMaterial:
+def read_sft(config: SftConfig) -> SftPlan:
     """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
     check_sft(config)
     check_package(config.tracking)
@@ -161,21 +135,22 @@ def read_sft(config: SftConfig) -> SftMaterial:
             prompts, config.evaluation, config.rollout, source.described
         )
     training = config.training
-    outline = Outline(
-        config,
-        source,
-        trainer_config(training, generates=config.reward is not None),
-        training.steps,
-        data.longest,
+    return Plan(
+        config=config,
+        source=source,
+        data=data,
+        training=trainer_config(training, generates=config.reward is not None),
+        updates=training.steps,
+        longest=data.longest,
         learning=(
             data.describe(training),
             f"steps: {training.steps} of {training.prompts_per_step} {data.noun}; "
             f"{'pairs' if data.objective == 'preference' else 'sequences'} of at most "
             f"{data.longest} tokens",
         ),
+        evaluation=evaluation,
         frozen=plan_reward_models(config.reward),
     )
-    return SftMaterial(outline, data, evaluation)
 
 
 def trainer_config(training: OptimisationConfig, generates: bool) -> TrainingConfig:
@@ -207,24 +182,39 @@ def sft(
     SIGTERM and Ctrl-C raise Interrupted.  What the run has learnt is in its last checkpoint in each
     case, and in ``model/``, as far as it can still be written.
     """
-    shape = source_config(config.model, config.from_scratch, config.objective)
-    with course(
-        config,
-        shape,
-        prepare_sft,
-        SftLog,
-        console,
-        resume,
-        model_when_interrupted=True,
-        world=world,
-        allowed=allowed,
-    ) as training:
-        run = training.run
-        for step in training.steps():
-            with training.learning(engine_is_next=training.evaluates_after(step)):
+    with open_run(config, console, resume, world, allowed) as run:
+        for step in run.steps():
+            with run.learning(engine_is_next=run.evaluates_after(step)):
                 examples = run.next_examples()
                 update = run.learn(examples)
-            training.log.step(step, examples, update)
-            training.end_step(step)
-        training.save_model()
-        return training.log.finish()
+            run.log.step(step, examples, update)
+            run.evaluate_if_due(step)
+            run.save_if_due(step)
+        run.save_model()
+        return run.log.finish()
+
+
+@contextmanager
+def open_run(
+    config: SftConfig,
+    console: Console | None,
+    resume: bool,
+    world: World,
+    allowed: Sequence[str],
+) -> Iterator[SftRun]:
+    """A block with all steps of a run, which begins or is resumed (``isobit.run.run``)."""
+    shape = source_config(config.model, config.from_scratch, config.objective)
+    console = console or (Console() if world.rank == 0 else silent())
+    check_recipes(world, config)
+    interruption = Interruption(world)
+    with (
+        interruption.open_to_requests(),
+        begin(config, shape, resume, console.line, 0, world, allowed, interruption.check) as start,
+        open_graders(config) as graders,
+    ):
+        with console.busy("loading"):
+            run = prepare_sft(config, world)
+            run.restore(start, graders, console, interruption)
+            rewards = graders.describe() if graders is not None else []
+        with run.start(start, rewards):
+            yield run

@@ -1,0 +1,161 @@
+"""What a run reads beside its recipe: the prompts of reinforcement learning, and a digest of
+everything that is read.
+
+Every checkpoint records the digests, and a resume compares them (``isobit.store.compatible``): with
+another reward, other data or another tokenizer the rest of a run would silently be another run.
+
+    data.train.content            prompts: ids, tokens, and columns that a reward may read; of
+                                  fine-tuning also what is learnt
+    data.eval.NAME.content        likewise
+    model.config                  bytes of config.json, unless the model starts from scratch
+    model.tokenizer               all files of the tokenizer
+    model.generation              generation_config.json
+    reward.function.source        the user's own code (``isobit.util.user_code``); of the parts of a
+                                  reward it is reward.parts.NAME.function.source
+    algorithm.source.content      an objective of the user's own
+
+Weights are not among them: a checkpoint holds the policy's, and digests of all others
+(``isobit.store.manifest.Extra``).
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isobit.config.data import DataConfig, DataSource
+from isobit.config.recipes import Recipe, RunConfig
+from isobit.config.reward import WHOLE
+from isobit.data.prompts import (
+    TooLong,
+    build_prompts,
+    describe_too_long,
+    drop_evaluated,
+    prompts_sha256,
+)
+from isobit.models.folder import DescribedModel
+from isobit.records.text import Prompt
+from isobit.rewards.graders import GRADERS
+from isobit.util.files import file_sha256
+from isobit.util.user_code import source_sha256
+
+
+@dataclass(frozen=True, slots=True)
+class RlData:
+    """All prompts of a run of reinforcement learning."""
+
+    prompts: Sequence[Prompt]
+    """Those to learn from, none of which stands in an evaluation set."""
+    dropped: int
+    """Training prompts left out because an evaluation set holds them too."""
+    sets: Mapping[str, Sequence[Prompt]]
+    """The problems of each evaluation set."""
+    too_long: Mapping[str, TooLong] = field(default_factory=dict)
+    """What was too long in each set, and what became of it."""
+
+    def figures(self) -> dict[str, Any]:
+        """How many there are of each, for the manifest."""
+        return {
+            "training_prompts": len(self.prompts),
+            "dropped_prompts": self.dropped,
+            "evaluation_problems": {name: len(prompts) for name, prompts in self.sets.items()},
+            "too_long": {name: found.describe() for name, found in self.too_long.items()},
+        }
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each set."""
+        return {
+            "train": prompts_sha256(self.prompts),
+            **{f"eval.{name}": prompts_sha256(prompts) for name, prompts in self.sets.items()},
+        }
+
+    def describe(self, prompts_per_step: int) -> str:
+        """One line: how many training prompts and evaluation problems there are, what was left out
+        or cut, and whether a step has a prompt more than once.
+        """
+        sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in self.sets.items())
+        dropped = (
+            f" ({self.dropped} more also stand in an evaluation set: dropped)"
+            if self.dropped
+            else ""
+        )
+        return (
+            f"data: {len(self.prompts)} training prompts{dropped}; evaluation problems: "
+            f"{sets or 'none'}{describe_too_long(self.too_long)}" + self._repeated(prompts_per_step)
+        )
+
+    def _repeated(self, prompts_per_step: int) -> str:
+        if prompts_per_step <= len(self.prompts):
+            return ""
+        times = -(-prompts_per_step // len(self.prompts))
+        return (
+            f"; warning: a step takes {prompts_per_step} prompts (training.prompts_per_step), so "
+            f"that it has the same prompt up to {times} times"
+        )
+
+
+def load_prompts(data: DataConfig, model: DescribedModel) -> RlData:
+    """Read and tokenise all sets.  Raises DataError for what cannot be used."""
+    too_long: dict[str, TooLong] = {}
+
+    def prompts_of(name: str, source: DataSource) -> list[Prompt]:
+        counts = too_long[name] = TooLong(data.too_long)
+        context = model.config.max_positions
+        return build_prompts(name, source, model.tokenizer, data, context, counts)
+
+    train = prompts_of("train", data.train)
+    sets = {name: prompts_of(name, source) for name, source in data.eval.items()}
+    prompts, dropped = drop_evaluated(train, sets.values())
+    return RlData(prompts, dropped, sets, {n: one for n, one in too_long.items() if one.describe()})
+
+
+_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
+_ABSENT = "absent"
+
+
+def digests(
+    config: Recipe, folder: Path, from_scratch: bool, content: Mapping[str, str]
+) -> dict[str, str]:
+    """Of a training whose data has the digests ``content``, by set.  Raises OSError for a file that
+    cannot be read.
+    """
+    files = {
+        **({} if from_scratch else {"model.config": ("config.json",)}),
+        "model.tokenizer": _TOKENIZER,
+        "model.generation": ("generation_config.json",),
+    }
+    return {
+        **{f"data.{name}.content": digest for name, digest in content.items()},
+        **{name: _files_sha256(folder, patterns) for name, patterns in files.items()},
+        **dict(_sources(config)),
+    }
+
+
+def _sources(config: Recipe) -> Iterator[tuple[str, str]]:
+    parts = {} if config.reward is None else config.reward.named()
+    for name, part in parts.items():
+        if part.function is not None and part.function not in GRADERS:
+            key = "reward" if name == WHOLE else f"reward.parts.{name}"
+            yield f"{key}.function.source", source_sha256(part.function) or _ABSENT
+    own = config.algorithm if isinstance(config, RunConfig) else None
+    if own is not None and own.name == "custom":
+        yield "algorithm.source.content", source_sha256(own.source) or _ABSENT
+
+
+def _files_sha256(folder: Path, patterns: tuple[str, ...]) -> str:
+    """Of the names and bytes of the files that match."""
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    if not paths:
+        return _ABSENT
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(f"{path.name}\n{file_sha256(path)}\n".encode())
+    return digest.hexdigest()

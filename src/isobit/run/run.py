@@ -1,0 +1,327 @@
+"""A run and everything that it owns, whatever it learns from.
+
+    with open_run(...) as run:                  isobit.run.loop, isobit.run.sft
+        for step in run.steps():
+            with run.learning():                the trainer has the device's memory
+                ...                             what this kind of training does in a step
+            run.log.step(step, ...)
+            run.evaluate_if_due(step)
+            run.save_if_due(step)
+        run.save_model()
+        return run.log.finish()
+
+How a run begins, in this order.  Whatever can be refused is refused before ``start`` makes the
+run's directory, so that a reward that fails on everything leaves nothing behind.
+
+    check_recipes     all ranks have the same recipe
+    begin             the directory is free, or a resumed run is found in it (isobit.store.resume)
+    open_graders      the processes that grade begin to load their rewards
+    Run               plan, weights, engine, trainer, order of prompts
+    Run.restore       weights, moments and counters of the checkpoint, where the run goes on
+    check_machines    all ranks have the same versions and the same kind of device
+    Run.start         signals are heard; first evaluation; directory, log and checkpoints
+
+On a device with a memory of its own the memory is planned before anything is in it.  The plan says
+how many pages the KV cache gets: this is the only place where what the engine reads differs from
+what the recipe says.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from isobit.config.recipes import Recipe, RunConfig, SftConfig
+from isobit.data.sampler import PromptSampler
+from isobit.kernels.backend import support
+from isobit.memory.turns import DeviceTurns, NoTurns, Turns, allocate_in_pages
+from isobit.observe.console import Console, silent
+from isobit.observe.training_log import TrainingLog
+from isobit.parallel.slots import Slots
+from isobit.parallel.world import ALONE, World, raised_on_all, run_on_all
+from isobit.rewards.grading import Graders
+from isobit.rollout.native import NativeEngine
+from isobit.run.data import RlData
+from isobit.run.evaluate import Evaluation, Evaluator, OnProgress
+from isobit.run.grading import Interruption, RecordedGrading
+from isobit.run.lessons import SftData
+from isobit.run.plan import Plan, check_requests, plan_device_memory
+from isobit.run.reward_models import ModelRewards
+from isobit.store.keeper import CheckpointKeeper
+from isobit.store.manifest import Extra, environment
+from isobit.store.resume import Start
+from isobit.store.reward_record import RewardRecord
+from isobit.store.writing import WaitingWriter
+from isobit.training.trainer import Trainer
+from isobit.util.errors import ConfigError
+from isobit.util.files import disk_errors
+from isobit.util.secrets import secret_notes
+from isobit.util.terminal import Clock
+
+Config = TypeVar("Config", RunConfig, SftConfig)
+Data = TypeVar("Data", RlData, SftData)
+Log = TypeVar("Log", bound=TrainingLog[Any])
+
+
+class Run(ABC, Generic[Config, Data, Log]):
+    """A training with all of its parts, on each rank of ``world``."""
+
+    log: Log
+    """From ``start`` on, as are the next two."""
+    checkpoints: CheckpointKeeper
+    grading: RecordedGrading
+    """From the record of rewards where an interrupted run is repeated, else by the graders."""
+    saves_model_when_interrupted = False
+    """Whether a signal to stop leaves the model folder too, beside a checkpoint."""
+
+    def __init__(self, plan: Plan[Config, Data], world: World = ALONE, learns: bool = True) -> None:
+        """Load the policy and build the engine and the trainer around it, on each rank of a world.
+        A run that never ``learns`` keeps no masters.  Writes nothing.
+
+        Raises an ``IsobitError`` for weights that cannot be used, for a plan that does not fit the
+        device, and for prompts that the engine or the model's context cannot take.
+        """
+        config, rollout = plan.config, plan.config.rollout
+        self.config, self.data, self.world = config, plan.data, world
+        self.console, self.clock = silent(), Clock(world.pulse.beat)
+        self.interruption = Interruption(world)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = world.own_device(plan.choose_device())
+        slots, device_plan = Slots.of(plan.training.slots, world), None
+        if support(device.type).has_own_memory:
+            here = world.all_gather(world.host).count(world.host)
+            device_plan = plan_device_memory(plan, device, world.size, here, learns, slots.hosts)
+            allocate_in_pages(device)
+            rollout = rollout.model_copy(update={"kv_pages": device_plan.pages})
+        self.model = plan.source.load(config.precision, config.seed, device, world, learns, slots)
+        self._engine: NativeEngine | None = None
+        if plan.generates:
+            self._engine = NativeEngine(
+                self.model.policy, rollout, self.model.tokenizer, config.seed
+            )
+        self.trainer = Trainer(
+            self.model.policy, plan.training, plan.updates, config.seed, head_rate=plan.head_rate
+        )
+        self.turns: Turns = NoTurns()
+        if device_plan is not None:
+            self.turns = DeviceTurns(device_plan, self._engine, self.trainer)
+        self.reward_models = ModelRewards(config.reward, device)
+        self.evaluator: Evaluator | None = None
+        if self._engine is not None:
+            check_requests(plan.requests, self._engine.check, self.model.context)
+            self.evaluator = Evaluator(self._engine, plan.evaluation, world)
+        per_step = config.training.prompts_per_step
+        self.sampler = PromptSampler(plan.data.prompts, per_step, config.seed, config.data.shuffle)
+        self.inputs: Mapping[str, str] = plan.inputs
+
+    # What each kind of training says of itself.
+
+    @property
+    @abstractmethod
+    def extras(self) -> Mapping[str, Extra]:
+        """What else a checkpoint holds, by the name of its file."""
+
+    @abstractmethod
+    def describe(self) -> Sequence[str]:
+        """The first lines: the model, the data, the flow, the plan of the memory."""
+
+    @abstractmethod
+    def evaluate(self, progress: OnProgress, grading: RecordedGrading) -> Evaluation[Any]:
+        """Every evaluation set under the current policy."""
+
+    @abstractmethod
+    def open_log(self, start: Start) -> Log:
+        """The log, which makes the run's directory, or takes an old one back to where the run
+        stands.
+        """
+
+    def data_figures(self) -> dict[str, Any]:
+        """What it learns from and is measured on, in numbers, for the manifest."""
+        return self.data.figures()
+
+    def engine_figures(self) -> dict[str, Any] | None:
+        """The sizes that its engine has, for the manifest; None where nothing is generated."""
+        if self._engine is None:
+            return None
+        limits = self._engine.limits
+        return {"kv_pages": limits.num_pages, "page_tokens": limits.page_tokens}
+
+    @property
+    def engine(self) -> NativeEngine:
+        """What samples by the policy."""
+        assert self._engine is not None, "nothing is generated"
+        return self._engine
+
+    def reward_extras(self) -> dict[str, Extra]:
+        """The reward models, where there are any, as extras of a checkpoint."""
+        return {"reward_models": self.reward_models} if len(self.reward_models) else {}
+
+    # How a run begins.
+
+    def restore(
+        self,
+        start: Start,
+        graders: Graders | None,
+        console: Console,
+        interruption: Interruption,
+    ) -> None:
+        """Put the run where ``start`` says."""
+        self.console, self.interruption = console, interruption
+        with self.turns.training(self.clock):
+            start.restore(self)
+        self.grade_by(graders, start.rewards, start.writer)
+
+    def grade_by(
+        self, graders: Graders | None, record: RewardRecord, writer: WaitingWriter | None = None
+    ) -> None:
+        """Take rewards from ``record`` where it still has some, else from ``graders``."""
+        models = self.reward_models.scores(self.turns.release_engine)
+        self.grading = RecordedGrading(
+            record, graders, models, self.interruption, self.world, writer
+        )
+
+    @contextmanager
+    def start(self, start: Start, rewards: Sequence[str]) -> Iterator[None]:
+        """A block with all steps of the run: what stands before the first step is evaluated, and
+        the run's directory made or taken back.  ``rewards`` are lines on who grades.
+
+        A signal to stop leaves a checkpoint; SIGUSR1 leaves one, and the run goes on.
+        """
+        check_machines(self.world, self.model.policy.device)
+        self.console.lines([*self.describe(), *rewards])
+        self.console.notes(secret_notes(self.config.reward))
+        with self.interruption, disk_errors(self.config.output, "the files of the run"):
+            due = evaluation_is_due(self.config, start.step) and not start.has_evaluated
+            first = self.evaluate_now() if due else None
+            with (
+                self.open_log(start) as self.log,
+                CheckpointKeeper(
+                    self, start, self.log, self.console, self.saves_model_when_interrupted
+                ) as self.checkpoints,
+            ):
+                self.trainer.budget.on_change = self.log.budget_changed
+                self._steps_done = start.step
+                if first is not None:
+                    self.log.evaluation(start.step, first)
+                yield
+
+    # What surrounds a step.
+
+    def steps(self) -> range:
+        """The steps still to do, counted from 1."""
+        return range(self._steps_done + 1, self.config.training.steps + 1)
+
+    @contextmanager
+    def learning(self, engine_is_next: bool = True) -> Iterator[None]:
+        """A block in which the trainer may take all the memory that it needs; the engine must not
+        be asked for anything in it.  ``engine_is_next`` says whether it has the turn after.
+
+        Raises Interrupted before anything is learnt, where a signal has come.
+        """
+        self.interruption.agree(self.checkpoints.check_place)
+        turn = self.turns.training(self.clock, engine_is_next)
+        with self.clock("training"), self.console.busy("training"), turn:
+            yield
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows the step."""
+        return evaluation_is_due(self.config, step)
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Evaluate and log it.  Raises Interrupted where a signal to stop has come, StorageError
+        where the directory is gone.
+        """
+        self.interruption.agree(self.checkpoints.check_place)
+        if self.evaluates_after(step):
+            self.log.evaluation(step, self.evaluate_now())
+
+    def evaluate_now(self) -> Evaluation[Any]:
+        """Every evaluation set under the current policy.  Raises Interrupted where a signal to stop
+        has come.
+        """
+        with self.clock("evaluation"), self.console.generating("evaluation") as progress:
+            figures = self.evaluate(self.interruption.watched(progress), self.grading)
+        run_on_all(self.world, self.interruption.check)
+        return figures
+
+    def save_if_due(self, step: int) -> None:
+        """Write a checkpoint where one is due, or where a signal has asked for it.  Raises
+        Interrupted where a signal to stop has come.
+        """
+        self.checkpoints.save_if_due(step)
+        if self.interruption.agree():
+            self.checkpoints.save_now()
+
+    def save_model(self) -> None:
+        """Write the policy as a model folder in the run's directory."""
+        self.checkpoints.save_model()
+
+
+def open_graders(config: Recipe) -> AbstractContextManager[Graders | None]:
+    """The graders of a training, which begin to load their rewards; None without a reward."""
+    return Graders(config.reward) if config.reward is not None else nullcontext()
+
+
+def evaluation_is_due(config: Recipe, step: int) -> bool:
+    """Before the first step, after every ``evaluation.every`` steps, and after the last."""
+    every = config.evaluation.every
+    return step in (0, config.training.steps) or (every > 0 and step % every == 0)
+
+
+def check_recipes(world: World, config: Recipe) -> None:
+    """Refuse ranks that were started with other recipes, naming the first key that differs."""
+    differs = _first_difference(world.all_gather(config.model_dump(mode="json")))
+    if differs is not None:
+        rank, key, theirs, firsts = differs
+        raise raised_on_all(
+            ConfigError(
+                f"rank {rank} was started with {key} = {theirs!r}, rank 0 with {firsts!r}; start "
+                "all with the same recipe and overrides"
+            )
+        )
+
+
+def check_machines(world: World, device: torch.device) -> None:
+    """Refuse ranks with other versions, other GPUs or classes of bits, or on CPUs another number of
+    threads.
+    """
+    found = environment(device)
+    # of a CPU it is compared what the instructions compute (isobit.store.manifest), not their name
+    del found["device"]["instructions" if device.type == "cpu" else "threads"]
+    every = world.all_gather({"host": world.host, **found})
+    hosts = [one.pop("host") for one in every]
+    differs = _first_difference(every)
+    if differs is not None:
+        rank, key, theirs, firsts = differs
+        raise raised_on_all(
+            ConfigError(
+                f"rank {rank} on {hosts[rank]} has {key} {theirs!r}, rank 0 on {hosts[0]} "
+                f"{firsts!r}, and the bits of a run would depend on which rank computes what; make "
+                "them alike"
+                + (" (the key threads of the recipe)" if key == "device.threads" else "")
+            )
+        )
+
+
+def _first_difference(
+    every: list[Mapping[str, Any]],
+) -> tuple[int, str, Any, Any] | None:
+    """Rank, key, its value there, and on rank 0."""
+    firsts = dict(_flat(every[0]))
+    for rank, one in enumerate(every):
+        values = dict(_flat(one))
+        for key in sorted(firsts.keys() | values.keys()):
+            if values.get(key) != firsts.get(key):
+                return rank, key, values.get(key), firsts.get(key)
+    return None
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
