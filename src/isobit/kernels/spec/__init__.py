@@ -1,3 +1,3 @@
-"""The CPU specification: every operation in torch, exact where exactness is promised; what the
-other back ends are tested against.
+"""The CPU specification: every operation in torch, exact where exactness is promised.  The other
+back ends are tested against it.
 """

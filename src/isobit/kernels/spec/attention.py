@@ -1,42 +1,40 @@
-"""Attention whose bits do not depend on who asks: a decoding token, a chunk of a prompt, or a
-packed training batch.
+"""Batch-invariant attention: a decoding token, a chunk of a prompt and a packed training batch get
+the same bits.
 
-For one query and the keys j that it may see, in KV tiles of 64 that start at multiples of 64 from
-the sequence's own position 0. Q, K and V come with power-of-two scales s
+**Forward.**  For one query and the keys j that it sees, in KV tiles of 64 that start at multiples
+of 64 from the sequence's own position 0.  Q, K and V come with power-of-two scales s
 (``isobit.kernels.spec.qkv``), c = log2(e) / sqrt(D):
 
     s_j = (q . k_j s_k) (s_q c) + log2(s_v)          the scale of V enters the exponent
-    M   = running max of s,   p_j = 2^(s_j - M)      so that p fits FP16, whatever the scales are
+    M   = running max of s,   p_j = 2^(s_j - M)      so p fits FP16, whatever the scales are
     l   = sum_j p_j / s_v                            FP32
     o   = sum_j P(p_j) v_j / l                       P rounds to FP16 (fp8 flow) or to multiples of
                                                      2^-23 (bf16, fp32)
     log-sum-exp (base 2) = M + log2(l)
 
-Why the bits agree: q . k and P . v over a tile are exact in FP64 (at most 53 bits) and rounded once
-to FP32; max has no order; the 64 terms of l (zeros where there are fewer keys) are summed as one
-contiguous row; tiles are combined in ascending order by a multiplication and an addition. 2^x is
-exp(x ln 2), because `exp2` depends on the place in the tensor.  A masked key has p = 0 and a tile
-of masked keys changes nothing: neither M, l and o of before, nor those of a query that has seen no
-key yet (M = -inf, l = o = 0).
+The bits agree because q . k and P . v over a tile are exact in FP64 (at most 53 bits) and rounded
+once to FP32; max has no order; the 64 terms of l (zeros where there are fewer keys) are summed as
+one contiguous row; and tiles are combined in ascending order by a multiplication and an addition.
+2^x is exp(x ln 2), because `exp2` depends on the position in the tensor.  A masked key has p = 0,
+and a tile of masked keys changes nothing: neither M, l and o so far, nor those of a query that has
+seen no key yet (M = -inf, l = o = 0).
 
-With a sliding window w a query at position p sees the keys p - w + 1 .. p.  Tiles still count from
-position 0; those that no query of a call sees are not touched.
+With a sliding window w, a query at position p sees the keys p - w + 1 .. p.  Tiles still count from
+position 0; tiles that no query of a call sees are skipped.
 
-Shapes: B sequences by descending length, G KV heads, R query heads a KV head, L queries a sequence,
-D head size.
-
-Attention of the training forward: causal within each sequence of a packed batch, over all keys
-or those of a sliding window, and differentiable.
-
-The forward encodes Q, K and V in the flow's format and attends over exactly those values, with the
-arithmetic of ``isobit.kernels.spec.attention``.  The backward is straight-through: the gradient of
-attention over the dequantised Q, K and V, handed to their unquantised sources.  With w = exp(scale
-q.k - lse):
+**Training.**  ``PackedAttention`` is causal within each sequence of a packed batch and
+differentiable.  It encodes Q, K and V in the flow's format and attends over exactly those values.
+The backward is straight-through: the gradient of attention over the dequantised Q, K and V is
+passed on to their unquantised sources.  With w = exp(scale q.k - lse), and 0 where a query does not
+see a key:
 
     dV = w^T dO      dS = w * (dO V^T - sum(dO * O))      dQ = scale dS K      dK = scale dS^T Q
 
-w is zero where a query does not see a key.  Sequences of similar length are padded into groups; a
-padding row repeats the sequence's last token and carries no gradient.
+Sequences of similar length are padded into groups; a padding row repeats the sequence's last token
+and carries no gradient.
+
+Shapes: B sequences by descending length, G KV heads, R query heads per KV head, L queries per
+sequence, D head size.
 """
 
 import math
@@ -59,7 +57,7 @@ _LN2 = log(2.0)
 
 @dataclass(frozen=True, slots=True)
 class KeyTile:
-    """The first w <= 64 keys and values of a tile, of n sequences; nobody sees a later one."""
+    """The first w <= 64 keys and values of a tile, for n sequences; no query sees a later one."""
 
     keys: torch.Tensor  # FP64 [n G, D, w], without scales, divided by ``shift``
     key_scales: torch.Tensor  # FP32 [n, G, 1, 1, w], times ``shift``
@@ -70,7 +68,7 @@ class KeyTile:
 
     @classmethod
     def build(cls, pair: Heads) -> "KeyTile":
-        """From K and V together, [2, n, G, w, D]."""
+        """From K and V stacked, [2, n, G, w, D]."""
         _, n, groups, width, dim = pair.values.shape
         shifted, shift = pair.shifted_units()
         units = shifted.view(2, n * groups, width, dim).double()
@@ -87,20 +85,20 @@ class KeyTile:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOutput:
-    """What attention gives for each query."""
-
     output: torch.Tensor  # FP32 [B, G, R, L, D]
     log_sum_exp: torch.Tensor  # FP32 [B, G, R, L], base 2
 
 
 TileAt = Callable[[int, slice, int], KeyTile]
 Region = tuple[slice, slice, slice, slice]
-"""Some sequences, all heads, some queries: of [B, G, R, L]."""
+"""A part of [B, G, R, L]: some sequences, all heads, some queries."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Of every query, over the tiles so far: M and l, FP32 [B, G, R, L, 1], and o l, [.., D]."""
+    """The sums of every query over the tiles so far: M and l, FP32 [B, G, R, L, 1], and o l, [..,
+    D].
+    """
 
     maximum: torch.Tensor
     denominator: torch.Tensor
@@ -108,12 +106,12 @@ class _Sums:
 
     @classmethod
     def of_nothing(cls, q: torch.Tensor) -> "_Sums":
-        """Before the first key."""
+        """The sums before the first key."""
         denominator = torch.zeros(*q.shape[:-1], 1)
         return cls(torch.full_like(denominator, -torch.inf), denominator, torch.zeros(q.shape))
 
     def add(self, region: Region, tile: "_Sums") -> None:
-        """A tile's sums, below the new running maximum."""
+        """Add a tile's sums, which are relative to the new running maximum."""
         decay = torch.exp((self.maximum[region] - _finite(tile.maximum)) * _LN2)
         self.maximum[region] = tile.maximum
         self.denominator[region] = self.denominator[region] * decay + tile.denominator
@@ -123,10 +121,12 @@ class _Sums:
 def attend(
     queries: Heads, visible: torch.Tensor, tile_at: TileAt, window: int | None = None
 ) -> AttentionOutput:
-    """Queries [B, G, R, L, D]; ``visible`` int64 [B, L] is how many keys there are up to each
-    query's own (from 1, not falling along L, and the sequences by descending last value), of which
-    it sees the last ``window``, or all; ``tile_at(j, s, w)`` gives the first w keys of tile j for
-    the sequences of the slice s.
+    """Attention of queries [B, G, R, L, D].
+
+    ``visible``, int64 [B, L], is the number of keys up to each query's own: at least 1, not
+    decreasing along L, with the sequences by descending last value.  The query sees the last
+    ``window`` of them, or all.  ``tile_at(j, s, w)`` gives the first w keys of tile j for the
+    sequences of the slice s.
     """
     q = queries.units().double()
     q_scale = (scale_of_byte(queries.bytes) * (log2(math.e) / q.shape[-1] ** 0.5))[..., None]
@@ -162,9 +162,9 @@ def first_seen_key(visible: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def _regions(visible: torch.Tensor, first_seen: torch.Tensor) -> Iterator[tuple[int, Region]]:
-    """Each tile that somebody sees, in ascending order, with the queries that may see it."""
+    """Each tile that any query sees, in ascending order, with the queries that may see it."""
     most_of_sequence, most_of_query = visible[:, -1].tolist(), visible.amax(0).tolist()
-    # Falling along the sequences and rising along the queries, so that either end can be cut off.
+    # Descending along the sequences and ascending along the queries, so either end can be cut off.
     first_of_sequence = first_seen[:, 0].cummin(0).values.tolist()
     first_of_query = first_seen.amin(0).tolist()
     for j in range(first_of_sequence[-1] // TILE, -(-most_of_sequence[0] // TILE)):
@@ -181,8 +181,8 @@ def _regions(visible: torch.Tensor, first_seen: torch.Tensor) -> Iterator[tuple[
 def _hidden(
     visible: torch.Tensor, first_seen: torch.Tensor | None, width: int
 ) -> torch.Tensor | None:
-    """Which keys of a tile the queries do not see, bool [n, L', w], or None where they see all;
-    ``visible`` and ``first_seen`` [n, L'] count from the tile's start.
+    """Which keys of a tile the queries do not see, bool [n, L', w], or None where they see all of
+    them. ``visible`` and ``first_seen`` [n, L'] count from the tile's start.
     """
     key, hidden = torch.arange(width), None
     if int(visible.amin()) < width:
@@ -256,19 +256,19 @@ class PaddedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What attention of a layer read and made."""
+    """What attention of one layer read and produced, for the backward."""
 
     encoded: tuple[Heads, Heads, Heads]
     """Q [T, H, D], K and V [T, G, D]."""
     output: torch.Tensor
     """[T, H, D]"""
     log_sum_exps: tuple[torch.Tensor, ...]
-    """Of each group, base 2: FP32 [B, G, R, L]."""
+    """Per group, base 2: FP32 [B, G, R, L]."""
     window: int | None
 
 
 class PackedAttention:
-    """Attention for packed sequences of the given lengths (``AttendWithBackward``); the same object
+    """Attention for packed sequences of the given lengths (``AttendWithBackward``); one object
     serves all layers.
     """
 
@@ -307,7 +307,7 @@ class PackedAttention:
     def backward(
         self, attended: Attended, d_output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D], in its dtype."""
+        """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D], in the same dtype."""
         output = attended.output
         q, k, v = (heads.dequantised() for heads in attended.encoded)
         wide = d_output.view_as(output).float()
@@ -335,7 +335,7 @@ class PackedAttention:
 
 
 def _pad(lengths: tuple[int, ...]) -> tuple[list[PaddedGroup], torch.Tensor]:
-    """The padded groups, and for each packed row its place in the groups laid end to end."""
+    """The padded groups, and the place of each packed row in the groups laid end to end."""
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     order = sorted(range(len(lengths)), key=lambda s: -lengths[s])
     groups: list[PaddedGroup] = []
@@ -403,8 +403,8 @@ def _group_gradients(
     delta: torch.Tensor,
     window: int | None,
 ) -> tuple[torch.Tensor, ...]:
-    """All FP32: q and d_output [B, L, H, D], k and v [B, L, G, D], delta [B, L, H] -> dq, dk, dv as
-    [B L, heads, D].  Of each block of queries only the keys that one of them sees are read.
+    """q and d_output [B, L, H, D], k and v [B, L, G, D], delta [B, L, H], all FP32 -> dq, dk, dv as
+    [B L, heads, D].  For each block of queries, only keys that one of them sees are read.
     """
     batch, length, kv_heads, dim = k.shape
     repeat = q.shape[2] // kv_heads

@@ -1,8 +1,7 @@
-"""The specification as a back end: its functions, one file an operation, under the names of
-``isobit.kernels.backend``.
+"""The specification as a back end: its functions under the names of ``isobit.kernels.backend``.
 
-Nothing is asynchronous and the memory is the host's, so transfers are the tensors themselves and a
-captured step is the step.
+Nothing is asynchronous and the memory is the host's, so a transfer returns the tensors themselves
+and a captured step is the step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -104,18 +103,16 @@ class SpecBackend:
     checksum = staticmethod(checksum)
 
     def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
-        """See ``Backend``, as for all below."""
         return SpecKvCache(shape, flow, num_pages)
 
     def paged_attention(
         self, cache: KvCache, batch: PagedBatch, positions: torch.Tensor
     ) -> PagedAttention:
-        """New K and V are written first."""
         assert isinstance(cache, SpecKvCache)
         return PagedAttention(cache, batch, positions)
 
     def decode_attention(self, cache: KvCache, batch: DecodeBatch) -> PagedAttention:
-        """The paged attention of one token each."""
+        """Paged attention with one new token for each sequence."""
         lengths = tuple(batch.lengths.tolist())
         paged = PagedBatch((1,) * len(lengths), lengths, batch.table.long(), batch.slots)
         return self.paged_attention(cache, paged, batch.positions)
@@ -123,56 +120,48 @@ class SpecBackend:
     def capture(
         self, step: Callable[[], tuple[torch.Tensor, ...]], beside: Captured | None = None
     ) -> "_Step":
-        """The step itself."""
         return _Step(step)
 
     def reach(self, length: int) -> int:
-        """Every step reads its own lengths."""
+        """Every step reads its own lengths, so a captured step has no reach of its own."""
         return length
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
         return tensor
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> "_Arrived":
-        """The tensors themselves."""
         return _Arrived(tensors)
 
     def synchronize(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: no work is ever pending."""
 
     def describe(self) -> Mapping[str, str]:
-        """One library does everything."""
         return {}
 
     def fallbacks(self) -> Sequence[str]:
-        """None."""
         return ()
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
-        """What defines the bytes."""
         return quantise_rows(x, scales)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that is called again."""
+    """A captured step: calling it again is all there is to replaying it."""
 
     replay: Callable[[], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """Tensors that are there."""
+    """Tensors whose transfer is already complete."""
 
     tensors: Sequence[torch.Tensor]
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """At once."""
         return self.tensors
 
 
 def make(device: torch.device) -> Backend:
-    """The back end of the host's processor."""
     assert device.type == "cpu"
     return SpecBackend()

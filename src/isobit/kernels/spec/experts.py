@@ -1,39 +1,39 @@
-"""The experts of a layer: each multiplies the tokens that are routed to it.
+"""A mixture of experts: the routing of tokens, and the experts' MLPs.
+
+**Routing** chooses the experts and weights of each token:
+
+    logits    x router^T             FP32: operands on the grid, exact block products
+    p         softmax over all experts
+    chosen    the k largest logits; of equal ones the lower expert comes first
+    weights   p of the chosen, in the order of their ranks; if they are renormalised, divided by
+              their sum (added in that order)
+
+Every step works row by row in an order that depends on E and k alone, so a token's experts and
+weights are batch invariant.  A NaN among the logits makes the weights NaN, and so the token's
+output.  The choice has no gradient.  With d_w the gradient of the weights, that of the logits is
+
+    p_e (d_p_e - sum_i p_i d_p_i)      where d_p is d_w at the chosen experts and 0 elsewhere, or
+    w_j (d_w_j - sum_i w_i d_w_i)      renormalised: a softmax over the chosen experts alone
+
+and the router's own losses add theirs (``isobit.kernels.operands``).
+
+**The experts** each multiply the tokens that are routed to them:
 
     out_tj  = down_e(silu(gate) * up),   (gate, up) = gate_up_e(x_t),    e the token's expert of
                                                                          rank j
     y_t     = sum over j of w_tj out_tj              FP32, in the order of the ranks, rounded once
 
-Expert e's matrices are rows [e N, (e + 1) N) of the fused ones.  Its products are those of a linear
-(``isobit.kernels.spec.linear``) over its tokens, in ascending order; their bits do not depend on
-how many these are.  The backward, with d_y that of y:
+The matrices of expert e are rows [e N, (e + 1) N) of the fused ones.  Its products are those of a
+linear (``isobit.kernels.spec.linear``) over its tokens in ascending order; their bits do not depend
+on how many tokens there are.  The backward, with d_y the gradient of y:
 
     d_out_tj = w_tj d_y_t          in the format between operators, then dY of expert e's down
     d_w_tj   = sum_c d_y_tc out_tjc                  FP32
     d_x_t    = sum over j of expert e's dX           FP32, in the order of the ranks, rounded once
 
-WGrad's operands are quantised in groups of 128 of an expert's tokens, from the format between
-operators.  Each expert adds one finished sum to its rows of the gradients; one without tokens adds
-nothing.
-
-Which experts a token goes to, and the gradient of that.
-
-    logits    x router^T             FP32: operands on the grid, exact block products
-    p         softmax over all experts
-    chosen    the k largest logits; of equal ones the lower expert comes first
-    weights   p of the chosen, in the order of their ranks; divided by their sum (added in that
-              order) where they are renormalised
-
-Every step works row by row in an order that depends on E and k alone, so a token's experts and
-weights do not depend on what else is routed with it.  A NaN among the logits makes the weights NaN,
-and so the token's output.
-
-The choice has no gradient.  With d_w that of the weights, those of the logits are
-
-    p_e (d_p_e - sum_i p_i d_p_i)      d_p is d_w at the chosen, 0 elsewhere
-    w_j (d_w_j - sum_i w_i d_w_i)      renormalised: a softmax over the chosen alone
-
-and the router's own losses add theirs (``isobit.kernels.operands``).
+WGrad's operands are quantised from the format between operators, in groups of 128 of an expert's
+tokens.  Each expert adds one finished sum to its rows of the gradients; an expert without tokens
+adds nothing.
 """
 
 from collections.abc import Iterator
@@ -83,8 +83,8 @@ def route_backward(
     loss: RouterLoss | None,
     grad: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of the weights FP32 [T, k] and of the losses -> that of x [T, C]; grad, FP32 [E,
-    C], += the router's.
+    """The gradients of the weights, FP32 [T, k], and of the losses -> that of x [T, C]; adds the
+    router's to ``grad``, FP32 [E, C].
     """
     chosen = routing.experts.long()
     if renormalise:
@@ -101,7 +101,7 @@ def route_backward(
 
 
 def sum_of_ranks(values: torch.Tensor) -> torch.Tensor:
-    """FP32 [T, k, ...] -> [T, 1, ...]: added one rank after the other."""
+    """FP32 [T, k, ...] -> [T, 1, ...], added one rank after another."""
     total = values[:, :1]
     for rank in range(1, values.shape[1]):
         total = total + values[:, rank : rank + 1]
@@ -109,34 +109,32 @@ def sum_of_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax(logits: torch.Tensor) -> torch.Tensor:
-    """FP32 [T, E], each row in one order."""
+    """FP32 [T, E], with each row summed in one order."""
     raised = torch.exp(logits - logits.amax(-1, keepdim=True))
     return raised / row_sum(raised)
 
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """One expert, and the choices that fell on it."""
+    """One expert and the choices that fell on it."""
 
     choices: torch.Tensor
     """int64, ascending: t k + j of token t's expert of rank j."""
     tokens: torch.Tensor
-    """int64, ascending: t of each."""
+    """int64, ascending: the token t of each choice."""
     gate_up: LinearWeight
     down: LinearWeight
     gate_up_rows: slice
-    """Of the fused matrix, as ``down_rows``."""
+    """The expert's rows of the fused matrix, like ``down_rows``."""
     down_rows: slice
 
 
 @dataclass(frozen=True, slots=True)
 class SavedExperts:
-    """What the backward reads."""
-
     x: torch.Tensor
     """The input [T, C]."""
     gate_up: tuple[torch.Tensor, ...]
-    """Of each expert that has tokens, [n, 2 I]."""
+    """[n, 2 I] for each expert that has tokens."""
     outputs: torch.Tensor
     """[T, k, C]"""
 
@@ -151,7 +149,9 @@ def experts(
 def experts_saving(
     x: LinearInput, routing: Routing, gate_up: LinearWeight, down: LinearWeight
 ) -> tuple[torch.Tensor, SavedExperts]:
-    """The same bits, and what the backward reads; ``x.saved`` is the input itself [T, C]."""
+    """The same bits as ``experts``, and what the backward reads; ``x.saved`` is the input itself
+    [T, C].
+    """
     assert isinstance(x.saved, torch.Tensor)
     outputs, made = _outputs(x.read, routing, gate_up, down)
     return _weighted_sum(outputs, routing), SavedExperts(x.saved, tuple(made), outputs)
@@ -184,7 +184,7 @@ def experts_backward(
 def experts_with_tokens(
     routing: Routing, gate_up: LinearWeight, down: LinearWeight
 ) -> Iterator[Expert]:
-    """The experts that any token chose, in their order."""
+    """The experts that any token chose, in ascending order."""
     count, top_k = routing.logits.shape[1], routing.experts.shape[1]
     flat = routing.experts.flatten()
     order = flat.argsort(stable=True)
@@ -198,8 +198,8 @@ def experts_with_tokens(
 
 
 def one_expert(weight: LinearWeight, index: int, count: int) -> tuple[LinearWeight, slice]:
-    """Expert ``index``'s matrix of ``count`` that stand one below the other, not copied; and the
-    rows that it has.
+    """A view of the matrix of expert ``index``, of ``count`` stacked along the rows; and its
+    rows.
     """
     matrix, parts = weight.matrix, len(weight.site.parts) // count
     site = replace(weight.site, parts=weight.site.parts[parts * index : parts * (index + 1)])
@@ -220,7 +220,9 @@ def _span(rows: int, index: int, count: int) -> slice:
 def _outputs(
     x: Operand, routing: Routing, gate_up: LinearWeight, down: LinearWeight
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What each token's experts give [T, k, C], and gate and up of each expert that has tokens."""
+    """The output of each token's experts [T, k, C], and gate and up of each expert that has
+    tokens.
+    """
     tokens, top_k = routing.experts.shape
     dtype = x.dtype if isinstance(x, torch.Tensor) else torch.bfloat16
     columns = (x if isinstance(x, torch.Tensor) else x.values).shape[1]

@@ -1,55 +1,46 @@
-"""What a log-probability is: log-softmax(logits / temperature) over the full vocabulary, in FP32
-and in one order.
+"""From final hidden states to tokens, log-probabilities and scores.
+
+**Log-probability**: log-softmax(logits / temperature) over the full vocabulary, in FP32 and in one
+order.  Rollout, loss and reference all call this file.
 
     log p_v = x_v - (M + log sum_v exp(x_v - M)),    x = logits / temperature,    M = max x
 
 The sum runs over chunks of 4096 entries of the vocabulary, each summed in one piece, added in
-ascending order.  Rollout, loss and reference all call this file.
+ascending order.
 
-Sampling noise as tensors: uniforms and Gumbel noise of every vocabulary entry.
-
-The noise of vocabulary entry v at position p of a sample is output v + 1 of the splitmix64
-generator whose seed is output p + 1 of the one seeded with the sample's key
-(``isobit.kernels.noise``): a whole [N, V] block is a dozen elementwise integer operations.
-
-Drawing a token from a row of log-probabilities: the filters and the Gumbel-max draw.  Every row
-is computed on its own.
-
-In the order of falling probability each filter keeps a prefix, so the kept tokens are the shortest
-of three prefixes:
+**Sampling** is the Gumbel-max draw from a row of log-probabilities, every row by itself.  The noise
+of vocabulary entry v at position p of a sample is output v + 1 of the splitmix64 generator whose
+seed is output p + 1 of the one seeded with the sample's key (``isobit.kernels.noise``), so a whole
+[N, V] block is a dozen elementwise integer operations.  Each filter keeps a prefix of the tokens in
+descending order of probability, so the kept tokens are the shortest of three prefixes, as in
+transformers' warpers applied one after another:
 
     top-k   the k most likely tokens
     top-p   the fewest of those tokens whose probabilities, renormalised after top-k, reach p
     min-p   the tokens at least min-p times as likely as the most likely one
 
-This is what transformers' warpers do one after another.  Equal log-probabilities are ordered by
-token id.  Masses are cumulative sums in FP64, which run through a row in one order whatever the
-batch or the number of threads.
+Equal log-probabilities are ordered by token id.  Masses are cumulative sums in FP64, which run
+through a row in one order whatever the batch or the number of threads.
 
-A head of one output: a number for each hidden state, a value or a score.
+**lm_head with log-probability** is one operation, in chunks of at most ``CHUNK`` logits: the logits
+of a batch never exist all at once.  The backward recomputes a chunk's logits with a plain FP32
+GEMM.  With g and e the gradients of log p and of the entropy:
+
+    logits  = H W^T                                   exact GEMM, FP32
+    log p   = log_softmax(logits / temperature)       at the target tokens
+    entropy = -sum p log p
+    d logits = (g (onehot(target) - p) - e p (log p + entropy)) / temperature
+    dH = d logits W      dW = d logits^T H
+
+**A scalar head** gives one number per hidden state, a value or a score:
 
     y_n   = sum_c h_nc w_c                     FP32
     dh_n  = d_n w                              in the dtype of h
     dw   += sum over n of d_n h_n              FP32
 
-A row's products are summed as those of a norm are (``isobit.kernels.spec.pointwise.row_sum``),
-in an
-order that depends on the width alone.  A GEMM of one column would choose its order by the number of
+A row's products are summed as in a norm (``isobit.kernels.spec.pointwise.row_sum``), in an order
+that depends on the width alone; a GEMM with one column would choose its order by the number of
 rows.  The weight's gradient repeats its bits at a fixed number of threads.
-
-lm_head and log-probability as one operation: the logits of a batch never exist all at once.
-
-    logits  = H W^T                                   exact GEMM, FP32
-    log p   = log_softmax(logits / temperature)       at the target tokens
-    entropy = -sum p log p
-
-Rows are taken in chunks of at most ``CHUNK`` logits.  The backward recomputes a chunk's logits
-with a plain FP32 GEMM:
-
-    d logits = (g (onehot(target) - p) - e p (log p + entropy)) / temperature
-    dH = d logits W      dW = d logits^T H
-
-of the gradients g of log p and e of the entropy.
 """
 
 import torch
@@ -83,7 +74,7 @@ def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tenso
 def uniforms(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """FP64 [N, V] uniforms in the open interval (0, 1), for int64 keys [N] and positions [N].
 
-    They are the odd multiples of 2^-53: neither 0 nor 1 occurs, so both logarithms of the Gumbel
+    They are odd multiples of 2^-53: neither 0 nor 1 occurs, so both logarithms of the Gumbel
     transform are finite.
     """
     seeds = splitmix64(keys, positions)
@@ -100,14 +91,14 @@ def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 _NOISE_ELEMENTS = 1 << 20
-"""Noise drawn at once: bounds the FP64 temporaries for large vocabularies, and keeps them in cache
-for small ones.
+"""How much noise is drawn at once: bounds the FP64 temporaries of large vocabularies, and keeps
+those of small ones in cache.
 """
 
 
 def truncate(log_probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Log-probabilities under the truncated, renormalised distribution; -inf for the tokens that
-    were cut.
+    """Log-probabilities under the truncated, renormalised distribution; -inf for tokens that were
+    cut.
 
     Args:
         log_probs: FP32 [N, V], normalised.
@@ -136,8 +127,8 @@ def truncate(log_probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
 
 
 def draw(log_probs: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """One token a row, drawn from ``exp(log_probs)``: int64 [N] from FP32 [N, V], int64 keys [N]
-    and positions [N].
+    """Draw one token per row from ``exp(log_probs)``: FP32 [N, V], int64 keys [N] and positions [N]
+    -> int64 [N].
 
     The draw is a function of the row, its key and its position alone (Gumbel-max, in FP64).
     """
@@ -155,8 +146,8 @@ def draw(log_probs: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
 def draw_tokens(logits: Tensor, draws: Draws) -> Drawn:
     """The next token of N samples, each from its row of the logits FP32 [R, V].
 
-    The samples of one row have one temperature.  Raises NonFiniteError where a row's logits are not
-    finite.
+    All samples of one row have the same temperature.  Raises NonFiniteError where a row's logits
+    are not finite.
     """
     temperatures = torch.where(draws.temperatures > 0, draws.temperatures, 1.0)
     of_row = torch.ones(logits.shape[0]).index_copy_(0, draws.rows.long(), temperatures)
@@ -185,8 +176,8 @@ def scalar_head(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def scalar_head_backward(
     hidden: torch.Tensor, weight: torch.Tensor, d: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the outputs, FP32 [N] -> that of hidden [N, C]; grad, FP32 [C], += that of
-    the weight.
+    """The gradient of the outputs, FP32 [N] -> that of hidden [N, C]; adds the weight's to
+    ``grad``, FP32 [C].
     """
     grad.add_((d[:, None] * hidden.float()).sum(0))
     return (d[:, None] * weight.float()).to(hidden.dtype)
@@ -231,8 +222,8 @@ def token_log_probs_backward(
     grad: torch.Tensor,
     d_entropies: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for zeros ->
-    that of hidden [N, C]; grad, FP32 [V, C], += that of the head.
+    """The gradients of the log-probabilities and of the entropies, FP32 [N] each (None for zeros)
+    -> that of hidden [N, C]; adds the head's to ``grad``, FP32 [V, C].
     """
     wide = head.float()
     d_hidden, d_head = torch.empty_like(hidden), torch.zeros_like(wide)
@@ -258,7 +249,9 @@ def _scaled_gradients(
     d_log_probs: torch.Tensor,
     d_entropies: torch.Tensor | None,
 ) -> torch.Tensor:
-    """d logits [N, V], from the logits over the temperature and gradients [N, 1] over it."""
+    """d logits [N, V], from logits and gradients [N, 1] that are already divided by the
+    temperature.
+    """
     p = torch.softmax(logits, -1)
     if d_entropies is None:
         d_logits = p.mul_(-d_log_probs)

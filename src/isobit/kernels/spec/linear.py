@@ -1,17 +1,15 @@
 """The linear layer: FProp, DGrad and WGrad in the formats of its site.
 
-    FProp  Y  = X W^T    forward format; its rows must be the same bits for every batch: exact GEMM
-                         (``isobit.kernels.spec.linear``)
-    DGrad  dX = dY W     E4M3: dY in 1x128 groups along N; W's 128x128 blocks are the forward's own,
-                         read transposed
-    WGrad  dW += dY^T X  E4M3: both operands in groups of 128 tokens, quantised straight from BF16
+    FProp  Y  = X W^T    forward format; a row must have the same bits in every batch: exact GEMM
+    DGrad  dX = dY W     E4M3: dY in 1x128 groups along N; W's 128x128 blocks are those of the
+                         forward, read transposed
+    WGrad  dW += dY^T X  E4M3: both operands in groups of 128 tokens, quantised directly from BF16
 
-Y and dX are rounded to the format between operators, dW is FP32 and is added to the FP32 master's
-gradient as one finished sum.  No bit of the backward has to agree with a rollout, so its GEMMs are
-plain FP32 over the dequantised operands: they repeat at a fixed number of threads.
+Y and dX are rounded to the format between operators.  dW is FP32 and is added to the gradient of
+the FP32 master as one finished sum.  No bit of the backward has to agree with a rollout, so its
+GEMMs are plain FP32 over dequantised operands, which repeat at a fixed number of threads.
 
-The exact GEMM of the CPU: every 128-long block product has one right answer.
-
+**The exact GEMM** is batch invariant because every 128-long block product has one right answer.
 Products of two E4M3 numbers, and sums of 128 of them, are exact in FP64; so are those of numbers on
 the grid of ``isobit.kernels.spec.quantise``.  A block product is therefore the same in any order,
 batch, tile, library or thread count.  It is rounded once to FP32 and scaled, and blocks are added
@@ -20,7 +18,7 @@ in FP32 in ascending order of K:
     Y[m, n] = sum over blocks k of  FP32(sum_j A[m, kj] B[n, kj]) * scale_a[m, k]
                                                                   * scale_b[block of n, k]
 
-Shapes: A [M, K], B [N, K] (K-major, as FP8 tensor cores want it), Y [M, N] FP32.
+Shapes: A [M, K], B [N, K] (K-major, as FP8 tensor cores need it), Y [M, N] FP32.
 """
 
 import torch
@@ -96,7 +94,9 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
-    """dY [T, N] in 1x128 groups for DGrad, in groups of 128 tokens for WGrad, or as it is."""
+    """dY [T, N] as DGrad reads it, in 1x128 groups, and as WGrad reads it, in groups of 128 tokens;
+    where the site has no E4M3, dY itself.
+    """
     rows = quantise_rows(dy, site.scales, site.parts) if site.dgrad == "e4m3" else dy
     tokens = quantise_tokens(dy, site.scales) if site.wgrad == "e4m3" else dy
     return OutputGradient(rows, tokens)
@@ -131,7 +131,7 @@ def dequantise_rows(x: QuantTensor) -> torch.Tensor:
 
 
 def _by_column(values: torch.Tensor, scales: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
-    """``values`` [R, C], each times the scale [R, blocks of C] of its row and block, in place."""
+    """Multiply ``values`` [R, C] in place by the scale [R, blocks of C] of each row and block."""
     blocks = values.split(block_sizes(parts), 1)
     for block, scale in zip(blocks, scales.unbind(1), strict=True):
         block.mul_(scale[:, None])
@@ -139,7 +139,7 @@ def _by_column(values: torch.Tensor, scales: torch.Tensor, parts: tuple[int, ...
 
 
 def dequantise_tokens(x: Operand) -> torch.Tensor:
-    """FP32 [T, C] of an operand of WGrad."""
+    """An operand of WGrad -> FP32 [T, C]."""
     if isinstance(x, torch.Tensor):
         return x.float()
     values = decode_e4m3(x.values)

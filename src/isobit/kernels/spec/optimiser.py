@@ -1,69 +1,62 @@
-"""One AdamW update of one tensor, in place: decoupled weight decay, bias correction and the clip of
-the gradient in one pass.
+"""The optimiser: AdamW with moments of 32, 16 or 8 bits, norms of gradients, and checksums.
+
+**AdamW** updates one tensor in place: decoupled weight decay, bias correction and the clip of the
+gradient in one pass.
 
     g  = clip * grad
     m  = beta1 m + (1 - beta1) g                v = beta2 v + (1 - beta2) g^2
     master -= rate * weight_decay * master  +  rate / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 -
                                             beta2^t) + epsilon)
 
-All in FP32, every operation rounded by itself and to nearest, so CPU and GPU give the same bits.
-Decay and step are added before they are subtracted: at a learning rate of 1e-6 a factor 1 - rate *
-weight_decay of its own would be rounded to 1.
+Everything is FP32, and every operation is rounded by itself to nearest, so CPU and GPU give the
+same bits.  Decay and step are added before they are subtracted: at a learning rate of 1e-6 a
+separate factor 1 - rate * weight_decay would be rounded to 1.
 
-The moments are FP32, or BF16 to halve their memory, or 8-bit codes to halve it again
-(``isobit.kernels.spec.optimiser``).  Rounding v to the nearest BF16 would freeze it: with beta2 =
-0.999 it decays by a thousandth a step, and half a unit in BF16's last place is two to four
-thousandths.  So these moments are rounded stochastically: up with the probability that makes the
-mean right, in BF16
+**Moments of 16 bits** are rounded stochastically: up with the probability that makes the mean
+right.  Rounding v to the nearest BF16 would freeze it: with beta2 = 0.999 it decays by a thousandth
+per step, and half a unit in BF16's last place is two to four thousandths.
 
     stored = the upper 16 bits of (bits of the FP32 number + noise),    noise uniform in 0 .. 65535
 
-The noise is counter-based (``isobit.kernels.spec.head``): element e takes output e + 1 of
-splitmix64 seeded with a key of (seed, step, tensor), its lowest 16 bits for m and the next 16 for
-v.  So it needs no state, a resumed run draws it again, no other tensor shares it, and a slice of a
-tensor moves as it does in the whole.  The step itself is taken with the moments as they are before
-they are rounded.
+The noise is counter-based (``isobit.kernels.noise``): element e takes output e + 1 of splitmix64
+seeded with a key of (seed, step, tensor), its lowest 16 bits for m and the next 16 for v.  So it
+needs no state, a resumed run draws it again, no other tensor shares it, and a slice of a tensor is
+updated as it would be in the whole.  The step itself uses the moments before they are rounded.
 
-AdamW's moments in 8 bits: codes of an element, and a scale for 128 elements.
-
-A moment of N elements is N codes and ceil(N / 128) scales, of groups of 128 elements that follow
-one another in memory:
+**Moments of 8 bits** are codes, with one scale per group of 128 elements that are consecutive in
+memory:
 
     m          = (-1)^sign * E4M3 * 2^(scale - 127)         3 bits of mantissa, 2^-9 to 448
     sqrt(v)    =             E4M4 * 2^(scale - 127)         4 bits of mantissa, 2^-10 to 496
 
-The scale is the exponent of a power of two, the least that holds the group's largest element.  A
-finer scale would move by a hair in every step and round every element of the group anew; this one
-mostly stands, and where it moves only the smallest elements are rounded for it. v is stored by its
-root, which needs half the range of exponents, and without a sign, which leaves it twice as fine as
-E4M3 would be. That matters: v wanders among its codes, and steps are longer in the mean than with
-the v about which it does, as if the learning rate were about 1% higher (``experiments.moments``;
-docs/memory.md has its figures).
+The scale is the exponent of the smallest power of two that holds the group's largest element.  A
+finer scale would change slightly in every step and round every element of the group anew; this one
+rarely changes, and then only the smallest elements are rounded for it.  v is stored as its root,
+which needs half the range of exponents, and without a sign, which makes it twice as fine as E4M3.
+That matters: v wanders among its codes, and the mean step is longer than with the v that it
+fluctuates around, as if the learning rate were about 1% higher (``experiments.moments``;
+docs/memory.md has the figures).
 
-Rounding is stochastic, and right in the mean for what decays linearly: m, and v itself.  Between
+Rounding is stochastic and keeps the mean of what decays linearly: m, and v itself.  Between
 neighbouring roots lo < hi
 
     P(hi) = (v - lo^2) / (hi^2 - lo^2).
 
 Rounding the root to its own mean would add its variance to v in every step.
 
-A v above 0 never becomes 0: its smallest code stands for all that is below it.  m is rounded in
-units of the group's largest, too, so were v gone, an element of small gradients would now and then
-find an m of one unit over a root of nothing, and leap.  Over the smallest root that m is a few
-times an ordinary step.  So elements whose gradients are below some 2^-18 of the group's largest
-(four millionths) move in the right direction on average, but less than AdamW says.
+A v above 0 never becomes 0: its smallest code stands for everything below it.  m, too, is rounded
+in units of the group's largest element, so if v were 0, an element with small gradients would
+occasionally have an m of one unit over a root of 0 and take a huge step.  Over the smallest root
+that m is a few times an ordinary step.  So elements whose gradients are below some 2^-18 of the
+group's largest (four millionths) move in the right direction on average, but less than AdamW says.
 
 A group with a number that is not finite becomes NaN as a whole: scale 255.
 
-The checksum of bytes (``isobit.kernels.noise``), a chunk at a time.
+**Norms.**  ``gradient_squares`` gives sums of squares in FP64, one per 128 rows.  The order of a
+sum depends on its own rows alone, so a slice that begins at a multiple of 128 rows gives the same
+sums as the whole tensor, whichever rank holds it.
 
-Sums of squares of gradients, one for every 128 rows, in FP64: what the norm of a gradient is
-made of, whoever holds which rows.
-
-The order of a sum depends on its own rows alone, so a slice of a tensor at a multiple of 128 rows
-gives the sums that it has in the whole.
-
-Sums of gradients in the order of their micro-batches.
+**Checksums** are those of ``isobit.kernels.noise``, computed one chunk at a time.
 """
 
 from collections.abc import Sequence
@@ -89,8 +82,8 @@ from isobit.kernels.spec.pointwise import row_sum
 from isobit.precision.quant_tensor import BLOCK
 
 NOT_FINITE = 255
-# added to the bits of a group's largest number, they carry into its exponent exactly if its
-# mantissa is above that of 448, and of 496
+# Added to the bits of a group's largest number, these carry into its exponent exactly if its
+# mantissa is above that of 448 or of 496.
 ABOVE_448, ABOVE_496 = 0x1FFFFF, 0x07FFFF
 REBIAS = 2.0**120  # the exponent of FP32 has a bias of 127, that of the codes one of 7
 
@@ -98,13 +91,13 @@ _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
 
 def decode_first(codes: Tensor, scales: Tensor) -> Tensor:
-    """-> m, FP32 [N]."""
+    """Codes and scales -> m, FP32 [N]."""
     bits = codes.view(torch.uint8).int()
     return _value(bits & 0x7F | (bits & 0x80) << 4, 3) * _of_elements(scales, codes.numel())
 
 
 def decode_second(codes: Tensor, scales: Tensor) -> Tensor:
-    """-> v, FP32 [N]."""
+    """Codes and scales -> v, FP32 [N]."""
     root = _value(codes.int(), 4) * _of_elements(scales, codes.numel())
     return root * root
 
@@ -114,7 +107,7 @@ def encode_first(m: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     groups = _in_groups(m)
     scales, inverse, bad = _scales(groups, ABOVE_448)
     bits = ((groups * inverse).abs_() / REBIAS).view(torch.int32)
-    codes = (bits + (_in_groups(noise) << 4) + 8) >> 20  # 8 is half of what the noise counts by
+    codes = (bits + (_in_groups(noise) << 4) + 8) >> 20  # 8 is half a step of the noise
     codes |= groups.view(torch.int32) >> 24 & 0x80
     return _bytes(codes.masked_fill_(bad, 0), m.numel()).view(FIRST), scales
 
@@ -133,29 +126,30 @@ def encode_second(root: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _value(codes: Tensor, mantissa: int) -> Tensor:
-    """The FP32 number of an int32 code, a sign in front of eight bits of exponent; FP32's subnormal
-    numbers make the codes'.
+    """The FP32 number of an int32 code, whose sign stands above eight bits of exponent; subnormal
+    codes become subnormal FP32 numbers first.
     """
     return (codes << 23 - mantissa).view(torch.float32) * REBIAS
 
 
 def _of_elements(scales: Tensor, count: int) -> Tensor:
-    """The FP32 scale of each element; scale 255 is infinity, and so a code of 0 under it NaN."""
+    """The FP32 scale of each element; scale 255 is infinity, so that even a code of 0 becomes
+    NaN.
+    """
     return (scales.int() << 23).view(torch.float32).repeat_interleave(GROUP)[:count]
 
 
 def _in_groups(x: Tensor) -> Tensor:
-    """[N] -> [groups, 128], zeros in the end."""
+    """[N] -> [groups, 128], padded with zeros at the end."""
     return torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP)
 
 
 def _scales(groups: Tensor, above: int) -> tuple[Tensor, Tensor, Tensor]:
-    """-> the bytes of the scales, their FP32 reciprocals [groups, 1], and which groups hold a
-    number that is not finite [groups, 1].
+    """The bytes of the scales, their FP32 reciprocals [groups, 1], and which groups hold a number
+    that is not finite [groups, 1].
     """
-    largest = (groups.view(torch.int32) & _MAGNITUDE).amax(
-        1, keepdim=True
-    )  # as integers a NaN is above all
+    # Compared as integers, a NaN is above every number.
+    largest = (groups.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
     bad = largest >= _INFINITY
     exponent = ((largest + above >> 23) - 8).clamp_(min=1)
     inverse = ((254 - exponent) << 23).view(torch.float32)
@@ -166,15 +160,10 @@ def _bytes(codes: Tensor, count: int) -> Tensor:
     return codes.view(-1)[:count].to(torch.uint8)
 
 
-pass
-
 BF16_NAN = 0x7FC0
 
-_PIECE = (
-    1 << 17
-    # elements that a CPU takes at once, so that what lies between the operations stays in its
-    # cache; whole groups
-)
+# Elements that a CPU updates at once, so that intermediate results stay in its cache; whole groups.
+_PIECE = 1 << 17
 
 
 @torch.no_grad()
@@ -188,17 +177,17 @@ def adamw_step(
     scales: tuple[Tensor, Tensor] | None = None,
     first_element: int = 0,
 ) -> None:
-    """Move a master and its moments by one update, in place; the gradient stays as it is.
+    """Update a master and its moments in place; the gradient is not changed.
 
     Args:
         master: FP32, contiguous, of any shape, like the three others.
         grad: FP32.
-        exp_avg: m, FP32 or BF16 or codes of 8 bits; zeros before the first update.
+        exp_avg: m, in FP32, BF16 or 8-bit codes; zeros before the first update.
         exp_avg_sq: v, in the same format.
         factors: learning rate, decays and the clip.
-        key: of the rounding, for moments of 16 and 8 bits (``isobit.kernels.noise.noise_key``).
-        scales: of m and of v, uint8 [groups], for moments of 8 bits.
-        first_element: of the whole tensor, where these are a slice of it; a multiple of 128.
+        key: for the rounding of 16-bit and 8-bit moments (``isobit.kernels.noise.noise_key``).
+        scales: of m and of v, uint8 [groups], for 8-bit moments.
+        first_element: where the slice begins in the whole tensor; a multiple of 128.
     """
     check_moments(master, grad, exp_avg, exp_avg_sq, key, scales, first_element)
     tensors = (master, grad, exp_avg, exp_avg_sq)
@@ -216,9 +205,7 @@ def adamw_step(
 
 
 def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
-    """FP32 -> BF16, up or down by int32 noise in 0 .. 65535; a NaN stays one, and so does an
-    infinity.
-    """
+    """FP32 -> BF16, up or down by int32 noise in 0 .. 65535; NaN and infinity stay."""
     bits = (x.view(torch.int32) + noise) >> 16
     return bits.masked_fill_(x.isnan(), BF16_NAN).to(torch.int16).view(torch.bfloat16)
 
@@ -230,17 +217,16 @@ def _noise(key: int, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, f: AdamWFactors) -> Tensor:
-    """All FP32, in place; -> sqrt(v).
+    """The update of FP32 moments, in place; returns sqrt(v).
 
-    One operation at a time: torch's combined ones (addcmul, lerp) round otherwise from one
-    processor to the next.
+    It takes one operation at a time: torch's combined ones (addcmul, lerp) round differently from
+    one processor to the next.
     """
     g = g * f.clip
     m.mul_(f.beta1).add_(g * f.rest1)
     v.mul_(f.beta2).add_((g * g).mul_(f.rest2))
-    root = (
-        v.double().sqrt_().float()
-    )  # torch's FP32 root on a CPU can be a unit in the last place off
+    # torch's FP32 square root on a CPU can be off by one unit in the last place.
+    root = v.double().sqrt_().float()
     quotient = m / (root * f.root).add_(f.epsilon)
     w.sub_((w * f.decay).add_(quotient.mul_(f.size)))
     return root
@@ -276,7 +262,7 @@ def _update_8_bits(
 
 
 def checksum(rows: Sequence[Rows]) -> int:
-    """See ``Backend``.  Beside a tensor it takes the products of a chunk, 16 MiB."""
+    """See ``Backend``.  Needs 16 MiB beside a tensor, for the products of a chunk."""
     return sum(map(_of, rows)) % (1 << 64)
 
 
@@ -297,7 +283,7 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
     missing = -len(data) % WORD
     if missing:
         data = pad(data, (0, missing))
-    elif data.data_ptr() % WORD:  # mapped from a file, behind numbers of fewer bytes
+    elif data.data_ptr() % WORD:  # mapped from a file, after numbers of fewer bytes
         data = data.clone()
     return data.view(torch.int32)
 
@@ -313,14 +299,14 @@ _NUMBERS_AT_A_TIME = 1 << 18
 
 
 def gradient_squares(grads: Sequence[torch.Tensor]) -> list[float]:
-    """FP32 tensors [R, ..] -> the sums of rows 0 .. 127, 128 .. 255, .. of the first, then of the
-    next; NaN or infinite where an element is.  A vector's rows are its elements.
+    """FP32 tensors [R, ..] -> the sums of rows 0 .. 127, 128 .. 255, .. of the first tensor, then
+    of the next; NaN or infinite where an element is.  A vector's rows are its elements.
     """
     return [one for grad in grads if grad.numel() for one in _of_blocks(grad.view(len(grad), -1))]
 
 
 def _of_blocks(grad: torch.Tensor) -> list[float]:
-    """Of [R, C].  As many rows at a time as a cache holds."""
+    """[R, C] -> its sums; takes as many rows at a time as fit in a cache."""
     rows = BLOCK * max(1, _NUMBERS_AT_A_TIME // (BLOCK * grad.shape[1]))
     made: list[float] = []
     for some in grad.split(rows):

@@ -1,17 +1,16 @@
-"""Attention of the rollout: every sequence's new tokens, one while it decodes or a chunk of its
-prompt, over its pages.
+"""Attention of the rollout over the paged KV cache: each sequence has one new token while it
+decodes, or a chunk of its prompt.
 
-New K and V are written to their slots first, then each query attends over its sequence's pages with
-the arithmetic of ``isobit.kernels.spec.attention``.  Sequences with one new token form one group;
-prompt chunks form another, padded to the longest chunk. Within a group sequences stand by
-descending length, so that tile j is gathered only for those that have one and see it.  Groups are
-kept small enough for the processor's cache.
-
-The paged KV cache in the flow's format: one arena of pages, every page 64 tokens of every layer.
-
-A page is a KV tile: tile j of a sequence is page j of its block table, so a page boundary and a
-summation boundary are one thing. Layout a layer: values [2 (K, V), page, KV head, token, dim] in
+**The cache** is one arena of pages in the flow's format; a page holds 64 tokens of every layer.  A
+page is a KV tile: tile j of a sequence is page j of its block table, so page boundaries and
+summation boundaries coincide.  Layout per layer: values [2 (K, V), page, KV head, token, dim] in
 E4M3, BF16 or FP32, and their E8M0 scale bytes [2, page, KV head, token].
+
+**Attention** writes new K and V to their slots first; then each query attends over its sequence's
+pages with the arithmetic of ``isobit.kernels.spec.attention``.  Sequences with one new token form
+one group; prompt chunks form another, padded to the longest chunk.  Within a group, sequences are
+sorted by descending length, so that tile j is gathered only for those that have it and see it.
+Groups are kept small enough for the processor's cache.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,9 @@ _ALIGNED = 64  # bytes
 
 
 class SpecKvCache:
-    """Pages of K and V for all layers; which page belongs to whom is the scheduler's business."""
+    """Pages of K and V for all layers; the scheduler decides which page belongs to which
+    sequence.
+    """
 
     page_tokens = PAGE_TOKENS
 
@@ -52,8 +53,8 @@ class SpecKvCache:
         self.layers = [_empty_heads(pages, shape.head_dim, format) for format in self.formats]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Encode k and v [T, G, D] and store them at slots int64 [T] = page * 64 + offset, all
-        different.
+        """Encode k and v [T, G, D] and store them at slots int64 [T] = page * 64 + offset, which
+        must all be different.
         """
         pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
         arena, both = self.layers[layer], torch.stack([k, v.to(k.dtype)])
@@ -65,7 +66,7 @@ class SpecKvCache:
             target.transpose(2, 3)[:, pages, offsets] = source
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
-        """K and V at slots int64 [T], as ``write`` has them: [T, G, D] each."""
+        """K and V, [T, G, D] each, at slots int64 [T] (numbered as in ``write``)."""
         pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
         k, v = (
             self.layers[layer].map(lambda x, i=i: x[i].transpose(1, 2)[pages, offsets])
@@ -81,7 +82,7 @@ class SpecKvCache:
                     tensor[:, target] = tensor[:, source]
 
     def clear(self) -> None:
-        """Zeros everywhere, in place."""
+        """Set everything to zero, in place."""
         for arena in self.layers:
             _raw(arena.values).zero_()
             arena.bytes.zero_()
@@ -103,9 +104,9 @@ def _empty_heads(pages: tuple[int, ...], head_dim: int, format: Format) -> Heads
 
 
 def _untouched_zeros(size: int) -> torch.Tensor:
-    """uint8 [size], aligned as torch does it: memory that the operating system gives, zeroed, page
-    by page where it is first written or read.  torch.zeros writes all of it at once, half a second
-    for each GiB of a cache of which a short rollout needs little.
+    """uint8 [size], aligned as torch aligns it, in memory that the operating system zeroes page by
+    page when it is first touched.  torch.zeros writes all of it at once, which takes half a second
+    per GiB of a cache of which a short rollout needs little.
     """
     zeros = np.zeros(size + _ALIGNED, np.uint8)
     first = -zeros.ctypes.data % _ALIGNED
@@ -117,9 +118,8 @@ def _raw(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8) if values.dtype == E4M3 else values
 
 
-_TILE_NUMBERS = (
-    1 << 19
-)  # of K in one tile of a group: what a group works on stays in the processor's cache
+# Numbers of K in one tile of a group, so that a group's data stays in the processor's cache.
+_TILE_NUMBERS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,9 @@ class _Group:
 
 
 class PagedAttention:
-    """Attention (``Attend``) over the pages of a cache; one object serves a forward's layers."""
+    """Attention (``Attend``) over the pages of a cache; one object serves all layers of a
+    forward.
+    """
 
     def __init__(self, cache: SpecKvCache, batch: PagedBatch, positions: torch.Tensor) -> None:
         """``positions`` int64 [T], of the new tokens."""

@@ -1,23 +1,21 @@
-"""The embedding: rows of the published table; the gradient goes to the FP32 master.
+"""Embedding, RMSNorm with the residual stream, and SwiGLU, each with its backward.
 
-The backward is ``embedding_dense_backward``, which adds a token's rows in their order.  The
-backward of ``table[ids]`` would be an accumulating ``index_put``, the one CPU operation whose sums
-vary from run to run.
+**Embedding** reads rows of the published table; the gradient goes to the FP32 master.  The backward
+is ``embedding_dense_backward``, which adds a token's rows in order.  The backward of ``table[ids]``
+would be an accumulating ``index_put``, the one CPU operation whose sums vary from run to run.
 
-RMSNorm and the residual stream: h = h + x, y = h / sqrt(mean(h^2) + eps) * w over the last
-dimension, in FP32 from input to the one rounding of y.
-
-Rows of up to 4096 are summed in one piece, wider ones in pieces of 4096 added in ascending order:
-torch splits the sum of a very wide row over threads, which would change its bits.  The gradient
-repeats at a fixed number of threads:
+**RMSNorm** with the residual stream: h = h + x, y = h / sqrt(mean(h^2) + eps) * w over the last
+dimension, in FP32 from the input to the single rounding of y.  The gradient repeats bit for bit at
+a fixed number of threads:
 
     n  = h / rms      s  = dy w      dh = d_residual + (s - n mean(s n)) / rms      dw += sum dy n
 
-SwiGLU: y = silu(gate) * up for the fused rows (gate, up), with silu(x) = x / (1 + exp(-x)) in
-FP32.
+Rows of up to 4096 are summed in one piece, wider ones in pieces of 4096 that are added in ascending
+order: torch splits the sum of a very wide row over threads, which would change its bits.
 
-torch's own ``silu`` and ``sigmoid`` round differently in the vector body and in the scalar tail of
-a loop, so a token's bits would depend on its place; ``exp`` and the division do not.
+**SwiGLU** computes y = silu(gate) * up for fused rows (gate, up), with silu(x) = x / (1 + exp(-x))
+in FP32.  torch's own ``silu`` and ``sigmoid`` round differently in the vectorised body and in the
+scalar tail of a loop, so a token's bits would depend on its position; ``exp`` and division do not.
 """
 
 import torch
@@ -65,8 +63,8 @@ def add_rms_norm(
     save: bool = False,
     keep: bool = False,
 ) -> Normed:
-    """The residual stream [T, C] after the addition, its norm (always kept: it is there), and that
-    as ``site`` reads it.
+    """The residual stream [T, C] after the addition, its norm (always returned, since it has been
+    computed anyway), and the norm as ``site`` reads it.
     """
     h = h if x is None else h + x
     norm = rms_norm(h, weight, epsilon)
@@ -93,7 +91,6 @@ def rms_norm_backward(
 
 
 def _inverse_rms(wide: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """FP32 [..., C] -> [..., 1]."""
     return (row_sum(wide * wide) / wide.shape[-1] + epsilon).rsqrt()
 
 
@@ -103,7 +100,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """FP32 silu(gate) * up."""
+    """silu(gate) * up in FP32."""
     return gate / (1.0 + torch.exp(-gate)) * up
 
 

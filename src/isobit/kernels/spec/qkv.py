@@ -1,29 +1,33 @@
-"""What lies between the projection of Q, K and V and attention, and its way back.
+"""The operations between the projection of Q, K and V and attention, and their backward.
 
     x = x + bias                  FP32 addition; Q, K and V, in models that have a bias
-    x = RMSNorm(x)                Q and K, each head, in models that have these norms
+    x = RMSNorm(x)                Q and K, per head, in models that have these norms
     x = rotate(x)                 Q and K
-    x = hadamard(x)               Q and K, where attention reads E4M3; Q's divided by H's size
+    x = hadamard(x)               Q and K, where attention reads E4M3; Q is also divided by the
+                                  size of H
 
-Each result is rounded to the format between operators, the last one to E4M3 at once; on the way
-back it is the one behind the rotation that is rounded.
+Each result is rounded to the format between operators, except that the last one is rounded directly
+to E4M3.  In the backward, the gradient behind the rotation is rounded.
 
-Q and K times a Hadamard matrix before they are rounded to E4M3, so that no channel stands out:
+**Rotation** (rotary position embedding): (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the two
+halves of each head, in FP32.  The gradient is the rotation by the negative angle.
+
+**Hadamard.**  Q and K are multiplied by a Hadamard matrix before they are rounded to E4M3, so that
+no channel stands out:
 
     q~ = H q / n      k~ = H k      q~ . k~ = q . k             H H = n, H symmetric
 
-H has the entries +1 and -1 (Sylvester's construction), n is its size: the largest power of two that
-divides the head size, whose blocks H is applied to.  E4M3's error is a share of each number, so
-that of q . k has the variance of sum_i (q_i k_i)^2.  In a pretrained model Q and K are large in the
-same few channels, whose products bring nearly all of it; behind H every number is a mixture of all,
-and what is left is |q|^2 |k|^2 / n (FlashAttention-3, arXiv 2407.08608, section 3.3).  Division by
-n instead of by sqrt(n) on both sides is exact.
+H has the entries +1 and -1 (Sylvester's construction).  Its size n is the largest power of two that
+divides the head size, and H is applied to blocks of that size.  E4M3's error is proportional to
+each number, so the error of q . k has the variance of sum_i (q_i k_i)^2.  In a pretrained model Q
+and K are large in the same few channels, whose products contribute nearly all of it.  After H every
+number is a mixture of all, and |q|^2 |k|^2 / n remains (FlashAttention-3, arXiv 2407.08608, section
+3.3).  Dividing by n on one side, instead of by sqrt(n) on both, is exact.  The sums are FP32 in the
+order of the fast transform: pairs of numbers 1, 2, 4, ..., n / 2 apart, each time (a, b) -> (a + b,
+a - b).  So every back end has the same bits.
 
-The sums are FP32 and have one order, that of the fast transform: pairs of numbers 1, 2, 4, ...,
-n / 2 apart, each time (a, b) -> (a + b, a - b).  So every back end has the same bits.
-
-Queries, keys and values in the flow's format: a value times one power-of-two scale a token and
-head.
+**Encoding.**  Queries, keys and values are stored as values times one power-of-two scale per token
+and head:
 
     x[t, h, :] = values[t, h, :] * 2^(byte[t, h] - 127)
 
@@ -31,15 +35,11 @@ head.
     bf16    values are BF16 (fp32: FP32) of magnitude below 2 on a grid of 2^-22, the scale is
             2^floor(log2 amax), at least 2^-60;  heads larger than 128: a grid of 2^-21
 
-The scale depends on that token's vector alone: nothing to calibrate, and a token's entry never
-changes when others come.  In the second form a value loses what lies more than 22 bits below the
-vector's largest number; it is what makes the products of the attention exact
+The scale depends on one token's vector alone: nothing has to be calibrated, and a token's entry
+never changes when others are added.  The second form drops what lies more than 22 bits below the
+vector's largest number, which makes the products of attention exact
 (``isobit.kernels.spec.quantise``): a sum of 256 products of integers up to 2^22 is at most 2^52,
-where
-2^23 would give 2^54.  A vector that is not finite has the byte 255.
-
-Rotary position embedding: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the two halves of
-each head, in FP32.  The gradient is the rotation by the negative angle.
+where 2^23 would give 2^54.  A vector that is not finite has the byte 255.
 """
 
 from collections.abc import Callable
@@ -63,17 +63,16 @@ from isobit.precision.quant_tensor import BLOCK, DTYPES, E4M3, E8M0_BIAS, Format
 
 
 def hadamard_size(head_dim: int) -> int:
-    """The largest power of two that divides the head size."""
     return head_dim & -head_dim
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [..., D] -> H x, of each block of ``hadamard_size(D)`` numbers."""
+    """FP32 [..., D] -> H x, for each block of ``hadamard_size(D)`` numbers."""
     size = hadamard_size(x.shape[-1])
     blocks = x.view(*x.shape[:-1], -1, size)
     for _ in range(size.bit_length() - 1):
-        # Neighbours' sums in the first half, their differences in the second: the next neighbours
-        # are twice as far apart in x, and after the last step all stand in order.
+        # Sums of neighbours go to the first half and differences to the second: the next neighbours
+        # are twice as far apart in x, and after the last step all numbers are in order.
         a, b = blocks[..., ::2], blocks[..., 1::2]
         blocks = torch.cat([a + b, a - b], -1)
     return blocks.view(x.shape)
@@ -84,7 +83,7 @@ _SMALLEST_EXPONENT = -60
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """values [..., D] in the format's dtype and uint8 scale bytes [...]."""
+    """Encoded heads: values [..., D] in the format's dtype and uint8 scale bytes [...]."""
 
     values: torch.Tensor
     bytes: torch.Tensor
@@ -100,8 +99,8 @@ class Heads:
         return cls(scaled.add_(to_grid).sub_(to_grid).to(DTYPES[format]), byte.to(torch.uint8))
 
     def map(self, rearrange: Callable[[torch.Tensor], torch.Tensor]) -> "Heads":
-        """The same rearrangement of tokens and heads, applied to values and scale bytes; E4M3
-        travels as bytes.
+        """Apply one rearrangement of tokens and heads to values and scale bytes; E4M3 is passed as
+        bytes.
         """
         raw = self.values.view(torch.uint8) if self.values.dtype == E4M3 else self.values
         return Heads(rearrange(raw).view(self.values.dtype), rearrange(self.bytes))
@@ -111,8 +110,8 @@ class Heads:
         return decode_e4m3(self.values) if self.values.dtype == E4M3 else self.values.float()
 
     def shifted_units(self) -> tuple[torch.Tensor, float]:
-        """``units`` but for a power of two, which is returned too: cheaper where a scale is
-        multiplied in later.
+        """``units`` up to a power of two, which is returned as well: cheaper where the caller
+        multiplies by a scale later.
         """
         return (
             (shifted_e4m3(self.values), SHIFT)
@@ -126,7 +125,7 @@ class Heads:
 
 
 def grid_bits(head_dim: int) -> int:
-    """Of values in the second form: how far below the largest number they reach."""
+    """How many bits below the largest number the values of the second form reach."""
     return GRID_BITS if head_dim <= BLOCK else GRID_BITS - 1
 
 
@@ -138,7 +137,7 @@ def stack_heads(first: Heads, second: Heads) -> Heads:
 
 
 def rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
-    """x [T, heads, D] -> the same shape in FP32; ``table`` holds the rows of its T positions."""
+    """x [T, heads, D] -> FP32 of the same shape; ``table`` holds the rows of the T positions."""
     x1, x2 = x.float().chunk(2, -1)
     return torch.cat([x1 * table.cos - x2 * table.sin, x2 * table.cos + x1 * table.sin], -1)
 
@@ -147,7 +146,7 @@ def transform_qkv(
     layer: int, qkv: torch.Tensor, transform: QkvTransform, table: RopeTable
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[T, (H + 2 G) D] -> q [T, H, D], k and v [T, G, D]; ``table`` holds the rows of the T
-    positions.  Q and K are FP32 where they are times a Hadamard matrix.
+    positions. After a Hadamard matrix Q and K are FP32.
     """
     q, k, v = _heads(with_bias(qkv, transform), transform)
     if transform.q_norm is not None and transform.k_norm is not None:
@@ -190,15 +189,15 @@ def qkv_backward(
 
 
 def with_bias(qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
-    """Rounded once, from FP32."""
+    """The addition is in FP32 and rounded once."""
     if transform.bias is None:
         return qkv
     return (qkv.float() + transform.bias.float()).to(qkv.dtype)
 
 
 def _through_hadamard(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q [T, H, D] and K [T, G, D], or their gradients -> H q / n and H k, in FP32: H and 1 / n are
-    their own transposes.
+    """Q [T, H, D] and K [T, G, D], or their gradients -> H q / n and H k, in FP32.  H and 1 / n are
+    their own transposes, so forward and backward are the same.
     """
     wide = hadamard(torch.cat([q, k], 1).float())
     q, k = wide.split([q.shape[1], k.shape[1]], 1)

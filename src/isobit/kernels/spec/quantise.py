@@ -1,35 +1,32 @@
-"""Quantisers to E4M3: FP32 or BF16 in, bytes and scales out, the same bytes on every back end.
+"""Quantisation: E4M3 with a scale per group, the grid of the exact GEMM, and published weights.
 
-    scale = max(amax, 2^-60) / 448, rounded up to a power of two or kept in FP32    (of a group)
+**Quantising** takes FP32 or BF16 and gives the same bytes and scales on every back end:
+
+    scale = max(amax, 2^-60) / 448, rounded up to a power of two or kept in FP32    (per group)
     value = round-to-nearest-even(clamp(x / scale, -448, 448))
 
-The power of two is found in the bits of amax: with amax = m 2^k and 448 = 1.75 2^8, the exponent is
+The power of two is read off the bits of amax: with amax = m 2^k and 448 = 1.75 2^8, the exponent is
 k - 8, plus one where m > 1.75.  Dividing by it is exact.  A group with a NaN or an infinity gets
-the scale NaN and the byte 0x7F for every value. Zeros keep their sign; subnormals of E4M3 (below
-2^-6 scale) are rounded to its grid of 2^-9; 448 scale is the largest value.
+the scale NaN and the byte 0x7F for every value.  Zeros keep their sign; subnormals of E4M3 (below
+2^-6 scale) are rounded to its grid of 2^-9; the largest value is 448 scale.
 
-E4M3 bytes to floating point, by shifting bits: torch's own cast is ten times slower on a CPU.
+**Decoding** shifts bits, because torch's own cast is ten times slower on a CPU.  An E4M3 byte
+s eeee mmm, moved into the bits s 0eeee mmm0000000 of an FP16, reads as 2^-8 of its value, because
+the exponent biases are 7 and 15 (subnormals included).  The NaN bytes 0x7F and 0xFF read as +-480:
+a block that was not finite has a NaN scale, and multiplying by the scale restores the NaN.
 
-An E4M3 byte s eeee mmm, moved into the bits s 0eeee mmm0000000 of an FP16, reads 2^-8 of its value,
-because the exponent biases are 7 and 15 (subnormals included).  The NaN bytes 0x7F and 0xFF read
-+-480: a block that was not finite is marked by its NaN scale, and it is the multiplication by the
-scale that brings the NaN back.
+**The grid** gives products of BF16 and FP32 operands one right answer, too.  A block of 128 numbers
+of a row is rounded to multiples of 2^(k - 22), where 2^k <= amax < 2^(k+1): integers below 2^23
+times one power of two.  A product of two such blocks is a sum of 128 integers below 2^46, at most
+2^53, which FP64 holds exactly, in any order, tile or library.  The error is at most 2^-23 of the
+block's largest number, and zero for a BF16 number less than 2^15 below it.  Rounding is to nearest
+even, by adding and subtracting 1.5 2^52 grid steps in FP64.  NaN and infinity stay.
 
-BF16 and FP32 operands on a fixed-point grid, so that their products too have one right answer.
+**Publishing** turns an FP32 master into the matrix that a linear or lm_head multiplies by:
 
-A block of 128 numbers of a row is rounded to multiples of 2^(k - 22), where 2^k <= amax < 2^(k+1):
-integers below 2^23 times one power of two.  A product of two such blocks is then a sum of 128
-integers below 2^46, at most 2^53, which FP64 holds exactly, in any order, tile or library.  The
-cost is an error of at most 2^-23 of the block's largest number, nothing for a BF16 number less than
-2^15 below it.  Rounding is to nearest even, by adding and taking away 1.5 2^52 grid steps in FP64.
-NaN and infinity stay.
-
-Publishing: from an FP32 master to what a linear and lm_head multiply with.
-
-e4m3         128x128 blocks of the BF16 rounding
-bf16, fp32   rows on the grid of ``isobit.kernels.spec.quantise``, of the BF16 rounding or the
-             master
-lm_head      rows on the grid
+    e4m3         128x128 blocks of the BF16 rounding
+    bf16, fp32   rows on the grid, of the BF16 rounding or of the master
+    lm_head      rows on the grid
 """
 
 import math
@@ -61,8 +58,8 @@ _RECIPROCALS = torch.tensor(
 def quantise_rows(
     x: torch.Tensor, scales: ScaleKind = "power_of_two", parts: tuple[int, ...] = ()
 ) -> QuantTensor:
-    """[M, K] -> 1x128 groups: one scale for 128 neighbours of a row (activations; output gradients,
-    whose columns are the rows of a weight's ``parts``).
+    """[M, K] -> 1x128 groups: one scale per 128 consecutive numbers of a row.  Used for
+    activations, and for output gradients, whose columns are the rows of a weight's ``parts``.
     """
     rows, columns = x.shape
     whole, place = _whole_blocks(x.float(), 1, parts)
@@ -74,7 +71,7 @@ def quantise_rows(
 def quantise_blocks(
     x: torch.Tensor, scales: ScaleKind = "power_of_two", parts: tuple[int, ...] = ()
 ) -> QuantTensor:
-    """[N, K] -> 128x128 blocks (weights), of the ``parts`` that it fuses along N."""
+    """[N, K] -> 128x128 blocks of a weight, separately for each of the ``parts`` fused along N."""
     whole, row_place = _whole_blocks(x.float(), 0, parts)
     whole, column_place = _whole_blocks(whole, 1, ())
     grid = whole.shape[0] // BLOCK, whole.shape[1] // BLOCK
@@ -87,7 +84,7 @@ def quantise_blocks(
 
 
 def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantTensor:
-    """[T, C] -> groups of 128 tokens of one column (WGrad's operands); the last group may be
+    """[T, C] -> groups of 128 tokens of one column, for WGrad's operands; the last group may be
     short.
     """
     tokens, columns = x.shape
@@ -100,8 +97,8 @@ def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> Quan
 
 
 def quantise_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., D] -> E4M3 values [..., D] and E8M0 scale bytes [...]: one power-of-two scale a vector
-    (Q, K and V of a token and head).
+    """[..., D] -> E4M3 values [..., D] and E8M0 scale bytes [...]: one power-of-two scale per
+    vector (Q, K or V of one token and head).
     """
     x = x.float()
     byte, finite = _scale_byte(x.abs().amax(-1))
@@ -152,8 +149,8 @@ def _without_padding(values: torch.Tensor, dim: int, place: torch.Tensor | None)
 def _quantise(
     x: torch.Tensor, dims: tuple[int, ...], kind: ScaleKind
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 x, one group along ``dims`` -> E4M3 like x, and the groups' FP32 scales with ``dims``
-    kept as size 1.
+    """FP32 x, with one group along ``dims`` -> E4M3 like x, and the groups' FP32 scales with
+    ``dims`` kept as size 1.
     """
     amax = x.abs().amax(dims, keepdim=True)
     byte, finite = _scale_byte(amax)
@@ -173,8 +170,8 @@ def _scale_byte(amax: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def _to_e4m3(scaled: torch.Tensor, byte: torch.Tensor, finite: bool) -> torch.Tensor:
-    """Clamp (torch 2.11 casts overflow to NaN, 2.13 saturates), cast, and mark the groups that were
-    not finite.
+    """Clamp (torch 2.11 casts overflow to NaN, 2.13 saturates), cast, and mark groups that were not
+    finite.
     """
     values = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
     if not finite:
@@ -183,9 +180,7 @@ def _to_e4m3(scaled: torch.Tensor, byte: torch.Tensor, finite: bool) -> torch.Te
 
 
 SHIFT = 256.0
-"""What ``shifted_e4m3`` leaves for the caller to multiply in, where a scale is multiplied
-anyway.
-"""
+"""The factor that ``shifted_e4m3`` leaves to the caller, who multiplies by a scale anyway."""
 
 
 def decode_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -194,7 +189,7 @@ def decode_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def shifted_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """``decode_e4m3`` without the factor of 2^8: one pass fewer over what is large."""
+    """``decode_e4m3`` without the factor of 2^8, which saves one pass over a large tensor."""
     return (
         values.view(torch.int8)
         .to(torch.int16)
@@ -246,7 +241,7 @@ _NUMBERS_AT_A_TIME = 1 << 18
 
 
 def publish(site: Site, master: torch.Tensor) -> Operand:
-    """FP32 [N, K] -> the matrix that ``linear`` multiplies with."""
+    """FP32 [N, K] -> the matrix that ``linear`` multiplies by."""
     master = master.detach()
     source = master if site.forward == "fp32" else master.bfloat16()
     if site.forward != "e4m3":
@@ -255,7 +250,7 @@ def publish(site: Site, master: torch.Tensor) -> Operand:
 
 
 def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
-    """Write newer values into the same tensors; -> how many numbers are others now, int64."""
+    """Write newer values into the same tensors; returns how many numbers changed, as int64."""
     made = publish(weight.site, master)
     if isinstance(made, QuantTensor):
         assert isinstance(weight.matrix, QuantTensor)
@@ -275,8 +270,8 @@ def publish_head(table: torch.Tensor) -> torch.Tensor:
 
 
 def _snapped(matrix: torch.Tensor) -> torch.Tensor:
-    """``snap_rows`` of some rows at a time: its FP64 temporaries of an lm_head would be larger than
-    the rest of a model.
+    """``snap_rows``, a few rows at a time: the FP64 temporaries of a whole lm_head would be larger
+    than the rest of the model.
     """
     rows = max(1, _NUMBERS_AT_A_TIME // matrix.shape[1])
     made = torch.empty_like(matrix)

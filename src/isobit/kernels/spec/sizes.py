@@ -1,18 +1,18 @@
 """Bytes of the specification's operands (``isobit.kernels.sizes``).
 
-a bytes of an activation (2, or 4 in fp32), f bytes of a number of Q, K, V and of the cache.
+a is the bytes of an activation (2, or 4 in fp32), f those of a number of Q, K, V or the cache.
 
-    matrix       N K and 4 a block of 128x128 in E4M3, else 2 or 4 N K
-    KV page      2 * 64 G (D f + 1)                             a byte of scale a vector
-    encoded      (H + 2 G) (D f + 1) + 4 H                      and a log-sum-exp a query
-    workspaces   the largest of these, which follow one another:
-      GEMM       8 T K + 8 N K + 16 T N                         FP64 operands and product; of one
-                                                                expert
-      attention  24 W H D + 1536 W H + 12 T H D                 forward; a group has B sequences,
-                                                                W tokens
+    matrix       N K and 4 per 128x128 block in E4M3, otherwise 2 or 4 N K
+    KV page      2 * 64 G (D f + 1)                             one byte of scale per vector
+    encoded      (H + 2 G) (D f + 1) + 4 H                      and one log-sum-exp per query
+    workspaces   the largest of these, which are never alive together:
+      GEMM       8 T K + 8 N K + 16 T N                         operands and product in FP64, of
+                                                                one expert
+      attention  24 W H D + 1536 W H + 12 T H D                 forward, for groups of B sequences
+                                                                with W tokens in all
                  4 T (3 H + 4 G) D, and the larger of 8 T H D   backward, S the longest sequence
                  and 4 W (6 H + 7 G) D + 13 B H min(S, 512) S
-      logits     8 V C + 16 max(2^22, V)                        the head in FP64, and a chunk of
+      logits     8 V C + 16 max(2^22, V)                        the head in FP64, and one chunk of
                                                                 logits in all its forms
       score head 8 T C                                          without lm_head
 Workspaces are upper estimates of short-lived tensors.
@@ -32,14 +32,12 @@ batched_tokens = 2048
 
 
 def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
-    """See ``Sizes``."""
     vectors = 2 * page_tokens * shape.num_kv_heads
     formats = kv_formats(shape, flow)
     return sum(vectors * (shape.head_dim * DTYPES[format].itemsize + 1) for format in formats)
 
 
 def matrix(site: Site, columns: int) -> int:
-    """See ``Sizes``."""
     numbers = sum(site.parts) * columns
     if site.forward == "e4m3":
         return numbers + 4 * len(block_sizes(site.parts)) * num_blocks(columns)
@@ -47,35 +45,35 @@ def matrix(site: Site, columns: int) -> int:
 
 
 def head_copy(numbers: int, itemsize: int) -> int:
-    """lm_head on the grid of the exact GEMM."""
+    """The copy of lm_head on the grid of the exact GEMM."""
     return itemsize * numbers
 
 
 def read(site: Site, numbers: int) -> int:
-    """In E4M3 with a scale for 128; or snapped to the grid."""
+    """In E4M3 with one scale per 128 numbers, or snapped to the grid."""
     return _quantised(numbers) if site.forward == "e4m3" else _itemsize(site) * numbers
 
 
 def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
-    """In E4M3 with a scale for 128 tokens; or the input itself."""
+    """In E4M3 with one scale per 128 tokens, or the input itself."""
     if site.wgrad == "e4m3":
         return _quantised(numbers)
     return 0 if is_kept else _itemsize(site) * numbers
 
 
 def gradient(site: Site, numbers: int) -> int:
-    """Both copies in E4M3; or the gradient itself."""
+    """Both copies in E4M3, or the gradient itself."""
     rows = _quantised(numbers) if site.dgrad == "e4m3" else 0
     return rows + (_quantised(numbers) if site.wgrad == "e4m3" else 0)
 
 
 def transposed(site: Site, columns: int) -> int:
-    """DGrad multiplies with the dequantised matrix."""
+    """DGrad multiplies by the dequantised matrix."""
     return 4 * sum(site.parts) * columns
 
 
 def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
-    """One expert after the other; at most all tokens are one expert's."""
+    """Experts are computed one after another; in the worst case one expert has all the tokens."""
     a, k = _itemsize(gate_up), shape.top_k
     stream, width = a * shape.hidden_size, 2 * a * shape.intermediate_size
     outputs, sums = k * stream, 12 * k * shape.hidden_size
@@ -104,18 +102,16 @@ def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
 
 
 def encoded(shape: AttentionShape, format: Format) -> int:
-    """See above."""
     heads = shape.num_heads + 2 * shape.num_kv_heads
     return heads * (shape.head_dim * DTYPES[format].itemsize + 1) + 4 * shape.num_heads
 
 
 def attention_gradients(shape: AttentionShape) -> int:
-    """A part of the workspace."""
+    """0: they are counted in the workspace."""
     return 0
 
 
 def workspaces(shape: WorkShape) -> Mapping[str, int]:
-    """See above."""
     return {
         "GEMM workspace": _gemm(shape),
         "attention workspace": _attention(shape.attention, shape.tokens, shape.longest),
@@ -141,7 +137,7 @@ def _gemm(shape: WorkShape) -> int:
 
 
 def _attention(heads: AttentionShape, tokens: int, longest: int) -> int:
-    """Of all tokens, and of a padded group of the longest sequences."""
+    """For all tokens, with one padded group of the longest sequences."""
     sequences = max(1, GROUP_TOKENS // longest)
     rows = sequences * longest
     query, key = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
@@ -152,7 +148,7 @@ def _attention(heads: AttentionShape, tokens: int, longest: int) -> int:
 
 
 def _input(site: Site, numbers: int) -> int:
-    """An input and the same as FProp reads it."""
+    """The bytes of an input and of its copy that FProp reads."""
     return _itemsize(site) * numbers + read(site, numbers)
 
 

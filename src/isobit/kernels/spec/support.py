@@ -1,9 +1,9 @@
-"""What the specification says of itself: it computes everything, on every machine."""
+"""What the specification reports about itself: it computes everything, on every machine."""
 
 import torch
 
 from isobit.kernels.backend import ModelNeeds
-from isobit.kernels.spec import sizes as sizes  # noqa: PLC0414 (said to be part of this module)
+from isobit.kernels.spec import sizes as sizes  # noqa: PLC0414 (part of ``Support``)
 
 has_own_memory = False
 libraries: tuple[str, ...] = ()
@@ -12,25 +12,20 @@ remedy = "reinstall torch"
 
 
 def device_model(device: torch.device) -> str | None:
-    """See ``Support``."""
     return None
 
 
 def is_present() -> bool:
-    """Every machine has a CPU."""
     return True
 
 
 def state() -> tuple[str, bool]:
-    """See ``Support``."""
     return "the CPU", False
 
 
 def problem() -> str | None:
-    """See ``Support``."""
     return None
 
 
 def model_problem(needs: ModelNeeds) -> str | None:
-    """See ``Support``."""
     return None
