@@ -75,6 +75,10 @@ class PassCase:
     recompute: Recompute
     shape: str = "qwen3-8b"
 
+    def __str__(self) -> str:
+        """As rows of several ranks have it: ``Case(mode='fp8', ..)``."""
+        return repr(self).removeprefix("Pass")
+
     @property
     def tokens(self) -> int:
         return self.length * self.sequences
