@@ -69,27 +69,26 @@ _PATTERN = re.compile(r"([a-z0-9-]+):(\d+)x(\d+):([a-z]+)")
 
 @dataclass(frozen=True, slots=True)
 class PassCase:
-    """A micro-batch."""
-
     mode: str
     length: int
     sequences: int
     recompute: Recompute
     shape: str = "qwen3-8b"
 
+    def __str__(self) -> str:
+        """As rows of several ranks have it: ``Case(mode='fp8', ..)``."""
+        return repr(self).removeprefix("Pass")
+
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
         return self.length * self.sequences
 
     @property
     def config(self) -> ModelConfig:
-        """The model."""
         return model_shape(self.shape)
 
     @property
     def fields(self) -> dict[str, object]:
-        """Its part of a row."""
         return {"length": self.length, "sequences": self.sequences, "recompute": self.recompute}
 
     def token_ids(self) -> torch.Tensor:
@@ -108,7 +107,6 @@ class PassCase:
 
 
 def parse_case(text: str) -> PassCase:
-    """For argparse."""
     found = _PATTERN.fullmatch(text)
     if not (
         found
@@ -164,12 +162,10 @@ class StepCase:
 
     @property
     def sequences(self) -> int:
-        """Completions of a step."""
         return self.prompts * self.samples
 
     @property
     def length(self) -> int:
-        """Tokens of a prompt and its completion."""
         return self.prompt_tokens + self.new_tokens
 
     def random_prompts(self, vocab_size: int) -> list[list[int]]:

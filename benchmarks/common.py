@@ -57,7 +57,7 @@ def _measure() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what every row depends on."""
+    """The versions that every row depends on."""
     import triton
 
     return {"torch": torch.__version__, "triton": triton.__version__}
@@ -67,7 +67,7 @@ CARD = "cuda"
 
 
 def card_memory() -> DeviceMemory:
-    """As the back end of the card offers it."""
+    """The memory interface of the card's back end."""
     memory = backend_of(torch.device(CARD)).memory
     assert memory is not None, "a card has memory for itself"
     return memory
@@ -109,7 +109,6 @@ class RowWriter:
         }
 
     def write(self, **row: Any) -> None:
-        """One measurement."""
         line = json.dumps(self._common | row)
         with self._path.open("a") as file:
             file.write(line + "\n")

@@ -205,7 +205,6 @@ def _ratios(line: Row, lines: list[Row]) -> Row:
 
 
 def training_seconds(line: Row) -> float:
-    """All that is not rollout."""
     return line["seconds"] - line["phases_s"].get("rollout", 0.0)
 
 

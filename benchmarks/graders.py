@@ -25,7 +25,7 @@ from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders
 
 SAMPLES = 16
-"""Of a prompt."""
+"""Completions of each prompt."""
 ANSWERS = (
     ("3/4", "The sum is $\\frac{1}{2} + \\frac{1}{4}$, so \\boxed{\\frac{3}{4}}."),
     ("2\\sqrt{3}", "We find \\boxed{\\sqrt{12}}."),
@@ -33,7 +33,7 @@ ANSWERS = (
     ("(1, 2)", "The point is \\boxed{(1, 2)}."),
     ("42", "So the answer is \\boxed{41}"),
 )
-"""What is right, and an answer of a model's kind."""
+"""Reference answers, each with a completion as a model writes them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,7 +102,6 @@ class MathAnswer:
 
     @property
     def completion(self) -> str:
-        """A completion that gives the answer."""
         return f"Adding both sides we get the result.\n\nThe answer is $\\boxed{{{self.answer}}}$."
 
 
@@ -203,7 +202,6 @@ KINDS: tuple[tuple[Callable[[random.Random], Drawn], int], ...] = (
 
 
 def answers() -> list[MathAnswer]:
-    """All of them, in an order that mixes the kinds."""
     draw = random.Random(0)  # noqa: S311  (no secret)
     made = []
     for kind, several in KINDS:

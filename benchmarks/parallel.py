@@ -168,7 +168,6 @@ class Sitting:
     device: str = "cuda"
 
     def rows(self) -> "RankRows":
-        """Where they are written."""
         return RankRows(self.world, self.out, self.mode, self.shape)
 
 
@@ -183,7 +182,6 @@ class RankRows:
             self._writer = RowWriter(directory, "ranks", mode, shape, card, versions)
 
     def write(self, **row: Any) -> None:
-        """One measurement."""
         if self._writer is not None:
             self._writer.write(ranks=self._world.size, **row)
 
@@ -232,7 +230,7 @@ def _key(row: Row) -> tuple[object, ...]:
 
 
 def _compared(row: Row, base: Row) -> list[tuple[str, Any, Any]]:
-    """Name, ours, base's."""
+    """Triples of a name, our value and the baseline's."""
     kind = row["kind"]
     notes = (row.get("note"), f"recompute {row['recompute']}" if kind == "step" else None)
     note = "".join(f" ({one})" for one in notes if one)

@@ -43,7 +43,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """The block is phase ``name``."""
+        """Time the ``with`` block as phase ``name``."""
         self._enter(name)
         try:
             yield
@@ -52,7 +52,7 @@ class Phases:
             self._mark()
 
     def start(self) -> None:
-        """Forget what was, and begin the timeline."""
+        """Begin a new timeline."""
         self._marks.clear()
         if self._on_gpu:
             torch.cuda.synchronize()
@@ -120,12 +120,11 @@ def measure_steps(
 
 
 def microbatches(case: PassCase, tokens: int) -> int:
-    """Of a step of at least so many tokens."""
+    """How many micro-batches a step of at least so many tokens has."""
     return -(-tokens // case.tokens)
 
 
 def time_pass(case: PassCase, one: Pass) -> Row:
-    """The figures of a row."""
     phases, seconds = Phases(on_gpu=torch.cuda.is_available()), []
     for _ in range(WARM_UP + REPEATS):
         phases.start()
@@ -190,7 +189,7 @@ def peak_gib() -> float:
 
 
 def peer_versions() -> dict[str, str]:
-    """Of what transformers' rows depend on."""
+    """The versions that rows of transformers depend on."""
     return versions() | {"transformers": importlib.metadata.version("transformers")}
 
 

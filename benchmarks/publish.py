@@ -58,7 +58,7 @@ def measure_publish(shape: str, precision: str, copy_tb_per_s: float) -> dict[st
 
 
 def matrix_bytes(matrix) -> int:  # noqa: ANN001 (torch is imported late)
-    """Of a published matrix's numbers."""
+    """Bytes of the numbers of a published matrix."""
     import torch
 
     values = matrix if isinstance(matrix, torch.Tensor) else matrix.values

@@ -25,7 +25,7 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 
 
 def run(precision: str, moments: str, seed: int, device: str, directory: Path) -> dict[str, Any]:
-    """-> the run's summary."""
+    """Run the recipe in a process of its own; returns its summary."""
     output = directory / f"{precision}-{moments}-{seed}"
     overrides = [
         "--precision",
@@ -45,7 +45,6 @@ def run(precision: str, moments: str, seed: int, device: str, directory: Path) -
 
 
 def describe_device(device: str) -> dict[str, Any]:
-    """What a row says of it."""
     if device == "cpu":
         return {"device": processor_name()}
     from benchmarks.rollout_engines import describe_card

@@ -75,7 +75,7 @@ def timed(world: World, work: Callable[[], None], device: torch.device) -> float
 
 
 def layer_exchange(policy: Policy, world: World) -> tuple[int, Callable[[], None]]:
-    """-> the bytes that one rank sends, and the exchange."""
+    """Returns the bytes that one rank sends, and a function that exchanges them."""
     names = policy.decoder.backward_groups()[1]
     owned = [[policy.ownership.rows(name, rank) for name in names] for rank in range(world.size)]
     made = {name: torch.randn(policy.shapes[name], device=policy.device) for name in names}
@@ -113,7 +113,7 @@ def ordered_add(policy: Policy, world: World) -> tuple[int, Callable[[], None]]:
 
 
 def published_gather(policy: Policy, world: World) -> tuple[int, Callable[[], None]]:
-    """-> the bytes that arrive at a rank, and the gather."""
+    """Returns the bytes that arrive at a rank, and a function that gathers them."""
     whole = published_bytes(policy.config, policy.flow, policy.backend.sizes)
     return whole * (world.size - 1) // world.size, lambda: policy._published.gather(
         world, policy.ownership.cuts
@@ -156,7 +156,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def without_copy_engines() -> None:
-    """For the rest of this process."""
+    """Use NCCL's own kernels instead of copy engines for the rest of this process."""
 
     def none(*_: object) -> tuple[Exchanges | None, str]:
         return None, "the benchmark compares the two"
@@ -362,7 +362,7 @@ def _finished(rollouters: Rollouters, loop: Loop, case: StepCase) -> tuple[list[
 
 
 def _now() -> float:
-    """When all that the device was asked for is done."""
+    """The time once the device has finished its queue."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return perf_counter()

@@ -138,8 +138,6 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Two answers to one question."""
-
     question: str
     ours: tuple[int, ...]
     theirs: tuple[int, ...]
@@ -150,7 +148,6 @@ class Compared:
 
     @property
     def equal(self) -> bool:
-        """Token by token."""
         return self.ours == self.theirs
 
 

@@ -98,7 +98,7 @@ def speed(arguments: argparse.Namespace) -> None:
 
 
 TRAIN, HELD_OUT, BATCH = 6000, 900, 32
-"""Pairs, and pairs a step."""
+"""Pairs to train on, held-out pairs, and pairs of a step."""
 EXACT = "fp32"
 SCORED_IN = ("bf16", "fp8")
 
@@ -219,8 +219,6 @@ TINY = ModelConfig("qwen3", 256, 128, 256, 2, 4, 2, 32, 4096, 1e-6, 1e6, tied_em
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is scored."""
-
     precision: str
     shape: str
     sequences: int
@@ -245,7 +243,6 @@ class Work:
 
 
 def measure_speed(work: Work, device: str, out: Path) -> None:
-    """Write one row."""
     card, versions = describe_device(device)  # before this process touches the card
     memory = _Memory(device)
     model = make_model(work, device)
@@ -285,7 +282,7 @@ def make_model(work: Work, device: str) -> RewardModel:
 
 
 def describe_device(device: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a row says of the device and of the versions on it."""
+    """The device, and the versions of what computes on it."""
     if device == "cpu":
         return {"name": "CPU"}, {"torch": torch.__version__}
     from benchmarks.common import measure_card

@@ -170,7 +170,6 @@ class Loop:
         )
 
     def time(self, case: StepCase) -> Row:
-        """The figures of a row."""
         self.warm_up_training(case)
         self._generate(replace(case, new_tokens=WARM_UP_TOKENS))
         self._generate(StepCase(1, case.sequences, case.length - WARM_UP_TOKENS, WARM_UP_TOKENS))
@@ -199,11 +198,11 @@ class Loop:
 
     @property
     def policy(self) -> Policy:
-        """That learns."""
+        """The policy that is trained."""
         return self._policy
 
     def step(self, case: StepCase) -> Row:
-        """One step, untimed: what it drew and compared."""
+        """Run one step without timing it; returns what it drew and compared."""
         groups = self._generate(case)
         step = self.learn(groups)
         drawn = [one.sequence for group in groups for one in group.completions]
@@ -273,7 +272,6 @@ class Loop:
 
 
 def run_rollouts(shape: str, names: Sequence[str], out: Path) -> None:
-    """One timed rollout of each case."""
     import vllm  # pyright: ignore[reportMissingImports]
 
     writer = RowWriter(
@@ -317,28 +315,24 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], case: StepCase, new_tok
 
 
 FORWARD_TOKENS = 16384
-"""Of a forward without gradients, about."""
+"""Tokens of a forward without gradients, approximately."""
 SETTINGS: dict[Recompute, tuple[int, ...]] = {"none": (4, 2, 1), "full": (8, 4, 2, 1)}
-"""Sequences of a micro-batch to be tried."""
+"""Sequences of a micro-batch that are tried, by recomputation."""
 PASSES = ("old_log_probs", "forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The completions of a step, or a part of them."""
-
     ids: torch.Tensor  # int64 [S, L]
     advantages: torch.Tensor  # float32 [S]
     first: int  # the position that predicts the first token of a completion
     tokens: int  # of all completions of the step: the loss is their mean
 
     def part(self, sequences: int) -> "Batch":
-        """The first so many."""
         return replace(self, ids=self.ids[:sequences], advantages=self.advantages[:sequences])
 
 
 def run_training(shape: str, names: Sequence[str], sequences: int | None, out: Path) -> None:
-    """One timed training phase of each case."""
     writer = RowWriter(out, "transformers", "bf16", shape, measure_card(), peer_versions())
     allocate_in_pages()
     trainer = PeerTrainer(model_shape(shape))
@@ -466,5 +460,5 @@ class PeerTrainer:
 
 
 def _forward_sequences(batch: Batch) -> int:
-    """Of a forward without gradients, but for the last one."""
+    """Sequences of a forward without gradients; the last forward may have fewer."""
     return max(1, FORWARD_TOKENS // batch.ids.shape[1])

@@ -229,7 +229,7 @@ def make_lines(rows: list[Row]) -> list[Line]:
 
 
 def markdown(lines: list[Line]) -> str:
-    """One table a shape and card."""
+    """A table for each shape and card."""
     parts = []
     if any(_is_void(line) for line in lines):
         parts.append(

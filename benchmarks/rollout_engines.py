@@ -146,7 +146,7 @@ def seconds_to_complete(
 
 
 def describe_card() -> dict[str, Any]:
-    """What a row says of the card and of our versions on it."""
+    """The card, and the versions of Isobit's dependencies."""
     return {"card": measure_card(), "versions": native_versions()}
 
 
@@ -217,7 +217,7 @@ def run_peer(
 
 
 def model_config(mode: str, shape: str) -> dict[str, Any]:
-    """The ``config.json`` that vLLM is given."""
+    """The ``config.json`` for vLLM."""
     config = model_shape(shape).to_hf()
     return config if mode == "bf16" else config | {"quantization_config": _BLOCKS}
 

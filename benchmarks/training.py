@@ -121,7 +121,7 @@ class PeerModel:
         self.model.train()
 
     def recompute(self, kind: Recompute) -> None:
-        """What its backward computes again from now on: none or full."""
+        """Set what the backward recomputes: none or full."""
         if kind == "full":
             self.model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}

@@ -76,8 +76,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one flip."""
-
     kind: Kind
     where: str
     state: Literal["caught", "masked", "missed"]
@@ -107,7 +105,7 @@ def run_step(kind: Kind, at: Moments) -> tuple[bool, dict[str, Any]]:
     trainer.restore({"updates": 1, "skipped_in_a_row": 0}, dict(_moments_of_one_update(policy)))
 
     def stands(moment: str) -> None:
-        """Of what stands between two updates a bit may flip."""
+        """Let a bit of the state between two updates flip."""
         if kind == "weights":
             at(moment, published(policy))
         elif kind == "moments":
@@ -149,7 +147,7 @@ def run_step(kind: Kind, at: Moments) -> tuple[bool, dict[str, Any]]:
 
 
 def campaign(flips: int, seed: int) -> list[Outcome]:
-    """The same number of each kind, every moment of a step alike."""
+    """Flip as many bits of each kind, at uniformly random moments of a step."""
     random, found = Random(seed), list[Outcome]()  # noqa: S311 (no secret)
     clean: dict[Kind, tuple[int, dict[str, Any]]] = {}
     for kind in KINDS:
@@ -232,7 +230,7 @@ class _Watched(PolicyRunner):
 
 @contextmanager
 def _before_each_pass(trainer: Trainer, happen: Callable[[], None]) -> Iterator[None]:
-    """What stands may flip whenever a round begins."""
+    """Let a bit of the state flip before any round."""
     gradient: Any = trainer.policy.gradient
     exact = gradient.begin_round
 
@@ -258,7 +256,7 @@ def _sample(engine: NativeEngine) -> list[Group]:
 
 
 def _moments_of_one_update(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """As if one had been taken."""
+    """Small moments made from the masters, as if one update had been taken."""
     for name, master in policy.masters.items():
         yield f"{name}.exp_avg", 1e-3 * master.detach()
         yield f"{name}.exp_avg_sq", 1e-6 * master.detach().square()
@@ -266,13 +264,12 @@ def _moments_of_one_update(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _state(trainer: Trainer) -> Iterator[torch.Tensor]:
-    """Masters and moments."""
     yield from (master.detach() for master in trainer.policy.masters.values())
     yield from trainer.moments().values()
 
 
 def _checksums(trainer: Trainer) -> tuple[int, int]:
-    """Of all that stands between two updates."""
+    """Checksums of all state that is kept between two updates."""
     state = {str(place): tensor for place, tensor in enumerate(_state(trainer))}
     return trainer.policy.checksum(), checksum_of(state)
 

@@ -39,7 +39,6 @@ def last_runs(rows: list[Row]) -> list[list[Row]]:
 
 
 def supervised_line(rows: list[Row]) -> Row:
-    """Of one run."""
     losses = [row["loss"] for row in rows if "loss" in row]
     first, last = losses[0], fmean(losses[-LAST:])
     return {
@@ -72,7 +71,6 @@ def add_ratios(lines: list[Row]) -> None:
 
 
 def reinforced_line(rows: list[Row]) -> Row:
-    """Of one run."""
     return {
         **_who(rows),
         "steps": len(rows),
@@ -91,7 +89,6 @@ def reinforced_line(rows: list[Row]) -> Row:
 
 
 def markdown(lines: list[Row]) -> str:
-    """A column a figure."""
     if not lines:
         return "(no such run)"
     head = [name for name in lines[0] if name != "card"]

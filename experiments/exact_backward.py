@@ -33,13 +33,13 @@ Gradients = tuple[torch.Tensor, torch.Tensor]
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of two tensors of one shape, in FP64."""
+    """The cosine of two tensors of one shape, in FP64."""
     a, b = a.double().flatten(), b.double().flatten()
     return float(a @ b / (a.norm() * b.norm()))
 
 
 def exact_gradients(dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight) -> Gradients:
-    """Of dY [T, N] and X [T, K], both BF16."""
+    """The exact dX and dW of BF16 dY [T, N] and X [T, K]."""
     return dy.float() @ dequantised(weight), dy.float().t() @ x.float()
 
 
@@ -58,7 +58,7 @@ def fp8_gradients(
 def cosines(
     dy: torch.Tensor, x: torch.Tensor, weight: LinearWeight, backend: Backend
 ) -> tuple[float, float]:
-    """Of the FP8 dX and dW with the exact ones."""
+    """The cosines of the FP8 dX and dW with the exact ones."""
     pairs = zip(fp8_gradients(dy, x, weight, backend), exact_gradients(dy, x, weight), strict=True)
     dx, dw = (cosine(ours, exact) for ours, exact in pairs)
     return dx, dw

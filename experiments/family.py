@@ -35,11 +35,9 @@ LAST = 5
 BASES = "bf16", "fp8"
 """What runs of a suite that has them are compared with, seed by seed."""
 _MORE = "reward, last | gradient norm | differing | seconds |"
-"""Columns."""
 
 Changes = Mapping[str, str]
 BySeed = Mapping[int, Mapping[str, Any]]
-"""Rows of one kind of run."""
 
 _ALGORITHMS: dict[str, Changes] = {
     "grpo": {},
@@ -132,7 +130,7 @@ RUNS: dict[str, dict[str, Changes]] = {
 
 
 def run(suite: str, name: str, seed: int) -> dict[str, Any]:
-    """One training -> its row."""
+    """Train once; returns the row."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "run"
         settings = {"seed": str(seed), "output": str(output), "device": "cpu"}
@@ -162,7 +160,7 @@ def run(suite: str, name: str, seed: int) -> dict[str, Any]:
 
 
 def _means(steps: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Of every figure, over the steps that have it."""
+    """The mean of every figure over the steps that have it."""
     names = dict.fromkeys(name for step in steps for name in step if name != "step")
     columns = {name: [v for step in steps if (v := step.get(name)) is not None] for name in names}
     return {name: fmean(column) for name, column in columns.items() if column}

@@ -102,8 +102,6 @@ WARM_UP_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the model, of a batch, and of the training."""
-
     layers: int = 24
     sequences: int = 8
     length: int = 1024
@@ -180,7 +178,6 @@ def text(size: Size, number: int) -> torch.Tensor:
 
 
 SMALLEST, MEAN, ALONE = 0.995, 0.998, 0.9985
-"""The bars: every matrix, their mean, and one linear alone."""
 TINY = 1e-12
 """The root mean square of all gradients where they are small."""
 WORST = 10
@@ -189,7 +186,6 @@ Gradients = dict[str, torch.Tensor]
 
 
 def compare(size: Size, device: str) -> dict[str, Any]:
-    """Everything, as it goes to a file."""
     policy, losses = trained_policy(size, device)
     batch = batch_of(size, size.steps)
     log_probs, ours = gradients(policy, batch)
@@ -223,7 +219,6 @@ def compare(size: Size, device: str) -> dict[str, Any]:
 
 
 def bars(found: dict[str, Any]) -> dict[str, bool]:
-    """Which of the bars are met."""
     every, mean = f"every matrix at least {SMALLEST}", f"mean at least {MEAN}"
     alone = [value for pair in found["alone"].values() for value in pair.values()]
     return {
@@ -236,7 +231,7 @@ def bars(found: dict[str, Any]) -> dict[str, bool]:
 
 
 def smallest(alone: Alone) -> dict[str, float]:
-    """Over the linears of a model, each alone."""
+    """The smallest cosine over the linears of a model, each alone."""
     return {"dx": min(dx for dx, _ in alone.values()), "dw": min(dw for _, dw in alone.values())}
 
 
@@ -253,7 +248,7 @@ def gradients(
 
 
 def take_gradients(policy: Policy) -> Gradients:
-    """By master, which have none afterwards."""
+    """Gradients by master; the masters have none afterwards."""
     found = {
         name: master.grad for name, master in policy.masters.items() if master.grad is not None
     }
@@ -310,7 +305,6 @@ _BACK_ENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATT
 
 
 def measure_determinism() -> dict[str, Any]:
-    """Everything, as it goes to a file."""
     return {
         "bytes": measured(same_bytes),
         "price": [measured(lambda case=case: price(case)) for case in CASES],
@@ -410,7 +404,7 @@ def _sdpa_ms(backend: SDPBackend, case: PassCase, repeated: bool) -> float:
 
 
 def embedding_ms(case: PassCase) -> tuple[float, float]:
-    """Ours, and FP32 atomics."""
+    """Milliseconds of our embedding backward, and of one with FP32 atomics."""
     config = case.config
     ids = case.token_ids().view(-1).cuda()
     d = torch.randn(case.tokens, config.hidden_size, device="cuda").bfloat16()

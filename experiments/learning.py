@@ -149,12 +149,12 @@ TASKS = (
     "family_relationships",
 )
 TRAINING_ROWS, HELD_OUT_ROWS = 1100, 40
-"""Of each task."""
+"""Rows of each task."""
 START, END, _FIRST_BYTE = 0, 1, 2
 
 
 Pair = tuple[Sequence[int], Sequence[int]]
-"""What is given, and what is learnt."""
+"""Tokens of the prompt, and tokens that are learnt."""
 
 
 def write_text(directory: Path) -> None:
@@ -176,7 +176,6 @@ def write_text(directory: Path) -> None:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """The rows of a file as tokens."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
         (
@@ -255,7 +254,7 @@ def fine_tune(
 
 
 def make_trainer(shape: str, precision: str, config: TrainingConfig, seed: int) -> Trainer:
-    """Of a policy with random weights."""
+    """A trainer of a policy with random weights."""
     policy = random_policy(
         shape_named(shape), PrecisionConfig.model_validate(precision), seed, device()
     )
@@ -283,12 +282,12 @@ RL_LEARNING_RATE = 1e-4
 N(0, 0.02) lie some 0.001 apart.
 """
 PROMPT_TOKENS = (16, 96)
-"""The fewest and the most."""
+"""The fewest and the most tokens of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a step, and how its training fits the memory."""
+    """The size of a step, and settings that make its training fit."""
 
     prompts: int
     samples: int
@@ -318,7 +317,6 @@ SIZES = {
 def reinforce(
     shape: str, precision: str, steps: int, learning_rate: float | None, out: Path
 ) -> None:
-    """A row a step."""
     writer, size = make_writer(out, "rl", precision, shape), SIZES[shape]
     policy = random_policy(
         shape_named(shape), PrecisionConfig.model_validate(precision), SEED, device()
@@ -377,7 +375,6 @@ def prompts(step: int, size: Size, shape: str) -> list[Prompt]:
 
 
 def even_share(completion: Completion) -> float:
-    """The reward."""
     return fmean(token % 2 == 0 for token in completion.token_ids)
 
 

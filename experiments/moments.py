@@ -135,7 +135,7 @@ WAYS: tuple[tuple[Moments, float], ...] = (
 )
 """Of the quadratics: the moments, and the learning rate as a multiple of the plain one."""
 TOKENS = 1024
-"""Of a step of the decoder."""
+"""Tokens of a step of the decoder."""
 SETTING = ("engine", "shape", "beta2")
 """What a row has in common with the one with FP32 moments that it is held against; the seed,
 too.
@@ -149,12 +149,10 @@ class ScaledObjective(SupervisedObjective):
     scale: float
 
     def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
-        """See ``SupervisedObjective``."""
         return LossOutputs(self.scale * SupervisedObjective.loss(self, scores, batch, shares).loss)
 
 
 def run_quadratics(seeds: int, out: Path) -> None:
-    """A row a run."""
     writer = make_writer(out, "quadratic", "fp32", str(SIZE))
     for beta2 in BETAS:
         for seed in range(seeds):

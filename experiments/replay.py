@@ -50,12 +50,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What one step replays."""
-
     samples: int
     comparison: Comparison
     ess: float | None
-    """None where nothing is replayed, and so is the next."""
+    """None where nothing is replayed, as ``staleness``."""
     staleness: float | None
 
 
@@ -100,7 +98,7 @@ class Witness(ReplayBuffer):
         )
 
     def _log_probs(self, version: int, sequences: Sequence[TokenSequence]) -> torch.Tensor:
-        """float32 [N], by the weights of a version."""
+        """Log-probabilities float32 [N] by the weights of a version."""
         scores = score_sequences(Scorer(self._weights[version]), sequences, self._tokens)
         return responses(sequences, [score.log_probs for score in scores])
 

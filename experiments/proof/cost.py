@@ -25,13 +25,11 @@ from experiments.proof.suite import Changes, Run
 from isobit.store.directory import whole_lines, write_json
 
 Cost: TypeAlias = Mapping[str, Any]
-"""Of an arm."""
 Costs: TypeAlias = Mapping[str, Mapping[str, Cost]]
-"""By task and arm."""
 FILE = "cost.json"
 PHASES = "rollout", "training"
 STEPS = 8
-"""That are counted."""
+"""Steps that are counted."""
 _FEW: Changes = {"data.eval.held_out.limit": "8", "checkpoint.keep_last": "0"}
 _POLL_S = 0.02
 
@@ -70,13 +68,13 @@ def measure_all(
 
 
 def read(folder: Path) -> Costs:
-    """What is known of the runs whose rows lie in the folder."""
+    """The costs that were measured beside these rows."""
     path = folder / FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def seconds(found: Cost, phase: str) -> float:
-    """Of a step: the median."""
+    """The median seconds of a step."""
     return median(found[phase])
 
 

@@ -47,7 +47,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Of one task: a line an arm, and what has to be said below."""
+    """The table of one task: a line for each arm, and the notes below it."""
 
     task: str
     lines: tuple[tuple[str, ...], ...]
@@ -64,7 +64,6 @@ def tables(
 
 
 def markdown(found: Iterable[Table]) -> list[str]:
-    """The tables as Markdown, the notes below each."""
     lines: list[str] = []
     for table in found:
         lines += [
@@ -106,7 +105,6 @@ def before(row: Row) -> list[float]:
 
 
 def after(row: Row) -> list[float]:
-    """The same after the last step."""
     return _rewards(row, -1)
 
 

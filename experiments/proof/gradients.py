@@ -71,7 +71,7 @@ def sample(
 
 
 def policy_gradient(policy: Policy, batches: Sequence[PackedBatch], exact: bool) -> Gradients:
-    """FP32, of the matrices, on the host."""
+    """The FP32 gradients of the matrices, on the host."""
     tokens = sum(len(batch.rows) for batch in batches)
     with exact_backward(policy) if exact else nullcontext():
         for batch in batches:
@@ -82,7 +82,6 @@ def policy_gradient(policy: Policy, batches: Sequence[PackedBatch], exact: bool)
 
 
 def compare(ours: Gradients, exact: Gradients) -> dict[str, Any]:
-    """As one vector, and matrix by matrix."""
     together = joined(ours), joined(exact)
     norm = float(together[0].norm() / together[1].norm())
     return {"cosine": cosine(*together), "norm": norm, **summary(ours, exact)}
@@ -94,7 +93,6 @@ def joined(gradients: Gradients) -> torch.Tensor:
 
 
 def measure(folder: Path, config: RunConfig, reward: Reward = correct) -> dict[str, Any]:
-    """One flow."""
     batches, device = sample(folder, config, reward)
     with_wgrad = config.precision.model_copy(update={"wgrad": "bf16"})
     policy = load_policy(folder, config.precision, device)

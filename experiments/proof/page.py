@@ -41,7 +41,6 @@ _METRICS = (
     "mismatch/mult_prob_error",
     _SHARE,
 )
-"""What each panel shows."""
 
 STEPS_A_POINT = 5
 """One step's mean reward is so noisy that six arms of it are a smear."""
@@ -51,7 +50,7 @@ Series = Mapping[int, float]
 
 
 def charts(rows: Sequence[Row]) -> list[Chart]:
-    """Of one task; a figure that no row has is left out."""
+    """The charts of one task; a figure that no row has is left out."""
     places = places_of(rows)
     found = (
         _chart(panel, name, rows, places) for panel, name in zip(_PANELS, _METRICS, strict=True)
@@ -200,7 +199,7 @@ def write_picture(rows: Sequence[Row], out: Path) -> Path:
 
 
 def main_settings(settings: Settings) -> dict[str, str]:
-    """Those that a reader looks for first."""
+    """The settings that a reader looks for first."""
     return {name: text for name, text in settings.shared.items() if name.startswith(_MAIN)}
 
 

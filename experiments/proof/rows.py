@@ -87,7 +87,6 @@ def held_out(rewards: Path) -> list[list[float | None]]:
 
 
 def write_row(path: Path, row: Row) -> None:
-    """As a whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(row, separators=(",", ":"), ensure_ascii=False)
     partial = path.with_suffix(".partial")
@@ -101,12 +100,11 @@ def read_finished(directory: Path) -> list[Row]:
 
 
 def name_of(row: Row) -> str:
-    """Also of its file."""
     return f"{row['task']}-{row['arm']}-{row['seed']}"
 
 
 def read_row(path: Path) -> Row:
-    """Raises ValueError for a file that is none."""
+    """Raises ValueError for a file that is not a row."""
     try:
         return json.loads(lzma.decompress(path.read_bytes()))
     except (lzma.LZMAError, ValueError) as error:
@@ -145,7 +143,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 _PARTS = ("config", "inputs", "device", "versions", "bits")
-"""Of run.json."""
 _OWN = ("config.seed", "config.model", "config.output", "config.rollout.kv_memory_gib")
 
 _REWARD = "config.reward.function"
@@ -157,8 +154,6 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of the rows of one task."""
-
     shared: dict[str, str]
     by_arm: dict[str, dict[str, str]]
     """Name -> arm -> value; empty where the arm has no such key."""
@@ -167,7 +162,7 @@ class Settings:
 
 
 def settings_of(rows: Sequence[Row]) -> Settings:
-    """Whatever differs between rows of one arm is ``mixed``."""
+    """The settings of rows of one task; what differs between rows of one arm is ``mixed``."""
     found = [(row["arm"], flat(row)) for row in rows]
     names = dict.fromkeys(name for _, one in found for name in one)
     shared: dict[str, str] = {}
@@ -186,7 +181,6 @@ def settings_of(rows: Sequence[Row]) -> Settings:
 
 
 def flat(row: Row) -> dict[str, str]:
-    """The settings of one row."""
     parts = {part: row["run"].get(part, {}) for part in _PARTS}
     found = dict(flatten({**parts, "start": row["start"]}))
     if found.get(_REWARD) == _REWARD_BEFORE:
@@ -199,14 +193,14 @@ def flat(row: Row) -> dict[str, str]:
 
 
 def setting_notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader of the task's table has to know."""
+    """Notes on settings that are not the same in all rows."""
     mixed = settings_of(rows).mixed
     texts = [f"{name} ({', '.join(map(_short, mixed[name]))})" for name in mixed]
     return [f"Not the same in all rows: {'; '.join(texts)}."] if texts else []
 
 
 def _short(value: str) -> str:
-    """Of a SHA-256 the first digits."""
+    """The first digits of a SHA-256."""
     return value[:8] if _SHA256.fullmatch(value) else value or "none"
 
 
@@ -220,7 +214,7 @@ pass
 LOST = ".jsonl.xz"
 
 _MAY_DIFFER = ("device.", "versions.", "bits.")
-"""Settings of another machine."""
+"""Settings that differ on another machine."""
 _REPEATED: dict[str, Callable[[Row], Any]] = {
     "settings": lambda row: {
         name: value for name, value in flat(row).items() if not name.startswith(_MAY_DIFFER)
@@ -254,7 +248,7 @@ def read_repeats(directory: Path) -> Repeats:
 
 
 def differing_parts(first: Row, second: Row) -> list[str]:
-    """What is not the same in both, in words; empty where all is."""
+    """The names of the parts that differ."""
     return [name for name, part in _REPEATED.items() if part(first) != part(second)]
 
 
@@ -300,7 +294,7 @@ def _of_lost(
 
 
 def _beginning(row: Row, steps: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The row's figures of as many steps."""
+    """The figures of as many first steps of the row."""
     count = len(steps["step"])
     return {name: column[:count] for name, column in _but_times(row["steps"]).items()}
 
@@ -317,6 +311,6 @@ def _metric_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _where(row: Row) -> str:
-    """Day and machine."""
+    """The day and the machine of a row."""
     device = row["run"]["device"]
     return f"{row['run']['started'][:10]}, {device.get('model') or device['type']}"

@@ -68,7 +68,7 @@ def main() -> None:
 
 HERE = Path(__file__).parent
 _GRACE_S = 60.0
-"""From SIGTERM to a written checkpoint."""
+"""Seconds that a run may take from SIGTERM to a written checkpoint."""
 
 
 def training_command(run: Run, directory: Path, changes: Changes) -> list[str]:
@@ -87,12 +87,12 @@ def answers_command(run: Run, directory: Path, changes: Changes) -> list[str]:
 
 
 def recipe_of(problems: str) -> Path:
-    """Of all runs that are trained on these problems."""
+    """The recipe of all runs that are trained on these problems."""
     return HERE / f"{problems}.toml"
 
 
 def words_of(settings: Changes) -> list[str]:
-    """As the command line takes them."""
+    """Settings as words of the command line."""
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 
@@ -162,13 +162,11 @@ def run_all(
 
 @dataclass(frozen=True)
 class Live:
-    """A run that goes on."""
-
     run: Run
     card: str
     process: subprocess.Popen[bytes]
     answers: bool
-    """Whether it is trained, and answers in another flow."""
+    """Whether the run is trained and now answers in another flow."""
 
 
 def _start(
@@ -218,17 +216,17 @@ def _stop(live: Sequence[Live]) -> None:
 
 
 def log_path(run: Run, directory: Path) -> Path:
-    """What a run says, and its answers in another flow."""
+    """The log of a run and of its answers in another flow."""
     return directory / "runs" / f"{run.name}.log"
 
 
 def answers_path(run: Run, directory: Path) -> Path:
-    """Of how a run's last weights answer in another flow."""
+    """Where the figures of a run's answers in another flow are."""
     return directory / "runs" / f"{run.name}.answers.json"
 
 
 def row_path(run: Run, directory: Path) -> Path:
-    """Of what is kept of a finished run."""
+    """The row of a finished run."""
     folder = directory / "rows" / (rows.REPEATS if run.again else "")
     return folder / f"{run.row_name}{rows.SUFFIX}"
 
@@ -359,7 +357,6 @@ def _run(directory: Path, out: Path, changes: Mapping[str, str], card: str) -> N
 
 
 def markdown(found: Answered) -> list[str]:
-    """A line a flow."""
     lines = [f"| the start answers in | {' | '.join(f'`{task}`' for task in _SETS)} |"]
     lines.append(f"|---|{'---:|' * len(_SETS)}")
     for flow, one in found.items():

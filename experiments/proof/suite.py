@@ -157,21 +157,19 @@ _ARMS_OF: dict[str, dict[str, Changes]] = {
     SITES: _SITE_ARMS,
     FROM_FP8: {name: ARMS[name] for name in ("bf16", "fp8")},
 }
-"""Of the tasks that have not just the few."""
+"""Arms of the tasks that have others than ``_FEW``."""
 NAMES = (*TASKS, SITES, FROM_FP8, *STRESSES)
-"""Of all tasks, for a run."""
+"""All tasks that a run may have."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training."""
-
     task: str
     """One of ``NAMES``."""
     arm: str
     seed: int
     again: bool = False
-    """Whether it repeats one whose row is kept."""
+    """Whether it repeats a run whose row is kept."""
 
     @property
     def problems(self) -> Task:
@@ -185,12 +183,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Also of its files."""
         return self.row_name + ("-again" if self.again else "")
 
     @property
     def row_name(self) -> str:
-        """Of what is kept of it, among the rows or among the repeats."""
+        """The name of its row, among the rows or the repeats."""
         return f"{self.task}-{self.arm}-{self.seed}"
 
     @property
@@ -200,7 +197,6 @@ class Run:
 
 
 def arms_of(task: str) -> dict[str, Changes]:
-    """The arms of a task, by name."""
     return _ARMS_OF.get(task, _FEW)
 
 
@@ -233,7 +229,7 @@ READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
-"""Of each norm of a layer."""
+"""The matrices that read each norm of a layer."""
 
 
 def plant(model: Path, to: Path, exponent: int = EXPONENT) -> None:

@@ -69,7 +69,7 @@ def in_order(directory: Path) -> list[Row]:
 
 
 def tables(found: Sequence[Row]) -> str:
-    """One for each model and kind of scaling."""
+    """A table for each model and kind of scaling."""
     groups = groupby(found, key=title)
     return "\n\n".join(f"**{name}**\n\n{markdown(list(group))}" for name, group in groups)
 

@@ -19,7 +19,7 @@ from isobit.models.decoder import master_shapes
 
 # The card and its links.
 MEMORY_GIB = 139.2
-"""Of a card, for a process: benchmarks/memory.py."""
+"""GiB of a card that a process can use: benchmarks/memory.py."""
 KV_READ = 3.98e12
 """Of decode attention, 256 sequences of 2,048: "Attention kernels"."""
 EXCHANGE = 312e9
@@ -73,7 +73,7 @@ PASS_TFLOPS = {"none": 778.0, "mlp": 708.0, "full": 620.0}
 EXPERTS_TFLOPS = 480.0
 """Of a mixture, nothing recomputed: moe-2.7b, 4,096 x 4.  Assumed: Qwen3-30B-A3B reaches it too."""
 BACKWARD_SHARE = 0.707
-"""Of a pass: case ``2k``, 25.3 of 35.8 s."""
+"""The backward's share of a pass: case ``2k``, 25.3 of 35.8 s."""
 LAYER_ADD = 0.474e-3
 """The ordered sum of the slices that a rank receives of one layer: two H200s (the same place).
 Assumed: in proportion to parameters, whatever the number of slices (all of them together are a
@@ -95,19 +95,18 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Model:
-    """A shape in ``fp8``."""
+    """What a shape takes in ``fp8``."""
 
     name: str
     config: ModelConfig
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the masters."""
+        """Shapes of the masters."""
         return master_shapes(self.config)
 
     @cached_property
     def parameters(self) -> int:
-        """All of them."""
         return sum(map(prod, self.shapes.values()))
 
     @cached_property
@@ -128,18 +127,18 @@ class Model:
 
     @cached_property
     def planner(self) -> DevicePlanner:
-        """Of one card's memory."""
+        """The memory plan of one card."""
         return card_planner(self.config, "fp8", int(MEMORY_GIB * GIB))
 
     @cached_property
     def kv_bytes(self) -> float:
-        """K and V of a token, with their scales."""
+        """Bytes of K and V of a token, with their scales."""
         sizes, flow = self.planner.sizes, self.planner.flow
         return sizes.page_bytes(self.config, flow) / sizes.page_tokens
 
     @cached_property
     def decode_256(self) -> float:
-        """A step of 256 sequences beside K and V."""
+        """Seconds of a decode step of 256 sequences, reading K and V not included."""
         if self.config.experts is not None:
             return DECODE_30B_A3B
         if self.name == "qwen3-8b":
@@ -147,7 +146,7 @@ class Model:
         return DECODE_32B * self.parameters / MODELS["qwen3-32b"].parameters
 
     def decode_s(self, sequences: int) -> float:
-        """A step beside K and V."""
+        """Seconds of a decode step, reading K and V not included."""
         dense = _on_the_line(sequences) / DECODE[256] * self.decode_256
         experts = self.config.experts
         if experts is None:
@@ -158,11 +157,11 @@ class Model:
 
     @cached_property
     def prefill_s(self) -> float:
-        """A token of a prompt."""
+        """Seconds of a token of a prompt."""
         return PREFILL * self.active / MODELS["qwen3-8b"].active
 
     def pass_s(self, length: int, recompute: Recompute) -> float:
-        """Forward and backward of one sequence."""
+        """Seconds of forward and backward of one sequence."""
         config = self.config
         keys = 3 * 4 * (length / 2) * config.num_heads * config.head_dim * config.num_layers
         rate = PASS_TFLOPS[recompute]

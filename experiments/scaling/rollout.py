@@ -26,7 +26,7 @@ assumed.  The longest of 256 is then nearly always at the limit.
 """
 Group = tuple[int, ...]
 Sample = tuple[int, int, int]
-"""Tokens to go, its number, response length."""
+"""Tokens still to draw, number of the sample, and response length."""
 
 
 def draw_groups(prompts: int, seed: int) -> tuple[Group, ...]:
@@ -44,17 +44,15 @@ def draw_groups(prompts: int, seed: int) -> tuple[Group, ...]:
 
 @dataclass(frozen=True)
 class Rolled:
-    """A finished rollout."""
-
     seconds: float
-    """Until the last sample."""
+    """Seconds until the last sample ended."""
     busy: float
     """Share of the engines' time in which they had samples."""
     done: list[int]
     """Response lengths, as they finished."""
     moves: int
     most_tokens: int
-    """In the cache of an engine, at most."""
+    """The most tokens in the cache of an engine."""
 
 
 @dataclass
@@ -67,26 +65,25 @@ class _Engine:
     running: list[tuple[int, int, int]] = field(default_factory=list)
     """(step at which it finishes, number, response length): a heap."""
     version: int = 0
-    """Of its place among the events."""
+    """The version of its entry among the events."""
     most: int = 0
     alone: float = 0.0
     """Seconds without a sample."""
 
     def seconds(self, steps: int) -> float:
-        """The next steps."""
         samples = len(self.running)
         read = self.context * steps + samples * steps * steps / 2
         return steps * self.model.decode_s(samples) + read * self.model.kv_bytes / costs.KV_READ
 
     def advance(self, steps: int) -> None:
-        """Make steps, none of which finishes a sample before the last."""
+        """Take steps, of which only the last may finish a sample."""
         self.now += self.seconds(steps)
         self.steps += steps
         self.context += steps * len(self.running)
         self.most = max(self.most, self.context)
 
     def advance_to(self, time: float) -> None:
-        """As many steps as are over by then."""
+        """Take as many steps as end by that time."""
         if self.running and time > self.now:
             a = len(self.running) * self.model.kv_bytes / costs.KV_READ / 2
             b = self.seconds(1) - a
@@ -94,14 +91,14 @@ class _Engine:
             self.advance(min(steps, self.running[0][0] - self.steps))
 
     def admit(self, samples: Sequence[Sample], prefill: int) -> None:
-        """Take samples in, ``prefill`` tokens computed first."""
+        """Take on samples after computing ``prefill`` tokens."""
         self.now += prefill * self.model.prefill_s
         for left, number, length in samples:
             heappush(self.running, (self.steps + left, number, length))
             self.context += PROMPT + length - left
 
     def finish(self) -> list[int]:
-        """What is done now."""
+        """Take out the samples that have ended."""
         done = []
         while self.running and self.running[0][0] == self.steps:
             _, _, length = heappop(self.running)
@@ -160,7 +157,7 @@ class _Rollout:
         )
 
     def _deal(self) -> None:
-        """At the beginning: a group to each engine in turn."""
+        """Give a group to each engine in turn."""
         while self.queue and len(self.engines[-1].running) + GROUP <= self.places:
             for engine in self.engines:
                 if self.queue:
@@ -198,7 +195,7 @@ class _Rollout:
         self.loads[len(self.engines[number].running)].discard(number)
 
     def _enter(self, number: int) -> None:
-        """Among the loads and the events."""
+        """Enter an engine among the loads and the events."""
         engine = self.engines[number]
         load = len(engine.running)
         self.loads[load].add(number)

@@ -32,7 +32,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Bytes:
-    """Out of one GPU, or into it."""
+    """Bytes that leave or reach one GPU, by link."""
 
     nvlink: float = 0.0
     nic: float = 0.0
@@ -46,20 +46,16 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the ranks are."""
-
     gpus: int
     slots: int = 1
-    """1, or as many as there are hosts."""
+    """Slots: 1, or as many as there are hosts."""
 
     @property
     def a_host(self) -> int:
-        """GPUs of one."""
         return min(self.gpus, costs.GPUS_A_HOST)
 
     @property
     def hosts(self) -> int:
-        """Machines."""
         return self.gpus // self.a_host
 
     @property
@@ -69,20 +65,20 @@ class Layout:
 
 
 def sent_a_microbatch(model: Model, layout: Layout) -> Bytes:
-    """By the rank that has computed one."""
+    """Bytes that a rank sends for a micro-batch that it computed."""
     row = FP32 * model.parameters / layout.together
     far = layout.together - layout.a_host
     return Bytes(row * (layout.a_host - 1), row * far)
 
 
 def received_of_a_microbatch(model: Model, layout: Layout, same_host: bool) -> Bytes:
-    """By an owner, from the rank that has computed one."""
+    """Bytes that an owner receives from the rank that computed a micro-batch."""
     row = FP32 * model.parameters / layout.together
     return Bytes(nvlink=row) if same_host else Bytes(nic=row)
 
 
 def sent_a_step(model: Model, layout: Layout) -> Bytes:
-    """Sums of slots to their owners on other hosts."""
+    """Bytes of slots' sums to their owners on other hosts."""
     if layout.slots == 1:
         return Bytes()
     return Bytes(nic=FP32 * model.parameters / layout.a_host * (layout.hosts - 1) / layout.hosts)
@@ -115,12 +111,12 @@ def round_s(model: Model, layout: Layout, backward: float) -> float:
 
 
 def add_s(model: Model) -> float:
-    """The ordered sum of what came."""
+    """Seconds of the ordered sum of what arrived."""
     return costs.LAYER_ADD * model.parameters / costs.LAYER_NUMBERS
 
 
 def slots_s(model: Model, layout: Layout) -> float:
-    """The exchange of slots, once a step, which nothing hides."""
+    """Seconds of the exchange of slots, once a step, which nothing hides."""
     sent = sent_a_step(model, layout).nic
     if not sent:
         return 0.0
@@ -130,7 +126,7 @@ def slots_s(model: Model, layout: Layout) -> float:
 
 
 def gather_s(model: Model, published: float, layout: Layout) -> float:
-    """Published bytes on all GPUs."""
+    """Seconds until the published bytes are on all GPUs."""
     if layout.gpus == 1:
         return 0.0
     got = gathered(published, layout)
@@ -148,23 +144,23 @@ _LEVELS: tuple[Recompute, ...] = get_args(Recompute)
 
 @dataclass(frozen=True)
 class Room:
-    """Of one GPU among W, GiB."""
+    """The memory of one GPU among W, GiB."""
 
     training: float
-    """At its peak, with the reserve."""
+    """The peak of the training phase, with the reserve."""
     recompute: Recompute | None
-    """The cheapest that fits; None where none does."""
+    """The cheapest recomputation that fits; None where none does."""
     places: int
-    """For samples of mean length, at most 256."""
+    """Samples of mean length that run at a time, at most 256."""
 
     @property
     def fits(self) -> bool:
-        """Whether a run can have it."""
+        """Whether any setting fits."""
         return self.recompute is not None and self.places >= 8
 
 
 def room(model: Model, gpus: int, slots: int) -> Room:
-    """For micro-batches of ``MICROBATCH`` tokens and BF16 moments."""
+    """The memory plan for micro-batches of ``MICROBATCH`` tokens and BF16 moments."""
     total = int(costs.MEMORY_GIB * GIB)
     together = gpus if slots == 1 else costs.GPUS_A_HOST
     planner = replace(model.planner, processes=together)
@@ -194,7 +190,7 @@ RECORD_BYTES = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """What memory leaves to a GPU."""
+    """What the memory of a GPU allows."""
 
     recompute: Recompute
     places: int
@@ -203,45 +199,41 @@ class Setting:
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds; together they are the step."""
+    """Seconds of each phase, which add up to the step."""
 
     rollout: float
     compute: float
-    """Forwards and backwards, the mean of the ranks."""
+    """Forwards and backwards, in the mean over the ranks."""
     exchange: float
-    """Exposed, with the ordered sums."""
+    """The exposed part of the exchange, with the ordered sums."""
     uneven: float
     """Waiting at the ends of rounds, and of hosts for each other: the mean of the ranks."""
     idle_last_round: float
     """Waiting in the last one, which need not have a micro-batch for each."""
     gather: float
     optimiser: float
-    """With publication of the own rows."""
+    """The optimiser, with publication of a rank's own rows."""
     other: float
     """What a step takes anyway, and the records of all samples, which every rank gets and keeps."""
 
     @property
     def total(self) -> float:
-        """The step."""
         return fsum(asdict(self).values())
 
 
 @dataclass(frozen=True)
 class Step:
-    """What came of it."""
-
     phases: Phases
     rolled: Rolled
     microbatches: int
     rounds: int
-    """Of the host with most."""
+    """Rounds of the host that has most."""
     sent: list[Bytes]
-    """By rank."""
+    """Bytes that each rank sends."""
     received: list[Bytes]
 
 
 def simulate(model: Model, layout: Layout, setting: Setting, groups: tuple[Group, ...]) -> Step:
-    """One step."""
     rolled = roll(model, groups, layout.gpus, setting.places)
     lengths = [PROMPT + length for group in groups for length in group]
     costs = [

@@ -28,7 +28,7 @@ def layouts(gpus: int) -> list[Layout]:
 
 
 def fewest(model: Model) -> int:
-    """GPUs that a run of it fits on."""
+    """The fewest GPUs that hold a run of the model."""
     return next(gpus for gpus in GPUS if room(model, gpus, 1).fits)
 
 
@@ -66,7 +66,7 @@ def _groups(scaling: Scaling, gpus: int) -> int:
 def _alone(
     model: Model, scaling: Scaling, layout: Layout, setting: Setting, groups: tuple[Group, ...]
 ) -> float:
-    """GPU seconds of the same samples on the fewest GPUs."""
+    """GPU seconds that the same samples take on the fewest GPUs."""
     few = Layout(min(fewest(model), layout.gpus))
     size = WEAK_GROUPS * few.gpus if scaling == "weak" else len(groups)
     parts = [groups[first : first + size] for first in range(0, len(groups), size)]
@@ -110,11 +110,11 @@ HEAD = {
     "NVLink GB": 1,
     "NIC GB": 1,
 }
-"""Columns; 1 for figures."""
+"""Columns; 1 aligns to the right."""
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """Of one model and one kind of scaling."""
+    """The table of one model and one kind of scaling."""
     rule = ["---:" if figure else "---" for figure in HEAD.values()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEAD, rule, *map(_cells, found)))
 
@@ -140,7 +140,6 @@ def _cells(row: Row) -> list[str]:
 
 
 def title(row: Row) -> str:
-    """Of a table."""
     each = f"{WEAK_GROUPS * GROUP} samples a GPU"
     samples = each if row["scaling"] == "weak" else f"{STRONG_GROUPS * GROUP:,} samples in all"
     return f"{row['shape']}, {row['scaling']} scaling, {samples}"
