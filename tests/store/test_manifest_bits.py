@@ -1,4 +1,4 @@
-"""Machines of one class of bits, and of others."""
+"""Machines of one class of bits and of others, and what the digest of the kernels covers."""
 
 import pytest
 import torch
@@ -6,7 +6,12 @@ import torch
 from isobit.config.recipes import RunConfig
 from isobit.store import manifest
 from isobit.store.compatible import Recorded, compare
-from isobit.store.manifest import class_of_bits, environment, recorded_class
+from isobit.store.manifest import (
+    class_of_bits,
+    definitions_sha256,
+    environment,
+    recorded_class,
+)
 from isobit.util.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -73,3 +78,107 @@ def test_a_name_that_means_nothing_is_not_allowed() -> None:
         compare(Recorded({}, now), CONFIG, {}, now, ["bits.torhc"])
     known = ["training", "seed", "bits.torch", "reward.parts.gone.weight"]
     compare(Recorded({}, now), CONFIG, {}, now, known, ["reward.parts.gone.weight"])
+
+
+SOURCES = {
+    "isobit.kernels.norm": '''
+"""What the module is about."""
+import torch
+from isobit.kernels import sums
+from isobit.kernels.sums import PART as SIZE
+
+def norm(x):
+    """Of rows."""
+    return x / sums.row_sum(x, SIZE)  # in order
+''',
+    "isobit.kernels.sums": '''
+from torch import Tensor as T
+
+PART = 4096
+"""Numbers of a sum."""
+
+def row_sum(x: T, part: int) -> T:
+    return sum((one.sum(-1) for one in x.split(part, -1)), 0.0)
+
+def spread(x): return x
+''',
+    "isobit.kernels.other": "def spread(x): return -x",
+}
+"""Three modules; two define ``spread``."""
+
+
+def edited(*edits: tuple[str, str], sources: dict[str, str] = SOURCES) -> str:
+    """The digest after replacing text, which must be there."""
+    for old, new in edits:
+        assert any(old in source for source in sources.values())
+        sources = {module: source.replace(old, new) for module, source in sources.items()}
+    return definitions_sha256(sources)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"""Of rows."""', '"""Of rows: each by itself."""'),
+        ('    """Of rows."""\n', ""),
+        ('"""What the module is about."""', ""),
+        ('"""Numbers of a sum."""', ""),
+        ("  # in order", "\n\n\n"),
+        ("x / sums.row_sum(x, SIZE)", "(x / sums.row_sum(\n        x,\n        SIZE,\n    ))"),
+        ("import torch\n", "import math\nimport torch\n"),
+    ],
+)
+def test_words_and_layout_do_not_change_the_kernels(old: str, new: str) -> None:
+    assert edited((old, new)) == edited()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("PART = 4096", "PART = 2048"),
+        ("0.0)", "-0.0)"),
+        ("x / sums", "x * sums"),
+        ("-x", "+x"),
+        ("import PART as SIZE", "import HALF as SIZE"),
+        ("x.split(part, -1)", "x.split(part, 1)"),
+        ("def spread(x): return -x", "def spread(x): return x"),
+        ('"""What the module is about."""', "torch.use_deterministic_algorithms(True)"),
+        ("import Tensor as T", "import Size as T"),
+        ("row_sum", "sum_of_row"),
+    ],
+)
+def test_what_is_computed_changes_the_kernels(old: str, new: str) -> None:
+    assert edited((old, new)) != edited()
+
+
+def test_a_definition_may_move_to_another_module() -> None:
+    """A constant and a function, called by their names or through their modules."""
+    norm, sums = SOURCES["isobit.kernels.norm"], SOURCES["isobit.kernels.sums"]
+    constant = 'PART = 4096\n"""Numbers of a sum."""\n'
+    spread = "def spread(x): return x\n"
+    moved = {
+        "isobit.kernels.spec.norm": norm.replace("sums.row_sum", "row_sum").replace(
+            "from isobit.kernels import sums", "from isobit.kernels.tiles import row_sum"
+        ),
+        "isobit.kernels.tiles": sums.replace(constant, "").replace(spread, ""),
+        "isobit.kernels.sums": constant + SOURCES["isobit.kernels.other"],
+        "isobit.precision.other": spread,
+    }
+    assert definitions_sha256(moved) == edited()
+    moved["isobit.kernels.sums"] = moved["isobit.kernels.sums"].replace("4096", "4095")
+    assert definitions_sha256(moved) != edited()
+
+
+def test_definitions_of_one_name_are_told_apart() -> None:
+    """The function that is called is part of what is computed, even among equal ones."""
+    two = {f"isobit.kernels.{name}": "def scale(x): return x * SIZE" for name in "ab"}
+    calls = {"isobit.kernels.c": "from isobit.kernels.a import scale\ndef run(x): return scale(x)"}
+    here = definitions_sha256(two | calls)
+    assert edited(("kernels.a import", "kernels.b import"), sources=two | calls) != here
+    two["isobit.kernels.b"] += " + 1"
+    assert edited(("kernels.a import", "kernels.b import"), sources=two | calls) != (
+        definitions_sha256(two | calls)
+    )
+
+
+def test_the_kernels_of_this_package_are_digested() -> None:
+    assert len(manifest.kernels_sha256()) == 64
