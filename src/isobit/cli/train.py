@@ -1,6 +1,6 @@
 """``isobit train RECIPE.toml`` and ``isobit sft RECIPE.toml``: one training run, of reinforcement
-learning or of supervised fine-tuning.  Both take ``[--resume] [--dry-run] [--KEY VALUE ...]``; every
-key of the recipe can be overridden.
+learning or of supervised fine-tuning.  Both take ``[--resume] [--dry-run] [--KEY VALUE ...]``;
+every key of the recipe can be overridden.
 
 With ``--resume`` the run in the recipe's output directory goes on from its newest usable
 checkpoint; where there is no run yet, it is begun, so that a script may always pass the flag.
