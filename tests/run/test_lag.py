@@ -18,7 +18,7 @@ from isobit.run.loop import train
 from isobit.run.pending import COMPARED, GradedBatch, Pending
 from isobit.run.setup import RlRun
 from isobit.store.keeper import CheckpointKeeper
-from isobit.training.step import StepMetrics
+from isobit.training.step import JudgedBatch, StepMetrics
 
 MakeConfig = Callable[..., RunConfig]
 STEPS, UPDATES = 5, 2
@@ -119,13 +119,14 @@ def test_what_is_compared_after_the_weights_moved_differs(
     """The count of 0 is a check: it is another number where sampler and trainer are apart."""
     compare = Pending.compare
 
-    def late(run: RlRun, step: int) -> tuple[GradedBatch, StepMetrics]:
-        trained = run.learner.learn(run.pending.front().groups, step)
+    def late(run: RlRun, batch: GradedBatch, judged: JudgedBatch, step: int) -> StepMetrics:
+        trained = run.learner.update(judged, step)
         compare(run.pending, run.trainer)
         batch = run.pending.front()
         assert batch.comparison is not None
-        return batch, replace(trained, comparison=batch.comparison)
+        return replace(trained, comparison=batch.comparison)
 
+    monkeypatch.setattr(Pending, "compare", lambda *_: None)
     monkeypatch.setattr(loop, "learn", late)
     training = {"steps": 1, "updates_per_batch": 1}
     assert train(lagging(1, training=training)).tokens_differing > 0

@@ -17,6 +17,7 @@ from isobit.run import plan as plan_module
 from isobit.run import plan as planning
 from isobit.run.plan import DryRun, plan_training
 from isobit.run.setup import prepare_rl, read_rl
+from isobit.store.manifest import environment
 from isobit.util.errors import (
     CheckpointError,
     ConfigError,
@@ -131,7 +132,9 @@ def test_a_used_directory_is_refused_unless_a_run_goes_on_in_it(make_config: Mak
     config = make_config()
     config.output.mkdir()
     manifest = config.output / "run.json"
-    manifest.write_text(json.dumps({"config": config.model_dump(mode="json")}))
+    inputs, found = read_rl(config).inputs, environment(torch.device("cpu"))
+    recipe = config.model_dump(mode="json")
+    manifest.write_text(json.dumps({"config": recipe, "inputs": inputs, **found}))
     with pytest.raises(ConfigError, match="already holds files"):
         plan_run(config)
     shown = plan_run(config, resume=True).describe(None)

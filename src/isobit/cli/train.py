@@ -1,15 +1,10 @@
-"""``isobit train RECIPE.toml [--resume] [--dry-run] [--KEY VALUE ...]``: one training run; every
-key of the recipe can be overridden.
-
-What ``isobit train`` and ``isobit sft`` share: a recipe with its overrides, ``--print-config``,
-``--dry-run`` and ``--resume``.
+"""``isobit train RECIPE.toml`` and ``isobit sft RECIPE.toml``: one training run, of reinforcement
+learning or of supervised fine-tuning.  Both take ``[--resume] [--dry-run] [--KEY VALUE ...]``;
+every key of the recipe can be overridden.
 
 With ``--resume`` the run in the recipe's output directory goes on from its newest usable
-checkpoint; where there is no run yet, it is begun, so that a script may always say it.
+checkpoint; where there is no run yet, it is begun, so that a script may always pass the flag.
 ``--dry-run`` prints what the run would use and take, and touches nothing.
-
-``isobit sft RECIPE.toml [--resume] [--dry-run] [--KEY VALUE ...]``: supervised fine-tuning;
-every key can be overridden.
 """
 
 import json
@@ -42,9 +37,7 @@ Config = TypeVar("Config", "RunConfig", "SftConfig")
 
 @dataclass(frozen=True, slots=True)
 class TrainingCommand(Generic[Config]):
-    """One of the two commands.  Configurations and what comes of them are imported when they are
-    needed.
-    """
+    """One of the two commands.  Torch and whatever needs it are imported when they are needed."""
 
     name: str
     description: str
@@ -56,8 +49,8 @@ class TrainingCommand(Generic[Config]):
     check: Callable[[Config], None]
     """Every rule of the recipe, before any process is started."""
     start: Callable[[Config, bool, Sequence[str], "World | None"], None]
-    """The run itself, alone without a world; the flag of this and of the plan says that it is
-    resumed, and the names what may be other than it was.
+    """The run itself, in one process where there is no world.  The flag, as that of ``plan``, says
+    whether the run is resumed; the names are settings and inputs that may differ from the run's.
     """
 
     def run(self, arguments: Sequence[str]) -> int:

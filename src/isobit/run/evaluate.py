@@ -1,11 +1,10 @@
-"""Evaluation on named sets: completions of every problem, graded.
+"""Completions outside of training: evaluation on named sets, and ``isobit rollout``.
 
-The noise is keyed by the problem and the sample, never by the step: two evaluations of one run
-differ by the weights and by nothing else.  The figures are described in
-``isobit.observe.evaluation``.
+In an evaluation every problem is completed and graded.  The noise is keyed by the problem and the
+sample, never by the step: two evaluations of one run differ by the weights and by nothing else.
+The figures are described in ``isobit.observe.evaluation``.
 
-``isobit rollout``: completions of a model folder for texts or rows of a file, without
-grading.
+``isobit rollout`` completes texts or the rows of a file with a model folder, and grades nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

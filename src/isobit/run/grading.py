@@ -1,20 +1,19 @@
-"""Grading in a training: what is recorded of an interrupted run comes from there, the rest from the
-graders, who begin with each group as soon as it is complete.
+"""Grading in a training, and the signals that interrupt it.
 
-Each rank of a world grades some of the groups, and all ranks get all rewards: they are counted in
-the order of the groups, so that it does not matter who graded which.
+Grading: rewards that are recorded of an interrupted run come from its record, the others from the
+graders, who begin with each group as soon as it is complete.  Each rank of a world grades some of
+the groups, and all ranks get all rewards; they are counted in the order of the groups, so it does
+not matter who graded which.
 
-Signals to a run (``isobit.parallel.launched``): it stops where that is safe, or saves where it
-stands and goes on.
+Signals (``isobit.parallel.launched``): the run stops where that is safe, or saves where it stands
+and goes on.  A signal only raises a flag.  The run looks at it after every forward of the engine,
+many times a second while it grades, between grading and training, and after every step, so that a
+step is either finished or abandoned before it has changed a weight.  Signals that the caller of the
+process has switched off (``nohup``) stay so.
 
-A signal only raises a flag.  The run looks at it after every forward of the engine, many times a
-second while it grades, between grading and training, and after every step, so that a step is either
-finished or abandoned before it has changed a weight.  Signals that the caller of the process has
-switched off (``nohup``) stay so.
-
-Of several ranks, one that has a signal to stop tells the others, who look now and then: so all
-engines stop soon.  Where all ranks come by they agree, and all raise it or none.  There they also
-agree on a checkpoint, whichever of them was asked for it.
+Of several ranks, one that has a signal to stop posts it for the others, who look every half second:
+so all engines stop soon.  Where all ranks meet they agree, and all raise Interrupted or none does.
+There they also agree on a checkpoint, whichever of them was asked for it.
 """
 
 import signal

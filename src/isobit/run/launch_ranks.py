@@ -1,10 +1,18 @@
-"""The ranks of a run as their launcher sees them: watched together, and ended together.
+"""The ranks of a run: as their launcher watches and ends them, and from inside one of them.
 
-When a rank ends with an error, the others are asked to end, and killed after a while: they may wait
-in a collective for the one that is gone.  Where a rank lies is its own business: a process of this
-host (``process.py``), or one of a Ray cluster (``ray_launcher.py``).
+    Ranks      the launcher's view.  When a rank ends with an error, the others are asked to end,
+               and killed after a while: they may wait in a collective for the one that is gone.  A
+               rank is a process of this host (``launch.py``) or of a Ray cluster
+               (``ray_launcher.py``)
+    Death      how a rank ended that should not have; reported once for all ranks
+    as_rank    the rank's own view, from joining the others to its exit code
 
-A rank that has ended and should not have: how that is told, once for all ranks.
+The reason why a run ended is reported once, whoever has started the ranks:
+
+    an error that a user can meet    by the launcher, or by the first rank that has this text
+    a fault                          the rank's own traceback
+    ``PeerError``                    nothing: the other rank reports it
+    a signal                         by rank 0
 """
 
 import hashlib

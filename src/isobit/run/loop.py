@@ -52,7 +52,7 @@ from isobit.run.setup import RlRun, extra_bytes, prepare_rl
 from isobit.store.resume import Start, begin
 from isobit.store.reward_record import SentRecord
 from isobit.store.state import state_digest
-from isobit.training.step import StepMetrics
+from isobit.training.step import JudgedBatch, StepMetrics
 
 
 def train(
@@ -90,7 +90,9 @@ def take_step(run: RlRun, step: int) -> None:
     requested = sample_missing(run, step)
     with run.learning():
         run.log.check_state()
-        batch, trained = learn(run, step)
+        batch = next_batch(run)
+        judged = judge(run, batch)
+        trained = learn(run, batch, judged, step)
         state = state_digest(run)
     for _ in range(requested):
         run.pending.add(receive_batch(run))
@@ -170,21 +172,32 @@ def _greedy(request: Request) -> Request:
     return Request(request.prompt, ~request.visit, 1, sampling)
 
 
-def learn(run: RlRun, step: int) -> tuple[GradedBatch, StepMetrics]:
-    """Judge the batch whose turn it is and learn from it.  -> The batch, and what was done with it.
-
-    What has just been sampled ahead is compared with the trainer's forward first: both have the
-    same weights only until the first update.
+def next_batch(run: RlRun) -> GradedBatch:
+    """The batch whose turn it is.  What has just been sampled ahead is compared with the trainer's
+    forward first: both have the same weights only until the first update.
     """
     run.pending.compare(run.trainer)
-    batch = run.pending.front()
-    trained = run.learner.learn(batch.groups, step)
+    return run.pending.front()
+
+
+def judge(run: RlRun, batch: GradedBatch) -> JudgedBatch:
+    """Sequences with old log-probabilities, the reference's, values, advantages and the weights of
+    corrections; replayed ones join them.
+    """
+    return run.learner.judge_groups(batch.groups)
+
+
+def learn(run: RlRun, batch: GradedBatch, judged: JudgedBatch, step: int) -> StepMetrics:
+    """Pack, forward, loss, backward, AdamW and publish, for each update of the step.  -> What was
+    done with the batch.
+    """
+    trained = run.learner.update(judged, step)
     run.pending.drop_front()
     if run.reference is not None:
         run.reference.refresh_if_due(step)
     if batch.comparison is not None:
         trained = replace(trained, comparison=batch.comparison, mismatch=batch.mismatch)
-    return batch, trained
+    return trained
 
 
 @contextmanager

@@ -1,24 +1,22 @@
-"""Batches that wait to be learnt from: with ``async.lag`` = k, sampling is k steps ahead.
+"""Batches between sampling and learning: with ``async.lag`` = k, sampling is k steps ahead.
 
     step t    policy        has the weights after step t - 1
-              sample        batch t + k, at the end of the line (in step 1: batches 1 to k + 1)
+              sample        batch t + k, at the end of the queue (in step 1: batches 1 to k + 1)
               compare       what was sampled with the trainer's forward, while it has these weights
-              learn         batch t, from the front
+              learn         batch t, from the front of the queue
 
 So batch t is sampled wholly by the weights after step max(t - 1 - k, 0), and nothing is sampled
-that no step will learn from.  Without a lag the line holds one batch, between sampling and learning
-alone.
+that no step will learn from.  Without a lag the queue holds one batch, and only between sampling
+and learning.
 
-A batch that has waited is no longer *fresh*: its recorded log-probabilities, exact for the weights
-of then, are others than the trainer's of now, and the loss's ratio is taken to them.  Whether
-rollout and training are one function is therefore counted when the batch is sampled, over some of
-its completions.
+A batch that has waited is off-policy and no longer *fresh*: its recorded log-probabilities are
+exact for the weights that drew it, not for the trainer's current ones, and the loss's ratio is
+taken to them.  The train-inference mismatch is therefore counted when the batch is sampled, over
+some of its completions.
 
-Between two steps the k batches that wait are part of a checkpoint: whole, as they were sampled and
-graded, each as one message (``isobit.records.kept_groups``).  What the engine did, and how long it
-took, stays with the step in which it was done.
-
-A batch: the graded groups that one step learns from, and what it took to get them.
+Between two steps the k waiting batches are part of a checkpoint: whole, as they were sampled and
+graded, each as one message (``isobit.records.kept_groups``).  The figures of the engine and its
+seconds stay with the step that sampled.
 """
 
 from collections import deque
@@ -53,8 +51,8 @@ class GradedBatch:
     dropped_groups: int = 0
     """Level groups that others replaced."""
     comparison: Comparison | None = None
-    """Of some completions with the trainer's forward, by the weights that drew them; None where all
-    are compared as they are learnt from.
+    """Recorded against trained log-probabilities of some completions, by the weights that drew
+    them; None where all are compared as they are learnt from.
     """
     mismatch: Metrics = field(default_factory=dict)
     """Of the same tokens."""
@@ -81,7 +79,7 @@ COMPARED = 16
 
 
 TOKEN_BYTES, COMPLETION_BYTES = 40, 1024
-"""Of what waits, generously: a token with its log-probability, version, experts and text; and what
+"""Upper bounds of what waits: a token with its log-probability, version, experts and text; and what
 a completion has whatever its length.
 """
 
@@ -95,9 +93,7 @@ def pending_bytes(config: RunConfig) -> int:
 
 
 class Pending:
-    """The line of batches, and what a checkpoint holds of it
-    (``isobit.store.manifest.Extra``).
-    """
+    """The queue of batches, and what a checkpoint holds of it (``isobit.store.manifest.Extra``)."""
 
     def __init__(self, lag: int, steps: int, prompts: Sequence[Prompt]) -> None:
         """``prompts`` are all that the run learns from."""
@@ -105,23 +101,23 @@ class Pending:
         self._prompts = {prompt.id: prompt for prompt in prompts}
         self._waiting: deque[GradedBatch] = deque()
         self._first = 1
-        """The step that learns from the front of the line."""
+        """The step that learns from the front of the queue."""
         self._engine = EngineStats()
 
     def missing(self, step: int) -> range:
-        """The batches to sample in a step, by the steps that will learn from them; without a lag,
-        whose line is empty between steps and no part of a checkpoint, the step's own.
+        """The batches to sample in a step, by the steps that will learn from them.  Without a lag
+        that is the step's own: the queue is empty between steps, and no part of a checkpoint.
         """
         first = max(self._first + len(self._waiting), step)
         return range(first, min(step + self._lag, self._steps) + 1)
 
     def add(self, batch: GradedBatch) -> None:
-        """Put a batch at the end of the line."""
+        """Put a batch at the end of the queue."""
         self._engine += batch.engine
         self._waiting.append(batch)
 
     def compare(self, trainer: Trainer) -> None:
-        """Compare those that have just been sampled, before a weight changes."""
+        """Compare the batches that have just been sampled, before a weight changes."""
         if self._lag:
             self._waiting = deque(
                 batch if batch.comparison is not None else compared(batch, trainer)
@@ -134,18 +130,18 @@ class Pending:
         return replace(batch, groups=_stale(batch.groups)) if self._lag else batch
 
     def take_engine(self) -> EngineStats:
-        """What was done for the batches that were added since this was last asked."""
+        """The engine's figures for the batches that were added since this was last called."""
         engine, self._engine = self._engine, EngineStats()
         return engine
 
     def drop_front(self) -> None:
-        """It has been learnt from."""
+        """Remove the batch that has been learnt from."""
         self._waiting.popleft()
         self._first += 1
 
     def state(self) -> dict[str, int]:
-        """The batches that wait between two steps: one of a step that is not done yet, at the end
-        of the line, is sampled again where that step is.
+        """The batches that wait between two steps.  One at the end of the queue that was sampled in
+        an unfinished step is not among them: it is sampled again with that step.
         """
         return {"first": self._first, "count": min(len(self._waiting), self._lag)}
 

@@ -2,28 +2,28 @@
 from batch t, the last sample batch t + k, k = ``async.lag``.
 
     trainers      a world of their own, in which the run is what it is without rollouters: masters,
-                  steps, files, the line of batches; they sample nothing
-    rollouters    published weights, engines and graders (``isobit.run.loop``); they do what
-                  the trainers tell them, one thing after the other, and keep nothing between two
+                  steps, files, the queue of batches; they sample nothing
+    rollouters    published weights, engines and graders; they execute the trainers' commands one
+                  after the other, and keep nothing between two (``isobit.run.loop``)
 
     step t        trainers                        rollouters
-                  say "sample"                    hear it
+                  send the command "sample"       receive it
                   learn batch t                   sample, grade, compare batch t + k
-                  take batch t + k                bring it
-                  pass on the weights, version t  take them
+                  receive batch t + k             send it
+                  send the weights, version t     receive them
 
-Both wait where they meet, and only there.  A lag of 1 is enough to keep both busy.  Weights arrive
+Both wait where they meet, and only there; a lag of 1 is enough to keep both busy.  Weights arrive
 between two batches, in the tensors that the engine reads: a second set of them would let the bytes
 travel while the engine decodes, and hide tens of milliseconds a step for as much memory as the
 weights take.
 
-What a batch is does not depend on who samples it: the bytes are those of one process with the same
-lag.  The trainers' state says which prompts come next, and their record which rewards are known;
-both travel with the word "sample", and come back with the batch.
+The contents of a batch do not depend on who samples it: the bytes are those of one process with the
+same lag.  The trainers' state says which prompts come next, and their record which rewards are
+known; both are sent with the command "sample", and come back with the batch.
 
-An error of any rank is an error of all at the next meeting.  A signal is one between two things
-alone: the trainers learn while a batch is sampled, so a batch that was given up would take the last
-moment between two steps with it.
+An error of any rank is raised on all at the next meeting.  A signal is answered between two
+commands: the trainers learn while a batch is sampled, so a batch that was given up would take the
+last moment between two steps with it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,29 +56,29 @@ class Rollouters:
         self._passed_on: int | None = None
 
     def send_command(self, command: Mapping[str, Any]) -> None:
-        """Of the trainers: say what the rollouters are to do."""
+        """Trainers: say what the rollouters are to do."""
         self._meet(lambda: command)
 
     def receive_command(self, check: Callable[[], None]) -> dict[str, Any]:
-        """Of the rollouters: wait for what is to be done; all end with what ``check`` raises."""
+        """Rollouters: wait for the next command; all end with what ``check`` raises."""
         return self._meet(check)[0]
 
     def send_result(self, make: Callable[[], Any]) -> None:
-        """Of the rollouters: hand over what they make, each the same."""
+        """Rollouters: send what ``make`` returns, the same on each."""
         self._travel(make)
 
     def receive_result(self) -> Any:
-        """Of the trainers: wait for what the rollouters bring."""
+        """Trainers: wait for what the rollouters send."""
         return self._travel(None)
 
     def update_weights(self, policy: Policy) -> None:
-        """Of the trainers: have the rollouters sample by the weights of now."""
+        """Trainers: have the rollouters sample by the current weights."""
         if self._passed_on != policy.version:
             self.send_command({"do": "take weights"})
             self.transfer_weights(policy)
 
     def transfer_weights(self, policy: Policy) -> None:
-        """Of all: the weights travel."""
+        """All: send the published weights from the trainers to the rollouters."""
         policy.pass_on(self.whole, self.trainers)
         self._passed_on = policy.version
 
@@ -121,7 +121,7 @@ class Rollouters:
 def evaluate(
     rollouters: Rollouters, policy: Policy, evaluator: Evaluator, grading: RecordedGrading
 ) -> Evaluation[EvalResult]:
-    """Of the trainers: every evaluation set under the current policy, by the rollouters."""
+    """Trainers: every evaluation set under the current policy, sampled by the rollouters."""
     rollouters.update_weights(policy)
     rollouters.send_command({"do": "evaluate", "record": lines_ahead(grading)})
     value = rollouters.receive_result()

@@ -49,11 +49,11 @@ from isobit.run.grading import Interruption, RecordedGrading
 from isobit.run.lessons import SftData
 from isobit.run.plan import Plan, check_requests, plan_device_memory
 from isobit.run.reward_models import ModelRewards
+from isobit.store.disk import WaitingWriter
 from isobit.store.keeper import CheckpointKeeper
 from isobit.store.manifest import Extra, environment
 from isobit.store.resume import Start
 from isobit.store.reward_record import RewardRecord
-from isobit.store.writing import WaitingWriter
 from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError
 from isobit.util.files import disk_errors

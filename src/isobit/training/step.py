@@ -95,6 +95,22 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgedBatch:
+    """The sequences of a step with every column that the loss reads."""
+
+    groups: Sequence[Group]
+    fresh: list[list[TokenSequence | None]]
+    """By group; None for a completion that is not learnt from."""
+    replayed: list[TokenSequence]
+    kept: list[Sample]
+    """What may be replayed in later steps."""
+    parts: list[list[TokenSequence]]
+    """The sequences of each update of an epoch."""
+    version: int
+    """Of the weights that have judged them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Learner:
     """Learns from the graded completions of each step."""
 
@@ -110,17 +126,27 @@ class Learner:
         return self.judge.trainer
 
     def learn(self, groups: Sequence[Group], step: int) -> StepMetrics:
-        """Learn from the groups of step number ``step``, counted from 1.
+        """``judge_groups``, then ``update``."""
+        return self.update(self.judge_groups(groups), step)
 
-        A part that has nothing to learn from (no two rewards of any of its groups differ) makes no
-        update, or with ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
-        ``Trainer.update`` and ``within_memory`` raise, and ConfigError if there are fewer groups
-        than parts.
+    def judge_groups(self, groups: Sequence[Group]) -> JudgedBatch:
+        """Graded groups, and what is replayed with them, with all columns that the loss reads.
+        Raises ConfigError if there are fewer groups than parts.
         """
         _check_parts(len(groups), self.trainer.config)
         version = self.trainer.policy.version
         fresh, replayed, kept = self._judged(groups)
         parts = self._parts(fresh, replayed)
+        return JudgedBatch(groups, fresh, replayed, kept, parts, version)
+
+    def update(self, batch: JudgedBatch, step: int) -> StepMetrics:
+        """Learn from the batch of step number ``step``, counted from 1.
+
+        A part that has nothing to learn from (no two rewards of any of its groups differ) makes no
+        update, or with ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
+        ``Trainer.update`` and ``within_memory`` raise.
+        """
+        fresh, parts, count = batch.fresh, batch.parts, len(batch.groups)
         compared = self._recomputed(parts)
         signals = [has_signal(part, self.judge.algorithm) for part in parts]
         taken = [
@@ -129,13 +155,13 @@ class Learner:
         ]
         updates, repeat = self._update(parts, taken, step)
         if self.replay is not None:
-            self.replay.keep(kept, self.trainer.policy.version)
+            self.replay.keep(batch.kept, self.trainer.policy.version)
         if not self.judge.recomputes and updates:
             comparison, mismatch = updates[0].comparison, updates[0].mismatch
         else:
             comparison, mismatch = compared.comparison(), compared.mismatch()
         learnt = sum(sequence is not None for group in fresh for sequence in group)
-        level = sum(group.is_level for group in groups)
+        level = sum(group.is_level for group in batch.groups)
         return StepMetrics(
             metrics={
                 **_update_metrics(updates),
@@ -143,10 +169,10 @@ class Learner:
                 **self._clip_metrics(),
                 **_repeat_metrics(repeat),
                 "reward/level_groups": level,
-                "reward/level_share": level / len(groups),
+                "reward/level_share": level / count,
                 "updates/without_signal": self.trainer.config.epochs * signals.count(False),
-                "replay/samples": len(replayed),
-                "staleness/mean": _staleness(parts, version),
+                "replay/samples": len(batch.replayed),
+                "staleness/mean": _staleness(parts, batch.version),
             },
             updates=tuple(updates),
             comparison=comparison,
