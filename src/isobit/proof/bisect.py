@@ -1,12 +1,11 @@
-"""``isobit verify --bisect``: the first layer and operation at which rollout and training part.
+"""``isobit verify --bisect``: the first layer and operation at which rollout and training differ.
 
-A scenario of ``isobit verify`` is generated and trained on once more, with every operation of both
-forwards observed: a checksum for each token at each site.  The first site in the order of the
-forward pass whose rows are not all equal is where they part; everything before it is equal,
-everything behind it may differ because of it.  A third pass takes the values of that site alone, to
-say by how much.
-
-What ``isobit verify --bisect`` found, as lines of text.
+One scenario of ``isobit verify`` is generated and trained on once more while every operation of
+both forwards is observed: ``isobit.proof.difference`` keeps a checksum for each token at each site.
+The first site in the order of the forward pass whose rows are not all equal is the place of the
+fault: everything before it is equal, and everything behind it may differ because of it.  A third
+pass reads the values of that site alone, to measure by how much they differ.
+``describe_bisect`` puts the result into lines of text.
 """
 
 from collections.abc import Callable
@@ -51,9 +50,7 @@ from isobit.records.sequence import TokenSequence
 from isobit.rollout.native import NativeEngine
 
 TOKENS_MEASURED = 256
-"""Tokens whose values are compared; those at more would fill the memory where a row holds
-logits.
-"""
+"""Tokens whose values are compared.  More would fill the memory where a row holds logits."""
 
 _KINDS = {
     "embed_tokens": "embedding",
@@ -91,31 +88,29 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where the sides part."""
+    """The first difference between the two sides."""
 
     difference: SiteDifference
     first_token: Place | None
-    """That differs, or that rollout lacks; None where only rollout has rows of its own."""
+    """The first token that differs or that rollout lacks; None if only training lacks rows."""
     max_abs_diff: float | None
-    """Over the first tokens that differ; None if their values are equal (a sign of zero, a NaN) or
-    did not differ again.
+    """Over the first tokens that differ.  None if their values are equal (the sign of a zero, or a
+    NaN) or did not differ again.
     """
 
     @property
     def kind(self) -> str:
-        """What kind of operation it is.  Which tokens stand before a row is known by the pages that
-        it reads, so it is these where rows have no partner.
+        """The kind of the operation.  If rows have no partner, the pages are at fault, because the
+        tokens before a row are known only by the pages that it reads.
         """
         found = self.difference
         return "KV pages" if found.lacks_rows else operation_kind(found.site)
 
     @property
     def site(self) -> str:
-        """Where they part."""
         return "kv_cache" if self.difference.lacks_rows else self.difference.site
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the keys, which mean nothing elsewhere."""
         found, first = self.difference, self.first_token
         return {
             "site": self.site,
@@ -153,7 +148,6 @@ class BisectResult:
 
     @property
     def parting(self) -> Parting | None:
-        """Where the sides part."""
         return self.traced[-1].parting
 
     @property
@@ -203,7 +197,7 @@ def bisect_policy(
     on_scenario: Callable[[ScenarioResult], None] | None = None,
     on_trace: Callable[[str], None] | None = None,
 ) -> BisectResult:
-    """``bisect`` for the published weights of a policy."""
+    """As ``bisect``, for the published weights of a policy."""
     verified = verify_policy(policy, options, on_scenario)
     differing = [result.name for result in verified.scenarios if result.differs]
     names = differing[:1] or [result.name for result in verified.scenarios]
@@ -240,8 +234,8 @@ def trace_scenario(
     seed: int,
     compared: Operations | None = None,
 ) -> Traced:
-    """Observe one scenario on both sides, in every packing, unless its operations have been
-    ``compared``; where they part, measure by how much.
+    """Observe one scenario on both sides, in every packing, unless its operations are already
+    ``compared``.  If they differ, measure by how much.
     """
     if compared is None:
         rollout, training = Checksums(), Checksums()
@@ -303,7 +297,7 @@ _HINTS = {
 
 
 def describe_bisect(result: BisectResult) -> list[str]:
-    """Where the sides part and what is known about it; or that nothing differs."""
+    """Lines that say where the sides differ and what is known about it, or that nothing differs."""
     if result.parting is not None:
         return _describe_parting(result.parting)
     if result.verified.differs:

@@ -1,16 +1,15 @@
-"""The check of every step: whether rollout and training still are one function, as the ``[check]``
-table asks.
+"""The ``[check]`` of every step of a run: whether rollout and training are still one function.
 
-It costs nothing, since both log-probabilities of every response token exist: the one recorded while
-sampling and the trainer's. In an exact flow one differing token is one too many.  In the others,
-whose sides are two functions, what counts is the mean absolute difference.  In all, a probability
-ratio that is far out is told of: such tokens come from weights that are long gone.
-
-What stands between two updates is compared with what the first one left (``check_state``): a bit
-that a memory loses there is learnt from on both sides alike, and no log-probability shows it.
-
-A micro-batch that was computed twice (``isobit.training.trainer``) says whether the machine gives
-the same bits again; that needs neither a limit nor an exact flow.
+check_step    the log-probabilities of a step, recorded while sampling and computed in training.
+              Both exist anyway, so the check costs nothing.  In an exact flow, one differing
+              token is a mismatch.  In the others, whose sides are two functions, the limit is
+              on the mean absolute difference.  In all of them, a probability ratio beyond
+              ``max_ratio`` is reported: such tokens were sampled by much older weights.  A
+              micro-batch that was computed twice (``isobit.training.trainer``) must have the
+              same bits again, which needs neither a limit nor an exact flow
+check_state   weights and optimiser state between two updates, against what the first of them
+              left.  Both sides would use a bit that the memory has lost there, so no
+              log-probability shows it
 """
 
 from collections.abc import Mapping
@@ -30,10 +29,10 @@ from isobit.util.errors import MismatchError
 def check_step(
     check: CheckConfig, flow: PrecisionFlow, trained: StepMetrics, model: Path
 ) -> list[str]:
-    """What to print about a step: a line for each thing found; ``model`` is the folder of the run's
+    """Lines to print about a step, one for each problem; ``model`` is the folder of the run's
     weights.
 
-    Raises MismatchError instead where the run is to stop; every rank does.
+    Raises MismatchError instead, on every rank, if ``check.on_mismatch`` is "stop".
     """
     if check.on_mismatch == "ignore":
         return []
@@ -55,8 +54,8 @@ def check_step(
 
 
 def check_state(check: CheckConfig, left: StateDigest, stands: StateDigest) -> list[str]:
-    """What to print where the state is not what the last update ``left``.  Raises MismatchError
-    instead where the run is to stop; every rank does.
+    """A line to print if the state is not what the last update ``left``.  Raises MismatchError as
+    ``check_step`` does.
     """
     now = asdict(stands)
     changed = [name for name, digest in asdict(left).items() if now[name] != digest]
@@ -81,7 +80,6 @@ _STALE = (
 
 
 def _found(check: CheckConfig, problem: str, advice: str) -> str:
-    """The line, where the run goes on."""
     if check.on_mismatch == "warn":
         return f"{problem}; {advice}"
     raise raised_on_all(

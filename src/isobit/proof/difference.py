@@ -1,31 +1,31 @@
-"""From checksums to the first site where the sides differ, and by how much.
+"""Compare every operation of rollout and training: which rows belong together, whether their bits
+are equal, and the first site at which they are not.
 
-A row of one side without a partner is a difference too: rollout computed a token behind a prefix
-that no sample has, because its pages hold other tokens, or never computed one that it should have.
-The last token of a sample is training's alone: its K and V are never needed.
-
-64-bit names: of a row's bits, and of the tokens up to a position.
+Rollout computes rows in ragged steps over pages, training in packed batches.  A prompt is computed
+once for many samples in rollout and once for each sample in training, and a preempted sample is
+computed again.  So a row is identified by the key of its token, a checksum of the whole prefix, and
+all rows of one key must have the same bits:
 
     checksum(row)   = sum_j bits_j w_j         modulo 2^64, with random 64-bit weights w_j; bits_j
                                                are 32 at once where a row has a multiple of these
     key(t_0 .. t_p) = sum_i (t_i + 1) w_i      a running sum along the sequence
 
-Sums of integers have no order, so both are the same in any batch, on any device.  Two rows that
-differ have one checksum with a probability of about 2^-33 at most (2^-64 times the power of two
-that all differences share).
+Sums of integers have no order, so both are the same in any batch and on any device.  Two rows that
+differ have the same checksum with a probability of about 2^-33 at most (2^-64 times the power of
+two that all differences share).
 
-Which token each observed row belongs to, on both sides.
+    TokenObserver, ObservedRunner   put a key beside every row; the rollout side keeps the key of
+                                    every token in the cache by its slot, and copies keys together
+                                    with pages.  A row of logits is known by the bits of the hidden
+                                    state that it was computed from
+    Checksums                       the rows of one side, by site
+    first_difference                the first site at which the rows of a token are not all equal
+    Extremes                        the values at one site, to measure by how much they differ
 
-Rollout rows come in ragged steps over pages, training rows in packed batches; the same prompt is
-computed once for many samples there and once for each here; a preempted sample is computed again.
-So a row goes by its token's key, the checksum of the whole prefix
-(``isobit.proof.difference``): all rows with one key must have the same bits.
-
-The rollout side keeps the key of every token of the cache by its slot, and copies keys as pages are
-copied.  A row of logits is known by the bits of the hidden state that it was computed from.
-
-One scenario with every operation observed on both sides: how many rows of how many operations
-were laid side by side, and where they part.
+A row without a partner on the other side is a difference too: rollout computed a token behind a
+prefix that no sample has, because its pages hold other tokens, or it never computed one that it
+should have.  The last token of a sample is computed in training alone, because rollout never needs
+its K and V.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +51,9 @@ _ROW_SEED, _TOKEN_SEED, _SCALE_SEED = 1, 2, 3
 
 
 def row_checksums(values: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, ...] of any dtype, and what scales come with it -> int64 [T], on the CPU."""
+    """Values [T, ...] of any dtype, and their scales if they are quantised -> int64 [T], on the
+    CPU.
+    """
     checksums = _weighted_bits(values, _ROW_SEED)
     return checksums if scales is None else checksums + _weighted_bits(scales, _SCALE_SEED)
 
@@ -59,7 +61,7 @@ def row_checksums(values: torch.Tensor, scales: torch.Tensor | None = None) -> t
 def token_keys(
     token_ids: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor, before: torch.Tensor
 ) -> torch.Tensor:
-    """What each token of a ragged batch goes by: its whole prefix, itself included.
+    """The key of each token of a ragged batch: a checksum of its prefix, itself included.
 
     token_ids and positions int64 [T] of pieces laid end to end, counts int64 [B] of each piece,
     before int64 [B]: the key of the token before the piece, 0 at the start of a sequence -> int64
@@ -94,7 +96,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 class Keep(Protocol):
-    """Takes what one operation made for some tokens."""
+    """Receives what one operation computed for some tokens."""
 
     def __call__(
         self, name: str, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None
@@ -129,7 +131,7 @@ class TokenObserver:
 
 
 class ObservedRunner(PolicyRunner):
-    """The rollout side of a policy, observed."""
+    """The rollout side of a policy, with every operation observed."""
 
     def __init__(self, policy: SampledPolicy, num_pages: int, observer: TokenObserver) -> None:
         super().__init__(policy, num_pages)
@@ -138,7 +140,6 @@ class ObservedRunner(PolicyRunner):
         self._key_of_hidden: dict[int, int] = {}
 
     def forward(self, batch: ForwardBatch) -> States:
-        """As ``PolicyRunner.forward``."""
         keys = self._write_keys(batch)
         with self._observer.tokens(keys):
             states = super().forward(batch)
@@ -147,13 +148,11 @@ class ObservedRunner(PolicyRunner):
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As ``PolicyRunner.logits``."""
         keys = torch.tensor([self._key_of_hidden[bits] for bits in row_checksums(hidden).tolist()])
         with self._observer.tokens(_NONE, keys):
             return super().logits(hidden)
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """As ``PolicyRunner.copy_pages``, and the keys with them."""
         super().copy_pages(sources, targets)
         pages = self._keys.view(-1, self.page_tokens)
         pages[targets] = pages[sources]
@@ -192,20 +191,19 @@ def observed_scores(
 
 
 def keys_of_batch(batch: PackedBatch) -> torch.Tensor:
-    """Of all its tokens, int64 [T]."""
+    """Keys of all tokens of a batch, int64 [T]."""
     lengths = torch.tensor(batch.lengths)
     return token_keys(batch.token_ids, batch.positions, lengths, torch.zeros_like(lengths))
 
 
 _FORMATS = {dtype: name.upper() for name, dtype in DTYPES.items()} | {torch.int32: "INT32"}
-_NONE = torch.empty(0, dtype=torch.int64)
 _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
 @dataclass(slots=True)
 class Rows:
-    """What one side made at one site: its format, and a key and a checksum for each row, as often
-    as it was computed.
+    """What one side computed at one site: the format, and a key and a checksum for each row, as
+    many times as it was computed.
     """
 
     format: str
@@ -224,7 +222,6 @@ class Checksums:
     def __call__(
         self, name: str, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None
     ) -> None:
-        """Keep a checksum a row."""
         rows = self.sites.setdefault(name, Rows(_FORMATS[values.dtype]))
         rows.keys.append(keys)
         rows.checksums.append(row_checksums(values, scales))
@@ -236,20 +233,19 @@ class SiteDifference:
 
     site: str
     sites_before: int
-    """Sites before it in the forward pass: all equal."""
+    """Sites before it in the forward pass, which are all equal."""
     formats: Mapping[str, str]
-    """Of the result, by side."""
+    """Formats of the result, by side."""
     tokens_compared: int
     differing: torch.Tensor
     """Keys of the tokens that differ, int64, ascending."""
     unstable: Mapping[str, int]
-    """By side, the tokens that it computed more than once and not always to the same bits."""
+    """By side, how many tokens it computed more than once with different bits."""
     alone: Mapping[str, torch.Tensor]
     """By side, keys of the tokens that the other side should have rows of and lacks."""
 
     @property
     def lacks_rows(self) -> bool:
-        """Whether either side lacks any."""
         return any(keys.numel() for keys in self.alone.values())
 
 
@@ -303,9 +299,7 @@ def _difference(
 
 
 def _disagree(index: torch.Tensor, checksums: torch.Tensor, count: int) -> torch.Tensor:
-    """bool [count]: whether the checksums of one index, of those that have any, are not all the
-    same.
-    """
+    """bool [count]: whether the checksums of an index are not all the same."""
     low = torch.full((count,), _LARGEST).scatter_reduce_(0, index, checksums, "amin")
     high = torch.full((count,), _SMALLEST).scatter_reduce_(0, index, checksums, "amax")
     return low < high
@@ -324,7 +318,6 @@ class Extremes:
     def __call__(
         self, name: str, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None
     ) -> None:
-        """Take the values of the rows that belong to the tokens."""
         wanted = torch.isin(keys, self._tokens)
         if name != self._site or not bool(wanted.any()):
             return
@@ -363,14 +356,14 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What was compared in a scenario beside its log-probabilities."""
+    """The operations of one scenario that were compared."""
 
     sites: int
-    """Results of an operation, those before a rounding counted for themselves."""
+    """Results of operations; one before its rounding counts separately."""
     rows: int
     """Checksums compared, of both sides."""
     difference: SiteDifference | None
-    """The first in the order of the forward pass."""
+    """The first site that differs, in the order of the forward pass."""
 
     def as_json(self) -> dict[str, Any]:
         """The counts, and the name of the first site that differs."""
@@ -385,7 +378,7 @@ class Operations:
 def compared_operations(
     rollout: Checksums, training: Checksums, samples: Sequence[TokenSequence]
 ) -> Operations:
-    """Of both sides of the scenario that made ``samples``."""
+    """Compare both sides of the scenario that generated ``samples``."""
     rows = sum(
         checksums.numel()
         for side in (rollout, training)
@@ -403,7 +396,6 @@ def describe_site(site: str) -> str:
 
 
 def _last_tokens(samples: Sequence[TokenSequence]) -> torch.Tensor:
-    """Keys of the last token of each."""
     return torch.tensor(
         [int(keys_of_batch(batch)[-1]) for sample in samples for batch in pack([sample], 1)]
     )

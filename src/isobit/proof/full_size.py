@@ -1,15 +1,15 @@
 """``isobit verify --shape``: the proof of exactness at the size of a real model, with random
 weights made on the device.
 
-The workload is ragged: prompts from one token to almost the longest length (as many short as long
-ones on a logarithmic scale), several samples each, completions that end at different steps.  The
-cache is given too few pages for all of it and a forward fewer tokens than the long prompts have, so
-that sequences share pages, are cut into chunks, lose their pages and are computed again, while
-decode batches of every size run.
+The workload is ragged: prompts from one token to almost the longest length, spread evenly on a
+logarithmic scale, with several samples each and completions that end at different steps.  The cache
+has too few pages for the whole workload, and a forward takes fewer tokens than the long prompts
+have.  So sequences share pages, are cut into chunks, are preempted and computed again, while decode
+batches of every size run.
 
 ``outliers`` plants what real weights have and random ones lack: a few columns of every matrix
 thirty times as large as the others, norms with large entries, and biases of K (where the family has
-any) that dwarf its values.
+any) that are much larger than its values.
 """
 
 import math
@@ -48,7 +48,7 @@ class FullSizeOptions:
     prompts: int = 64
     samples: int = 4
     max_new_tokens: int = 1100
-    """Of the longest completion; the others end anywhere from half of it."""
+    """Length of the longest completion; the others end anywhere between half of it and this."""
     longest: int = 8192
     """Tokens of the longest sequence."""
     seed: int = 0
@@ -115,7 +115,7 @@ def ragged_workload(vocab_size: int, options: FullSizeOptions, page_tokens: int)
 def with_outliers(
     masters: Iterator[tuple[str, torch.Tensor]], config: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same masters with outliers planted in them."""
+    """The same masters, changed in place."""
     for name, tensor in masters:
         if tensor.ndim == 2 and name.endswith("_proj.weight"):
             tensor[:, ::_OUTLIER_EVERY] *= _OUTLIER
@@ -133,8 +133,8 @@ def with_outliers(
 
 
 def _scenario(workload: Workload) -> Scenario:
-    """Two fifths of the memory that the whole workload would take without sharing: less than its
-    samples need with it.
+    """The engine gets two fifths of the pages that the workload would take without sharing, which
+    is less than its samples need with sharing.
     """
     tokens = sum(
         (len(p.token_ids) + n) * workload.samples

@@ -1,26 +1,22 @@
-"""The proof of exactness for one model and one flow: ``isobit verify``.
+"""``isobit verify``: the proof of exactness for one model and one precision flow.
 
-The native engine completes random prompts under settings that make everything happen that may not
-change a bit: preemption, prompts cut into chunks, groups that share pages, few sequences at once,
-greedy and truncated sampling, temperatures other than 1 (``isobit.proof.verify``).  Every
-recorded log-probability is then compared, bit for bit, with the one that the training forward
-computes from packed batches: each sequence alone, and among different neighbours.  So are the
-experts that each token's row was routed to, in a mixture of experts.
+The native engine completes random prompts in several scenarios.  Together they contain everything
+that must not change a bit: preemption, prompts cut into chunks, groups that share pages, few
+sequences at once, greedy and truncated sampling, and temperatures other than 1.  Prompts are random
+tokens of the model's vocabulary, so any model folder can be checked.  Their lengths lie around the
+bounds of a KV page, where pages are shared, copied and added, and completions end at ragged
+lengths.
 
-Where the back end shows what it computes (the CPU specification), so is every row of every
-operation, in the numbers that it is rounded from too (``isobit.proof.bisect``): a rounding to BF16
-hides most faults of one ulp, and hides them from the log-probabilities.
+Every recorded log-probability is then compared, bit for bit, with the one that the training forward
+computes from packed batches: each sequence alone, and among different neighbours.  In a mixture of
+experts, so are the experts that each token was routed to.  Where the back end can be observed (the
+CPU specification), every row of every operation is compared as well, before and after its rounding
+(``isobit.proof.difference``).  A rounding to BF16 hides most faults of one ulp from the
+log-probabilities.
 
-A scenario counts only if what it is there for did happen, by the engine's own counts; where it did
-not, that part was not proved and the result says so.  In ``fp8-rollout``, whose sides are two
-functions, differences must appear: that is how the check is known to be able to fail.
-
-What ``isobit verify`` puts the engine and the trainer through: prompts, engine settings,
-packings.
-
-Prompts are random tokens of the model's vocabulary, so any folder can be checked, with lengths
-around the bounds of a KV page, where sharing, copying and growing into a new page happen.
-Completions end at ragged lengths.
+A scenario counts only if the events that it is made for did happen, by the engine's own counters.
+Where one did not, the result says which part was not proved.  In ``fp8-rollout``, whose two sides
+are different functions, differences must appear: this shows that the check is able to fail.
 """
 
 import hashlib
@@ -81,16 +77,13 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return max(
             len(prompt.token_ids) + limit
             for prompt, limit in zip(self.prompts, self.max_new_tokens, strict=True)
         )
 
     def requests(self, scenario: Scenario) -> list[Request]:
-        """What the engine is asked for: each completion ends at its own limit, never at a stop
-        token.
-        """
+        """Requests to the engine; each completion ends at its own limit, never at a stop token."""
         rollout = scenario.rollout
         return [
             Request(
@@ -132,7 +125,6 @@ def build_workload(
 
 
 def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
-    """The settings under which the workload is generated."""
     limit = max(workload.max_new_tokens)
     few_pages = pages_for(workload.longest, workload.page_tokens)
     return (
@@ -212,7 +204,7 @@ Packings = Callable[[list[TokenSequence], int], Iterator[tuple[str, list[PackedB
 
 
 class RanksDifferError(IsobitError):
-    """Ranks that share an engine have not drawn the same."""
+    """Ranks that share an engine have drawn different samples."""
 
     exit_code = 1
 
@@ -225,7 +217,7 @@ class VerifyOptions:
     samples: int = 3
     """Completions of each prompt."""
     max_new_tokens: int = 24
-    """Of the longest completion; the others end anywhere from half of it."""
+    """Length of the longest completion; the others end anywhere between half of it and this."""
     seed: int = 0
 
 
@@ -239,13 +231,13 @@ class ScenarioResult:
     stats: EngineStats
     comparisons: dict[str, Comparison]
     missing: tuple[str, ...]
-    """What should have happened and did not, by the names of ``EngineStats``."""
+    """Events that should have happened and did not, by the names of ``EngineStats``."""
     operations: Operations | None = None
-    """What every operation gave, where it was observed."""
+    """The comparison of every operation; None where operations were not observed."""
 
     @property
     def differs(self) -> bool:
-        """Whether a log-probability does, or a row of any operation."""
+        """Whether a log-probability or a row of any operation differs."""
         return self.comparison.differs or (
             self.operations is not None and self.operations.difference is not None
         )
@@ -258,24 +250,21 @@ class ScenarioResult:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What was compared, and what it showed."""
+    """The results of all scenarios."""
 
     preset: str
     scenarios: tuple[ScenarioResult, ...]
 
     @property
     def comparison(self) -> Comparison:
-        """Over all scenarios and packings."""
         return sum((scenario.comparison for scenario in self.scenarios), Comparison())
 
     @property
     def differs(self) -> bool:
-        """Whether anything does."""
         return any(scenario.differs for scenario in self.scenarios)
 
     @property
     def operations(self) -> tuple[Operations, ...]:
-        """Of the scenarios that were observed."""
         return tuple(s.operations for s in self.scenarios if s.operations is not None)
 
     @property
@@ -372,7 +361,7 @@ def verify_policy(
 
 
 def random_workload(policy: Policy, options: VerifyOptions) -> Workload:
-    """What the model of ``policy`` is asked to complete.  Raises ConfigError for a context too
+    """The workload for the model of ``policy``.  Raises ConfigError if the model's context is too
     small for the options.
     """
     config = policy.config
@@ -406,9 +395,9 @@ def run_scenario(
     shared: PolicyShare | None = None,
     observes: bool = False,
 ) -> ScenarioResult:
-    """Generate the workload in one setting of the engine, and compare in every packing; where it
-    ``observes``, what every operation gave, too.  Raises RanksDifferError where ranks that sample
-    together have drawn other tokens.
+    """Generate the workload in one scenario and compare it in every packing; with ``observes``,
+    compare the result of every operation too.  Raises RanksDifferError if ranks that sample
+    together have drawn different tokens.
     """
     rollout, training = Checksums(), Checksums()
     engine = NativeEngine(
@@ -437,20 +426,20 @@ def run_scenario(
 
 
 def first_operation(result: VerifyResult) -> str:
-    """The first operation that differs in any scenario, or nothing."""
+    """The first operation that differs in any scenario, or an empty string."""
     found = [one.difference.site for one in result.operations if one.difference is not None]
     return describe_site(found[0]) if found else ""
 
 
 def _shows_operations(policy: Policy) -> bool:
-    """Whether verify observes: both sides are one function, and a back end that computes at once
-    runs observed what it runs otherwise.
+    """Whether operations can be compared: both sides are one function, and the back end runs the
+    same kernels when it is observed.
     """
     return policy.flow.exact and not policy.backend.is_asynchronous
 
 
 def _check_alike(samples: Sequence[TokenSequence], world: World) -> None:
-    """Whether all ranks have the same tokens and log-probabilities."""
+    """Raises RanksDifferError unless all ranks have the same tokens and log-probabilities."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(sample.token_ids.tobytes() + sample.log_probs.tobytes())
