@@ -130,7 +130,8 @@ def _add_curve(panels: list[Panel], record: RunRecord, row: Metric, name: str) -
     elif row.name == "eval/SET/accuracy":
         panels.append(_accuracy_panel(record, title, name))
     else:
-        panels.append(Panel(title, row.unit, (curve,), _plain(row.help), row.unit == "share"))
+        unit = "" if row.unit.startswith("-") else row.unit
+        panels.append(Panel(title, unit, (curve,), _plain(row.help), unit == "share"))
 
 
 _ORDER = {name: place for place, name in enumerate(METRICS)}
