@@ -5,7 +5,7 @@
 #   make lint         ruff, pyright, the import rules and the limits of the structure
 #   make docs         write the figures and pictures of the documentation, and build it as a site, in site/
 #   make figures      write the figures and pictures alone, and tighten tools/structure/gates.toml to them
-#   make schema       write docs/*.schema.json and docs/configuration.md from the configuration's models
+#   make schema       write docs/*.schema.json, docs/configuration.md and the tables of docs/metrics.md
 #   make lock         write requirements.lock: every dependency of constraints.txt with its hashes
 #   make clean        remove the environment and the caches (never runs/)
 #
@@ -58,6 +58,7 @@ schema: $(READY)
 	$(VENV)/bin/isobit schema train > docs/run.schema.json
 	$(VENV)/bin/isobit schema sft > docs/sft.schema.json
 	$(VENV)/bin/isobit schema --markdown > docs/configuration.md
+	$(VENV)/bin/python -m tools.metrics_page
 
 figures: $(READY)
 	$(VENV)/bin/python -m tools.structure --write

@@ -41,7 +41,7 @@ def test_a_real_run_has_every_part(make_config: Callable[..., RunConfig]) -> Non
         "Response length",
         "Entropy",
         "Differing tokens",
-        "Mean difference",
+        "Log-probability difference",
         "Largest difference",
         "The same in every step",
         "Clip fraction",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from isobit.observe.report.panels import Section, build_sections, notices
 from isobit.observe.report.source import read_run
+from isobit.records.metrics import find_metric
 from tests.observe.report.run_files import manifest, step_line
 
 WriteRun = Callable[..., Path]
@@ -48,13 +49,23 @@ def titles(section: Section) -> set[str]:
     return {chart.panel.title for chart in (*section.charts, *section.constants)}
 
 
-def test_every_stage_of_a_run_has_its_charts(write_run: WriteRun) -> None:
+def test_every_row_with_a_chart_is_drawn_and_the_rest_apart(write_run: WriteRun) -> None:
     found = sections_of(write_run([step_line(1) | ALL, step_line(2) | ALL], run=manifest()))
-    assert titles(found["Results"]) >= {"Reward correct", "Reward short-1", "Level groups"}
-    assert titles(found["Learning"]) >= {"KL to the reference", "Value loss", "Explained variance"}
+    assert titles(found["Rewards and responses"]) >= {
+        "Reward correct",
+        "Reward short-1",
+        "Zero-variance groups",
+    }
     assert titles(found["Rollout against training"]) >= {"Probability error", "Rejected"}
-    assert titles(found["Replay"]) == {"Staleness", "Replayed", "Replay buffer"}
-    assert not titles(found["Other figures"]) & ALL.keys()
+    apart = titles(found.pop("Other figures"))
+    rows = [find_metric(name) for name in ALL]
+    assert {row.chart for row in rows if row and row.chart and "NAME" not in row.chart} <= {
+        title for section in found.values() for title in titles(section)
+    }
+    assert apart & ALL.keys() == {
+        name for name in ALL if (row := find_metric(name)) and not row.chart
+    }
+    assert "something/new" in apart
 
 
 def test_figures_that_never_change_are_said_in_one_place(write_run: WriteRun) -> None:
@@ -67,33 +78,23 @@ def test_figures_that_never_change_are_said_in_one_place(write_run: WriteRun) ->
 def test_fine_tuning_leads_with_the_loss(write_run: WriteRun) -> None:
     lines = [{"step": step, "loss": 1.0 / step, "eval/a/loss": 2.0 / step} for step in (1, 2)]
     found = sections_of(write_run(lines, run=manifest()))
-    assert [chart.panel.title for chart in found["Results"].charts] == ["Loss", "a loss"]
-    assert "Learning" not in found
-
-
-def test_the_band_of_the_reward_is_its_standard_error(write_run: WriteRun) -> None:
-    """Seen before: a standard deviation, which hid the trend."""
-    config = {"training": {"prompts_per_step": 16, "samples_per_prompt": 4}}
-    lines = [step_line(step) | {"reward/mean": 0.5, "reward/std": 0.4} for step in (1, 2)]
-    lines[1]["reward/mean"] = 0.6
-    found = sections_of(write_run(lines, run=manifest(config=config)))
-    chart = next(c for c in found["Results"].charts if c.panel.title == "Reward")
-    assert chart.columns == ("step", "mean", "low", "high")
-    assert chart.rows[0] == ("1", "0.5", "0.45", "0.55")
+    assert [chart.panel.title for section in found.values() for chart in section.charts] == [
+        "a loss",
+        "Loss",
+    ]
 
 
 def test_the_headline_of_several_curves_names_its_curve(write_run: WriteRun) -> None:
     found = sections_of(write_run([step_line(1), step_line(2)], run=manifest()))
-    latest = {chart.panel.title: chart.latest for chart in found["Results"].charts}
+    latest = {chart.panel.title: chart.latest for chart in found["Rewards and responses"].charts}
     assert latest["Response length"] == "mean 302"
 
 
 def test_a_run_without_a_stage_has_no_charts_of_it(write_run: WriteRun) -> None:
     line = step_line(1) | {"staleness/mean": 0.0, "replay/samples": 0}
     found = sections_of(write_run([line], run=manifest()))
-    assert "Replay" not in found
-    assert "KL to the reference" not in titles(found["Learning"])
-    assert titles(found["Other figures"]) >= {"staleness/mean", "replay/samples"}
+    assert titles(found["Replay and staleness"]) == {"Staleness"}
+    assert "KL to the reference" not in found and "Value head" not in found
 
 
 TROUBLE = {

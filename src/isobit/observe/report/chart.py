@@ -1,16 +1,12 @@
-"""A chart as geometry: paths in the units of an SVG of 360 x 182, the ticks of both axes, and the
-table with the same numbers.
+"""A chart as geometry: what a panel shows, its points, and the paths of an SVG of 360 x 182.
 
-The markup stands in the template.  The axes are x = steps, or layers, and y = the panel's unit; a
-step without a value leaves a gap.
+A long run is put together into at most ``MAX_POINTS`` points of equally many steps.  A point shows
+the mean of its steps, or the highest or lowest of them where that is what the metric is, and a band
+keeps their lowest and highest value: nothing that happened in one step disappears.  A step without
+a value leaves a gap.  Every chart comes with a table of its numbers, and one whose value never
+changes is said in words instead.
 
-Axes: round ticks, and numbers with as many digits as a reader can use.
-
-Figures over steps.  A long run is put together into at most ``MAX_POINTS`` points of equally
-many steps.
-
-A point shows the mean of its steps, or the highest of them for figures that are maxima or counts,
-and keeps their lowest and highest value: nothing that happened in one step disappears.
+The axes are x = steps, or layers, and y = the panel's unit.  The markup stands in the templates.
 """
 
 import math
@@ -126,19 +122,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A figure to draw, and what to draw around it: nothing, plus and minus another figure, or
-    between two others.
-    """
+    """A metric to draw, and two others that its band lies between, if there are any."""
 
     metric: str
     label: str
-    take: Literal["mean", "max", "per step"] = "mean"
-    """Of a point's steps: the mean of those that have the figure, the highest, or the mean with 0
-    for those that have it not.
-    """
-    spread: str | None = None
-    spread_factor: float = 1.0
-    """What the figure of ``spread`` is multiplied by."""
+    take: Literal["mean", "max", "min"] = "mean"
+    """What a point shows of its steps."""
     between: tuple[str, str] | None = None
 
 
@@ -159,15 +148,7 @@ def _point(figures: Figures, curve: Curve, bucket: Bucket) -> Point:
     values = _values(figures, curve.metric, bucket)
     if not values:
         return Point(None)
-    if curve.take == "per step":
-        return Point(sum(values) / len(bucket.steps))
-    value = max(values) if curve.take == "max" else fmean(values)
-    if curve.spread is not None:
-        spreads = _values(figures, curve.spread, bucket)
-        if not spreads:
-            return Point(value)
-        half = curve.spread_factor * fmean(spreads)
-        return Point(value, value - half, value + half)
+    value = {"mean": fmean, "max": max, "min": min}[curve.take](values)
     if curve.between is not None:
         lows, highs = (_values(figures, metric, bucket) for metric in curve.between)
         return Point(value, fmean(lows), fmean(highs)) if lows and highs else Point(value)
@@ -183,19 +164,18 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 348, 10, 160
 """The edges of the plot inside the SVG."""
 
 _FEW_POINTS = 40
-"""Up to that many points are marked by dots, and their intervals by whiskers."""
+"""Up to that many points are marked by dots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What a chart shows.  ``stacked`` puts the curves on top of each other as bars."""
+    """What a chart shows."""
 
     title: str
     unit: str
     curves: tuple[Curve, ...]
     note: str = ""
     percent: bool = False
-    stacked: bool = False
     axis: str = "step"
     """What a point stands at: a step of a run, or a layer."""
     compared: bool = False
@@ -219,8 +199,6 @@ class Mark:
     """Of the panel's curves, from 1: its colour, whichever of the others are drawn."""
     line: str = ""
     band: str = ""
-    whiskers: str = ""
-    bars: str = ""
     dots: tuple[tuple[float, float], ...] = ()
 
 
@@ -255,8 +233,6 @@ class _Frame:
     values: tuple[float, float]
     constant: float | None
     """The one value that there is."""
-    cut: str = ""
-    """What of the first bars does not fit, in words."""
 
     def value_ticks(self) -> list[float]:
         """Only its value on the axis of a figure that never changes: any other tick would be made
@@ -270,7 +246,7 @@ class _Frame:
 
     def y(self, value: float) -> float:
         low, high = self.values
-        return max(round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1), float(TOP))
+        return round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)
 
 
 def draw(panel: Panel, figures: Figures) -> Chart | None:
@@ -285,14 +261,12 @@ def draw(panel: Panel, figures: Figures) -> Chart | None:
     places = [panel.curves.index(curve) + 1 for curve, _ in curves]
     if not curves:
         return None
-    frame = _frame(panel, buckets, [points for _, points in curves])
+    frame = _frame(buckets, [points for _, points in curves])
     columns, rows = _table(panel, buckets, curves)
     return Chart(
         panel=panel,
-        marks=_bars(frame, buckets, curves, places)
-        if panel.stacked
-        else tuple(
-            _mark(panel, frame, buckets, *curve, place)
+        marks=tuple(
+            _mark(frame, buckets, *curve, place)
             for curve, place in zip(curves, places, strict=True)
         ),
         x_ticks=tuple(
@@ -313,58 +287,31 @@ def draw(panel: Panel, figures: Figures) -> Chart | None:
             f"{panel.title}, {panel.unit}, over {len(buckets)} points; last: "
             f"{_words(columns, rows[-1])}"
         ),
-        points_note=" ".join(
-            one for one in (_points_note(panel, len(buckets[0].steps)), frame.cut) if one
-        ),
+        points_note=_points_note(panel, len(buckets[0].steps)),
         constant=""
         if frame.constant is None or len(buckets) == 1
         else number_text(frame.constant, panel.percent),
     )
 
 
-def _frame(panel: Panel, buckets: Sequence[Bucket], curves: Sequence[Sequence[Point]]) -> _Frame:
+def _frame(buckets: Sequence[Bucket], curves: Sequence[Sequence[Point]]) -> _Frame:
     first, last = buckets[0].steps[0], buckets[-1].steps[-1]
-    cut = ""
-    if panel.stacked:
-        sums = [sum(point.value or 0.0 for point in points) for points in zip(*curves, strict=True)]
-        shown, cut = _without_warming_up(panel, buckets, sums)
-        values = [0.0, *shown]
-    else:
-        seen = (
-            number
-            for points in curves
-            for point in points
-            for number in (point.value, point.low, point.high)
-        )
-        values = [number for number in seen if number is not None]
-    room = max(0.5, 0.01 * (last - first)) if panel.stacked or first == last else 0.0
+    seen = (
+        number
+        for points in curves
+        for point in points
+        for number in (point.value, point.low, point.high)
+    )
+    values = [number for number in seen if number is not None]
+    room = 0.5 if first == last else 0.0
     return _Frame(
         (first - room, last + room),
         axis_range(min(values), max(values)),
         values[0] if len(set(values)) == 1 else None,
-        cut,
     )
-
-
-def _without_warming_up(
-    panel: Panel, buckets: Sequence[Bucket], sums: Sequence[float]
-) -> tuple[list[float], str]:
-    """The heights that an axis shows, and what is said of a first step that dwarfs all later
-    ones.
-    """
-    later = max(sums[2:], default=0.0)
-    slow = [place for place, height in enumerate(sums[:2]) if height > 2 * later > 0]
-    if not slow:
-        return list(sums), ""
-    names = ", ".join(
-        f"{panel.axis} {buckets[place].text}: {number_text(sums[place])} {panel.unit}"
-        for place in slow
-    )
-    return [min(height, 1.2 * later) for height in sums], f"Cut off: {names}; it warms up."
 
 
 def _mark(
-    panel: Panel,
     frame: _Frame,
     buckets: Sequence[Bucket],
     curve: Curve,
@@ -374,7 +321,6 @@ def _mark(
     few = len(points) <= _FEW_POINTS
     runs = _runs(buckets, points)
     spans = [[(x, point) for x, point in run if point.low is not None] for run in runs]
-    whiskers = few and curve.between is not None and not panel.compared  # would hide each other
     return Mark(
         label=curve.label,
         place=place,
@@ -383,14 +329,7 @@ def _mark(
             for run in runs
             if len(run) > 1
         ),
-        band="" if whiskers else "".join(_band(frame, span) for span in spans if len(span) > 1),
-        whiskers="".join(
-            f"M{frame.x(x)} {frame.y(p.low or 0.0)}V{frame.y(p.high or 0.0)}"
-            for s in spans
-            for x, p in s
-        )
-        if whiskers
-        else "",
+        band="".join(_band(frame, span) for span in spans if len(span) > 1),
         dots=tuple((frame.x(x), frame.y(p.value or 0.0)) for run in runs for x, p in run)
         if few or len(runs) > 1
         else (),
@@ -416,26 +355,6 @@ def _band(frame: _Frame, span: Sequence[tuple[float, Point]]) -> str:
     above = [(frame.x(x), frame.y(point.high or 0.0)) for x, point in span]
     below = [(frame.x(x), frame.y(point.low or 0.0)) for x, point in reversed(span)]
     return _polyline([*above, *below]) + "Z"
-
-
-def _bars(
-    frame: _Frame,
-    buckets: Sequence[Bucket],
-    curves: Sequence[tuple[Curve, Sequence[Point]]],
-    places: Sequence[int],
-) -> tuple[Mark, ...]:
-    width = min(22.0, (0.8 if len(buckets) <= _FEW_POINTS else 1.0) * (RIGHT - LEFT) / len(buckets))
-    tops = [0.0] * len(buckets)
-    marks = []
-    for (curve, points), place in zip(curves, places, strict=True):
-        path = ""
-        for index, (bucket, point) in enumerate(zip(buckets, points, strict=True)):
-            base, tops[index] = tops[index], tops[index] + (point.value or 0.0)
-            if tops[index] > base:
-                left, low, high = frame.x(bucket.middle) - width / 2, frame.y(base), tops[index]
-                path += f"M{left:.1f} {low}V{frame.y(high)}h{width:.1f}V{low}Z"
-        marks.append(Mark(curve.label, place, bars=path))
-    return tuple(marks)
 
 
 def _strips(frame: _Frame, buckets: Sequence[Bucket]) -> list[str]:
@@ -470,18 +389,14 @@ def _table(
 def _points_note(panel: Panel, steps: int) -> str:
     if steps == 1:
         return ""
-    highest = [curve.label for curve in panel.curves if curve.take == "max"]
-    shown = (
-        "highest"
-        if len(highest) == len(panel.curves)
-        else f"mean ({highest[0]}: highest)"
-        if highest
-        else "mean"
+    takes = {curve.take for curve in panel.curves}
+    shown = {"mean": "mean", "max": "highest", "min": "lowest"}[takes.pop()]
+    if takes:  # of several kinds
+        shown = "mean, highest or lowest"
+    band = (
+        "." if any(curve.between for curve in panel.curves) else "; band: their lowest to highest."
     )
-    measured = panel.stacked or any(curve.spread or curve.between for curve in panel.curves)
-    return f"A point is the {shown} of {steps} {panel.axis}s" + (
-        "." if measured else "; band: their lowest to highest."
-    )
+    return f"A point is the {shown} of {steps} {panel.axis}s{band}"
 
 
 def _words(columns: Sequence[str], row: Sequence[str]) -> str:

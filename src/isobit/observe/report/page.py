@@ -1,23 +1,13 @@
-"""The page: everything that the template needs, put through it, and written as a whole.
+"""The page of a run, or of several: put through the templates and written as a whole.
 
-Text from prompts, completions, configurations and file names is escaped by the template engine,
-never by hand; characters that are invisible or could change the direction of the text are replaced
-by visible ones before that.
+A page stands for itself: HTML without scripts and without anything to load.  Text from prompts,
+completions, configurations and file names is escaped by the template engine, never by hand;
+characters that are invisible or could change the direction of the text are replaced by visible ones
+before that.
 
-Pages that stand for themselves: HTML without scripts, from templates, written as a whole.
-
-Text from prompts, completions, configurations and file names is escaped by the template engine,
-never by hand; characters that are invisible or could change the direction of the text are replaced
-by visible ones before that.
-
-The page of a run under way: written again and again until the run ends.
-
-Several runs on one page: what of their recipes differs, where they ended, and each figure of all
-of them in one chart.
-
-A chart has the first curve of the panel that a page of one run has (``panels``), once for each run.
-
-The page of a run, or of several, for the command and for Python.
+The page of a run under way is written again and again until the run ends.  A page of several runs
+says in what their recipes differ and where they ended, and has each chart of a single run's page
+(its first curve) once, with a curve for each run.
 """
 
 import time
@@ -288,8 +278,7 @@ def _sections(records: Sequence[RunRecord], names: Sequence[str]) -> list[Sectio
     for record in records:
         for title, found in panels_of(record).items():
             for panel in found:
-                if not panel.stacked:
-                    panels.setdefault(title, {}).setdefault(panel.title, panel)
+                panels.setdefault(title, {}).setdefault(panel.title, panel)
     panels.setdefault("Speed", {})[_TIME.title] = _TIME
     drawn = [
         section_of(
@@ -313,7 +302,6 @@ def _of_all(panel: Panel, names: Sequence[str]) -> Panel:
             first,
             metric=f"{place}:{first.metric}",
             label=name,
-            spread=None if first.spread is None else f"{place}:{first.spread}",
             between=None
             if first.between is None
             else (f"{place}:{first.between[0]}", f"{place}:{first.between[1]}"),

@@ -1,19 +1,18 @@
-"""Which charts the page has, in which order.  Each figure is defined in ``docs/metrics.md``.
+"""What the report says of a run: notices, charts and the figures on top of the page.
 
-A figure that no panel names is not left out: it gets a chart of its own among the others.
-
-What a reader should know about a run before its charts: how it ended, if not by itself, and what
-went wrong on the way without ending it.
-
-The figures on top of the page.
+The charts are those of the table of metrics (``isobit.records.metrics``): a row that names a chart
+is drawn there, in the section of its row.  A metric that names none, or that the table lacks, gets
+a chart of its own among the others, folded away.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from isobit.observe.report.chart import Chart, Curve, Panel, draw, duration_text, number_text
 from isobit.observe.report.source import RunRecord
+from isobit.records.metrics import METRICS, TABLE, Metric, chosen_name, find_metric
 
 TRUNCATED = 0.05
 """Share of the last step's completions that the length limit may end without a word."""
@@ -76,7 +75,7 @@ def _last_step(record: RunRecord) -> Iterator[str]:
 
 
 MOST_OTHERS = 24
-"""Charts of figures that no panel names."""
+"""Charts of metrics that no chart of the table has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,180 +89,6 @@ class Section:
     note: str = ""
     folded: bool = False
     """Whether it is shown on demand only."""
-
-
-_LOSS = Panel("Loss", "mean of the updates", (Curve("loss", "loss"),))
-
-_RESULTS = (
-    Panel(
-        "Response length",
-        "tokens",
-        (
-            Curve("response_length/mean", "mean"),
-            Curve("response_length/max", "longest", take="max"),
-        ),
-    ),
-    Panel(
-        "Level groups",
-        "of the step's groups",
-        (Curve("reward/level_share", "share"),),
-        "without two rewards that differ: nothing is learnt from them",
-        percent=True,
-    ),
-    Panel(
-        "Refills",
-        "a step",
-        (
-            Curve("rollout/refills", "refills"),
-            Curve("rollout/dropped_groups", "level groups replaced"),
-        ),
-    ),
-)
-
-_LEARNING = (
-    Panel(
-        "Entropy",
-        "nats",
-        (Curve("entropy", "mean"),),
-        "of the sampling distribution, over response tokens",
-    ),
-    Panel("Gradient norm", "before clipping", (Curve("grad_norm", "mean"),)),
-    Panel("Learning rate", "mean of the updates", (Curve("learning_rate", "learning rate"),)),
-    Panel(
-        "Clip fraction",
-        "of response tokens",
-        (
-            Curve("clip_fraction/low", "lower clip"),
-            Curve("clip_fraction/high", "upper clip"),
-            Curve("clip_fraction/dual", "dual clip"),
-            Curve("value/clip_fraction", "of the value"),
-        ),
-        percent=True,
-    ),
-    Panel(
-        "Ratio",
-        "new over old probability",
-        (
-            Curve("ratio/mean", "mean"),
-            Curve("ratio/max", "largest", take="max"),
-            Curve("ratio/min", "smallest"),
-        ),
-    ),
-    Panel(
-        "Balance of the experts",
-        "loss",
-        (Curve("router/balance", "balance"),),
-        "1 where all experts are chosen equally often",
-    ),
-    Panel(
-        "Busiest expert",
-        "share of a layer's choices",
-        (Curve("router/busiest", "busiest", take="max"),),
-    ),
-    Panel("Idle experts", "experts", (Curve("router/idle", "idle", take="max"),)),
-    Panel(
-        "KL to the reference",
-        "nats a token",
-        (Curve("kl/k3", "k3"), Curve("kl/k1", "k1")),
-        "two estimates of the same divergence",
-    ),
-    Panel("Value loss", "mean of the updates", (Curve("value/loss", "loss"),)),
-    Panel(
-        "Explained variance",
-        "share",
-        (Curve("value/explained_variance", "explained"),),
-        "of the returns, by the value head; 1 is all of it",
-    ),
-)
-
-_EXACTNESS = (
-    Panel(
-        "Differing tokens",
-        "tokens a step",
-        (Curve("log_prob_diff/tokens_differing", "differing", take="max"),),
-        "log-probabilities whose bits differ in rollout and training",
-    ),
-    Panel(
-        "Differing routings",
-        "tokens a step",
-        (Curve("routing_diff/tokens_differing", "differing", take="max"),),
-        "tokens whose experts differ in rollout and training",
-    ),
-    Panel(
-        "Mean difference",
-        "nats",
-        (Curve("log_prob_diff/mean", "mean"),),
-        "of log-probabilities, absolute, over the tokens compared",
-    ),
-    Panel(
-        "Largest difference",
-        "nats",
-        (
-            Curve("log_prob_diff/max", "largest", take="max"),
-            Curve("log_prob_diff/p99", "99th percentile"),
-        ),
-        "of log-probabilities, absolute",
-    ),
-    Panel(
-        "Divergence",
-        "nats a token",
-        (Curve("mismatch/k3", "k3"), Curve("mismatch/k1", "k1")),
-        "of training from rollout, two estimates",
-    ),
-    Panel(
-        "Probability error",
-        "factor",
-        (Curve("mismatch/mult_prob_error", "mean"),),
-        "mean of exp(absolute difference); 1 where rollout and training are one function",
-    ),
-    Panel(
-        "Effective sample size",
-        "of the tokens",
-        (
-            Curve("mismatch/effective_sample_size", "of the ratios"),
-            Curve("correction/effective_sample_size", "of the corrections' weights"),
-        ),
-        percent=True,
-    ),
-    Panel("Correction", "mean weight", (Curve("correction/mean", "mean"),)),
-    Panel(
-        "Rejected",
-        "of response tokens",
-        (Curve("correction/rejected", "weight 0"),),
-        "by the corrections",
-        percent=True,
-    ),
-)
-
-_REPLAY = (
-    Panel(
-        "Staleness",
-        "updates",
-        (Curve("staleness/mean", "mean"),),
-        "since the weights that drew a response token, fresh ones included",
-    ),
-    Panel("Replayed", "completions a step", (Curve("replay/samples", "replayed"),)),
-    Panel("Replay buffer", "completions", (Curve("replay/size", "held"),)),
-)
-
-_SPEED = (
-    Panel(
-        "Time a step",
-        "seconds",
-        (
-            Curve("time/rollout_s", "rollout", take="per step"),
-            Curve("time/training_s", "training", take="per step"),
-            Curve("time/grading_s", "grading", take="per step"),
-            Curve("time/evaluation_s", "evaluation", take="per step"),
-        ),
-        stacked=True,
-    ),
-    Panel(
-        "Throughput",
-        "tokens a second",
-        (Curve("tokens_per_s/rollout", "rollout"), Curve("tokens_per_s/training", "training")),
-    ),
-)
 
 
 def evaluation_sets(names: Sequence[str], figure: str = "accuracy") -> list[str]:
@@ -280,23 +105,53 @@ def build_sections(record: RunRecord) -> list[Section]:
     return [section for section in found if section.charts or section.constants]
 
 
-def panels_of(record: RunRecord) -> dict[str, Sequence[Panel]]:
-    """Which charts the figures of a run may have, by the titles of their sections."""
-    evaluation = [_evaluation_panel(record, name) for name in evaluation_sets(record.names)]
-    losses = [
-        Panel(f"{name} loss", "nats a token", (Curve(f"eval/{name}/loss", "loss"),))
-        for name in evaluation_sets(record.names, "loss")
-    ]
-    learns_by_reward = "reward/mean" in record.names
-    first = () if learns_by_reward else (_LOSS,)
-    last = (_LOSS,) if learns_by_reward else ()
-    return {
-        "Results": (*first, *losses, *evaluation, *_reward_panels(record), *_RESULTS),
-        "Rollout against training": _EXACTNESS if _compares(record) else (),
-        "Learning": (*_LEARNING, *last),
-        "Speed": _SPEED,
-        "Replay": _REPLAY if "replay/size" in record.names else (),
-    }
+def panels_of(record: RunRecord) -> dict[str, list[Panel]]:
+    """The charts that the table has for the metrics of a run, by the titles of their sections."""
+    sections: dict[str, list[Panel]] = {title: [] for title in TABLE}
+    found = [(row, name) for name in record.names if (row := find_metric(name)) is not None]
+    for row, name in sorted(found, key=lambda pair: _ORDER[pair[0].name]):
+        if row.chart and not name.endswith("/pass@1"):
+            section = next(title for title, rows in TABLE.items() if row in rows)
+            _add_curve(sections[section], record, row, name)
+    if not _compares(record):
+        del sections["Rollout against training"]
+    return sections
+
+
+def _add_curve(panels: list[Panel], record: RunRecord, row: Metric, name: str) -> None:
+    """Draw a metric in the panel of its title, which may be there already."""
+    title = re.sub("SET|NAME", lambda _: chosen_name(name), row.chart)
+    place = next((place for place, panel in enumerate(panels) if panel.title == title), None)
+    curve = Curve(name, row.label or name.rpartition("/")[2], _TAKEN.get(row.reduce, "mean"))
+    if place is not None:
+        curves = (*panels[place].curves, curve)[:MOST_CURVES]
+        note = panels[place].note if row.name.startswith("eval/") else ""
+        panels[place] = replace(panels[place], curves=curves, note=note)
+    elif row.name == "eval/SET/accuracy":
+        panels.append(_accuracy_panel(record, title, name))
+    else:
+        unit = "" if row.unit.startswith("-") else row.unit
+        panels.append(Panel(title, unit, (curve,), _plain(row.help), unit == "share"))
+
+
+_ORDER = {name: place for place, name in enumerate(METRICS)}
+_TAKEN: Mapping[str, Literal["max", "min"]] = {"max": "max", "min": "min", "sum": "max"}
+"""What a point shows of several steps, where that is not their mean: nothing counted disappears."""
+MOST_CURVES = 7
+"""As many as there are colours."""
+
+
+def _accuracy_panel(record: RunRecord, title: str, name: str) -> Panel:
+    values = [value for row in record.figures.values() if (value := row.get(name)) is not None]
+    percent = all(0.0 <= value <= 1.0 for value in values)
+    sides = f"{name.removesuffix('accuracy')}low", f"{name.removesuffix('accuracy')}high"
+    unit, note = "accuracy" if percent else "mean reward", "band: 95% interval over problems"
+    return Panel(title, unit, (Curve(name, "accuracy", between=sides),), note, percent)
+
+
+def _plain(text: str) -> str:
+    """Markdown without its links and code marks."""
+    return re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text).replace("`", "")
 
 
 def _compares(record: RunRecord) -> bool:
@@ -318,57 +173,14 @@ def _draw(record: RunRecord, panels: Sequence[Panel]) -> tuple[Chart, ...]:
     return tuple(chart for panel in panels if (chart := draw(panel, record.figures)) is not None)
 
 
-def _evaluation_panel(record: RunRecord, name: str) -> Panel:
-    prefix = f"eval/{name}"
-    pass_at = [
-        figure
-        for figure in record.names
-        if figure.startswith(f"{prefix}/pass@") and not figure.endswith("@1")
-    ]
-    accuracy = Curve(f"{prefix}/accuracy", "accuracy", between=(f"{prefix}/low", f"{prefix}/high"))
-    others = [Curve(figure, figure.rpartition("/")[2]) for figure in pass_at[-2:]]
-    values = [
-        value for row in record.figures.values() if (value := row.get(accuracy.metric)) is not None
-    ]
-    percent = all(0.0 <= value <= 1.0 for value in values)
-    return Panel(
-        f"{name}",
-        "accuracy" if percent else "mean reward",
-        (accuracy, *others),
-        "bars: 95% interval over problems",
-        percent,
-    )
-
-
-def _reward_panels(record: RunRecord) -> list[Panel]:
-    """The reward, and one for each of several."""
-    completions = 1
-    for key in ("prompts_per_step", "samples_per_prompt"):
-        number = record.setting("config", "training", key)
-        completions *= number if isinstance(number, int) and number > 0 else 0
-    error = completions**-0.5 if completions else None
-    note = "band: one standard error of the step's mean" if error else ""
-    spread = "reward/{}std" if error else None
-    pattern = re.compile(r"reward/(?P<name>[^/]+)/mean")
-    names = [found["name"] for name in record.names if (found := pattern.fullmatch(name))]
-
-    def panel(title: str, name: str, notes: Sequence[str]) -> Panel:
-        band = spread.format(name) if spread else None
-        curve = Curve(f"reward/{name}mean", "mean", spread=band, spread_factor=error or 1.0)
-        return Panel(title, "mean", (curve,), "; ".join(one for one in notes if one))
-
-    parts = [panel(f"Reward {name}", f"{name}/", ("before its weight", note)) for name in names]
-    return [panel("Reward", "", (note,)), *parts]
-
-
-def _others(record: RunRecord, panels: dict[str, Sequence[Panel]]) -> Section:
-    """A chart for every figure that has none yet."""
+def _others(record: RunRecord, panels: Mapping[str, Sequence[Panel]]) -> Section:
+    """A chart for every metric that has none yet."""
     shown = {
         name
         for chosen in panels.values()
         for panel in chosen
         for curve in panel.curves
-        for name in _figures_of(curve)
+        for name in (curve.metric, *(curve.between or ()))
     }
     names = [name for name in record.names if name not in shown]
     charts = _draw(
@@ -378,12 +190,6 @@ def _others(record: RunRecord, panels: dict[str, Sequence[Panel]]) -> Section:
     left_out = len(names) - MOST_OTHERS
     note = f"{left_out} more figures are in metrics.jsonl only" if left_out > 0 else ""
     return section_of("Other figures", charts, note, folded=True)
-
-
-def _figures_of(curve: Curve) -> list[str]:
-    return [
-        name for name in (curve.metric, curve.spread, *(curve.between or ())) if name is not None
-    ]
 
 
 _MOST_SETS = 3
