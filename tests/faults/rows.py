@@ -123,10 +123,10 @@ ROWS: dict[int, Row] = {
     ),
     9: Row(
         "a checkpoint of a newer format, or of an older one",
-        "refused with both numbers; the format before is read",
+        "refused with both numbers",
         (
             "faults/test_damage.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
-            "store/test_extras.py::test_a_checkpoint_of_the_format_before_is_gone_on_from",
+            "store/test_extras.py::test_a_checkpoint_of_another_format_is_refused",
         ),
     ),
     10: Row(

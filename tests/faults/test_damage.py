@@ -53,7 +53,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     *((name, Path.unlink, "is missing") for name in FILES),
     ("manifest.json", cut, "cannot be read"),
     ("manifest.json", lambda path: os.truncate(path, 0), "cannot be read"),
-    ("manifest.json", newer, "format 4, and this Isobit reads up to 3"),
+    ("manifest.json", newer, "format 4, and this Isobit reads 3"),
     ("manifest.json", of_another_step, "is of step 4"),
     ("state.json", of_another_step, "have changed|was cut"),
 ]
