@@ -201,6 +201,7 @@ def test_the_quickstart_measures_what_it_promises() -> None:
     config = load_config(RECIPES / "quickstart.toml", [])
     run = prepare_rl(config.model_copy(update={"output": Path("nowhere/quickstart")}))
     assert run.data_figures()["evaluation_problems"]["held_out"] >= 200
+    assert run.evaluator is not None
     assert run.evaluator.requests["held_out"][0].sampling.temperature == 0
     assert run.data_figures()["dropped_prompts"] == 0, (
         "held-out problems are disjoint from those trained on"
