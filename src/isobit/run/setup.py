@@ -83,11 +83,8 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         if config.replay.fraction > 0:
             self.replay = ReplayBuffer(config.replay, config.seed)
         self.calibration = build_calibration(config, plan.algorithm, self.trainer)
-
-    @property
-    def exact(self) -> bool:
+        self.exact = is_one_function(self.engine.function, self.trainer.function)
         """Whether what the engine records and what the trainer computes are one function."""
-        return is_one_function(self.engine.function, self.trainer.function)
 
     @property
     def learner(self) -> Learner:
