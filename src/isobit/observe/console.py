@@ -1,13 +1,10 @@
-"""What a command prints: lines, a progress bar while it generates, and what it has to say of models
-and evaluations.
+"""What a command prints: lines, progress, the line of a step, and descriptions of models and
+evaluations.
 
-On a terminal the bar shows tokens per second and goes away when the generation is over, and the
-line of a step is as long as the terminal is wide.  Elsewhere (a pipe, a log file) there is no
-colour, lines are whole, and a line now and then stands in the place of the bar.
-
-The line of a step: as much of it as a terminal has room for, with colours for good and bad.
-
-A log file has no width: there, every part is in the line.
+On a terminal a progress bar shows tokens per second and disappears when the generation is over, and
+the line of a step is shortened until it fits, with colours for good and bad.  Elsewhere (a pipe, a
+log file) there is no colour, lines are whole, and a line every ``LINE_EVERY_S`` seconds replaces
+the bar.
 """
 
 import textwrap
@@ -156,7 +153,6 @@ class Console:
         self._terminal.print(line, highlight=False, soft_wrap=True)
 
     def lines(self, texts: Iterable[str]) -> None:
-        """Print each text as one line, as it stands."""
         for text in texts:
             self.line(text)
 

@@ -1,5 +1,9 @@
-"""Figures of an evaluation from the scores of its samples, with 95% intervals; pure functions of
-numbers.
+"""The metrics of graded groups: rewards, lengths, and those of an evaluation with 95% intervals.
+
+Accuracy is the mean reward over problems.  Greedy decoding takes one sample a problem; above
+temperature 0 a problem's score is the mean of its n samples (mean@n), and a sample counts as right
+for pass@k where its reward is at least 1.  A sample whose reward failed is left out and counted; a
+problem all of whose samples failed is left out of every metric.
 
 The problem is the unit of sampling: several samples of one problem are averaged first, so that they
 do not count as independent evidence (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640,
@@ -14,15 +18,6 @@ section 2.2).
 
 Wilson keeps its coverage at 0% and 100% and for few problems.  The bootstrap stays within the
 scores: the normal interval, m +- z s / sqrt(n), reaches below 0 where most partial credits are 0.
-
-The figures of one evaluation set, from its graded groups.
-
-Accuracy is the mean reward over problems.  Greedy decoding takes one sample a problem; above
-temperature 0 a problem's score is the mean of its n samples (mean@n), and a sample counts as right
-for pass@k where its reward is at least 1.
-
-A sample whose reward failed is left out and counted; a problem all of whose samples failed is left
-out of every figure.
 """
 
 import math

@@ -42,12 +42,10 @@ class Events:
         self._write(Event(file_version="brain.Event:2"))
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """The figures of a step.  Raises StorageError."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         self._write(Event(step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
-        """Write no more."""
         self._file.close()
 
     def _write(self, event: Event) -> None:

@@ -1,15 +1,7 @@
-"""The memory that a model takes on a named GPU: to generate alone, and to train.
+"""What ``isobit inspect`` finds out about a model folder, in one record.
 
-Generating (``isobit rollout``, ``eval``) holds published weights, a forward and the KV cache;
-training holds masters, moments and gradients besides (``isobit.memory.device``, with the settings
-that a recipe has by default).
-
-What each preset makes of a model: its share in E4M3, the formats of the cache, and what its
-published weights take.
-
-What E4M3 does to a matrix of a checkpoint, from one look at it.
-
-x are the checkpoint's numbers, q those that their bytes stand for, both [N, K]:
+Tensors are read one after the other, and none is kept.  With x a matrix of the checkpoint and q the
+numbers that its E4M3 bytes stand for, both [N, K]:
 
     error           sqrt(sum (q - x)^2 / sum x^2), over the matrix
     worst block     the same over each block of 128x128, the highest
@@ -18,12 +10,12 @@ x are the checkpoint's numbers, q those that their bytes stand for, both [N, K]:
     flushed         share of x that are not 0 and whose bytes are
     scales          the smallest and the largest
 
-A matrix that lies there in E4M3 is what it is: its error against what it was made from cannot be
-known, and its flushed numbers not be told from zeros.  Sums of several matrices give the figures of
-a layer.
+Of a matrix that is stored in E4M3 already, neither the error nor the flushed numbers can be known.
+Sums of several matrices give the figures of a layer.
 
-Everything that ``isobit inspect`` finds out about a model folder, in one record; tensors are
-read one after the other, and none is kept.
+Beside that: what each preset makes of the model (its share in E4M3, the format of the cache, the
+size of its published weights), and the memory that the model takes on a named GPU, to generate
+alone and to train with the default settings (``isobit.memory.device``).
 """
 
 from collections.abc import Callable
@@ -168,23 +160,19 @@ class Fp8Figures:
 
     @property
     def error(self) -> float | None:
-        """See above."""
         if self.squares is None or self.squared_errors is None:
             return None
         return _relative(self.squared_errors, self.squares)
 
     @property
     def saturated(self) -> float:
-        """See above."""
         return self.saturated_numbers / self.numbers
 
     @property
     def flushed(self) -> float | None:
-        """See above."""
         return None if self.flushed_numbers is None else self.flushed_numbers / self.numbers
 
     def __add__(self, other: "Fp8Figures") -> "Fp8Figures":
-        """Of both together."""
         return Fp8Figures(
             self.numbers + other.numbers,
             self.saturated_numbers + other.saturated_numbers,
@@ -210,7 +198,6 @@ class Fp8Figures:
 
 
 def together(figures: list[Fp8Figures]) -> Fp8Figures:
-    """Of all; there is at least one."""
     return reduce(Fp8Figures.__add__, figures)
 
 
@@ -319,7 +306,6 @@ class Inspection:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
         return sum(found.num_bytes for found in self.formats)
 
     @property
@@ -343,7 +329,6 @@ class Inspection:
         return sorted(known, key=lambda matrix: -(matrix.figures.error or 0.0))[:count]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
         return {
             "folder": str(self.folder),
             "config": asdict(self.config),

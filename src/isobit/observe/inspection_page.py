@@ -1,12 +1,9 @@
-"""An inspection as text, in at most 80 columns.
-
-An inspection as one HTML page without scripts: what the tables say, with FP8's error, scales,
-saturated and flushed numbers drawn over the layers.
+"""An inspection as text of at most 80 columns, and as one HTML page without scripts that also draws
+FP8's error, scales, saturated and flushed numbers over the layers.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 
@@ -14,6 +11,7 @@ import isobit
 from isobit.observe.inspection import Fp8Figures, GpuFigures, Inspection, MatrixFigures, together
 from isobit.observe.report.chart import Chart, Curve, Figures, Panel, draw
 from isobit.observe.report.page import render_template, write_page
+from isobit.observe.report.panels import Tile
 from isobit.util.terminal import gib
 
 WIDTH = 80
@@ -22,7 +20,6 @@ WORST = 5
 
 
 def describe_inspection(found: Inspection) -> list[str]:
-    """The whole, a line an entry."""
     parts = [_model(found), _formats(found), *_fp8(found), _presets(found)]
     if found.gpu is not None:
         parts.append(_memory(found, found.gpu))
@@ -57,12 +54,10 @@ def flow_name(found: Inspection) -> str:
 
 
 def files_text(found: Inspection) -> str:
-    """How many files hold the tensors."""
     return f"{found.files} file{'s' if found.files > 1 else ''}"
 
 
 def describe_model(found: Inspection) -> list[str]:
-    """What the model is."""
     config = found.config
     heads = f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}"
     mlp = f"MLP {config.intermediate_size:,}"
@@ -189,22 +184,12 @@ MOST_MATRICES = 200
 """That the page lists; `--json` has all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A figure on top of the page."""
-
-    label: str
-    value: str
-    detail: str
-
-
 def write_inspection(found: Inspection, path: Path) -> Path:
     """Write the page; -> where it is.  Raises ConfigError where it cannot be."""
     return write_page(render(found), path, MARKER)
 
 
 def render(found: Inspection) -> str:
-    """The page as text."""
     listed = found.worst(MOST_MATRICES) or list(found.matrices[:MOST_MATRICES])
     page = render_template(
         "inspection.html",

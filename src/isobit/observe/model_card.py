@@ -2,7 +2,7 @@
 and on, how well it did before and after, whether its log-probabilities were exact, which formats it
 works in, and the SHA-256 of every file.
 
-The figures are those of ``metrics.jsonl`` up to the exported step.  Names come from recipes, and go
+The metrics are those of ``metrics.jsonl`` up to the exported step.  Names come from recipes, and go
 into the page so that they can be neither markup nor a key of the front matter.
 """
 
@@ -47,7 +47,6 @@ class CardFacts:
 
 
 def model_card(facts: CardFacts) -> str:
-    """The page, in Markdown."""
     sections = [
         "---\n" + "\n".join(_front_matter(facts)) + "\n---",
         f"# {_plain(facts.name)}",

@@ -1,14 +1,10 @@
-"""What every training leaves behind as it goes: figures, sample completions, changes of the
-micro-batch budget, and its boundaries.
+"""The log that every training keeps: metrics, sample completions, changes of the micro-batch
+budget, its boundaries and its summary.
 
-Of several processes each keeps the log, and rank 0 writes it.
-
-A boundary is a moment between two steps, with all that a checkpoint holds beside the tensors.  The
-log takes one after every step and every evaluation: its own totals and the sizes of its files are
-part of it.
-
-What a run achieved, in one record: the last lines on the console and ``summary.json`` are both
-made from it.
+Of several processes each keeps the log, and rank 0 writes it.  A boundary is a moment between two
+steps, with all that a checkpoint holds beside the tensors; the log takes one after every step and
+every evaluation, because its own totals and the sizes of its files are part of it.  The summary is
+one record from which the last lines on the console and ``summary.json`` are both made.
 """
 
 import math
@@ -67,7 +63,6 @@ class RunSummary:
         ]
 
     def write(self, path: Path) -> None:
-        """Write the record as ``summary.json``."""
         write_json(path, self.as_json())
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class SignalWatch:
-    """Counts them, on every rank alike: all have the rewards of all groups."""
+    """Counts the last steps that had no signal, on every rank alike: all have all rewards."""
 
     def __init__(self, config: CheckConfig) -> None:
         self._config = config
@@ -50,7 +50,6 @@ class SignalWatch:
         """The last steps that had no signal."""
 
     def count(self, has_signal: bool) -> None:
-        """One more step."""
         self.steps = 0 if has_signal else self.steps + 1
 
     def notes(self, metrics: Metrics) -> list[str]:

@@ -103,7 +103,6 @@ class Bucket:
 
     @property
     def text(self) -> str:
-        """The steps in words."""
         return (
             str(self.steps[0])
             if len(self.steps) == 1
@@ -140,7 +139,6 @@ def buckets_of(figures: Figures, metrics: Iterable[str]) -> list[Bucket]:
 
 
 def points_of(figures: Figures, curve: Curve, buckets: Sequence[Bucket]) -> list[Point]:
-    """One point a bucket."""
     return [_point(figures, curve, bucket) for bucket in buckets]
 
 

@@ -224,7 +224,6 @@ def write_comparison(roots: Sequence[Path], out: Path) -> Path:
 
 
 def render_comparison(records: Sequence[RunRecord]) -> str:
-    """The page as text."""
     names = _names(records)
     page = render_template(
         "comparison.html",

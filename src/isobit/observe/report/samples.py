@@ -1,11 +1,10 @@
-"""Sample completions: which of the logged ones the page shows, and their tokens shaded by
-log-probability.
+"""The two views that only this report has: sample completions, token by token, and the precision
+flow.
 
-Problems of an evaluation set come back with every evaluation, so that the first and the last answer
-to one problem stand together; of training, steps spread over the run are taken.
-
-The precision flow from the manifest: what each site computes in on both sides, equal layers
-folded into one.
+Of an evaluation set the first and the last answer to one problem stand together; of training the
+page takes steps that are spread over the run.  Tokens are shaded by the log-probability that was
+recorded when they were sampled.  The flow comes from the manifest: what each site computes in on
+both sides, with equal layers folded into one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,10 +1,8 @@
 """A run's directory as the report reads it: whatever is there, and a list of what is missing or
 damaged.
 
-A run that was killed leaves a last line that is torn, and no summary; the report says so and shows
-the rest.
-
-The configuration as the page shows it: what was changed from the defaults first.
+A run that was killed leaves a torn last line and no summary; the report says so and shows the rest.
+The configuration is split into what was changed from the defaults and what was not.
 """
 
 import json
