@@ -141,7 +141,7 @@ def filled(words: list[str], separator: str) -> str:
     """The words joined, in lines of at most COLUMNS columns."""
     lines = [words[0]] if words else [""]
     for word in words[1:]:
-        if len(lines[-1]) + len(separator) + len(word) > COLUMNS:
+        if len(lines[-1] + separator + word + separator.rstrip()) > COLUMNS:
             lines[-1] += separator.rstrip()
             lines.append(word)
         else:
