@@ -41,8 +41,8 @@ def sources(tmp_path: Path) -> list[source.Source]:
 
 
 def test_sizes_are_counted_outside_kernels(sources: list[source.Source]) -> None:
-    assert source.small_modules(sources) == ["run/tiny.py (1)"]
-    assert source.large_modules(sources) == ["run/loop.py (564)"]
+    assert source.modules_sized(sources, lambda n: n < 40) == ["run/tiny.py (1)"]
+    assert source.modules_sized(sources, lambda n: n > 500) == ["run/loop.py (564)"]
     assert source.long_functions(sources) == ["run/loop.py: train (61)"]
     assert source.median_module(sources) == 564
     assert source.packages(sources) == {"kernels": (1, 704), "run": (2, 566)}

@@ -28,8 +28,6 @@ PACKAGE = ROOT / "src" / "isobit"
 GATES = Path(__file__).with_name("gates.toml")
 PAGE = ROOT / "docs" / "architecture.md"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-LAYERS = "Four layers"
-"""How the name of the contract in pyproject.toml begins that lists the packages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,12 @@ def figures_of(tree: Path) -> Figures:
         "modules": Figure(sum(one.is_module for one in sources)),
         "lines": Figure(sum(len(one.lines) for one in sources)),
         "median module, lines": Figure(source.median_module(sources)),
-        "modules under 40 lines": counted(source.small_modules(sources)),
-        "modules over 500 lines": counted(source.large_modules(sources)),
+        "modules under 40 lines": counted(
+            source.modules_sized(sources, lambda n: n < source.SMALL)
+        ),
+        "modules over 500 lines": counted(
+            source.modules_sized(sources, lambda n: n > source.LARGE)
+        ),
         "functions over 60 lines": counted(source.long_functions(sources)),
         "lines of prose over 100 columns": counted(source.wide_prose(tree.parents[1], sources)),
         "files from prompt to gradient": counted(traced["token_files"]),
@@ -158,7 +160,7 @@ def package_table(page: str) -> str:
             modules, size = sizes.pop(name)
             shown = f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py"
             about = words.get(shown.rstrip("/"), "(describe it here)")
-            lines.append(f"| {layer} | `{shown}` | {modules} | {_thousands(size)} | {about} |")
+            lines.append(f"| {layer} | `{shown}` | {modules} | {size / 1000:.1f}k | {about} |")
             layer = ""
     if sizes:
         raise SystemExit(f"no layer of pyproject.toml names {', '.join(sizes)}; add them there")
@@ -169,7 +171,7 @@ def layers() -> dict[str, list[str]]:
     """The packages of each layer, from the contract that import-linter checks."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = project["tool"]["importlinter"]["contracts"]
-    (contract,) = (one for one in contracts if one["name"].startswith(LAYERS))
+    (contract,) = (one for one in contracts if one["name"].startswith("Four layers"))
     names = contract["name"].partition(": ")[2].split(", ")
     modules = [layer.replace("isobit.", "").split(" : ") for layer in contract["layers"]]
     return dict(zip(names, modules, strict=True))
@@ -197,11 +199,6 @@ def walk(figure: Figure) -> str:
         for folder, names in steps
     ]
     return f"{figure.value} files:\n\n```text\n{source.filled(words, ' > ')}\n```"
-
-
-def _thousands(lines: int) -> str:
-    """Lines in thousands with one digit, so that a small change does not change the page."""
-    return f"{lines / 1000:.1f}k"
 
 
 def table(names: list[str], trees: list[Figures]) -> str:

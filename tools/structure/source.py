@@ -10,7 +10,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -34,8 +34,7 @@ class Source:
 
     @property
     def package(self) -> str:
-        """The folder of the package that has the file, or the module's name at the top."""
-        return self.path.split("/")[0].removesuffix(".py")
+            return self.path.split("/")[0].removesuffix(".py")
 
     @property
     def is_module(self) -> bool:
@@ -56,12 +55,13 @@ def median_module(sources: list[Source]) -> int:
     return int(median(len(one.lines) for one in sources if one.is_module))
 
 
-def small_modules(sources: list[Source]) -> list[str]:
-    return [_sized(one) for one in _outside_kernels(sources) if len(one.lines) < SMALL]
-
-
-def large_modules(sources: list[Source]) -> list[str]:
-    return [_sized(one) for one in _outside_kernels(sources) if len(one.lines) > LARGE]
+def modules_sized(sources: list[Source], asked: Callable[[int], bool]) -> list[str]:
+    """``path (lines)`` of each module outside kernels/ whose size is one of those asked for."""
+    return [
+        f"{one.path} ({len(one.lines)})"
+        for one in _outside_kernels(sources)
+        if asked(len(one.lines))
+    ]
 
 
 def long_functions(sources: list[Source]) -> list[str]:
@@ -131,10 +131,6 @@ def _wide_docstring_lines(source: Source) -> Iterator[int]:
 
 def _outside_kernels(sources: list[Source]) -> list[Source]:
     return [one for one in sources if one.is_module and one.package != "kernels"]
-
-
-def _sized(source: Source) -> str:
-    return f"{source.path} ({len(source.lines)})"
 
 
 def filled(words: list[str], separator: str) -> str:

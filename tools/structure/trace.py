@@ -59,9 +59,7 @@ SPANS = {
 
 
 class Watch:
-    """Looks at the calls of one tree.  The files that it finds are in the order of their first
-    call, each with the name of the function.
-    """
+    """Looks at the calls of one tree; files are in the order of their first call."""
 
     def __init__(self, tree: Path) -> None:
         import torch
@@ -256,10 +254,7 @@ def recipe(folder: Path) -> dict[str, Any]:
 
 
 def measure(tree: Path) -> dict[str, Any]:
-    """Run the step and watch it.
-
-    Returns files with the first function that made each count, and containers with their module.
-    """
+    """Files with the first function that made each count, and containers with their module."""
     import isobit
 
     found = Path(str(isobit.__file__)).parent
