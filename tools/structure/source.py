@@ -34,7 +34,7 @@ class Source:
 
     @property
     def package(self) -> str:
-            return self.path.split("/")[0].removesuffix(".py")
+        return self.path.split("/")[0].removesuffix(".py")
 
     @property
     def is_module(self) -> bool:
