@@ -1,3 +1,3 @@
-"""A training from start to end: its parts, its plan, its course, and the two kinds of it, with the
-evaluation and the generation that stand alone.
+"""A run from start to end: the two loops, what a run owns, its plan, its log, and how its processes
+are launched.
 """

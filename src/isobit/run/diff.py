@@ -262,9 +262,13 @@ def _model(left: RunDirectory, right: RunDirectory) -> Outcomes:
 
 
 def _of_folders(ours: Path, theirs: Path) -> list[str]:
-    """What differs in either folder; files that one alone has are named once."""
-    found = list(different_files(theirs, ours))
-    return found + [what for what in different_files(ours, theirs) if what.endswith("is missing")]
+    """What differs in the first folder's files, and then files that the second alone has."""
+    missing = [
+        ours / path.relative_to(theirs)
+        for path in sorted(theirs.rglob("*"))
+        if path.is_file() and not (ours / path.relative_to(theirs)).is_file()
+    ]
+    return [*different_files(theirs, ours), *(f"{path} is missing" for path in missing)]
 
 
 def _differing(ours: Line, theirs: Line) -> list[str]:

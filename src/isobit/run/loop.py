@@ -37,7 +37,7 @@ from typing import Any
 
 from isobit.config.recipes import RunConfig
 from isobit.models.folder import model_folder, read_config
-from isobit.observe.console import Console, silent
+from isobit.observe.console import Console
 from isobit.parallel.world import ALONE, World
 from isobit.records.kept_groups import groups_value
 from isobit.records.text import Completion, Group
@@ -47,9 +47,8 @@ from isobit.run.grading import Interruption
 from isobit.run.log import RlSummary
 from isobit.run.pending import GradedBatch, batch_value, compared
 from isobit.run.rollouters import Rollouters, append_lines, check_parts, lines_ahead
-from isobit.run.run import check_recipes, open_graders
+from isobit.run.run import begin_run, open_graders, start_run
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl
-from isobit.store.resume import Start, begin
 from isobit.store.reward_record import SentRecord
 from isobit.store.state import state_digest
 from isobit.training.step import JudgedBatch, StepMetrics
@@ -214,35 +213,11 @@ def open_run(
         check_parts(config, ALONE)
     shape = read_config(model_folder(config.model))
     extra = extra_bytes(config, shape)
-    console = console or (Console() if world.rank == 0 else silent())
-    check_recipes(world, config)
-    interruption = Interruption(world)
     with (
-        interruption.open_to_requests(),
-        begin(
-            config, shape, resume, console.line, extra, world, allowed, interruption.check
-        ) as start,
-        start_run(config, start, console, interruption, rollouters) as run,
+        begin_run(config, shape, console, resume, world, allowed, extra) as begun,
+        start_run(config, lambda: prepare_rl(config, world, rollouters), *begun) as run,
     ):
         yield run
-
-
-@contextmanager
-def start_run(
-    config: RunConfig,
-    start: Start,
-    console: Console,
-    interruption: Interruption,
-    rollouters: Rollouters | None = None,
-) -> Iterator[RlRun]:
-    """A block with all steps of a run that begins where ``start`` says (``isobit.run.run``)."""
-    with open_graders(config) as graders:
-        with console.busy("loading"):
-            run = prepare_rl(config, start.world, rollouters)
-            run.restore(start, graders, console, interruption)
-            rewards = graders.describe() if graders is not None else []
-        with run.start(start, rewards):
-            yield run
 
 
 # Trainers and rollouters on processes of their own.

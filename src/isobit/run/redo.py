@@ -42,10 +42,10 @@ from isobit.models.folder import write_model
 from isobit.observe.console import silent
 from isobit.parallel.world import ALONE, World, broadcast
 from isobit.run.grading import Interruption
-from isobit.run.loop import start_run, take_step
+from isobit.run.loop import take_step
 from isobit.run.redo_compare import Comparer, different_files
-from isobit.run.run import check_recipes
-from isobit.run.setup import RlRun
+from isobit.run.run import check_recipes, start_run
+from isobit.run.setup import RlRun, prepare_rl
 from isobit.store.checkpoint import (
     MASTERS,
     OPTIMISER,
@@ -334,7 +334,9 @@ def replay(
                 source.allowed,
                 interruption.check,
             ) as start,
-            start_run(config, start, silent(), interruption) as run,
+            start_run(
+                config, lambda: prepare_rl(config, world), start, silent(), interruption
+            ) as run,
         ):
             return _Replay(source, run, say).steps()
 

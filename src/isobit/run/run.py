@@ -27,7 +27,7 @@ what the recipe says.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +37,7 @@ from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.data.sampler import PromptSampler
 from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns, NoTurns, Turns, allocate_in_pages
+from isobit.models.config import ModelConfig
 from isobit.observe.console import Console, silent
 from isobit.observe.training_log import TrainingLog
 from isobit.parallel.slots import Slots
@@ -52,7 +53,7 @@ from isobit.run.reward_models import ModelRewards
 from isobit.store.disk import WaitingWriter
 from isobit.store.keeper import CheckpointKeeper
 from isobit.store.manifest import Extra, environment
-from isobit.store.resume import Start
+from isobit.store.resume import Start, begin
 from isobit.store.reward_record import RewardRecord
 from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError
@@ -258,6 +259,53 @@ class Run(ABC, Generic[Config, Data, Log]):
     def save_model(self) -> None:
         """Write the policy as a model folder in the run's directory."""
         self.checkpoints.save_model()
+
+
+AnyRun = TypeVar("AnyRun", bound=Run[Any, Any, Any])
+
+
+@contextmanager
+def begin_run(
+    config: RunConfig | SftConfig,
+    shape: ModelConfig,
+    console: Console | None,
+    resume: bool,
+    world: World,
+    allowed: Sequence[str],
+    extra_bytes: int = 0,
+) -> Iterator[tuple[Start, Console, Interruption]]:
+    """A block for a run of a model of ``shape``: where it begins, which is in ``config.output`` or
+    where the run found there stands, its console, and the signals that it hears.  A checkpoint
+    holds at most ``extra_bytes`` beside policy and optimiser.
+    """
+    console = console or (Console() if world.rank == 0 else silent())
+    check_recipes(world, config)
+    interruption = Interruption(world)
+    with (
+        interruption.open_to_requests(),
+        begin(
+            config, shape, resume, console.line, extra_bytes, world, allowed, interruption.check
+        ) as start,
+    ):
+        yield start, console, interruption
+
+
+@contextmanager
+def start_run(
+    config: Recipe,
+    prepare: Callable[[], AnyRun],
+    start: Start,
+    console: Console,
+    interruption: Interruption,
+) -> Iterator[AnyRun]:
+    """A block with all steps of the run that ``prepare`` makes, from where ``start`` says."""
+    with open_graders(config) as graders:
+        with console.busy("loading"):
+            run = prepare()
+            run.restore(start, graders, console, interruption)
+            rewards = graders.describe() if graders is not None else []
+        with run.start(start, rewards):
+            yield run
 
 
 def open_graders(config: Recipe) -> AbstractContextManager[Graders | None]:

@@ -13,20 +13,19 @@ from typing import Any, TypeAlias
 from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
 from isobit.config.tables import OptimisationConfig, TrainingConfig
-from isobit.observe.console import Console, describe_policy, silent
+from isobit.observe.console import Console, describe_policy
 from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Grading
 from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
-from isobit.run.grading import Interruption
 from isobit.run.lessons import LESSONS, HeldOut, Item, Lesson, SftData, load_examples
 from isobit.run.plan import Plan, describe_source, source_config
 from isobit.run.reward_models import plan_reward_models
-from isobit.run.run import Run, check_recipes, open_graders
+from isobit.run.run import Run, begin_run, start_run
 from isobit.run.sft_log import SftLog, SftSummary
 from isobit.store.manifest import Extra
-from isobit.store.resume import Start, begin
+from isobit.store.resume import Start
 from isobit.training.figures import UpdateMetrics
 from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.supervised import PairFigures
@@ -169,8 +168,9 @@ def sft(
     world: World = ALONE,
     allowed: Sequence[str] = (),
 ) -> SftSummary:
-    """Fine-tune a model as ``config`` says and leave it, with all figures, in ``config.output``;
-    with ``resume``, go on there, though settings or inputs that are ``allowed`` by name be others.
+    """Fine-tune a model as ``config`` says and leave it, with all figures, in ``config.output``.
+    With ``resume`` the run found there goes on; settings and inputs listed in ``allowed`` may
+    differ from what it had.
 
     With a ``world`` of several processes each of them calls this, with the same configuration.
 
@@ -179,8 +179,8 @@ def sft(
     Raises an ``IsobitError``, before anything is written, for input that cannot be used; during the
     run NonFiniteError where the model's output or too many updates in a row are not finite,
     OutOfMemoryError where no smaller micro-batch helps, and StorageError where the disk is full.
-    SIGTERM and Ctrl-C raise Interrupted.  What the run has learnt is in its last checkpoint in each
-    case, and in ``model/``, as far as it can still be written.
+    SIGTERM and Ctrl-C raise Interrupted.  In each case the last checkpoint has what the run has
+    learnt, and so has ``model/``, if it could still be written.
     """
     with open_run(config, console, resume, world, allowed) as run:
         for step in run.steps():
@@ -204,17 +204,8 @@ def open_run(
 ) -> Iterator[SftRun]:
     """A block with all steps of a run, which begins or is resumed (``isobit.run.run``)."""
     shape = source_config(config.model, config.from_scratch, config.objective)
-    console = console or (Console() if world.rank == 0 else silent())
-    check_recipes(world, config)
-    interruption = Interruption(world)
     with (
-        interruption.open_to_requests(),
-        begin(config, shape, resume, console.line, 0, world, allowed, interruption.check) as start,
-        open_graders(config) as graders,
+        begin_run(config, shape, console, resume, world, allowed) as begun,
+        start_run(config, lambda: prepare_sft(config, world), *begun) as run,
     ):
-        with console.busy("loading"):
-            run = prepare_sft(config, world)
-            run.restore(start, graders, console, interruption)
-            rewards = graders.describe() if graders is not None else []
-        with run.start(start, rewards):
-            yield run
+        yield run

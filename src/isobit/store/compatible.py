@@ -1,5 +1,5 @@
 """Which settings a resumed run may change, and the refusal of all others, and of other data, reward
-code, tokenizers (``isobit.run.setup``) or bits (``isobit.store.manifest``).
+code, tokenizers (``isobit.run.data``) or bits (``isobit.store.manifest``).
 
 What may change leaves every step the function that it was.  Anything else would make the rest of
 the run one that no uninterrupted run could have been: it has to be allowed by name

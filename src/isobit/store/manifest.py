@@ -268,7 +268,7 @@ class TrainingRun(Protocol):
     @property
     def inputs(self) -> Mapping[str, str]:
         """Digests by name of what is read beside the recipe: data, tokenizer, code of the user's
-        (``isobit.run.setup``).  A run goes on with the same only.
+        (``isobit.run.data``).  A run goes on with the same only.
         """
         ...
 

@@ -150,7 +150,7 @@ class OwnRows(Mapping[str, Tensor]):
 
 
 TRAINED_ON = "data.train.content"
-"""The input that is learnt from, by its name (``isobit.run.setup``)."""
+"""The input that is learnt from, by its name (``isobit.run.data``)."""
 
 
 @dataclass(frozen=True, slots=True)
