@@ -1,10 +1,12 @@
 """Small models whose shapes use every kernel, on the GPU."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.models.config import Experts, ModelConfig
@@ -25,6 +27,17 @@ SHAPES = {
     "smollm2": SMOLLM2,  # short blocks along every side, and in q, k, v, gate and up
     "moe": MOE,
 }
+
+
+GIB_PER_WORKER = 10
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """As many processes for ``-n auto`` as the GPU's free memory and the CPU's cores allow."""
+    if not torch.cuda.is_available():
+        return None
+    fitting = torch.cuda.mem_get_info()[0] // (GIB_PER_WORKER << 30)
+    return max(1, min(fitting, (os.cpu_count() or 1) - 2))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
