@@ -1,12 +1,14 @@
 """Small models whose shapes use every kernel, on the GPU."""
 
+import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.models.config import Experts, ModelConfig
@@ -29,15 +31,38 @@ SHAPES = {
 }
 
 
-GIB_PER_WORKER = 10
+GIB_PER_WORKER = 6
+GIB_OF_A_LARGE_TEST = 28
 
 
 def pytest_xdist_auto_num_workers() -> int | None:
     """As many processes for ``-n auto`` as the GPU's free memory and the CPU's cores allow."""
     if not torch.cuda.is_available():
         return None
-    fitting = torch.cuda.mem_get_info()[0] // (GIB_PER_WORKER << 30)
+    fitting = ((torch.cuda.mem_get_info()[0] >> 30) - GIB_OF_A_LARGE_TEST) // GIB_PER_WORKER
     return max(1, min(fitting, (os.cpu_count() or 1) - 2))
+
+
+@pytest.fixture
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For a test that takes more memory than a worker's share: one of them runs at a time."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "large.lock"):
+        free_memory()
+        yield
+        free_memory()
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """A worker keeps at most a gibibyte that no tensor needs for its next test."""
+    yield
+    if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > 1 << 30:
+        free_memory()
+
+
+def free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -178,6 +178,7 @@ def test_8_bit_moments_of_a_group_that_is_not_finite_are_nan(bad: float) -> None
     assert optimiser.NOT_FINITE not in (*ours[3][::2], *ours[4][::2])
 
 
+@pytest.mark.usefixtures("large")
 def test_more_elements_than_32_bits_count() -> None:
     size, tail = (1 << 31) + 4096, 8192
     master, grad = torch.zeros(size, device="cuda"), torch.ones(size, device="cuda")
@@ -190,6 +191,7 @@ def test_more_elements_than_32_bits_count() -> None:
         assert torch.equal(moment[-tail:].cpu(), rounded) and rounded.unique().numel() == 2
 
 
+@pytest.mark.usefixtures("large")
 def test_more_elements_than_32_bits_count_with_8_bit_moments() -> None:
     size, tail = (1 << 31) + 4096, 8192
     master, grad = torch.zeros(size, device="cuda"), torch.ones(size, device="cuda")

@@ -232,6 +232,7 @@ def test_a_sequence_alone_equals_itself_in_company(form: str, window: int | None
         assert torch.equal(alone, output[rows]) and torch.equal(alone_lse, lse[rows])
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("window", [None, 1, 100, 4096])
 @pytest.mark.parametrize("length", [500, PART + 600])
 @pytest.mark.parametrize("form", FORMS)

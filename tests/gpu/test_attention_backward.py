@@ -156,6 +156,7 @@ def test_values_against_fp64(
             assert relative_error(got[rows], exact[rows]) < 0.01 or exact[rows].norm() < 1e-9
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("window", [2, 63, 64, 65, 66, 100, 128, 129, 700, 2999])
 @pytest.mark.parametrize("layout", [(32, 8, 128), (14, 2, 64)])
 def test_a_window_masks_what_it_should(layout: tuple[int, int, int], window: int) -> None:

@@ -56,6 +56,7 @@ def test_a_training_batch() -> None:
     assert torch.equal(grad.cpu(), expected(dh, ids, torch.zeros(50000, 1024)))
 
 
+@pytest.mark.usefixtures("large")
 def test_offsets_beyond_two_to_the_31() -> None:
     rows = 2**31 // 1024 + 8
     ids = torch.tensor([rows - 1, 3, rows - 1])

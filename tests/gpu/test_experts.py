@@ -371,6 +371,7 @@ def test_gradients_are_as_close_to_autograd_as_the_specifications(
     assert all((part == 1).all() for part in last)  # nobody went there
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_gradients_repeat_and_are_added_once(layer: str, format: Format) -> None:

@@ -45,6 +45,7 @@ def test_fp8_is_taken_as_it_is(tmp_path: Path) -> None:
     assert is_as_stored(on_host, stored, QKV)
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("trainable", [False, True])
 def test_memory_of_the_host(tmp_path_factory: pytest.TempPathFactory, trainable: bool) -> None:
     folder = tmp_path_factory.getbasetemp() / "large"

@@ -132,6 +132,7 @@ def test_moments_on_the_host_leave_the_gpu_and_keep_their_bits(
     )
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])

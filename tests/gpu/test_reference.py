@@ -102,6 +102,7 @@ def test_offloaded_it_leaves_the_gpu_and_keeps_its_bits(
         assert torch.equal(log_probs(restored), log_probs(policy))
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("preset", ["fp8", "bf16"])
 def test_training_with_a_reference_takes_what_is_planned(preset: Preset, offload: bool) -> None:

@@ -44,9 +44,9 @@ writing    while the checkpoint of step 4 is written, with its masters whole and
 import itertools, os, signal
 from pathlib import Path
 
-from isobit.store.checkpoint import format
+from isobit.store import checkpoint
 
-calls, write_slices = itertools.count(), format.write_slices
+calls, write_slices = itertools.count(), checkpoint.write_slices
 
 def kill(name):
     wanted = Path(__file__).with_name(name)
@@ -66,10 +66,10 @@ class Killing(dict):
         return super().__getitem__(name)
 
 def write(path, plan, slices, beat):
-    begun = path.parent.name == ".step_000004.partial" and path.name == format.OPTIMISER
+    begun = path.parent.name == ".step_000004.partial" and path.name == checkpoint.OPTIMISER
     return write_slices(path, plan, Killing(slices) if begun else slices, beat)
 
-format.write_slices = write
+checkpoint.write_slices = write
 '''
 
 

@@ -36,6 +36,7 @@ LONG = 500
 """Launches in a step: a millisecond and more in which another thread launches, too."""
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("shape", ["qwen3", "smollm2"])
 def test_threads_leave_what_each_run_leaves_alone(shape: str, make_policy: MakePolicy) -> None:
     alone = [run(partial(make_policy, shape, preset), None) for preset in PRESETS]

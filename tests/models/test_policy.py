@@ -3,6 +3,8 @@
 The share of published weights that a publication changes, in E4M3 and in BF16.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -157,3 +159,13 @@ def test_one_changed_number_is_seen() -> None:
         for weight in policy.weights("rollout").linears.values()
     )
     assert policy.change.share == 1 / numbers
+
+
+def test_a_policy_frees_its_memory_with_its_last_reference() -> None:
+    """Not when the garbage collector runs: on a GPU that is a model's memory too late."""
+    gc.disable()
+    try:
+        gone = weakref.ref(make_policy("fp8"))
+        assert gone() is None
+    finally:
+        gc.enable()

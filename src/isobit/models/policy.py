@@ -430,10 +430,11 @@ class Policy:
                 self.masters[name] = torch.nn.Parameter(own)
 
     def _gradient_sum(self) -> GradientSum | ExchangedSum | SlotSum:
-        decoder = self.decoder
+        # The closure holds the masters, not the policy: a cycle would keep a model's memory.
+        decoder, masters = self.decoder, self.masters
 
         def gradient(name: str) -> torch.Tensor:
-            master = self.masters[name]
+            master = masters[name]
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
             return master.grad
