@@ -51,7 +51,7 @@ PRECISIONS = ("fp8", "bf16")
 TOKENS = (4096, 16384)
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)
 MOMENTS: tuple[Moments, ...] = get_args(Moments)
-WEIGHTS = ("masters", "published weights", "optimiser moments", "gradients")
+STATE = ("masters", "optimiser moments", "gradients")
 PROCESSES = (1, 2, 4, 8)
 
 
@@ -93,7 +93,7 @@ def print_plan(arguments: argparse.Namespace) -> None:
 
 
 def training_table(shape: str, gib: float) -> str:
-    """The training phase, GiB."""
+    """The training phase, GiB.  State is masters, moments and gradients."""
     config = model_shape(shape)
     lines = []
     for precision in PRECISIONS:
@@ -101,33 +101,22 @@ def training_table(shape: str, gib: float) -> str:
         for tokens in TOKENS:
             for recompute in LEVELS:
                 parts = planner.training_bytes(_training(recompute, tokens), tokens, tokens)
-                (passing,) = parts.keys() - {*WEIGHTS, "saved activations"}
-                together = sum(parts.values())
-                cells = [parts[name] for name in (*WEIGHTS, "saved activations", passing)]
-                fits = "yes" if together + RESERVE <= gib * GIB else "no"
+                published, saved = parts["published weights"], parts["saved activations"]
+                state, total = sum(parts[name] for name in STATE), sum(parts.values())
+                cells = [state, published, saved, total - state - published - saved]
+                fits = "yes" if total + RESERVE <= gib * GIB else "no"
                 lines.append(
                     [
                         f"`{precision}`",
                         f"{tokens:,}",
                         f"`{recompute}`",
                         *map(_gib, cells),
-                        passing,
-                        f"**{_gib(together)}**",
+                        f"**{_gib(total)}**",
                         fits,
                     ]
                 )
-    head = [
-        "precision",
-        "tokens",
-        "recompute",
-        *WEIGHTS,
-        "saved activations",
-        "what passes",
-        "which is",
-        "together",
-        f"fits {gib} GiB",
-    ]
-    return _table(head, lines, figures={*range(3, 9), 10})
+    head = ["precision", "tokens", "recompute", "state", "published", "activations", "temporary"]
+    return _table([*head, "total", "fits"], lines, figures=set(range(3, 8)))
 
 
 def rollout_table(shape: str, gib: float) -> str:
@@ -152,16 +141,8 @@ def rollout_table(shape: str, gib: float) -> str:
                     f"**{_gib(int(gib * GIB) - sum(parts))}**",
                 ]
             )
-    head = [
-        "precision",
-        "moments on the",
-        "masters",
-        "published weights",
-        "optimiser moments",
-        "forward and logits",
-        "reserve",
-    ]
-    return _table([*head, "left for the KV cache"], lines, figures=set(range(2, 8)))
+    head = ["precision", "moments on", "masters", "published", "moments", "forward", "reserve"]
+    return _table([*head, "KV cache"], lines, figures=set(range(2, 8)))
 
 
 def tokens_table(shape: str, gib: float) -> str:
@@ -191,7 +172,7 @@ def processes_table(shape: str, gib: float) -> str:
     tokens.
     """
     config, lines = model_shape(shape), []
-    on_the_way = ("gradients as they are made", "arriving gradients")
+    moving = ("gradients as they are made", "arriving gradients")
     for processes in PROCESSES:
         planner = replace(card_planner(config, "fp8", int(gib * GIB)), processes=processes)
         parts = planner.training_bytes(_training("mlp", 8192), 8192, 8192)
@@ -199,11 +180,13 @@ def processes_table(shape: str, gib: float) -> str:
         lines.append(
             [
                 str(processes),
-                *(_gib(parts.get(name, 0)) for name in (*WEIGHTS, *on_the_way)),
+                _gib(sum(parts[name] for name in STATE)),
+                *(_gib(parts.get(name, 0)) for name in ("published weights", *moving)),
                 *(f"{tokens:,}" for tokens in most),
             ]
         )
-    head = ["processes", *WEIGHTS, *on_the_way, *(f"`{recompute}`" for recompute in LEVELS)]
+    head = ["processes", "state", "published", "being made", "arriving"]
+    head += [f"`{recompute}`" for recompute in LEVELS]
     return _table(head, lines, figures=set(range(len(head))))
 
 

@@ -94,45 +94,30 @@ def _figures(steps: Sequence[Step], alone: Sequence[float], layout: Layout) -> R
 
 
 SHORT = (8, 16, 32, 64, 128, 256, 512)
-HEAD = {
-    "GPUs": 1,
-    "slots": 1,
-    "recompute": 0,
-    "GiB": 1,
-    "step s": 1,
-    "efficiency": 1,
-    "rollout": 1,
-    "compute": 1,
-    "exchange": 1,
-    "waiting": 1,
-    "gather": 1,
-    "other": 1,
-    "NVLink GB": 1,
-    "NIC GB": 1,
-}
-"""Columns; 1 aligns to the right."""
+TIMES = ("rollout", "compute", "exchange", "waiting", "other")
+HEAD = ("GPUs", "slots", "GiB", "step s", *TIMES, "NVLink", "NIC")
+"""Columns: peak memory, seconds of a step and of its parts, GB that one GPU sends by each way."""
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """The table of one model and one kind of scaling."""
-    rule = ["---:" if figure else "---" for figure in HEAD.values()]
+    """The table of one model and one kind of scaling: nothing recomputed unless a row names it."""
+    rule = ["---:"] * len(HEAD)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEAD, rule, *map(_cells, found)))
 
 
 def _cells(row: Row) -> list[str]:
     start = [str(row["gpus"]), str(row["slots"])]
     if not row["fits"]:
-        return [*start, "does not fit", f"{row['peak_gib']:.0f}", *["-"] * (len(HEAD) - 4)]
+        return [*start, f"{row['peak_gib']:.0f}", "too large", *["-"] * (len(HEAD) - 4)]
+    recompute = "" if row["recompute"] == "none" else f" (`{row['recompute']}`)"
     phases = row["phases_s"]
     times = [phases[name] for name in ("rollout", "compute", "exchange")]
     times.append(phases["uneven"] + phases["idle_last_round"])
-    times += [phases["gather"], phases["optimiser"] + phases["other"]]
+    times.append(phases["gather"] + phases["optimiser"] + phases["other"])
     return [
         *start,
-        f"`{row['recompute']}`",
-        f"{row['peak_gib']:.0f}",
+        f"{row['peak_gib']:.0f}{recompute}",
         f"**{row['step_s']:.1f}**",
-        f"{row['efficiency']:.0%}",
         *(f"{seconds:.2f}" if seconds < 1 else f"{seconds:.1f}" for seconds in times),
         f"{row['nvlink_gb']:,.0f}",
         f"{row['nic_gb']:,.0f}",
@@ -146,8 +131,10 @@ def title(row: Row) -> str:
 
 
 def overview(found: Sequence[Row]) -> str:
-    """Step and efficiency of each model from 8 GPUs on, with the slots that are faster."""
-    head = ["", *(f"{gpus} GPUs" for gpus in SHORT)]
+    """Seconds of a step and efficiency of each model from 8 GPUs on, with the slots that are
+    faster; a dash where it does not fit.
+    """
+    head = ["GPUs", *map(str, SHORT)]
     lines = [head, ["---", *["---:"] * len(SHORT)]]
     for name in dict.fromkeys((row["shape"], row["scaling"]) for row in found):
         of_it = [row for row in found if (row["shape"], row["scaling"]) == name]
@@ -158,6 +145,6 @@ def overview(found: Sequence[Row]) -> str:
 def _best(found: Sequence[Row], gpus: int) -> str:
     fitting = [row for row in found if row["gpus"] == gpus and row["fits"]]
     if not fitting:
-        return "does not fit"
+        return "-"
     best = min(fitting, key=lambda row: row["step_s"])
-    return f"{best['step_s']:,.0f} s, {best['efficiency']:.0%}"
+    return f"{best['step_s']:,.0f}, {best['efficiency']:.0%}"

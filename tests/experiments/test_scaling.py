@@ -83,12 +83,13 @@ def test_two_gpus_take_what_they_were_measured_to_take() -> None:
     assert more == pytest.approx(1.1875 - 1.1327, rel=ERROR)
 
 
-def test_the_page_holds_the_tables_of_the_rows() -> None:
+def test_the_pages_hold_the_tables_of_the_rows() -> None:
     found = __main__.in_order(RESULTS / "scaling")
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     assert overview(found) in page
     of_8b = [row for row in found if row["shape"] == MODEL.name and row["scaling"] == "weak"]
-    assert __main__.markdown(of_8b) in page
+    readme = (ROOT / "experiments" / "scaling" / "README.md").read_text(encoding="utf-8")
+    assert __main__.markdown(of_8b) in readme
 
 
 def test_the_rows_are_those_of_this_simulation() -> None:
