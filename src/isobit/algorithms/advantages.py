@@ -33,7 +33,9 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from isobit.algorithms.objective import Credit, Judged, JudgedGroup
+from isobit.algorithms.objective import Columns
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Group
 
 STD_EPSILON = 1e-6
 """Keeps rewards that differ by rounding only from becoming advantages of order one."""
@@ -102,32 +104,37 @@ def _deviation(centred: Sequence[float]) -> float:
     return math.sqrt(variance) + STD_EPSILON
 
 
-def group_credit(
-    groups: Sequence[JudgedGroup], normalise_by_std: bool
-) -> list[list[Credit | None]]:
+def columns_of(advantages: Sequence[Sequence[float | None]]) -> list[list[Columns | None]]:
+    """One advantage for all tokens of each completion; None leaves it out."""
+    return [[None if a is None else {"advantages": a} for a in group] for group in advantages]
+
+
+def group_credit(groups: Sequence[Group], normalise_by_std: bool) -> list[list[Columns | None]]:
     """``group_advantages`` of each group of a step, from the rewards less their penalties."""
-    found = [group_advantages(penalised(group), normalise_by_std) for group in groups]
-    return [[None if a is None else Credit(a) for a in group] for group in found]
+    return columns_of([group_advantages(penalised(group), normalise_by_std) for group in groups])
 
 
-def penalised(group: JudgedGroup) -> list[float | None]:
-    """Each sample's reward less the sum of its penalties for the divergence from the reference."""
-    return [_penalised(one) for one in group.samples]
+def penalised(group: Group) -> list[float | None]:
+    """Each completion's reward less the sum of its penalties for the divergence from the
+    reference.
+    """
+    return [
+        None if reward is None else reward - math.fsum(_penalties(completion.sequence))
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+    ]
 
 
-def _penalised(judged: Judged) -> float | None:
-    if judged.reward is None or judged.kl is None:
-        return judged.reward
-    return judged.reward - math.fsum(judged.kl)
+def _penalties(sequence: TokenSequence) -> list[float]:
+    """One for each response token; empty where no penalty is in the reward."""
+    kl = sequence.kl_penalties
+    return [] if kl is None else sequence.of_response(kl).tolist()
 
 
-def token_rewards(judged: Judged) -> list[float]:
-    """The reward of each of its n tokens; of a completion with a reward and at least one token."""
-    assert judged.reward is not None, "an excluded completion has no rewards"
-    kl = judged.kl if judged.kl is not None else [0.0] * judged.length
-    assert len(kl) == judged.length > 0, "a penalty for each token"
+def token_rewards(sequence: TokenSequence, reward: float) -> list[float]:
+    """The reward of each of its n response tokens, at least one."""
+    kl = _penalties(sequence) or [0.0] * sequence.response_length
     rewards = [-one if one else 0.0 for one in kl]
-    rewards[-1] += judged.reward
+    rewards[-1] += reward
     return rewards
 
 
@@ -148,24 +155,25 @@ def advantages_and_returns(
 
 
 def token_credit(
-    groups: Sequence[JudgedGroup],
-    judge: Callable[[Judged], tuple[list[float], list[float] | None]],
+    groups: Sequence[Group],
+    judge: Callable[[TokenSequence, float], tuple[list[float], list[float] | None]],
     normalise: Callable[[Sequence[Sequence[float]]], list[tuple[float, ...]]],
-) -> list[list[Credit | None]]:
-    """Advantages (and returns, or None) of each completion by ``judge``, the advantages of all
-    together by ``normalise``; a completion without reward or tokens is left out.
+) -> list[list[Columns | None]]:
+    """Advantages (and returns, or None) of each completion and its reward by ``judge``, the
+    advantages of all together by ``normalise``; a completion without reward or tokens is left out.
     """
-    counted = [
-        (place, index)
-        for place, group in enumerate(groups)
-        for index, one in enumerate(group.samples)
-        if one.reward is not None and one.length > 0
-    ]
-    found = [judge(groups[place].samples[index]) for place, index in counted]
+    counted, found = list[tuple[int, int]](), list[tuple[list[float], list[float] | None]]()
+    for place, group in enumerate(groups):
+        pairs = zip(group.completions, group.rewards, strict=True)
+        for index, (completion, reward) in enumerate(pairs):
+            if reward is not None and completion.length > 0:
+                counted.append((place, index))
+                found.append(judge(completion.sequence, reward))
     advantages = normalise([one for one, _ in found])
-    credit: list[list[Credit | None]] = [[None] * len(group.samples) for group in groups]
+    credit: list[list[Columns | None]] = [[None] * len(group.completions) for group in groups]
     for (place, index), advantage, (_, returns) in zip(counted, advantages, found, strict=True):
-        credit[place][index] = Credit(advantage, None if returns is None else tuple(returns))
+        columns: Columns = {"advantages": advantage}
+        credit[place][index] = columns if returns is None else {**columns, "returns": returns}
     return credit
 
 

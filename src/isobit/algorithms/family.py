@@ -93,6 +93,7 @@ import torch
 
 from isobit.algorithms.advantages import (
     batch_normalised,
+    columns_of,
     group_advantages,
     group_credit,
     leave_one_out_advantages,
@@ -107,7 +108,7 @@ from isobit.algorithms.clipped import (
     clipped_surrogate,
     ratio_metrics,
 )
-from isobit.algorithms.objective import Credit, Judged, JudgedGroup, Shares
+from isobit.algorithms.objective import Columns, Shares
 from isobit.algorithms.policy_gradient import PolicyGradient, Terms
 from isobit.config.algorithm import (
     CispoConfig,
@@ -121,6 +122,8 @@ from isobit.config.algorithm import (
     RlooConfig,
 )
 from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class Cispo(PolicyGradient):
 
     config: CispoConfig
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         """See ``group_advantages``."""
         return group_credit(groups, normalise_by_std=True)
 
@@ -152,7 +155,7 @@ class Dapo(ClippedPolicyGradient):
 
     config: DapoConfig
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         """See ``group_advantages``."""
         return group_credit(groups, normalise_by_std=True)
 
@@ -163,7 +166,7 @@ class DrGrpo(ClippedPolicyGradient):
 
     config: DrGrpoConfig
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         """See ``group_advantages``; without the standard deviation."""
         return group_credit(groups, normalise_by_std=False)
 
@@ -174,7 +177,7 @@ class Grpo(ClippedPolicyGradient):
 
     config: GrpoConfig
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         """See ``group_advantages``."""
         return group_credit(groups, self.config.normalise_by_std)
 
@@ -199,7 +202,7 @@ class Gspo(PolicyGradient):
 
     config: GspoConfig
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         """See ``group_advantages``."""
         return group_credit(groups, normalise_by_std=True)
 
@@ -218,14 +221,14 @@ class ReinforcePp(ClippedPolicyGradient):
 
     config: ReinforcePpConfig
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         """See the top of this file; a completion without tokens is left out."""
         return token_credit(groups, self._returns, whiten)
 
-    def _returns(self, judged: Judged) -> tuple[list[float], None]:
+    def _returns(self, sequence: TokenSequence, reward: float) -> tuple[list[float], None]:
         found, following = [], 0.0
-        for reward in reversed(token_rewards(judged)):
-            following = reward + self.config.gamma * following
+        for one in reversed(token_rewards(sequence, reward)):
+            following = one + self.config.gamma * following
             found.append(following)
         return found[::-1], None
 
@@ -236,12 +239,10 @@ class ReinforcePpBaseline(ClippedPolicyGradient):
 
     config: ReinforcePpBaselineConfig
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         """See the top of this file."""
         centred = [group_advantages(penalised(group), normalise_by_std=False) for group in groups]
-        return [
-            [None if a is None else Credit(a) for a in group] for group in batch_normalised(centred)
-        ]
+        return columns_of(batch_normalised(centred))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,18 +253,15 @@ class ReMax(ClippedPolicyGradient):
 
     needs_greedy = True
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         """Reward less baseline; a group without a baseline, whose greedy completion could not be
         graded, is left out.
         """
-        return [_credit(group, group.baseline) for group in groups]
+        return columns_of([_above(penalised(group), group.baseline) for group in groups])
 
 
-def _credit(group: JudgedGroup, baseline: float | None) -> list[Credit | None]:
-    return [
-        None if reward is None or baseline is None else Credit(reward - baseline)
-        for reward in penalised(group)
-    ]
+def _above(rewards: Sequence[float | None], baseline: float | None) -> list[float | None]:
+    return [None if r is None or baseline is None else r - baseline for r in rewards]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +270,6 @@ class Rloo(ClippedPolicyGradient):
 
     config: RlooConfig
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         """See ``leave_one_out_advantages``."""
-        found = [leave_one_out_advantages(penalised(group)) for group in groups]
-        return [[None if a is None else Credit(a) for a in group] for group in found]
+        return columns_of([leave_one_out_advantages(penalised(group)) for group in groups])

@@ -13,13 +13,20 @@ An algorithm of reinforcement learning also says what each completion of a step 
 Shapes: N response tokens of one micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.text import Group
+
+Columns: TypeAlias = Mapping[str, float | Sequence[float]]
+"""Columns of one completion of n response tokens by their names in ``isobit.records.sequence``:
+``advantages``, and ``returns`` for a value head to learn.  Each is one number for all of its
+response tokens, or n numbers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,41 +68,6 @@ class Objective(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """One completion, as its advantage is made from it: n response tokens."""
-
-    reward: float | None
-    """None excludes it: it takes no part in anything."""
-    length: int
-    """n"""
-    kl: Sequence[float] | None = None
-    """n penalties to be taken from the reward, token by token: the coefficient times an estimate of
-    the divergence from the reference.
-    """
-    values: Sequence[float] | None = None
-    """n, by the value head: of the state before each response token."""
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedGroup:
-    """The completions of one prompt."""
-
-    samples: Sequence[Judged]
-    baseline: float | None = None
-    """The reward of the prompt's greedy completion, where the algorithm asks for one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """What is learnt from one completion of n response tokens."""
-
-    advantages: float | tuple[float, ...]
-    """One number for all of its response tokens, or n."""
-    returns: tuple[float, ...] | None = None
-    """n, what the value head is to learn."""
-
-
 class Algorithm(Objective, Protocol):
     """An objective of reinforcement learning."""
 
@@ -109,6 +81,12 @@ class Algorithm(Objective, Protocol):
         """Whether each prompt is also completed greedily, for a baseline."""
         ...
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
-        """The groups of a step -> what is learnt from each completion; None leaves it out."""
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
+        """The groups of a step -> the columns that each completion is learnt from with; None leaves
+        it out.
+
+        A reward of None excludes a completion.  Sequences have ``kl_penalties``, which are taken
+        from the reward token by token, and ``values``, where there are any; a group has its
+        ``baseline`` where ``needs_greedy`` asks for one.
+        """
         ...

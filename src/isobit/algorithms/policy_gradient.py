@@ -48,9 +48,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from isobit.algorithms.objective import Credit, JudgedGroup, LossOutputs, Shares
+from isobit.algorithms.objective import Columns, LossOutputs, Shares
 from isobit.config.algorithm import KlEstimator, LossConfig, LossMean
 from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.text import Group
 from isobit.util.errors import ConfigError
 
 
@@ -154,8 +155,8 @@ class PolicyGradient(ABC):
         return self.needs_values or penalty or self.config.entropy_coefficient > 0
 
     @abstractmethod
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
-        """The groups of a step -> what is learnt from each completion; None leaves it out."""
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
+        """See ``Algorithm``."""
 
     @abstractmethod
     def surrogate(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> Terms:

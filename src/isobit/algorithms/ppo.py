@@ -23,10 +23,12 @@ import torch
 
 from isobit.algorithms.advantages import advantages_and_returns, token_credit, token_rewards, whiten
 from isobit.algorithms.clipped import ClippedPolicyGradient
-from isobit.algorithms.objective import Credit, Judged, JudgedGroup
+from isobit.algorithms.objective import Columns
 from isobit.algorithms.policy_gradient import Terms
 from isobit.config.algorithm import PpoConfig
 from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +39,15 @@ class Ppo(ClippedPolicyGradient):
 
     needs_values = True
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         """See the top of this file; a completion without tokens is left out."""
         return token_credit(groups, self._judge, whiten)
 
-    def _judge(self, judged: Judged) -> tuple[list[float], list[float]]:
-        assert judged.values is not None, "advantages of tokens need values"
-        return advantages_and_returns(
-            token_rewards(judged), judged.values, self.config.gamma, self.config.lam
-        )
+    def _judge(self, sequence: TokenSequence, reward: float) -> tuple[list[float], list[float]]:
+        assert sequence.values is not None, "advantages of tokens need values"
+        values = sequence.of_response(sequence.values).tolist()
+        rewards = token_rewards(sequence, reward)
+        return advantages_and_returns(rewards, values, self.config.gamma, self.config.lam)
 
     def further_terms(self, scores: TokenScores, batch: PackedBatch) -> Terms:
         """The value loss, weighted."""

@@ -178,21 +178,3 @@ def responses(sequences: Sequence[TokenSequence], columns: Iterable[np.ndarray])
     """The entries of all response tokens of a column each, end to end."""
     pairs = zip(sequences, columns, strict=True)
     return torch.from_numpy(np.concatenate([one.of_response(column) for one, column in pairs]))
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion with its reward, as a step learns from it."""
-
-    sequence: TokenSequence
-    reward: float | None
-    """None excludes it."""
-    truncated: bool = False
-    """Whether the length limit ended it."""
-    advantage: float | None = None
-    """That it was given when it was fresh; None of a fresh one."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing in it to learn from."""
-        return self.sequence.response_length == 0

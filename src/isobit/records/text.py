@@ -140,6 +140,10 @@ class Group:
     """Each of several rewards by name, before its weight; empty where there is one reward."""
     baseline: float | None = None
     """The reward of the prompt's greedy completion, where the algorithm asks for one."""
+    advantages: list[float | None] = field(default_factory=list)
+    """The mean over each completion's tokens, once a step has judged the group; None for one that
+    is not learnt from.
+    """
 
     @property
     def is_level(self) -> bool:

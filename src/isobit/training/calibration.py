@@ -32,9 +32,9 @@ from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.frozen import FrozenPolicy, without_value_head
 from isobit.models.policy import Policy
 from isobit.precision.flow import build_flow
-from isobit.records.batch import responses
+from isobit.records.batch import TokenScores, responses
 from isobit.records.sequence import Numbers, TokenSequence
-from isobit.training.judge import SequenceScores, scores_by_frozen, scores_by_policy
+from isobit.training.judge import scores_by_frozen, scores_by_policy
 from isobit.training.trainer import Trainer
 
 SHADOW = PrecisionConfig(preset="bf16")
@@ -113,13 +113,13 @@ class Calibration:
 
     def _by_policy(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """log pi of the response tokens, by the weights as they are now."""
-        return _log_probs(sequences, scores_by_policy(self._trainer, sequences))
+        return _log_probs(scores_by_policy(self._trainer, sequences))
 
     def _by_shadow(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """The same by a shadow of these weights, of which nothing remains."""
         trainer, phase = self._trainer, "the BF16 shadow's forward"
         made = scores_by_frozen(trainer, lambda: shadow_of(trainer.policy), sequences, phase)
-        return _log_probs(sequences, made)
+        return _log_probs(made)
 
 
 def shadow_of(policy: Policy) -> FrozenPolicy:
@@ -137,10 +137,8 @@ def _weighted_advantages(sequence: TokenSequence) -> Numbers:
     return sequence.advantages * sequence.importance
 
 
-def _log_probs(
-    sequences: Sequence[TokenSequence], scores: Sequence[SequenceScores]
-) -> torch.Tensor:
-    return _joined(sequences, [one.log_probs for one in scores])
+def _log_probs(scores: Sequence[TokenScores]) -> torch.Tensor:
+    return torch.cat([one.log_probs for one in scores]).double()
 
 
 def _joined(sequences: Sequence[TokenSequence], columns: Iterable[Numbers]) -> torch.Tensor:

@@ -7,50 +7,41 @@ that a loss reads.
     values       by the policy's value head, where the algorithm has one: the same forward
     reference    log-probabilities of the reference model, over the same batches; while its bytes
                  are the policy's, the policy's own stand in
-    advantages   the algorithm's ``credit``, over all groups of the step at once
+    penalties    the KL coefficient times the divergence, where it is taken from the reward
+    advantages   the algorithm's ``credit``, over all groups of the step at once; returns with them
+                 where there are values
     importance   the corrections' weights, from old and recorded log-probabilities
 
 A completion that the length limit cut is learnt from, judged but not learnt from, or neither
-(``algorithm.truncated``).  One that is replayed keeps the advantage that it had, since the rest of
-its group is gone; only where a value head is the baseline is it judged again.
+(``algorithm.truncated``).  One that is replayed is a group of its own, and keeps the advantage that
+it had among others; only where a value head is the baseline is it judged again.
 
-Columns of sequences from a forward without learning: log-probabilities and values, by the
-policy or by a reference model.
-
-What a forward says of a sequence does not depend on how it is packed, so sequences are packed
-anew, by length, and the columns go back to where they belong.
+What a forward says of a sequence does not depend on how it is packed, so for a forward without
+learning sequences are packed anew, by length.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from statistics import fmean
 
+import numpy as np
 import torch
 
-from isobit.algorithms.advantages import overlong_punishment
+from isobit.algorithms.advantages import columns_of, overlong_punishment
 from isobit.algorithms.corrections import correction_weights
-from isobit.algorithms.objective import Algorithm, Credit, Judged, JudgedGroup
+from isobit.algorithms.objective import Algorithm, Columns
 from isobit.algorithms.policy_gradient import token_kl
 from isobit.config.algorithm import Correction, StepConfig
 from isobit.config.tables import OldLogProbs
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World, map_on_all
-from isobit.records.batch import Sample, first_fit_decreasing, lay_end_to_end, responses
-from isobit.records.sequence import Digests, Numbers, TokenSequence
-from isobit.records.text import Group
+from isobit.records.batch import TokenScores, first_fit_decreasing, lay_end_to_end, responses
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Group
 from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.trainer import Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceScores:
-    """Of one sequence of L tokens: columns with an entry for each, 0 outside the response."""
-
-    log_probs: Numbers
-    values: Numbers | None
-    """None for a model without a value head."""
-    routings: Digests | None = None
-    """Digests of the experts; None for a model without any."""
 
 
 def score_sequences(
@@ -58,8 +49,10 @@ def score_sequences(
     sequences: Sequence[TokenSequence],
     tokens_per_microbatch: int,
     world: World = ALONE,
-) -> list[SequenceScores]:
-    """The scores of sequences, none of them empty, in their order; each micro-batch by one rank."""
+) -> list[TokenScores]:
+    """The scores of each of the sequences, none of them empty, without entropies; each micro-batch
+    by one rank.
+    """
     lengths = [sequence.length for sequence in sequences]
     bins = first_fit_decreasing(lengths, tokens_per_microbatch)
 
@@ -70,20 +63,15 @@ def score_sequences(
         found = (scores.log_probs, scores.values, scores.routings)
         return [None if column is None else column.split(counts) for column in found]
 
-    made: dict[int, SequenceScores] = {}
+    made: dict[int, TokenScores] = {}
     for members, found in zip(bins, map_on_all(world, bins, columns), strict=True):
         for place, index in enumerate(members):
-            log_probs, values, routings = (of and of[place].numpy() for of in found)
-            sequence = sequences[index]
-            made[index] = SequenceScores(
-                sequence.spread(log_probs),
-                None if values is None else sequence.spread(values),
-                None if routings is None else sequence.with_columns(routings=routings).routings,
-            )
+            log_probs, values, routings = (of and of[place] for of in found)
+            made[index] = TokenScores(log_probs, torch.empty(0), values, routings)
     return [made[index] for index in range(len(sequences))]
 
 
-def scores_by_policy(trainer: Trainer, sequences: Sequence[TokenSequence]) -> list[SequenceScores]:
+def scores_by_policy(trainer: Trainer, sequences: Sequence[TokenSequence]) -> list[TokenScores]:
     """By the policy as it is now.  What runs out of memory lowers the budget of the update that
     comes next.
     """
@@ -99,7 +87,7 @@ def scores_by_frozen(
     model: Callable[[], FrozenPolicy],
     sequences: Sequence[TokenSequence],
     phase: str,
-) -> list[SequenceScores]:
+) -> list[TokenScores]:
     """By another model, beside the trainer; ``phase`` names it where the memory does not suffice.
     ``model`` is called again for each attempt, so that one which is made for it goes with it.
     """
@@ -134,60 +122,71 @@ class Judge:
             return not self.exact
         return self.old_log_probs == "recomputed"
 
-    def samples_of(self, groups: Sequence[Group]) -> list[list[Sample]]:
-        """The completions of graded groups, with the punishment of long ones where there is one;
-        what the length limit cut is without a reward where that excludes it.
+    def judged(self, groups: Sequence[Group], replayed: Sequence[Group]) -> list[Group]:
+        """Graded groups, and behind them what is replayed, with every column that the loss reads
+        and the mean advantage of each completion; None for one that is not learnt from.
+        """
+        fresh, replayed = self.rewarded(groups), list(replayed)
+        scored = self.score([*fresh, *replayed])
+        credit = self.credit(scored[: len(fresh)], scored[len(fresh) :])
+        learnt = [self.learnt(*pair) for pair in zip(scored, credit, strict=True)]
+        given = [[advantage is not None for advantage in group.advantages] for group in learnt]
+        return _changed(learnt, given, self.corrected)
+
+    def rewarded(self, groups: Sequence[Group]) -> list[Group]:
+        """Graded groups with the punishment of long completions in their rewards, where there is
+        one; what the length limit cut is without a reward where that excludes it.
         """
         return [
+            replace(
+                group,
+                rewards=[
+                    self._reward(completion, reward)
+                    for completion, reward in zip(group.completions, group.rewards, strict=True)
+                ],
+            )
+            for group in groups
+        ]
+
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with the columns that a forward gives; completions without a reward or a
+        response as they were.
+        """
+        wanted = [
             [
-                self._sample(completion.sequence, reward, completion.finish_reason == "length")
+                reward is not None and completion.length > 0
                 for completion, reward in zip(group.completions, group.rewards, strict=True)
             ]
             for group in groups
         ]
-
-    def score(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with the columns that a forward gives; those without a reward or a response
-        as they were.
-        """
-        wanted = [
-            index
-            for index, sample in enumerate(samples)
-            if sample.reward is not None and not sample.is_empty
-        ]
-        found = list(samples)
-        sequences = self._scored([samples[index].sequence for index in wanted])
-        for index, sequence in zip(wanted, sequences, strict=True):
-            found[index] = replace(samples[index], sequence=sequence)
-        return found
+        return _changed(groups, wanted, self._scored)
 
     def credit(
-        self,
-        groups: Sequence[Sequence[Sample]],
-        baselines: Sequence[float | None],
-        replayed: Sequence[Sample],
-    ) -> tuple[list[list[Credit | None]], list[Credit | None]]:
-        """What is learnt from each scored completion, and from each replayed one."""
-        judged = [
-            JudgedGroup([self._judged(sample) for sample in group], baseline)
-            for group, baseline in zip(groups, baselines, strict=True)
-        ]
-        if not self.algorithm.needs_values:
-            kept = [None if s.advantage is None else Credit(s.advantage) for s in replayed]
-            return self.algorithm.credit(judged), kept
-        again = [JudgedGroup([self._judged(sample)]) for sample in replayed]
-        credits = self.algorithm.credit([*judged, *again])
-        return credits[: len(judged)], [one for (one,) in credits[len(judged) :]]
+        self, fresh: Sequence[Group], replayed: Sequence[Group]
+    ) -> list[list[Columns | None]]:
+        """The columns that each scored completion is learnt from with, of the replayed ones
+        last.
+        """
+        if self.algorithm.needs_values:
+            return self.algorithm.credit([*fresh, *replayed])
+        kept = columns_of([group.advantages for group in replayed])
+        return [*self.algorithm.credit(fresh), *kept]
 
-    def learnt_from(self, sample: Sample, credit: Credit | None) -> TokenSequence | None:
-        """The sequence with its advantages; None for what is not learnt from."""
-        masked = sample.truncated and self.config.truncated == "mask"
-        if credit is None or sample.is_empty or masked:
-            return None
-        sequence = sample.sequence.with_columns(advantages=credit.advantages)
-        if credit.returns is None:
-            return sequence
-        return replace(sequence, returns=sequence.spread(credit.returns))
+    def learnt(self, group: Group, credit: Sequence[Columns | None]) -> Group:
+        """The scored group with the columns and the mean advantage of what is learnt from; None for
+        completions that are not.
+        """
+        completions, advantages = list(group.completions), list[float | None]()
+        for index, (completion, columns) in enumerate(zip(completions, credit, strict=True)):
+            masked = completion.finish_reason == "length" and self.config.truncated == "mask"
+            if columns is None or masked or not completion.length:
+                advantages.append(None)
+                continue
+            sequence = completion.sequence.with_columns(**columns)
+            completions[index] = replace(completion, sequence=sequence)
+            given = columns["advantages"]
+            advantages.append(given if isinstance(given, (int, float)) else fmean(given))
+        return replace(group, completions=completions, advantages=advantages)
 
     def corrected(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
         """The sequences of a step with the weights of the corrections, if there are any."""
@@ -204,17 +203,17 @@ class Judge:
             for sequence, column in zip(sequences, columns, strict=True)
         ]
 
-    def _sample(self, sequence: TokenSequence, reward: float | None, truncated: bool) -> Sample:
-        if truncated and self.config.truncated == "exclude":
-            reward = None
-        if reward is not None and self.config.overlong_buffer is not None:
-            reward += overlong_punishment(
-                sequence.response_length,
-                self.max_new_tokens,
-                self.config.overlong_buffer,
-                self.config.overlong_penalty,
-            )
-        return Sample(sequence, reward, truncated)
+    def _reward(self, completion: Completion, reward: float | None) -> float | None:
+        if completion.finish_reason == "length" and self.config.truncated == "exclude":
+            return None
+        if reward is None or self.config.overlong_buffer is None:
+            return reward
+        return reward + overlong_punishment(
+            completion.length,
+            self.max_new_tokens,
+            self.config.overlong_buffer,
+            self.config.overlong_penalty,
+        )
 
     def _scored(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
         found = list(sequences)
@@ -231,14 +230,13 @@ class Judge:
             return found
         return self._with_reference(self.reference, found)
 
-    def _with_policy_scores(self, sequence: TokenSequence, scores: SequenceScores) -> TokenSequence:
+    def _with_policy_scores(self, sequence: TokenSequence, scores: TokenScores) -> TokenSequence:
         if not self.recomputes:
-            return replace(sequence, values=scores.values)
-        return replace(
-            sequence,
-            old_log_probs=scores.log_probs,
-            old_routings=scores.routings,
-            values=scores.values,
+            return sequence.with_columns(values=_array(scores.values))
+        return sequence.with_columns(
+            old_log_probs=_array(scores.log_probs),
+            old_routings=_array(scores.routings),
+            values=_array(scores.values),
         )
 
     def _with_reference(
@@ -252,31 +250,62 @@ class Judge:
             for sequence in sequences
         )
         if own_are_known and reference.is_equal_to(self.trainer.policy):
-            columns = [sequence.ratio_log_probs for sequence in sequences]
+            columns = [one.of_response(one.ratio_log_probs) for one in sequences]
         else:
             phase = "the reference model's forward"
             with self.trainer.timing("reference"), reference.on_device():
                 scores = scores_by_frozen(self.trainer, lambda: reference, sequences, phase)
-            columns = [one.log_probs for one in scores]
-        return [
-            replace(sequence, reference_log_probs=column)
+            columns = [one.log_probs.numpy() for one in scores]
+        found = [
+            sequence.with_columns(reference_log_probs=column)
             for sequence, column in zip(sequences, columns, strict=True)
         ]
+        return found if self.config.kl_in == "loss" else list(map(self._with_penalties, found))
 
-    def _judged(self, sample: Sample) -> Judged:
-        sequence, kl = sample.sequence, None
-        if sample.reward is not None and self.config.kl_in == "reward":
-            kl = self._penalties(sequence)
-        values = sequence.values
-        if values is not None:
-            values = sequence.of_response(values).tolist()
-        return Judged(sample.reward, sequence.response_length, kl, values)
-
-    def _penalties(self, sequence: TokenSequence) -> list[float] | None:
-        """The coefficient times the divergence at each response token; None without a reference."""
-        if sequence.reference_log_probs is None:
-            return None
+    def _with_penalties(self, sequence: TokenSequence) -> TokenSequence:
+        """The coefficient times the divergence at each response token."""
+        assert sequence.reference_log_probs is not None
         log_probs = responses([sequence], [sequence.ratio_log_probs])
         reference = responses([sequence], [sequence.reference_log_probs])
         kl = token_kl(self.config.kl_estimator, log_probs, reference)
-        return (self.config.kl_coefficient * kl).tolist()
+        return sequence.with_columns(kl_penalties=(self.config.kl_coefficient * kl).numpy())
+
+
+def sequences_learnt_from(judged: Sequence[Group]) -> list[TokenSequence]:
+    """The sequences of judged groups that have an advantage, in their order."""
+    return [
+        completion.sequence
+        for group in judged
+        for completion, advantage in zip(group.completions, group.advantages, strict=True)
+        if advantage is not None
+    ]
+
+
+def _changed(
+    groups: Sequence[Group],
+    wanted: Sequence[Sequence[bool]],
+    change: Callable[[Sequence[TokenSequence]], list[TokenSequence]],
+) -> list[Group]:
+    """The groups with what ``change`` makes of the wanted sequences, all at once and in their
+    order.
+    """
+    flat = [
+        completion.sequence
+        for group, chosen in zip(groups, wanted, strict=True)
+        for completion in compress(group.completions, chosen)
+    ]
+    made = iter(change(flat))
+    return [
+        replace(
+            group,
+            completions=[
+                replace(completion, sequence=next(made)) if is_chosen else completion
+                for completion, is_chosen in zip(group.completions, chosen, strict=True)
+            ],
+        )
+        for group, chosen in zip(groups, wanted, strict=True)
+    ]
+
+
+def _array(entries: torch.Tensor | None) -> np.ndarray | None:
+    return None if entries is None else entries.numpy()

@@ -16,20 +16,29 @@ and of what is kept, and a resumed run makes the same ones.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import torch
 
 from isobit.config.tables import ReplayConfig
-from isobit.records.batch import Sample
 from isobit.records.kept_groups import joined, parted
-from isobit.records.sequence import TokenSequence
+from isobit.records.sequence import COLUMNS, TokenSequence
+from isobit.records.text import Completion, Group, Prompt
 
 _CONSTANT_BYTES = 1024
 """Of a completion, whatever its length: generously, the record and the heads of its arrays, which
 take some 110 bytes each.
+"""
+_NO_PROMPT = Prompt("", "", ())
+_NOT_KEPT = {
+    column.name: None if column.optional else column.fill
+    for column in COLUMNS
+    if not column.replayed
+}
+"""What a step has judged is not kept; nor are the experts, which other weights chose, nor the
+truncated distribution, which is not learnt from.
 """
 
 
@@ -54,16 +63,11 @@ class _Kept:
         """The oldest weights that drew of it."""
         return int(self.sequence.of_response(self.sequence.weights_versions).min())
 
-    @classmethod
-    def of(cls, number: int, sample: Sample) -> "_Kept":
-        assert sample.reward is not None
-        assert sample.advantage is not None
-        # other weights chose the experts, and the truncated distribution is not learnt from
-        kept = replace(sample.sequence, routings=None, truncated_log_probs=None, fresh=False)
-        return cls(number, kept, sample.reward, sample.advantage, sample.truncated)
-
-    def sample(self) -> Sample:
-        return Sample(self.sequence, self.reward, self.truncated, self.advantage)
+    @property
+    def group(self) -> Group:
+        """The completion alone, without prompt and text."""
+        completion = Completion(self.sequence, "", "length" if self.truncated else "stop")
+        return Group(_NO_PROMPT, 0, [completion], [self.reward], advantages=[self.advantage])
 
 
 class ReplayBuffer:
@@ -83,25 +87,26 @@ class ReplayBuffer:
         """Of all that is kept."""
         return self._bytes
 
-    def draw(self, fresh: int, version: int) -> list[Sample]:
+    def draw(self, fresh: int, version: int) -> list[Group]:
         """Completions to go with ``fresh`` others, as many as ``fraction`` asks for or as there
-        are, in the order in which they were kept; ``version`` is that of the present weights.
-        Nothing changes: until ``keep`` it is the same draw.
+        are, in the order in which they were kept: each a group of its own, with the advantage that
+        it had when it was fresh.  ``version`` is that of the present weights.  Nothing changes:
+        until ``keep`` it is the same draw.
         """
         fraction = self.config.fraction
         wanted = round(fresh * fraction / (1 - fraction))
         oldest = self._oldest(version)
         candidates = [one for one in self._kept if one.oldest >= oldest and self._weight(one) > 0]
         drawn = sorted(candidates, key=self._rank, reverse=True)[:wanted]
-        return [one.sample() for one in sorted(drawn, key=lambda one: one.number)]
+        return [one.group for one in sorted(drawn, key=lambda one: one.number)]
 
-    def keep(self, samples: Sequence[Sample], version: int) -> None:
-        """Keep the completions of a step that has been learnt from, with the advantages that they
-        had; the stale go, and the oldest where the bytes are too many.
+    def keep(self, judged: Sequence[Group], version: int) -> None:
+        """Keep the completions of a step's judged groups that have an advantage, once it has learnt
+        from them; the stale go, and the oldest where the bytes are too many.
         """
         self._draws += 1
         oldest = self._oldest(version)
-        made = [_Kept.of(self._added + place, sample) for place, sample in enumerate(samples)]
+        made = list(_kept(judged, self._added))
         self._added += len(made)
         self._hold(one for one in (*self._kept, *made) if one.oldest >= oldest)
         while self._bytes > self.config.max_mib * (1 << 20):
@@ -150,3 +155,17 @@ class ReplayBuffer:
         name = f"{self._seed}/{self._draws}/{kept.number}".encode()
         bits = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
         return math.log((bits + 0.5) / (1 << 64)) / self._weight(kept)
+
+
+def _kept(judged: Sequence[Group], number: int) -> Iterator[_Kept]:
+    """Those with an advantage, numbered from ``number``."""
+    for group in judged:
+        rows = zip(group.completions, group.rewards, group.advantages, strict=True)
+        for completion, reward, advantage in rows:
+            if advantage is None:
+                continue
+            assert reward is not None, "what is learnt from has a reward"
+            sequence = replace(completion.sequence.with_columns(**_NOT_KEPT), fresh=False)
+            truncated = completion.finish_reason == "length"
+            yield _Kept(number, sequence, reward, advantage, truncated)
+            number += 1

@@ -31,24 +31,23 @@ losses (``isobit.training.figures``) say nothing of rewards and are no signal.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress, pairwise
-from statistics import fmean
 from typing import TypeVar
 
 from isobit.algorithms.corrections import effective_sample_size
-from isobit.algorithms.objective import Algorithm, Credit
+from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.ppo import explained_variance
 from isobit.config.algorithm import StepConfig
 from isobit.config.tables import TrainingConfig
-from isobit.records.batch import PackedBatch, Sample, pack, responses
+from isobit.records.batch import PackedBatch, pack, responses
 from isobit.records.metrics import Metrics, over_updates
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.figures import UpdateMetrics
-from isobit.training.judge import Judge
+from isobit.training.judge import Judge, sequences_learnt_from
 from isobit.training.out_of_memory import within_memory
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.trainer import FORWARD, Repeat, Trainer
@@ -95,22 +94,6 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedBatch:
-    """The sequences of a step with every column that the loss reads."""
-
-    groups: Sequence[Group]
-    fresh: list[list[TokenSequence | None]]
-    """By group; None for a completion that is not learnt from."""
-    replayed: list[TokenSequence]
-    kept: list[Sample]
-    """What may be replayed in later steps."""
-    parts: list[list[TokenSequence]]
-    """The sequences of each update of an epoch."""
-    version: int
-    """Of the weights that have judged them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Learner:
     """Learns from the graded completions of each step."""
 
@@ -127,26 +110,29 @@ class Learner:
 
     def learn(self, groups: Sequence[Group], step: int) -> StepMetrics:
         """``judge_groups``, then ``update``."""
-        return self.update(self.judge_groups(groups), step)
+        return self.update(groups, self.judge_groups(groups), step)
 
-    def judge_groups(self, groups: Sequence[Group]) -> JudgedBatch:
-        """Graded groups, and what is replayed with them, with all columns that the loss reads.
-        Raises ConfigError if there are fewer groups than parts.
+    def judge_groups(self, groups: Sequence[Group]) -> list[Group]:
+        """``Judge.judged`` of graded groups, and of what is replayed with them, each replayed
+        completion as a group of its own.  Raises ConfigError if there are fewer groups than parts.
         """
         _check_parts(len(groups), self.trainer.config)
-        version = self.trainer.policy.version
-        fresh, replayed, kept = self._judged(groups)
-        parts = self._parts(fresh, replayed)
-        return JudgedBatch(groups, fresh, replayed, kept, parts, version)
+        if self.replay is None:
+            return self.judge.judged(groups, [])
+        fresh = sum(len(group.completions) for group in groups)
+        return self.judge.judged(groups, self.replay.draw(fresh, self.trainer.policy.version))
 
-    def update(self, batch: JudgedBatch, step: int) -> StepMetrics:
-        """Learn from the batch of step number ``step``, counted from 1.
+    def update(self, groups: Sequence[Group], judged: Sequence[Group], step: int) -> StepMetrics:
+        """Learn from what ``judge_groups`` made of the graded groups of step number ``step``,
+        counted from 1.
 
         A part that has nothing to learn from (no two rewards of any of its groups differ) makes no
         update, or with ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
         ``Trainer.update`` and ``within_memory`` raise.
         """
-        fresh, parts, count = batch.fresh, batch.parts, len(batch.groups)
+        version = self.trainer.policy.version
+        fresh, replayed = judged[: len(groups)], sequences_learnt_from(judged[len(groups) :])
+        parts = self._parts(fresh, replayed)
         compared = self._recomputed(parts)
         signals = [has_signal(part, self.judge.algorithm) for part in parts]
         taken = [
@@ -155,13 +141,13 @@ class Learner:
         ]
         updates, repeat = self._update(parts, taken, step)
         if self.replay is not None:
-            self.replay.keep(batch.kept, self.trainer.policy.version)
+            self.replay.keep(fresh, self.trainer.policy.version)
         if not self.judge.recomputes and updates:
             comparison, mismatch = updates[0].comparison, updates[0].mismatch
         else:
             comparison, mismatch = compared.comparison(), compared.mismatch()
-        learnt = sum(sequence is not None for group in fresh for sequence in group)
-        level = sum(group.is_level for group in batch.groups)
+        learnt = len(sequences_learnt_from(fresh))
+        level = sum(group.is_level for group in groups)
         return StepMetrics(
             metrics={
                 **_update_metrics(updates),
@@ -169,16 +155,16 @@ class Learner:
                 **self._clip_metrics(),
                 **_repeat_metrics(repeat),
                 "reward/level_groups": level,
-                "reward/level_share": level / count,
+                "reward/level_share": level / len(groups),
                 "updates/without_signal": self.trainer.config.epochs * signals.count(False),
-                "replay/samples": len(batch.replayed),
-                "staleness/mean": _staleness(parts, batch.version),
+                "replay/samples": len(replayed),
+                "staleness/mean": _staleness(parts, version),
             },
             updates=tuple(updates),
             comparison=comparison,
             mismatch=mismatch,
             samples=learnt,
-            excluded_samples=sum(map(len, fresh)) - learnt,
+            excluded_samples=sum(len(group.completions) for group in groups) - learnt,
             tokens=self.trainer.config.epochs
             * sum(one.length for part in compress(parts, taken) for one in part),
             has_signal=any(signals),
@@ -192,44 +178,16 @@ class Learner:
         bounds = self.calibration.bounds
         return {"clip/low": bounds.clip_low, "clip/high": bounds.clip_high}
 
-    def _judged(
-        self, groups: Sequence[Group]
-    ) -> tuple[list[list[TokenSequence | None]], list[TokenSequence], list[Sample]]:
-        """The sequences of every group and of what is replayed, as they are learnt from; and what
-        may be replayed later.
-        """
-        judge, version = self.judge, self.trainer.policy.version
-        cut = judge.samples_of(groups)
-        old = [] if self.replay is None else self.replay.draw(sum(map(len, cut)), version)
-        scored = judge.score([*(sample for group in cut for sample in group), *old])
-        fresh, old = _regroup(scored, cut), scored[len(scored) - len(old) :]
-        baselines = [group.baseline for group in groups]
-        credits, again = judge.credit(fresh, baselines, old)
-        judged = [
-            [judge.learnt_from(s, c) for s, c in zip(samples, given, strict=True)]
-            for samples, given in zip(fresh, credits, strict=True)
-        ]
-        replayed = [judge.learnt_from(s, c) for s, c in zip(old, again, strict=True)]
-        flat = [one for one in (*(x for group in judged for x in group), *replayed) if one]
-        corrected = iter(judge.corrected(flat))
-        return (
-            [[None if one is None else next(corrected) for one in group] for group in judged],
-            list(corrected),
-            _to_keep(cut, credits, judged),
-        )
-
     def _parts(
-        self,
-        fresh: Sequence[Sequence[TokenSequence | None]],
-        replayed: Sequence[TokenSequence],
+        self, fresh: Sequence[Group], replayed: Sequence[TokenSequence]
     ) -> list[list[TokenSequence]]:
         """The sequences of each part; none where nothing of it is learnt from."""
         count = self.trainer.config.updates_per_batch
         ours, theirs = cut_by_prompt(len(fresh), count), cut_by_prompt(len(replayed), count)
         return [
             [
-                *(one for g in part for one in fresh[g] if one is not None),
-                *(replayed[index] for index in again),
+                *sequences_learnt_from(fresh[part.start : part.stop]),
+                *replayed[again.start : again.stop],
             ]
             for part, again in zip(ours, theirs, strict=True)
         ]
@@ -297,12 +255,6 @@ def _check_parts(num_groups: int, config: TrainingConfig) -> None:
         )
 
 
-def _regroup(scored: Sequence[Sample], cut: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-    """The first of ``scored``, in groups as ``cut`` has them."""
-    following = iter(scored)
-    return [[next(following) for _ in group] for group in cut]
-
-
 def _update(
     trainer: Trainer, sequences: Sequence[TokenSequence], algorithm: Algorithm, compare: bool
 ) -> UpdateMetrics:
@@ -327,25 +279,6 @@ def _packed(
     """
     lengths = [sequence.length for sequence in sequences]
     return within_memory(trainer, lengths, lambda tokens: compute(pack(sequences, tokens)))
-
-
-def _to_keep(
-    cut: Sequence[Sequence[Sample]],
-    credits: Sequence[Sequence[Credit | None]],
-    judged: Sequence[Sequence[TokenSequence | None]],
-) -> list[Sample]:
-    """What is learnt from, as it was sampled, with the advantage that it was given."""
-    return [
-        replace(sample, advantage=_mean_advantage(credit))
-        for samples, given, learnt in zip(cut, credits, judged, strict=True)
-        for sample, credit, sequence in zip(samples, given, learnt, strict=True)
-        if credit is not None and sequence is not None
-    ]
-
-
-def _mean_advantage(credit: Credit) -> float:
-    given = credit.advantages
-    return fmean(given) if isinstance(given, tuple) else given
 
 
 def _staleness(parts: Sequence[Sequence[TokenSequence]], version: int) -> float:
