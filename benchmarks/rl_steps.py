@@ -230,8 +230,7 @@ class Loop:
     def _generate(self, case: StepCase) -> list[Group]:
         self._visit += 1
         requests = requests_of(case, self._policy.config.vocab_size, self._visit)
-        drawn = generate_shared(self._world, self._engine, requests)
-        completions, self._stats = drawn.completions, drawn.stats
+        completions, _, self._stats = generate_shared(self._world, self._engine, requests)
         assert all(
             len(sample.token_ids) == case.new_tokens
             for samples in completions

@@ -36,8 +36,9 @@ from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.observe.console import Console
-from isobit.records.batch import Sample, responses
+from isobit.records.batch import responses
 from isobit.records.sequence import TokenSequence
+from isobit.records.text import Group
 from isobit.run.loop import collect, open_run
 from isobit.store.state import state_digest
 from isobit.training.comparison import ComparedTokens, Comparison
@@ -69,13 +70,14 @@ class Witness(ReplayBuffer):
         self._weights: dict[int, FrozenPolicy] = {}
         self.steps: list[Drawn] = []
 
-    def draw(self, fresh: int, version: int) -> list[Sample]:
+    def draw(self, fresh: int, version: int) -> list[Group]:
         """What the buffer draws, with an entry in ``steps``; before the step's first update."""
         drawn = super().draw(fresh, version)
         oldest = version - self.config.max_staleness
         kept = {known: weights for known, weights in self._weights.items() if known >= oldest}
         self._weights = {**kept, version: FrozenPolicy.of(self._policy)}
-        self.steps.append(self._checked([sample.sequence for sample in drawn], version))
+        sequences = [group.completions[0].sequence for group in drawn]
+        self.steps.append(self._checked(sequences, version))
         return drawn
 
     def _checked(self, sequences: Sequence[TokenSequence], version: int) -> Drawn:
@@ -100,7 +102,7 @@ class Witness(ReplayBuffer):
     def _log_probs(self, version: int, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """Log-probabilities float32 [N] by the weights of a version."""
         scores = score_sequences(Scorer(self._weights[version]), sequences, self._tokens)
-        return responses(sequences, [score.log_probs for score in scores])
+        return torch.cat([score.log_probs for score in scores])
 
 
 def measure(config: RunConfig, say: Callable[[Row], None]) -> Row:

@@ -6,8 +6,8 @@ Requests come and go while others run; ``step`` is the only thing that takes lon
     step   -> events       some tokens are drawn; the samples that ended, and increments of those
                            that are followed
     abort  -> events       samples end where they stand
-    withdraw -> states     half-done samples leave, to go on elsewhere
-    admit  -> handles      half-done samples of another engine go on here
+    withdraw               half-done samples leave, to go on elsewhere
+    admit                  half-done samples of another engine go on here
     take_weights           what is drawn from now on is drawn from the weights published last
     release                the device has its memory back until the next step
 
@@ -18,21 +18,19 @@ metrics and tests.
 
 What an engine is asked for, and the refusal of what no engine could do with it.
 
-A half-done sample as it moves between engines: what was drawn of it, and no K or V.
-
-The engine that takes it computes K and V again, as after a preemption, and draws on at the next
-position: the sample's noise is keyed by its name and its place, so the tokens are those that the
-first engine would have drawn.
+A half-done sample moves between engines as a completion that was aborted, without its K and V.  The
+engine that takes it computes them again, as after a preemption, and draws on at the next position:
+the sample's noise is keyed by its name and its place, so the tokens are those that the first engine
+would have drawn.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol
 
 from isobit.models.function import LogProbFunction
-from isobit.records.sequence import TokenSequence
-from isobit.records.text import Completion, FinishReason, Prompt, SamplingParams
+from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.util.errors import RequestError
 
 
@@ -140,25 +138,23 @@ def check_requests(requests: Sequence[Request], live: Collection[Handle] = ()) -
         _check_sampling(request)
 
 
-def distinct_requests(
-    samples: Iterable[tuple[Request, int]], live: Collection[Handle]
-) -> list[Request]:
-    """The requests of samples that come one by one, each once.
+def requests_of(
+    samples: Collection[Handle], requests: Iterable[Request], live: Collection[Handle]
+) -> dict[tuple[str, int], Request]:
+    """Those of the requests that the samples belong to, by prompt and visit.
 
     Raises:
-        RequestError: where a sample comes twice, or is among the ``live`` ones.
+        RequestError: where a sample is among the ``live`` ones.
     """
-    seen, requests = set(live), dict[tuple[str, int], Request]()
-    for request, sample in samples:
-        handle = Handle(request.prompt.id, request.visit, sample)
-        if handle in seen:
+    for handle in samples:
+        if handle in live:
             raise RequestError(
-                f"sample {sample} of prompt {request.prompt.id!r}, visit {request.visit}, is here "
-                "already: taken on twice it would be drawn twice; withdraw it first"
+                f"sample {handle.sample} of prompt {handle.prompt_id!r}, visit {handle.visit}, is "
+                "here already: taken on twice it would be drawn twice; withdraw it first"
             )
-        seen.add(handle)
-        requests[request.prompt.id, request.visit] = request
-    return list(requests.values())
+    by_name = {(one.prompt.id, one.visit): one for one in requests}
+    names = dict.fromkeys((one.prompt_id, one.visit) for one in samples)
+    return {name: by_name[name] for name in names}
 
 
 def _check_sampling(request: Request) -> None:
@@ -180,54 +176,6 @@ def _check_sampling(request: Request) -> None:
     for message, is_wrong in wrong.items():
         if is_wrong:
             raise RequestError(f"prompt {request.prompt.id!r}: {message}")
-
-
-@dataclass(frozen=True, slots=True)
-class SampleState:
-    """Sample number ``sample`` of a request, with an entry of each column for each token drawn."""
-
-    request: Request
-    sample: int
-    token_ids: Sequence[int] = ()
-    log_probs: Sequence[float] = ()
-    """FP32 values."""
-    weights_versions: Sequence[int] = ()
-    truncated_log_probs: Sequence[float] = ()
-    """Empty where no filter is on."""
-    routings: Sequence[int] = ()
-    """Empty for a model without experts."""
-
-    @classmethod
-    def of(cls, request: Request, sample: int, completion: Completion) -> Self:
-        """The state whose ``completion`` this is."""
-        return cls(
-            request,
-            sample,
-            completion.token_ids,
-            completion.log_probs,
-            completion.weights_versions,
-            completion.truncated_log_probs or (),
-            completion.routings or (),
-        )
-
-    @property
-    def handle(self) -> Handle:
-        """The sample's name."""
-        return Handle(self.request.prompt.id, self.request.visit, self.sample)
-
-    def completion(self, text: str, finish_reason: FinishReason) -> Completion:
-        """The record of the sample, which has ended here."""
-        sampling = self.request.sampling
-        sequence = TokenSequence.of_answer(
-            self.request.prompt.token_ids,
-            self.token_ids,
-            self.log_probs,
-            self.weights_versions,
-            sampling.log_prob_temperature,
-            truncated_log_probs=self.truncated_log_probs if sampling.truncates else None,
-            routings=self.routings or None,
-        )
-        return Completion(sequence, text, finish_reason)
 
 
 Follow = Literal["end", "tokens", "text"]
@@ -318,18 +266,18 @@ class RolloutEngine(Protocol):
         """Tokens that a live sample has drawn."""
         ...
 
-    def withdraw(self, handles: Iterable[Handle]) -> list[SampleState]:
-        """Let live samples go without an end, in their order of arrival; nothing more is told of
-        them, and what they held is free.
+    def withdraw(self, handles: Iterable[Handle]) -> dict[Handle, Completion]:
+        """Let live samples go half done, in their order of arrival: as ``abort`` would end them,
+        without text.  Nothing more is told of them, and what they held is free.
 
         Handles of samples that have ended are passed over.
         """
         ...
 
-    def admit(self, states: Sequence[SampleState]) -> list[Handle]:
-        """Take on half-done samples of another engine with the same weights and the same seed; a
-        handle for each, in their order.  They are followed to their end alone, and draw what they
-        would have drawn there.
+    def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
+        """Take on half-done samples that an engine with the same weights and the same seed has let
+        go; ``requests`` are theirs, and may be others too.  They are followed to their end alone,
+        and draw what they would have drawn there.
 
         Raises:
             RequestError: where one is live already, and for what can never be served here; then

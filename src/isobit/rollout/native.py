@@ -25,7 +25,7 @@ What an engine makes, gives back and makes again: a runner with its cache, and t
 has which part of it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,15 +41,15 @@ from isobit.memory.cache_size import (
 )
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy_share import SampledPolicy
+from isobit.records.text import Completion
 from isobit.rollout.engine import (
     EngineStats,
     Follow,
     Handle,
     Request,
     SampleEvent,
-    SampleState,
     check_requests,
-    distinct_requests,
+    requests_of,
 )
 from isobit.rollout.executor import DirectExecutor, PipelinedExecutor
 from isobit.rollout.graph_runner import GraphRunner
@@ -351,47 +351,46 @@ class NativeEngine:
         """Tokens that a live sample has drawn."""
         return len(self._live[handle].log_probs)
 
-    def withdraw(self, handles: Iterable[Handle]) -> list[SampleState]:
+    def withdraw(self, handles: Iterable[Handle]) -> dict[Handle, Completion]:
         """Let samples go as they are; a token that is in flight is dropped, and drawn again where
         they go on.
         """
         asked = set(handles)
         leaving = [sample for handle, sample in self._live.items() if handle in asked]
-        states = [sample.state() for sample in leaving]
-        left = {sample.handle for sample in leaving}
+        half_done = dict[Handle, Completion]()
         with self._all_or_nothing():
             for sample in leaving:
                 sample.finish_reason = "aborted"  # here: what is in flight does not count
+                half_done[sample.handle] = sample.completion(tokenizer=None)
                 del self._live[sample.handle]
                 self._streams.pop(sample.handle, None)
-            self._events = [event for event in self._events if event.handle not in left]
+            self._events = [event for event in self._events if event.handle not in half_done]
             if self._works is not None and leaving:
                 self._works.remove(leaving)
-        return states
+        return half_done
 
-    def admit(self, states: Sequence[SampleState]) -> list[Handle]:
+    def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
         """Take on half-done samples of another engine.  They share the pages of their prompt with
         those who wait for it.
 
         Raises RequestError as the protocol says; then none of them is taken on.
         """
-        samples = [(state.request, state.sample) for state in states]
-        check_limits(distinct_requests(samples, self._live), self._limits)
+        asked = requests_of(half_done, requests, self._live)
+        check_limits(list(asked.values()), self._limits)
         if not self._live:
             self._begin_period()
         prompts = self._prompts_in_line()
         made: list[Sample] = []
-        for state in states:
-            request, max_pages = state.request, self._limits.max_pages
-            name = request.prompt.id, request.visit
-            prompt = prompts.setdefault(name, SharedPrompt(request, max_pages))
-            sample = self._make_sample(prompt, state.sample)
-            sample.take_up(state)
+        for handle, completion in half_done.items():
+            name = handle.prompt_id, handle.visit
+            own = SharedPrompt(asked[name], self._limits.max_pages)
+            prompt = prompts.setdefault(name, own)
+            sample = self._make_sample(prompt, handle.sample)
+            sample.take_up(completion)
             made.append(sample)
         self._live.update((sample.handle, sample) for sample in made)
         if self._works is not None:
             self._works.add(made)
-        return [sample.handle for sample in made]
 
     def take_weights(self) -> None:
         """Look now for a publication, which the next step would notice by itself."""

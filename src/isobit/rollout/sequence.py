@@ -44,8 +44,9 @@ from torch import Tensor
 
 from isobit.kernels.noise import sample_key
 from isobit.memory.cache_size import pages_for
+from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
-from isobit.rollout.engine import Handle, Request, SampleEvent, SampleState
+from isobit.rollout.engine import Handle, Request, SampleEvent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -368,39 +369,35 @@ class Sample(CachedTokens):
         elif len(self.tokens) >= self.max_length:
             self.finish_reason = "length"
 
-    def take_up(self, state: SampleState) -> None:
+    def take_up(self, half_done: Completion) -> None:
         """Go on from what another engine has drawn; stop strings are looked for behind it."""
-        self.tokens.extend(state.token_ids)
-        self.log_probs.extend(state.log_probs)
-        self.weights_versions.extend(state.weights_versions)
-        self.truncated_log_probs.extend(state.truncated_log_probs)
-        self.routings.extend(state.routings)
+        self.tokens.extend(half_done.token_ids)
+        self.log_probs.extend(half_done.log_probs)
+        self.weights_versions.extend(half_done.weights_versions)
+        self.truncated_log_probs.extend(half_done.truncated_log_probs or ())
+        self.routings.extend(half_done.routings or ())
         if self._stop_watch is not None:
-            for token_id in state.token_ids:
+            for token_id in half_done.token_ids:
                 self._stop_watch.feed(token_id)
 
-    def state(self) -> SampleState:
-        """What the host knows of it."""
-        truncates = self.prompt.request.sampling.truncates  # else some may have been kept of others
-        return SampleState(
-            self.prompt.request,
-            self.handle.sample,
-            tuple(self.tokens[len(self.prompt.tokens) :]),
-            tuple(self.log_probs),
-            tuple(self.weights_versions),
-            tuple(self.truncated_log_probs) if truncates else (),
-            tuple(self.routings),
-        )
-
     def completion(self, tokenizer: "PreTrainedTokenizerBase | None") -> Completion:
-        """The record of the ended sample; its text is empty without a tokenizer."""
+        """The record of the ended or aborted sample; its text is empty without a tokenizer."""
         assert self.finish_reason is not None, "the sample has not ended"
-        token_ids = self.tokens[len(self.prompt.tokens) :]
+        sampling, token_ids = self.prompt.request.sampling, self.tokens[len(self.prompt.tokens) :]
+        sequence = TokenSequence.of_answer(
+            self.prompt.tokens,
+            token_ids,
+            self.log_probs,
+            self.weights_versions,
+            sampling.log_prob_temperature,
+            # without a filter some may have been kept of other samples
+            truncated_log_probs=self.truncated_log_probs if sampling.truncates else None,
+            routings=self.routings or None,
+        )
         stopped = token_ids and token_ids[-1] in self._stop_token_ids
         spoken = token_ids[:-1] if stopped else token_ids
-        stops = self.prompt.request.sampling.stop_strings
-        text = cut(decode(tokenizer, spoken), stops) if tokenizer else ""
-        return self.state().completion(text, self.finish_reason)
+        text = cut(decode(tokenizer, spoken), sampling.stop_strings) if tokenizer else ""
+        return Completion(sequence, text, self.finish_reason)
 
 
 class SampleStream:

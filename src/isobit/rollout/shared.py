@@ -4,8 +4,8 @@ get all completions.
     hand out     a rank takes the next request whenever its engine has room; the requests go in
                  their order, as whole groups, which share the pages of their prompt
     move         once all are handed out, a rank with less than half of another's samples asks for
-                 some of them; half-done samples go there, as ``SampleState``, where the steps that
-                 they may still have are worth computing their K and V again
+                 some of them; half-done samples go there, where the steps that they may still have
+                 are worth computing their K and V again
     come home    a sample that ended elsewhere goes to the rank that took its request, which has
                  the whole group then (to grade it, say)
     gather       when all have ended, every rank gets the completions of all
@@ -46,7 +46,6 @@ from isobit.rollout.engine import (
     Request,
     RolloutEngine,
     SampleEvent,
-    SampleState,
     check_is_free,
     generate,
 )
@@ -178,26 +177,16 @@ _ASKED_AT_ONCE = 8
 """Ranks whose load one looks at before asking one of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """Completions by request and sample, who has taken each request, and what it took."""
-
-    completions: list[list[Completion]]
-    homes: list[int]
-    """The rank that ``complete`` was called on, by request."""
-    stats: EngineStats
-    """Of all ranks: counts added, the longest time."""
-
-
 def generate_shared(
     world: World,
     engine: RolloutEngine,
     requests: Sequence[Request],
     progress: Callable[[Progress], None] | None = None,
     complete: Callable[[int, list[Completion]], None] | None = None,
-) -> Generated:
-    """The completions of each request, drawn by all ranks; collective, with the same requests on
-    every rank.  The engines must have nothing else to do.
+) -> tuple[list[list[Completion]], list[int], EngineStats]:
+    """The completions of each request, drawn by all ranks; for each request the rank that has taken
+    it, on which ``complete`` was called; and what all ranks did, counts added and the longest time.
+    Collective, with the same requests on every rank.  The engines must have nothing else to do.
 
     ``progress`` is called on every rank, with the counts of all, after each of its steps and while
     it waits.  ``complete`` is called on one rank for each request, with its place and its
@@ -208,7 +197,7 @@ def generate_shared(
     """
     if world.size == 1:
         made = generate(engine, requests, progress, complete)
-        return Generated(made, [world.rank] * len(requests), engine.stats)
+        return made, [world.rank] * len(requests), engine.stats
     queue = WorkQueue(world)
     share = _Share(world, queue, engine, requests, progress, complete)
     try:
@@ -226,7 +215,7 @@ def generate_shared(
     stats = [EngineStats(**value["stats"]) for value in found]
     total = replace(sum(stats, EngineStats()), seconds=max(one.seconds for one in stats))
     places = range(len(requests))
-    return Generated([made[place] for place in places], [homes[place] for place in places], total)
+    return [made[place] for place in places], [homes[place] for place in places], total
 
 
 class _Share:
@@ -350,7 +339,8 @@ class _Share:
     def _look(self) -> None:
         """Tell the others what was done here, and see what they have done."""
         for home, ended in self._ended.items():
-            self._queue.send_home(home, _samples_note(ended))
+            names = [(place, sample) for place, sample, _ in ended]
+            self._queue.send_home(home, _note_of(names, [one for *_, one in ended]))
         self._ended.clear()
         done = Counts(
             self._finished,
@@ -363,8 +353,8 @@ class _Share:
         if self._is_stopped:
             return
         for note in self._queue.come_home():  # all that has been counted
-            for ended in _samples_of(note):
-                self._keep(*ended)
+            for (place, sample), completion in _named_in(note):
+                self._keep(place, sample, completion)
         self._share_load()
         size = self._world.size
         between = (
@@ -393,11 +383,9 @@ class _Share:
         leaving = mine[len(mine) - _excess(len(mine), live) :]
         if not self._is_worth_moving(leaving):
             leaving = []
-        states = self._engine.withdraw(leaving)
-        moved = [
-            (self._live.pop(state.handle), self._place(state.handle), state) for state in states
-        ]
-        self._queue.answer(rank, _states_note(moved))
+        half_done = self._engine.withdraw(leaving)
+        names = [(self._live.pop(one), self._place(one), one.sample) for one in half_done]
+        self._queue.answer(rank, _note_of(names, list(half_done.values())))
 
     def _is_worth_moving(self, leaving: Sequence[Handle]) -> bool:
         again, steps = 0, 0
@@ -408,9 +396,13 @@ class _Share:
         return again <= steps * _RECOMPUTED_A_STEP
 
     def _take_in(self, note: bytes) -> None:
-        moved = _states_of(note, self._requests)
-        handles = self._engine.admit([state for _, state in moved])
-        self._take_on(handles, [home for home, _ in moved])
+        homes, half_done = list[int](), dict[Handle, Completion]()
+        for (home, place, sample), completion in _named_in(note):
+            request = self._requests[place]
+            homes.append(home)
+            half_done[Handle(request.prompt.id, request.visit, sample)] = completion
+        self._engine.admit(self._requests, half_done)
+        self._take_on(list(half_done), homes)
 
     def _ask(self) -> None:
         """Ask the most loaded of a few ranks, others each time, if it has more than twice as
@@ -435,33 +427,17 @@ def _excess(load: int, live: int) -> int:
     return (load - live) // 2 if load > 2 * live else 0
 
 
-def _samples_note(samples: Sequence[tuple[int, int, Completion]]) -> bytes:
-    """Ended samples: place, number and completion of each."""
-    names = [(place, sample) for place, sample, _ in samples]
-    return encode({"samples": names, **completions_value([one for *_, one in samples])})
+def _note_of(names: Sequence[tuple[int, ...]], completions: Sequence[Completion]) -> bytes:
+    """Samples that ended, by place and number; or half-done ones, by the rank that has taken their
+    request, place and number.
+    """
+    return encode({"samples": names, **completions_value(completions)})
 
 
-def _samples_of(note: bytes) -> list[tuple[int, int, Completion]]:
+def _named_in(note: bytes) -> list[tuple[Sequence[int], Completion]]:
+    """The samples of ``_note_of``."""
     value = decode(note)
-    pairs = zip(value["samples"], completions_of(value), strict=True)
-    return [(place, sample, completion) for (place, sample), completion in pairs]
-
-
-def _states_note(moved: Sequence[tuple[int, int, SampleState]]) -> bytes:
-    """Half-done samples, as if they had ended: the rank and the place that each belongs to."""
-    names = [(home, place, state.sample) for home, place, state in moved]
-    value = completions_value([state.completion("", "aborted") for *_, state in moved])
-    return encode({"samples": names, **value})
-
-
-def _states_of(note: bytes, requests: Sequence[Request]) -> list[tuple[int, SampleState]]:
-    value = decode(note)
-    return [
-        (home, SampleState.of(requests[place], sample, completion))
-        for (home, place, sample), completion in zip(
-            value["samples"], completions_of(value), strict=True
-        )
-    ]
+    return list(zip(value["samples"], completions_of(value), strict=True))
 
 
 def _groups_of(

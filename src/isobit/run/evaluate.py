@@ -60,7 +60,7 @@ class Evaluator:
     def _run_set(
         self, requests: Sequence[Request], progress: OnProgress | None, grading: Grading
     ) -> tuple[EvalResult, list[Group]]:
-        completions = generate_shared(self.world, self.engine, requests, progress).completions
+        completions, *_ = generate_shared(self.world, self.engine, requests, progress)
         groups = [
             Group(request.prompt, request.visit, made)
             for request, made in zip(requests, completions, strict=True)

@@ -51,7 +51,7 @@ from isobit.run.run import begin_run, open_graders, start_run
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl
 from isobit.store.reward_record import SentRecord
 from isobit.store.state import state_digest
-from isobit.training.step import JudgedBatch, StepMetrics
+from isobit.training.step import StepMetrics
 
 
 def train(
@@ -153,16 +153,16 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
                 progress(moment)
 
         watched = run.interruption.watched(watch)
-        made = generate_shared(run.world, run.engine, asked, watched, complete)
+        made, homes, stats = generate_shared(run.world, run.engine, asked, watched, complete)
     groups = [
         begun.get(place) or Group(asked[place].prompt, asked[place].visit, completions)
-        for place, completions in enumerate(made.completions)
+        for place, completions in enumerate(made)
     ]
     with run.clock("grading"), run.console.busy("grading"):
-        grades = run.grading(groups, made.homes)
+        grades = run.grading(groups, homes)
     for group, alone in zip(groups[:count], groups[count:], strict=False):
         group.baseline = alone.rewards[0]
-    return GradedBatch(groups[:count], grades, made.stats)
+    return GradedBatch(groups[:count], grades, stats)
 
 
 def _greedy(request: Request) -> Request:
@@ -179,18 +179,18 @@ def next_batch(run: RlRun) -> GradedBatch:
     return run.pending.front()
 
 
-def judge(run: RlRun, batch: GradedBatch) -> JudgedBatch:
-    """Sequences with old log-probabilities, the reference's, values, advantages and the weights of
-    corrections; replayed ones join them.
+def judge(run: RlRun, batch: GradedBatch) -> list[Group]:
+    """The batch's groups, and behind them replayed ones, with old log-probabilities, the
+    reference's, values, advantages and the weights of corrections in their sequences.
     """
     return run.learner.judge_groups(batch.groups)
 
 
-def learn(run: RlRun, batch: GradedBatch, judged: JudgedBatch, step: int) -> StepMetrics:
+def learn(run: RlRun, batch: GradedBatch, judged: Sequence[Group], step: int) -> StepMetrics:
     """Pack, forward, loss, backward, AdamW and publish, for each update of the step.  -> What was
     done with the batch.
     """
-    trained = run.learner.update(judged, step)
+    trained = run.learner.update(batch.groups, judged, step)
     run.pending.drop_front()
     if run.reference is not None:
         run.reference.refresh_if_due(step)

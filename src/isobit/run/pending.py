@@ -34,7 +34,7 @@ from isobit.records.text import Group, Prompt
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.training.comparison import ComparedTokens, Comparison
-from isobit.training.judge import scores_by_policy
+from isobit.training.judge import scores_by_policy, with_old_columns
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError
 
@@ -211,7 +211,7 @@ def compared(batch: GradedBatch, trainer: Trainer) -> GradedBatch:
     chosen = [drawn[place * len(drawn) // count] for place in range(count)]
     tokens = ComparedTokens.none()
     for sequence, scores in zip(chosen, scores_by_policy(trainer, chosen), strict=True):
-        tokens.add_sequence(sequence, scores.log_probs, scores.routings)
+        tokens.add_sequence(with_old_columns(sequence, scores))
     return replace(batch, comparison=tokens.comparison(), mismatch=tokens.mismatch())
 
 

@@ -25,7 +25,7 @@ import torch
 from isobit.algorithms.corrections import LARGEST_LOG_RATIO, effective_sample_size
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.metrics import Metrics
-from isobit.records.sequence import Digests, Numbers, TokenSequence
+from isobit.records.sequence import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +147,16 @@ class ComparedTokens:
         """Two int64 [N] of digests."""
         self._routings += Comparison.of_routings(recorded, trained)
 
-    def add_sequence(
-        self,
-        sequence: TokenSequence,
-        log_probs: Numbers,
-        routings: Digests | None,
-    ) -> None:
-        """What was recorded of a sequence, beside the columns of a forward."""
+    def add_sequence(self, sequence: TokenSequence) -> None:
+        """What was recorded of a sequence, beside its old log-probabilities and routings."""
 
         def response(column: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(sequence.of_response(column))
 
-        self.add(response(sequence.log_probs), response(log_probs))
-        if sequence.routings is not None and routings is not None:
-            self.add_routings(response(sequence.routings), response(routings))
+        assert sequence.old_log_probs is not None, "nothing to compare the recorded ones with"
+        self.add(response(sequence.log_probs), response(sequence.old_log_probs))
+        if sequence.routings is not None and sequence.old_routings is not None:
+            self.add_routings(response(sequence.routings), response(sequence.old_routings))
 
     def comparison(self) -> Comparison:
         """Bit for bit."""

@@ -231,13 +231,8 @@ class Judge:
         return self._with_reference(self.reference, found)
 
     def _with_policy_scores(self, sequence: TokenSequence, scores: TokenScores) -> TokenSequence:
-        if not self.recomputes:
-            return sequence.with_columns(values=_array(scores.values))
-        return sequence.with_columns(
-            old_log_probs=_array(scores.log_probs),
-            old_routings=_array(scores.routings),
-            values=_array(scores.values),
-        )
+        found = with_old_columns(sequence, scores) if self.recomputes else sequence
+        return found.with_columns(values=_array(scores.values))
 
     def _with_reference(
         self, reference: FrozenPolicy, sequences: Sequence[TokenSequence]
@@ -269,6 +264,13 @@ class Judge:
         reference = responses([sequence], [sequence.reference_log_probs])
         kl = token_kl(self.config.kl_estimator, log_probs, reference)
         return sequence.with_columns(kl_penalties=(self.config.kl_coefficient * kl).numpy())
+
+
+def with_old_columns(sequence: TokenSequence, scores: TokenScores) -> TokenSequence:
+    """The sequence with its scores as old log-probabilities and routings."""
+    return sequence.with_columns(
+        old_log_probs=_array(scores.log_probs), old_routings=_array(scores.routings)
+    )
 
 
 def sequences_learnt_from(judged: Sequence[Group]) -> list[TokenSequence]:

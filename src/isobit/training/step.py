@@ -197,8 +197,7 @@ class Learner:
         compared = ComparedTokens.none()
         if self.judge.recomputes:
             for one in (sequence for part in parts for sequence in part if sequence.fresh):
-                assert one.old_log_probs is not None
-                compared.add_sequence(one, one.old_log_probs, one.old_routings)
+                compared.add_sequence(one)
         return compared
 
     def _update(
