@@ -1,10 +1,11 @@
-"""Sequences of several turns from Python's own numbers."""
+"""Sequences of several turns, and groups as they are judged, from Python's own numbers."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Group, Prompt
 
 
 def turns_of(
@@ -27,3 +28,17 @@ def turns_of(
         temperature=temperature,
         truncated_log_probs=None if cut is None else np.array(cut, np.float32),
     )
+
+
+def answer_of(length: int, **columns: Sequence[float] | None) -> Completion:
+    """So many response tokens with these columns."""
+    return Completion(TokenSequence.of_answer([5], [7] * length, **columns), "", "stop")
+
+
+def group_of(
+    completions: Sequence[Completion],
+    rewards: Sequence[float | None],
+    baseline: float | None = None,
+) -> Group:
+    """Of a prompt without a name."""
+    return Group(Prompt("", "", (5,)), 0, list(completions), list(rewards), baseline=baseline)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.algorithms.advantages import STD_EPSILON, advantages_and_returns
-from isobit.algorithms.objective import Credit, Judged, JudgedGroup
+from isobit.algorithms.objective import Columns
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import (
     CispoConfig,
@@ -26,6 +26,8 @@ from isobit.config.algorithm import (
     ReMaxConfig,
     RlooConfig,
 )
+from isobit.records.text import Group
+from tests.sequences import answer_of, group_of
 
 RELATIVE = [
     GrpoConfig(),
@@ -43,29 +45,38 @@ REWARDS = st.one_of(st.none(), st.sampled_from([0.0, 1.0, 0.1, -0.7, 3.0]))
 STEPS = st.lists(st.lists(REWARDS, min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def step_of(rewards: Sequence[Sequence[float | None]], shift: float = 0.0) -> list[JudgedGroup]:
+def step_of(rewards: Sequence[Sequence[float | None]], shift: float = 0.0) -> list[Group]:
     """Groups with these rewards, each completion of another length and with values."""
     groups = []
     for number, group in enumerate(rewards):
-        samples = []
-        for index, reward in enumerate(group):
+        completions = []
+        for index in range(len(group)):
             length = 1 + (number + 2 * index) % 4
             values = [0.3 * token - 0.1 * index for token in range(length)]
-            samples.append(Judged(None if reward is None else reward + shift, length, None, values))
-        groups.append(JudgedGroup(samples, 0.25 + shift))
+            completions.append(answer_of(length, values=values))
+        shifted = [None if reward is None else reward + shift for reward in group]
+        groups.append(group_of(completions, shifted, 0.25 + shift))
     return groups
 
 
-def credit(config: Any, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+def chosen(group: Group, indices: Sequence[int]) -> Group:
+    """With these completions, in this order."""
+    completions = [group.completions[index] for index in indices]
+    return replace(
+        group, completions=completions, rewards=[group.rewards[index] for index in indices]
+    )
+
+
+def credit(config: Any, groups: Sequence[Group]) -> list[list[Columns | None]]:
     return build_algorithm(config, 8).credit(groups)
 
 
-def flat(credits: Sequence[Sequence[Credit | None]]) -> list[float | None]:
+def flat(credits: Sequence[Sequence[Columns | None]]) -> list[float | None]:
     """All advantages in order, a token or a completion each."""
     found: list[float | None] = []
     for one in (one for group in credits for one in group):
-        advantages = None if one is None else one.advantages
-        found += advantages if isinstance(advantages, tuple) else [advantages]
+        advantages = None if one is None else one["advantages"]
+        found += advantages if isinstance(advantages, Sequence) else [advantages]
     return found
 
 
@@ -78,15 +89,16 @@ def test_equal_rewards_give_exactly_zero(config: Any, reward: float) -> None:
 
 
 def test_ppo_gives_exactly_zero_where_values_foretell_equal_rewards() -> None:
-    groups = [JudgedGroup([Judged(0.7, length, None, [0.7] * length) for length in (3, 1, 4)])]
+    completions = [answer_of(length, values=[0.75] * length) for length in (3, 1, 4)]
+    groups = [group_of(completions, [0.75] * 3)]
     assert flat(credit(PpoConfig(), groups)) == [0.0] * 8
 
 
 @pytest.mark.parametrize("config", RELATIVE, ids=lambda config: config.name)
 def test_a_level_group_beside_others_stays_exactly_zero(config: Any) -> None:
     (level, other) = credit(config, step_of([[0.1] * 7, [0.0, 1.0, 1.0]]))
-    assert level == [Credit(0.0)] * 7
-    assert all(one is not None and one.advantages != 0 for one in other)
+    assert level == [{"advantages": 0.0}] * 7
+    assert all(one is not None and one["advantages"] != 0 for one in other)
 
 
 @pytest.mark.parametrize("config", RELATIVE + SINGLE, ids=lambda config: config.name)
@@ -98,15 +110,15 @@ def test_completions_without_reward_are_left_out_and_touch_no_other(
     groups = step_of(rewards)
     found = credit(config, groups)
     without = [
-        replace(group, samples=[one for one in group.samples if one.reward is not None])
+        chosen(group, [i for i, reward in enumerate(group.rewards) if reward is not None])
         for group in groups
     ]
     assert [[one for one in group if one is not None] for group in found] == [
         [one for one in group if one is not None] for group in credit(config, without)
     ]
     for group, credits in zip(groups, found, strict=True):
-        for one, given_credit in zip(group.samples, credits, strict=True):
-            assert given_credit is None or one.reward is not None
+        for reward, given_credit in zip(group.rewards, credits, strict=True):
+            assert given_credit is None or reward is not None
 
 
 @pytest.mark.parametrize("config", RELATIVE + SINGLE, ids=lambda config: config.name)
@@ -117,16 +129,13 @@ def test_the_order_of_groups_and_samples_does_not_matter(
 ) -> None:
     groups = step_of(rewards)
     found = credit(config, groups)
-    places = [(g, s) for g, group in enumerate(groups) for s in range(len(group.samples))]
+    places = [(g, s) for g, group in enumerate(groups) for s in range(len(group.rewards))]
     order = {
-        g: seed.sample(range(len(group.samples)), len(group.samples))
+        g: seed.sample(range(len(group.rewards)), len(group.rewards))
         for g, group in enumerate(groups)
     }
     shuffled = seed.sample(range(len(groups)), len(groups))
-    moved = credit(
-        config,
-        [replace(groups[g], samples=[groups[g].samples[s] for s in order[g]]) for g in shuffled],
-    )
+    moved = credit(config, [chosen(groups[g], order[g]) for g in shuffled])
     for g, s in places:
         assert moved[shuffled.index(g)][order[g].index(s)] == found[g][s]
 
@@ -163,22 +172,25 @@ def test_rloo_compares_with_the_mean_of_the_others(rewards: list[float]) -> None
     for index, one in enumerate(found):
         others = rewards[:index] + rewards[index + 1 :]
         assert one is not None
-        assert one.advantages == pytest.approx(rewards[index] - fmean(others), abs=1e-12)
+        assert one["advantages"] == pytest.approx(rewards[index] - fmean(others), abs=1e-12)
 
 
 def test_remax_compares_with_the_greedy_completion_and_needs_one() -> None:
-    graded = JudgedGroup([Judged(1.0, 2), Judged(None, 2), Judged(0.25, 2)], 0.25)
-    failed = JudgedGroup([Judged(1.0, 2)], None)
-    assert credit(ReMaxConfig(), [graded, failed]) == [[Credit(0.75), None, Credit(0.0)], [None]]
+    graded = group_of([answer_of(2)] * 3, [1.0, None, 0.25], 0.25)
+    failed = group_of([answer_of(2)], [1.0], None)
+    assert credit(ReMaxConfig(), [graded, failed]) == [
+        [{"advantages": 0.75}, None, {"advantages": 0.0}],
+        [None],
+    ]
 
 
 def test_reinforce_pp_normalises_the_returns_of_all_tokens() -> None:
     groups = [
-        JudgedGroup([Judged(1.0, 2, (0.1, 0.2))]),
-        JudgedGroup([Judged(-1.0, 1), Judged(2.0, 0), Judged(None, 3)]),
+        group_of([answer_of(2, kl_penalties=(0.125, 0.25))], [1.0]),
+        group_of([answer_of(1), answer_of(0), answer_of(3)], [-1.0, 2.0, None]),
     ]
     found = credit(ReinforcePpConfig(gamma=0.5), groups)
-    returns = [-0.1 + 0.5 * 0.8, 0.8, -1.0]
+    returns = [-0.125 + 0.5 * 0.75, 0.75, -1.0]
     scale = stdev(returns) + STD_EPSILON
     expected = pytest.approx([(one - fmean(returns)) / scale for one in returns])
     assert [one is None for one in found[1]] == [False, True, True], "no tokens, no reward"
@@ -193,10 +205,11 @@ def test_reinforce_pp_baseline_divides_by_one_deviation_of_the_step() -> None:
 
 @pytest.mark.parametrize("config", [*RELATIVE, SINGLE[0]], ids=lambda config: config.name)
 def test_penalties_are_taken_from_the_reward_of_a_completion(config: Any) -> None:
-    rewards, penalties = [1.0, 0.0, 1.0], [(0.1, 0.3), (0.0,), (0.2,)]
-    samples = [Judged(r, len(kl), kl) for r, kl in zip(rewards, penalties, strict=True)]
-    less = [Judged(r - sum(kl), 1) for r, kl in zip(rewards, penalties, strict=True)]
-    found, expected = (flat(credit(config, [JudgedGroup(one, 0.5)])) for one in (samples, less))
+    rewards, penalties = [1.0, 0.0, 1.0], [(0.125, 0.375), (0.0,), (0.25,)]
+    taken = [answer_of(len(kl), kl_penalties=kl) for kl in penalties]
+    less = [reward - sum(kl) for reward, kl in zip(rewards, penalties, strict=True)]
+    groups = group_of(taken, rewards, 0.5), group_of([answer_of(1)] * 3, less, 0.5)
+    found, expected = (flat(credit(config, [group])) for group in groups)
     assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -233,14 +246,14 @@ def test_gae_agrees_with_the_double_sum(
 
 
 def test_ppo_whitens_the_advantages_of_the_step_and_keeps_the_returns() -> None:
-    kl = (0.1, 0.0)
+    kl, values = (0.125, 0.0), [(0.5, 0.25), (0.125, 0.375, -0.25), (0.0,)]
     groups = [
-        JudgedGroup([Judged(1.0, 2, kl, (0.5, 0.2))]),
-        JudgedGroup([Judged(0.0, 3, None, (0.1, 0.4, -0.2)), Judged(None, 1, None, (0.0,))]),
+        group_of([answer_of(2, kl_penalties=kl, values=values[0])], [1.0]),
+        group_of([answer_of(len(v), values=v) for v in values[1:]], [0.0, None]),
     ]
     found = credit(PpoConfig(gamma=0.9, lam=0.7), groups)
-    first = naive_gae([-0.1, 1.0], [0.5, 0.2], 0.9, 0.7)
-    second = naive_gae([0.0, 0.0, 0.0], [0.1, 0.4, -0.2], 0.9, 0.7)
+    first = naive_gae([-0.125, 1.0], [0.5, 0.25], 0.9, 0.7)
+    second = naive_gae([0.0, 0.0, 0.0], [0.125, 0.375, -0.25], 0.9, 0.7)
     plain = first + second
     scale = stdev(plain) + STD_EPSILON
     assert flat(found)[:5] == pytest.approx([(a - fmean(plain)) / scale for a in plain])
@@ -248,5 +261,6 @@ def test_ppo_whitens_the_advantages_of_the_step_and_keeps_the_returns() -> None:
     (one,), (two, _) = found
     assert one is not None
     assert two is not None
-    assert one.returns == pytest.approx([first[0] + 0.5, first[1] + 0.2])
-    assert two.returns == pytest.approx([second[0] + 0.1, second[1] + 0.4, second[2] - 0.2])
+    assert one["returns"] == pytest.approx([first[0] + 0.5, first[1] + 0.25])
+    expected = [second[0] + 0.125, second[1] + 0.375, second[2] - 0.25]
+    assert two["returns"] == pytest.approx(expected)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from isobit.algorithms.family import Grpo
-from isobit.algorithms.objective import Credit, Judged, JudgedGroup, Shares
+from isobit.algorithms.objective import Shares
 from isobit.config.algorithm import GrpoConfig
 from isobit.records.batch import PackedBatch, TokenScores
+from tests.sequences import answer_of, group_of
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 Answer = tuple[list[float], list[float], float]  # log-probabilities, old ones, advantage
@@ -165,8 +166,8 @@ def test_clip_fractions_count_the_tokens_without_gradient() -> None:
 
 def test_normalise_by_std_reaches_the_advantages() -> None:
     plain = Grpo(GrpoConfig(normalise_by_std=False))
-    group = JudgedGroup([Judged(0.0, 3), Judged(1.0, 3)])
-    assert plain.credit([group]) == [[Credit(-0.5), Credit(0.5)]]
+    group = group_of([answer_of(3)] * 2, [0.0, 1.0])
+    assert plain.credit([group]) == [[{"advantages": -0.5}, {"advantages": 0.5}]]
     (found,) = grpo().credit([group])
-    advantages = [credit.advantages for credit in found if credit is not None]
+    advantages = [columns["advantages"] for columns in found if columns is not None]
     assert advantages == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)

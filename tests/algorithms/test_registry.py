@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from isobit.algorithms.family import Grpo
-from isobit.algorithms.objective import Judged, JudgedGroup
 from isobit.algorithms.registry import ALGORITHMS, build_algorithm
 from isobit.config.algorithm import AlgorithmConfig, CustomConfig, DrGrpoConfig, GrpoConfig
 from isobit.config.schema import tag_of
 from isobit.util.errors import ConfigError
 from tests.algorithms.batches import random_batch
+from tests.sequences import answer_of, group_of
 
 KINDS = [kind for kind in get_args(get_args(AlgorithmConfig)[0]) if kind is not CustomConfig]
 
@@ -130,7 +130,7 @@ def test_the_example_of_the_page_learns_as_it_says(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     found = build_algorithm(config_of(tmp_path, text, "Sapo", temperature=2.0))
-    groups = [JudgedGroup([Judged(0.0, 2), Judged(1.0, 2)])]
+    groups = [group_of([answer_of(2)] * 2, [0.0, 1.0])]
     assert found.credit(groups) == Grpo(GrpoConfig()).credit(groups)
 
     scores, batch = random_batch(1, [3, 2], torch.float32)

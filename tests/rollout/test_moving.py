@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.models.config import Experts
 from isobit.models.policy import Policy, random_policy
+from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion
-from isobit.rollout.engine import Handle, Request, SampleState, generate
+from isobit.rollout.engine import Handle, Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import PolicyRunner
 from isobit.util.errors import RequestError
@@ -54,10 +55,11 @@ def play(
             continue
         source, target = choose.sample(engines, 2)
         some = [handle for handle in source._live if choose.random() < 0.2]
-        states = source.withdraw(some)
-        assert [state.handle for state in states] == some
-        assert target.admit(states) == some
-        moves += sum(bool(state.token_ids) for state in states)
+        half_done = source.withdraw(some)
+        assert list(half_done) == some
+        target.admit(wanted, half_done)
+        assert set(some) <= set(target._live)
+        moves += sum(bool(one.length) for one in half_done.values())
     by_name = {(handle.prompt_id, handle.sample): one for handle, one in found.items()}
     groups = [[by_name[one.prompt.id, index] for index in range(one.samples)] for one in wanted]
     return groups, moves
@@ -133,14 +135,15 @@ def test_a_policys_samples_move_with_log_probabilities_versions_and_routings(
 @both_executors
 def test_tokens_are_counted_once_by_whoever_has_drawn_them(pipelined: bool) -> None:
     first, second = (open_engine(pipelined)[0] for _ in range(2))
-    (handles,) = first.submit([request(0, 70, 3, max_new_tokens=12)])
+    wanted = [request(0, 70, 3, max_new_tokens=12)]
+    (handles,) = first.submit(wanted)
     for _ in range(6):
         first.step()
-    states = first.withdraw(handles)
+    half_done = first.withdraw(handles)
     check_empty(first)
     drawn = first.stats.generated_tokens
-    assert sum(len(state.token_ids) for state in states) == drawn > 0
-    second.admit(states)
+    assert sum(one.length for one in half_done.values()) == drawn > 0
+    second.admit(wanted, half_done)
     while second.num_live:
         second.step()
     assert second.stats.generated_tokens == 3 * 12 - drawn
@@ -151,13 +154,12 @@ def test_samples_that_come_share_the_pages_of_those_who_wait() -> None:
     first, second = make_engine()[0], make_engine(max_sequences=2)[0]
     wanted, other = request(0, 130, 6, max_new_tokens=4), request(1, 9, max_new_tokens=4)
     (handles,) = first.submit([wanted])
-    states = first.withdraw(handles)
-    second.admit(states[:3])
+    second.admit([other, wanted], first.withdraw(handles[:3]))
     second.submit([other])
     second.step()
     second.step()
     assert second.num_running == 2
-    second.admit(states[3:])
+    second.admit([other, wanted], first.withdraw(handles[3:]))
     order = [event.handle.prompt_id for _ in range(40) for event in second.step()]
     assert order == ["p/0"] * 6 + ["p/1"], "side by side"
     assert second.stats.prompt_tokens == 130 + 9
@@ -168,12 +170,12 @@ def test_what_came_is_still_there_after_a_release(pipelined: bool) -> None:
     first, second = (open_engine(pipelined, kv_pages=6)[0] for _ in range(2))
     wanted = [request(i, 60, 3, max_new_tokens=30) for i in range(3)]
     handles = first.submit(wanted)
-    second.admit(first.withdraw(handles[0][1:] + handles[1][1:]))
+    second.admit(wanted, first.withdraw(handles[0][1:] + handles[1][1:]))
     found: dict[Handle, Completion] = {}
     for _ in range(4):
         found |= ended(second.step())
     second.release()
-    second.admit(first.withdraw(handles[0][:1] + handles[1][:1]))
+    second.admit(wanted, first.withdraw(handles[0][:1] + handles[1][:1]))
     while first.num_live or second.num_live:
         found |= ended(first.step()) | ended(second.step())
     expected = generate(make_engine()[0], wanted)
@@ -186,19 +188,21 @@ def test_what_has_ended_or_moved_is_passed_over_and_what_is_there_is_refused() -
     (gone,), handles = engine.submit([short, wanted])
     engine.step()
     assert engine.num_live == 2
-    states = engine.withdraw([gone, handles[0]])
-    assert [state.handle for state in states] == handles[:1]
-    assert engine.withdraw(handles[:1]) == engine.abort(handles[:1]) == []
-    with pytest.raises(RequestError, match=r"sample 0 of prompt 'p/1', visit 0, is here already"):
-        other.admit([*states, *states])
-    assert other.num_live == 0
-    other.admit(states)
-    with pytest.raises(RequestError, match="withdraw it first"):
-        other.admit([SampleState(request(2, 5), 0), *states])
+    half_done = engine.withdraw([gone, handles[0]])
+    assert list(half_done) == handles[:1]
+    assert engine.withdraw(handles[:1]) == {} and engine.abort(handles[:1]) == []
+    other.admit([wanted], half_done)
+    second, empty = request(2, 5), request(3, 0)
+    begun = Completion(TokenSequence.of_answer([], []), "", "aborted")
+    with pytest.raises(
+        RequestError,
+        match=r"sample 0 of prompt 'p/1', visit 0, is here already.* withdraw it first",
+    ):
+        other.admit([wanted, second], {Handle("p/2", 0, 0): begun, **half_done})
     with pytest.raises(RequestError, match="requested twice for visit 0"):
         other.submit([wanted])
     with pytest.raises(RequestError, match="has no tokens"):
-        other.admit([SampleState(request(3, 0), 0)])
+        other.admit([empty], {Handle("p/3", 0, 0): begun})
     assert other.num_live == 1
 
 

@@ -1,7 +1,7 @@
 """Ranks that draw samples together give what one engine gives, whoever draws what."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from isobit.config.tables import RolloutConfig
 from isobit.parallel.world import Alone, World
 from isobit.records.kept_groups import completions_of, completions_value
 from isobit.records.text import Completion
-from isobit.rollout.engine import Handle, Progress, Request, SampleState, generate
+from isobit.rollout.engine import Handle, Progress, Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import PolicyRunner
 from isobit.rollout.shared import generate_shared
@@ -51,15 +51,17 @@ class Mover:
         self.given = self.taken = self.half_done = 0
         withdraw, admit = engine.withdraw, engine.admit
 
-        def noted_withdraw(handles: Iterable[Handle]) -> list[SampleState]:
-            states = withdraw(handles)
-            self.given += len(states)
-            self.half_done += sum(bool(state.token_ids) for state in states)
-            return states
+        def noted_withdraw(handles: Iterable[Handle]) -> dict[Handle, Completion]:
+            half_done = withdraw(handles)
+            self.given += len(half_done)
+            self.half_done += sum(bool(one.length) for one in half_done.values())
+            return half_done
 
-        def noted_admit(states: Sequence[SampleState]) -> list[Handle]:
-            self.taken += len(states)
-            return admit(states)
+        def noted_admit(
+            requests: Sequence[Request], half_done: Mapping[Handle, Completion]
+        ) -> None:
+            self.taken += len(half_done)
+            admit(requests, half_done)
 
         engine.withdraw, engine.admit = noted_withdraw, noted_admit  # pyright: ignore
 
@@ -105,20 +107,21 @@ def draw_and_move(world: World, _: Any) -> dict[str, Any]:
         whole[place] = completions
 
     world.barrier("all are here")
-    made = generate_shared(world, engine, wanted(), progress, complete)
-    assert {place: made.completions[place] for place in whole} == whole
+    made, homes, stats = generate_shared(world, engine, wanted(), progress, complete)
+    assert {place: made[place] for place in whole} == whole
+    assert sorted(whole) == [place for place, home in enumerate(homes) if home == world.rank]
     check_empty(engine)
-    again = generate_shared(world, engine, wanted()[:3])
-    assert again.completions == made.completions[:3]
-    nothing = generate_shared(world, engine, [])
-    assert nothing.completions == [] and nothing.stats.forwards == 0
+    again, *_ = generate_shared(world, engine, wanted()[:3])
+    assert again == made[:3]
+    nothing, _, unused = generate_shared(world, engine, [])
+    assert nothing == [] and unused.forwards == 0
     finished = [moment.finished for moment in seen]
     assert finished == sorted(finished) and finished[-1] == seen[-1].total == 30
     return {
         "whole": list(whole),
-        "completions": completions_value(flat(made.completions)),
-        "tokens": made.stats.generated_tokens,
-        "forwards": made.stats.forwards,
+        "completions": completions_value(flat(made)),
+        "tokens": stats.generated_tokens,
+        "forwards": stats.forwards,
         "progress": seen[-1].generated_tokens,
         "moved": [mover.given, mover.half_done, mover.taken],
     }
@@ -149,8 +152,8 @@ def draw_by_a_policy(world: World, _: Any) -> dict[str, Any]:
     engine = NativeEngine(mixture(), RolloutConfig(**SIZES[world.rank]), None, 0, make)
     mover = Mover(engine)
     world.barrier("all are here")
-    made = generate_shared(world, engine, policy_requests(), slow(world, 0, 0.1))
-    return {"completions": completions_value(flat(made.completions)), "moved": mover.half_done}
+    made, *_ = generate_shared(world, engine, policy_requests(), slow(world, 0, 0.1))
+    return {"completions": completions_value(flat(made)), "moved": mover.half_done}
 
 
 def test_a_mixture_keeps_its_routings_wherever_it_is_drawn() -> None:
@@ -192,9 +195,8 @@ def fail_in_many_ways(world: World, _: Any) -> dict[str, str]:
     handles = engine.submit([request(3, 5)])[0] if world.rank == 0 else []
     said["live"] = raised(lambda: generate_shared(world, engine, wanted()))
     engine.abort(handles)
-    assert generate_shared(world, engine, wanted()[:4]).completions == generate(
-        make_engine(tokenizer=BYTES)[0], wanted()[:4]
-    )
+    made, *_ = generate_shared(world, engine, wanted()[:4])
+    assert made == generate(make_engine(tokenizer=BYTES)[0], wanted()[:4])
     return said
 
 
@@ -215,6 +217,8 @@ def test_what_ends_one_rank_ends_all_and_names_the_one() -> None:
 def test_alone_it_is_generate() -> None:
     engine, _ = make_engine(tokenizer=BYTES)
     told: list[int] = []
-    made = generate_shared(Alone(), engine, wanted(), None, lambda place, _: told.append(place))
-    assert made.completions == generate(make_engine(tokenizer=BYTES)[0], wanted())
-    assert made.stats is engine.stats and sorted(told) == list(range(12))
+    made, _, stats = generate_shared(
+        Alone(), engine, wanted(), None, lambda place, _: told.append(place)
+    )
+    assert made == generate(make_engine(tokenizer=BYTES)[0], wanted())
+    assert stats is engine.stats and sorted(told) == list(range(12))

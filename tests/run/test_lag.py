@@ -4,7 +4,7 @@ that a run with batches in waiting repeats and resumes.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ import pytest
 
 from isobit.config.recipes import RunConfig
 from isobit.models.safetensors import TensorFile
+from isobit.records.text import Group
 from isobit.run import loop
 from isobit.run.loop import train
 from isobit.run.pending import COMPARED, GradedBatch, Pending
 from isobit.run.setup import RlRun
 from isobit.store.keeper import CheckpointKeeper
-from isobit.training.step import JudgedBatch, StepMetrics
+from isobit.training.step import StepMetrics
 
 MakeConfig = Callable[..., RunConfig]
 STEPS, UPDATES = 5, 2
@@ -119,8 +120,8 @@ def test_what_is_compared_after_the_weights_moved_differs(
     """The count of 0 is a check: it is another number where sampler and trainer are apart."""
     compare = Pending.compare
 
-    def late(run: RlRun, batch: GradedBatch, judged: JudgedBatch, step: int) -> StepMetrics:
-        trained = run.learner.update(judged, step)
+    def late(run: RlRun, batch: GradedBatch, judged: Sequence[Group], step: int) -> StepMetrics:
+        trained = run.learner.update(batch.groups, judged, step)
         compare(run.pending, run.trainer)
         batch = run.pending.front()
         assert batch.comparison is not None

@@ -9,18 +9,32 @@ import pytest
 import torch
 
 from isobit.config.tables import ReplayConfig
-from isobit.records.batch import Sample
-from isobit.records.sequence import GIVEN, TokenSequence
+from isobit.records.sequence import COLUMNS, GIVEN, TokenSequence
+from isobit.records.text import Completion, Group, Prompt
 from isobit.training.replay_buffer import ReplayBuffer
 from tests.sequences import turns_of
 
 
-def sample(version: int = 1, advantage: float = 1.0, tokens: int = 3, name: int = 7) -> Sample:
-    answer = [name, *range(tokens - 1)]
-    sequence = TokenSequence.of_answer(
-        [5, 6], answer, [-0.1 * (1 + x) for x in range(tokens)], [version] * tokens, 0.7
+def judged(*sequences: TokenSequence, advantage: float = 1.0, reward: float = 0.5) -> list[Group]:
+    """Each as the completion of a group of its own that the length limit cut."""
+    completions = [Completion(sequence, "", "length") for sequence in sequences]
+    return [
+        Group(Prompt("", "", ()), 0, [one], [reward], advantages=[advantage]) for one in completions
+    ]
+
+
+def answer(version: int = 1, tokens: int = 3, name: int = 7) -> TokenSequence:
+    return TokenSequence.of_answer(
+        [5, 6],
+        [name, *range(tokens - 1)],
+        [-0.1 * (1 + x) for x in range(tokens)],
+        [version] * tokens,
+        0.7,
     )
-    return Sample(sequence, 0.5, True, advantage)
+
+
+def named(count: int) -> list[Group]:
+    return judged(*[answer(name=name) for name in range(count)])
 
 
 def buffer(seed: int = 0, **settings: Any) -> ReplayBuffer:
@@ -29,7 +43,7 @@ def buffer(seed: int = 0, **settings: Any) -> ReplayBuffer:
 
 def filled(count: int, **settings: Any) -> ReplayBuffer:
     made = buffer(**settings)
-    made.keep([sample(name=name) for name in range(count)], version=1)
+    made.keep(named(count), version=1)
     return made
 
 
@@ -42,11 +56,11 @@ def draws(made: ReplayBuffer, count: int, fresh: int) -> list[list[int]]:
     return found
 
 
-def names(samples: Sequence[Sample]) -> list[int]:
-    return [int(one.sequence.of_response(one.sequence.token_ids)[0]) for one in samples]
+def names(groups: Sequence[Group]) -> list[int]:
+    return [group.completions[0].token_ids[0] for group in groups]
 
 
-def test_a_sample_comes_back_as_it_was_kept() -> None:
+def test_a_completion_comes_back_as_it_was_sampled() -> None:
     several_turns = turns_of(
         token_ids=(1, 2, 3, 4, 5, 6),
         loss_mask=(False, True, False, False, True, True),
@@ -54,11 +68,27 @@ def test_a_sample_comes_back_as_it_was_kept() -> None:
         weights_versions=(GIVEN, 3, GIVEN, GIVEN, 4, 4),
         temperature=0.5,
     )
-    for kept in (sample(), Sample(several_turns, 1.0, False, -0.25)):
+    for sequence in (answer(), several_turns):
         made = buffer()
-        made.keep([kept], version=4)
-        sequence = replace(kept.sequence, fresh=False)
-        assert made.draw(1, version=4) == [replace(kept, sequence=sequence)]
+        columns = {column.name: 1 for column in COLUMNS if not column.replayed}
+        made.keep(judged(sequence.with_columns(**columns), advantage=-0.25), version=4)
+        expected = judged(replace(sequence, fresh=False), advantage=-0.25)
+        assert made.draw(1, version=4) == expected
+
+
+def test_what_is_not_learnt_from_is_not_kept() -> None:
+    made = buffer()
+    first, second, third = (answer(name=name) for name in range(3))
+    completions = [Completion(one, "", "stop") for one in (first, second, third)]
+    rewards, advantages = [0.5, None, 1.0], [-0.25, None, 0.25]
+    prompt = Prompt("", "", ())
+    made.keep([Group(prompt, 0, completions, rewards, advantages=advantages)], version=1)
+    assert [(g.rewards, g.advantages) for g in made.draw(3, version=1)] == [
+        ([0.5], [-0.25]),
+        ([1.0], [0.25]),
+    ]
+    assert names(made.draw(3, version=1)) == [0, 2]
+    assert {g.completions[0].finish_reason for g in made.draw(3, version=1)} == {"stop"}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +128,7 @@ def test_a_uniform_draw_prefers_nobody() -> None:
 def test_by_advantage_large_ones_come_more_often_and_zeros_never() -> None:
     made = buffer(sampling="advantage")
     advantages = enumerate((0.0, 1.0, -3.0))
-    made.keep([sample(advantage=a, name=name) for name, a in advantages], version=1)
+    made.keep([judged(answer(name=n), advantage=a)[0] for n, a in advantages], version=1)
     counts = Counter(name for draw in draws(made, 400, fresh=1) for name in draw)
     assert counts[0] == 0
     assert 2.0 < counts[2] / counts[1] < 4.5
@@ -106,7 +136,7 @@ def test_by_advantage_large_ones_come_more_often_and_zeros_never() -> None:
 
 def test_the_stale_are_dropped() -> None:
     made = buffer(max_staleness=2)
-    made.keep([sample(version, name=version) for version in (1, 2, 3)], version=3)
+    made.keep(judged(*[answer(version, name=version) for version in (1, 2, 3)]), version=3)
     assert names(made.draw(9, version=3)) == [1, 2, 3]
     assert names(made.draw(9, version=5)) == [3]
     made.keep([], version=5)
@@ -115,7 +145,7 @@ def test_the_stale_are_dropped() -> None:
 
 def test_the_oldest_go_where_the_bytes_are_too_many() -> None:
     small = buffer(max_mib=2000 / (1 << 20))
-    small.keep([sample(name=name, tokens=50) for name in range(20)], version=1)
+    small.keep(judged(*[answer(name=name, tokens=50) for name in range(20)]), version=1)
     assert small.num_bytes <= 2000
     drawn = names(small.draw(20, version=1))
     assert drawn == list(range(20 - len(drawn), 20))
@@ -123,8 +153,8 @@ def test_the_oldest_go_where_the_bytes_are_too_many() -> None:
 
 def test_thirteen_bytes_a_token_beside_the_ids() -> None:
     short, long = buffer(), buffer()
-    short.keep([sample(tokens=10)], version=1)
-    long.keep([sample(tokens=1010)], version=1)
+    short.keep(judged(answer(tokens=10)), version=1)
+    long.keep(judged(answer(tokens=1010)), version=1)
     assert long.num_bytes - short.num_bytes == 1000 * (4 + 13)
 
 
@@ -136,7 +166,7 @@ def test_a_restored_buffer_draws_what_the_other_would_have_drawn() -> None:
     restored.restore(made.state(), tensors)
     assert (len(restored), restored.num_bytes) == (len(made), made.num_bytes)
     for other in (made, restored):
-        other.keep([sample(name=99)], version=1)
+        other.keep(judged(answer(name=99)), version=1)
     assert restored.draw(10, version=1) == made.draw(10, version=1)
     assert all(torch.equal(made.tensors()[name], x) for name, x in restored.tensors().items())
 

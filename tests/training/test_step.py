@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.algorithms.objective import Credit, JudgedGroup, LossOutputs, Shares
+from isobit.algorithms.objective import Columns, LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig, PpoConfig
 from isobit.models.policy import Policy
@@ -39,7 +39,7 @@ class Recorder:
     needs_values = False
     needs_greedy = False
 
-    def credit(self, groups: Sequence[JudgedGroup]) -> list[list[Credit | None]]:
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
         return GRPO.credit(groups)
 
     def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
