@@ -17,7 +17,7 @@ from isobit.config.algorithm import (
     TisCorrection,
 )
 from isobit.models.frozen import FrozenPolicy
-from isobit.records.batch import Sample
+from isobit.records.batch import TokenScores
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.judge import Judge
@@ -38,12 +38,12 @@ def judge_of(
     return Judge(trainer, build_algorithm(config, LIMIT), config, exact, LIMIT, **more)
 
 
-def flat(judge: Judge, groups: list[Group]) -> list[Sample]:
-    return [sample for group in judge.samples_of(groups) for sample in group]
+def flat(groups: Sequence[Group]) -> list[TokenSequence]:
+    return [one.sequence for group in groups for one in group.completions]
 
 
 def scored(judge: Judge, groups: list[Group]) -> list[TokenSequence]:
-    return [sample.sequence for sample in judge.score(flat(judge, groups))]
+    return flat(judge.score(groups))
 
 
 def test_in_an_exact_flow_nothing_is_computed(
@@ -51,8 +51,7 @@ def test_in_an_exact_flow_nothing_is_computed(
 ) -> None:
     trainer = make_trainer("fp8")
     groups = make_groups(trainer)
-    samples = flat(judge_of(trainer), groups)
-    assert judge_of(trainer).score(samples) == samples
+    assert judge_of(trainer).score(groups) == groups
 
 
 @pytest.mark.parametrize(
@@ -89,13 +88,11 @@ def test_what_the_limit_cut_is_kept_masked_or_excluded(
     found = {}
     for truncated in ("keep", "mask", "exclude"):
         judge = judge_of(trainer, GrpoConfig(truncated=truncated, normalise_by_std=False))
-        (samples,) = judge.samples_of([group])
-        ((credits,), _) = judge.credit([samples], [None], [])
-        learnt = [judge.learnt_from(*pair) for pair in zip(samples, credits, strict=True)]
-        found[truncated] = [
-            None if one is None else float(one.advantages.sum()) / one.response_length
-            for one in learnt
-        ]
+        (judged,) = judge.judged([group], [])
+        found[truncated] = judged.advantages
+        assert [len(set(_response(one, one.advantages))) for one in flat([judged])] == [1] * 4
+        columns = [_response(one, one.advantages)[0] for one in flat([judged])]
+        assert columns == pytest.approx([one or 0.0 for one in judged.advantages], rel=1e-6)
     assert found["keep"] == [-0.5, 0.5, 0.5, -0.5]
     assert found["mask"] == [-0.5, None, 0.5, -0.5]
     assert found["exclude"][1] is None
@@ -108,9 +105,9 @@ def test_long_completions_are_punished(make_trainer: MakeTrainer, make_groups: M
     judge = judge_of(make_trainer(), GrpoConfig(overlong_buffer=8, overlong_penalty=0.5))
     groups = make_groups(judge.trainer)
     found = [
-        (sample.sequence.response_length, sample.reward)
-        for group in judge.samples_of(groups)
-        for sample in group
+        (completion.length, reward)
+        for group in judge.rewarded(groups)
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
     ]
     plain = [reward for group in groups for reward in group.rewards]
     for (length, reward), before in zip(found, plain, strict=True):
@@ -159,35 +156,36 @@ def test_once_the_policy_has_moved_the_reference_is_asked(
 
 
 def test_a_penalty_in_the_reward_is_the_coefficient_times_the_divergence(
-    make_trainer: MakeTrainer, make_groups: MakeGroups
+    make_trainer: MakeTrainer, make_groups: MakeGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer()
     config = GrpoConfig(
         kl_coefficient=0.5, kl_in="reward", kl_estimator="k1", normalise_by_std=False
     )
-    judge = judge_of(trainer, config)
+    judge = judge_of(trainer, config, reference=FrozenPolicy.of(trainer.policy))
     (group,) = make_groups(trainer, num_groups=1)
-    (samples,) = judge.samples_of([group])
     shifts = [0.25, 0.0, -0.5, 1.0]
-    samples = [
-        replace(
-            sample,
-            sequence=replace(
-                sample.sequence,
-                reference_log_probs=sample.sequence.log_probs - np.float32(shift),
-            ),
-        )
-        for sample, shift in zip(samples, shifts, strict=True)
-    ]
-    ((credits,), _) = judge.credit([samples], [None], [])
+
+    def shifted(_: Any, __: Any, sequences: Sequence[TokenSequence], ___: str) -> list[TokenScores]:
+        return [
+            TokenScores(torch.tensor(one.of_response(one.log_probs) - shift), torch.empty(0))
+            for one, shift in zip(sequences, shifts, strict=True)
+        ]
+
+    monkeypatch.setattr(FrozenPolicy, "is_equal_to", lambda *_: False)
+    monkeypatch.setattr("isobit.training.judge.scores_by_frozen", shifted)
+    (judged,) = judge.judged([group], [])
     rewards = [
-        sample.reward - 0.5 * shift * sample.sequence.response_length
-        for sample, shift in zip(samples, shifts, strict=True)
-        if sample.reward is not None
+        reward - 0.5 * shift * completion.length
+        for completion, reward, shift in zip(group.completions, group.rewards, shifts, strict=True)
+        if reward is not None
     ]
     mean = sum(rewards) / 4
-    given = [credit.advantages for credit in credits if credit is not None]
-    assert given == pytest.approx([reward - mean for reward in rewards], rel=1e-5)
+    assert judged.advantages == pytest.approx([reward - mean for reward in rewards], rel=1e-5)
+    for sequence, shift in zip(flat([judged]), shifts, strict=True):
+        assert sequence.kl_penalties is not None
+        penalties = _response(sequence, sequence.kl_penalties)
+        assert penalties == pytest.approx([0.5 * shift] * len(penalties), rel=1e-5)
 
 
 def test_corrections_are_one_where_old_is_recorded_and_the_ratio_elsewhere(
@@ -198,7 +196,7 @@ def test_corrections_are_one_where_old_is_recorded_and_the_ratio_elsewhere(
         NormaliseCorrection(),
     )
     judge = judge_of(make_trainer(), corrections=corrections)
-    sequences = [s.sequence for s in flat(judge, make_groups(judge.trainer))]
+    sequences = flat(make_groups(judge.trainer))
     ones = judge.corrected(sequences)
     assert all(set(_importance(one)) == {1.0} for one in ones)
     assert judge_of(judge.trainer).corrected(sequences) == sequences
@@ -218,7 +216,11 @@ def _reference(sequences: Sequence[TokenSequence]) -> list[list[float]]:
 
 def _importance(sequence: TokenSequence) -> list[float]:
     assert sequence.importance is not None
-    return sequence.of_response(sequence.importance).tolist()
+    return _response(sequence, sequence.importance)
+
+
+def _response(sequence: TokenSequence, column: np.ndarray) -> list[float]:
+    return sequence.of_response(column).tolist()
 
 
 def test_a_replayed_sample_keeps_its_advantage(
@@ -226,8 +228,9 @@ def test_a_replayed_sample_keeps_its_advantage(
 ) -> None:
     judge = judge_of(make_trainer())
     (group,) = make_groups(judge.trainer, num_groups=1)
-    (samples,) = judge.samples_of([group])
-    replayed = replace(samples[0], advantage=-0.75)
-    fresh, again = judge.credit([samples], [None], [replayed])
-    assert again[0] is not None and again[0].advantages == -0.75
-    assert fresh == judge.credit([samples], [None], [])[0]
+    kept = Group(group.prompt, 0, group.completions[:1], [1.0], advantages=[-0.75])
+    fresh, again = judge.judged([group], [kept])
+    assert again.advantages == [-0.75]
+    (sequence,) = flat([again])
+    assert set(_response(sequence, sequence.advantages)) == {-0.75}
+    assert [fresh] == judge.judged([group], [])

@@ -245,14 +245,15 @@ class Judge:
             for sequence in sequences
         )
         if own_are_known and reference.is_equal_to(self.trainer.policy):
-            columns = [one.of_response(one.ratio_log_probs) for one in sequences]
+            columns = [sequence.ratio_log_probs for sequence in sequences]
         else:
             phase = "the reference model's forward"
             with self.trainer.timing("reference"), reference.on_device():
                 scores = scores_by_frozen(self.trainer, lambda: reference, sequences, phase)
-            columns = [one.log_probs.numpy() for one in scores]
+            pairs = zip(sequences, scores, strict=True)
+            columns = [sequence.spread(one.log_probs.numpy()) for sequence, one in pairs]
         found = [
-            sequence.with_columns(reference_log_probs=column)
+            replace(sequence, reference_log_probs=column)
             for sequence, column in zip(sequences, columns, strict=True)
         ]
         return found if self.config.kl_in == "loss" else list(map(self._with_penalties, found))
