@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from isobit.algorithms.clipped import ratio_metrics
 from isobit.algorithms.family import Grpo
 from isobit.algorithms.objective import Shares
-from isobit.algorithms.policy_gradient import Terms
+from isobit.algorithms.policy_gradient import Terms, ratio_metrics
 from isobit.config.algorithm import GrpoConfig
 from isobit.records.batch import PackedBatch, TokenScores
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.algorithms.clipped import covariances, select
+from isobit.algorithms.policy_gradient import covariances, select
 from isobit.config.algorithm import GrpoConfig
 from isobit.records.batch import PackedBatch
 from tests.algorithms.batches import batch_of, random_batch

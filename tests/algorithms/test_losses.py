@@ -10,10 +10,14 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from isobit.algorithms.clipped import ClipBounds, ClippedPolicyGradient, clipped_surrogate
 from isobit.algorithms.family import Grpo
 from isobit.algorithms.objective import Algorithm, LossOutputs, Shares
-from isobit.algorithms.policy_gradient import PolicyGradient
+from isobit.algorithms.policy_gradient import (
+    ClipBounds,
+    ClippedPolicyGradient,
+    PolicyGradient,
+    clipped_surrogate,
+)
 from isobit.algorithms.ppo import Ppo, explained_variance
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import (

@@ -13,8 +13,8 @@ from isobit.config.tables import RolloutConfig, TrainingConfig
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.family import Grpo
+from isobit.algorithms.policy_gradient import ClipBounds
 from isobit.memory.activations import FrozenModel
 from isobit.models.decoder import decoder_shape
 from isobit.models.policy import Policy

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from isobit.algorithms.calibration import calibrated_bounds
-from isobit.algorithms.clipped import ClipBounds
 from isobit.algorithms.family import Grpo
 from isobit.algorithms.objective import Shares
-from isobit.algorithms.policy_gradient import Terms
+from isobit.algorithms.policy_gradient import ClipBounds, Terms
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig, StepConfig
 from isobit.config.recipes import RunConfig

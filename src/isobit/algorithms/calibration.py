@@ -25,7 +25,7 @@ import math
 
 import torch
 
-from isobit.algorithms.clipped import ClipBounds
+from isobit.algorithms.policy_gradient import ClipBounds
 
 
 def calibrated_bounds(

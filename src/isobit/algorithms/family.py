@@ -23,7 +23,7 @@ Dr. GRPO: GRPO done right (arXiv 2503.20783, section 3).
 Two biases are gone: the division by the group's standard deviation, which weighs questions that are
 almost always or almost never solved more than the others, and the division by a completion's own
 length, which punishes a long wrong answer less a token than a short one.  The constant C is
-``loss_constant``.  The surrogate is PPO's (``isobit.algorithms.clipped``).
+``loss_constant``.  The surrogate is PPO's (``isobit.algorithms.policy_gradient``).
 
 GRPO: the clipped surrogate of PPO with advantages relative to the group, and no critic.
 
@@ -53,7 +53,7 @@ reference at each, the return of a token and its advantage are
     R_t = sum over k >= t of gamma^(k - t) * (r * [k = T] - kl_k)
     A_t = (R_t - mean(R)) / std(R)          over all tokens of the step
 
-The surrogate is PPO's (``isobit.algorithms.clipped``).
+The surrogate is PPO's (``isobit.algorithms.policy_gradient``).
 
 REINFORCE++ with the group's mean as baseline (arXiv 2501.03262, section 3.3).
 
@@ -65,7 +65,7 @@ solved does not weigh more than others.  The mean of a over the step is zero, si
 group, so that none is subtracted and a group of equal rewards has advantages of exactly zero.  (The
 authors' code takes mean and deviation over tokens, which weighs long completions more.)  The
 divergence from the reference is a k2 term of the loss.  The surrogate is PPO's
-(``isobit.algorithms.clipped``).
+(``isobit.algorithms.policy_gradient``).
 
 ReMax: REINFORCE with the reward of the prompt's greedy completion as baseline (arXiv 2310.10505,
 algorithm 1).
@@ -73,8 +73,8 @@ algorithm 1).
     A_i = r_i - r(greedy)
 
 The divergence from the reference is taken from the reward of the sample.  The paper's loss is
--A * log pi; PPO's surrogate (``isobit.algorithms.clipped``) has its gradient in the first update of
-a step, and holds the later ones back.
+-A * log pi; PPO's surrogate has its gradient in the first update of a step, and holds the later
+ones back.
 
 RLOO: REINFORCE with the other samples' mean as baseline (arXiv 2402.14740, section 3.2).
 
@@ -82,8 +82,8 @@ RLOO: REINFORCE with the other samples' mean as baseline (arXiv 2402.14740, sect
 
 A baseline that does not hold the sample itself leaves the gradient unbiased.  The divergence from
 the reference is taken from the reward, a number for the completion.  The paper's loss is
--A * log pi; PPO's surrogate (``isobit.algorithms.clipped``) has its gradient in the first update
-of a step, and holds the later ones back.
+-A * log pi; PPO's surrogate has its gradient in the first update of a step, and holds the later
+ones back.
 """
 
 from collections.abc import Sequence
@@ -102,14 +102,15 @@ from isobit.algorithms.advantages import (
     token_rewards,
     whiten,
 )
-from isobit.algorithms.clipped import (
+from isobit.algorithms.objective import Columns, Shares
+from isobit.algorithms.policy_gradient import (
     ClipBounds,
     ClippedPolicyGradient,
+    PolicyGradient,
+    Terms,
     clipped_surrogate,
     ratio_metrics,
 )
-from isobit.algorithms.objective import Columns, Shares
-from isobit.algorithms.policy_gradient import PolicyGradient, Terms
 from isobit.config.algorithm import (
     CispoConfig,
     DapoConfig,

@@ -2,8 +2,8 @@
 
 Advantages are those of generalised advantage estimation, token by token
 (``isobit.algorithms.advantages``), whitened over all tokens of the step; the surrogate is clipped
-(``isobit.algorithms.clipped``).  The value head learns the returns R with a loss that is clipped
-around V_old, its value before the step (as the authors' code has it):
+(``isobit.algorithms.policy_gradient``).  The value head learns the returns R with a loss that is
+clipped around V_old, its value before the step (as the authors' code has it):
 
     l_value = max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2
 
@@ -22,9 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from isobit.algorithms.advantages import advantages_and_returns, token_credit, token_rewards, whiten
-from isobit.algorithms.clipped import ClippedPolicyGradient
 from isobit.algorithms.objective import Columns
-from isobit.algorithms.policy_gradient import Terms
+from isobit.algorithms.policy_gradient import ClippedPolicyGradient, Terms
 from isobit.config.algorithm import PpoConfig
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.sequence import TokenSequence

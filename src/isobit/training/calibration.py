@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from isobit.algorithms.calibration import calibrated_bounds
-from isobit.algorithms.clipped import ClipBounds, ClippedPolicyGradient
 from isobit.algorithms.objective import Algorithm
+from isobit.algorithms.policy_gradient import ClipBounds, ClippedPolicyGradient
 from isobit.config.algorithm import TokenClipConfig
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
