@@ -30,9 +30,10 @@ def turns_of(
     )
 
 
-def answer_of(length: int, **columns: Sequence[float] | None) -> Completion:
+def answer_of(length: int, **columns: Sequence[float]) -> Completion:
     """So many response tokens with these columns."""
-    return Completion(TokenSequence.of_answer([5], [7] * length, **columns), "", "stop")
+    sequence = TokenSequence.of_answer([5], [7] * length).with_columns(**columns)
+    return Completion(sequence, "", "stop")
 
 
 def group_of(
