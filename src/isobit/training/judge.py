@@ -126,9 +126,8 @@ class Judge:
         """Graded groups, and behind them what is replayed, with every column that the loss reads
         and the mean advantage of each completion; None for one that is not learnt from.
         """
-        fresh, replayed = self.rewarded(groups), list(replayed)
-        scored = self.score([*fresh, *replayed])
-        credit = self.credit(scored[: len(fresh)], scored[len(fresh) :])
+        scored = self.score([*self.rewarded(groups), *replayed])
+        credit = self.credit(scored[: len(groups)], scored[len(groups) :])
         learnt = [self.learnt(*pair) for pair in zip(scored, credit, strict=True)]
         given = [[advantage is not None for advantage in group.advantages] for group in learnt]
         return _changed(learnt, given, self.corrected)
